@@ -152,7 +152,7 @@ class LaunchCache:
             prepare: is called where the cache has no entry.
         """
         addresses = addresses_of(tensors)
-        key = kind, _unaligned(addresses)
+        key = kind, unaligned_bits(addresses)
         entry = self._entries.get(key)
         if entry is not None:
             return entry.run(addresses)
@@ -167,7 +167,7 @@ class LaunchCache:
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
         addresses = addresses_of(tensors)
-        entry = self._entries.get((kind, _unaligned(addresses)))
+        entry = self._entries.get((kind, unaligned_bits(addresses)))
         if entry is None:
             return False
         entry.run(addresses)
@@ -225,10 +225,12 @@ class Signature(NamedTuple):
     Attributes:
         key: equal for calls that differ in the addresses of their tensors alone.
         addresses: of the tensors, 0 for None.
+        recorded: whether autograd records the call.
     """
 
     key: Hashable
     addresses: list[int]
+    recorded: bool
 
 
 def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | None:
@@ -253,13 +255,15 @@ def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | 
             return None
         if t.is_neg() or t.device != device:  # a view to be negated when it is read
             return None
-    return key_of(tensors, (*numbers, types))
+    return key_of(tensors, (*numbers, types), torch.is_grad_enabled())
 
 
-def key_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature:
+def key_of(
+    tensors: Sequence[Any], numbers: Sequence[Any], grad_enabled: bool = False
+) -> Signature:
     """Return the signature of a call that is known to be on the current GPU."""
     key = [*numbers, tensors[0].device.index, torch._C._get_deterministic_algorithms()]
-    addresses, low_bits = [], 0
+    addresses, low_bits, wanted = [], 0, False
     for t in tensors:
         if t is None:
             key.append(None)
@@ -268,10 +272,16 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature:
         address = t.data_ptr()
         addresses.append(address)
         low_bits |= address
+        wanted = wanted or t.requires_grad
         key += t.shape, t.stride(), t.dtype
     if low_bits % ALIGNMENT:  # Triton compiles for addresses that are aligned, or are not
-        key.append(_unaligned(addresses))
-    return Signature(tuple(key), addresses)
+        key.append(unaligned_bits(addresses))
+    # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
+    # records nothing.
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    recorded = wanted and grad_enabled and not excluded
+    key.append(recorded)
+    return Signature(tuple(key), addresses, recorded)
 
 
 def seen_by_autograd_alone(args: Sequence[Any]) -> bool:
@@ -336,7 +346,7 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 def unaligned(tensors: Sequence[Tensor | None]) -> int:
     """Return which tensors Triton compiles for as unaligned, a bit each."""
-    return _unaligned(addresses_of(tensors))
+    return unaligned_bits(addresses_of(tensors))
 
 
 def aligned(addresses: Sequence[int]) -> bool:
@@ -347,7 +357,8 @@ def aligned(addresses: Sequence[int]) -> bool:
     return bits % ALIGNMENT == 0
 
 
-def _unaligned(addresses: Sequence[int]) -> int:
+def unaligned_bits(addresses: Sequence[int]) -> int:
+    """Return which addresses Triton compiles for as unaligned, a bit each."""
     if aligned(addresses):
         return 0
     return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)

@@ -27,9 +27,9 @@ from .._launch_cache import (
     Signature,
     key_of,
     on_current_device,
-    recorded,
     rows_contiguous,
     seen_by_autograd_alone,
+    unaligned_bits,
 )
 from ..dispatcher import library
 from ..statistics import STATISTICS
@@ -388,14 +388,16 @@ def _launch_backward(
         addresses.append(address)
         low_bits |= address
         layouts += t.dtype, t.stride()
-    key, (*tensors, out, max_log_sum) = (*layouts, low_bits % ALIGNMENT == 0), addresses
+    if low_bits % ALIGNMENT:
+        layouts.append(unaligned_bits((grad.data_ptr(), *addresses)))
+    key, (*tensors, out, max_log_sum) = tuple(layouts), addresses
     gradients = form.new_gradients(saved, mask_grad)
     ds = None
     if mask_grad:
         # Tiles that no row may see are not visited by every kernel.
         ds = grad.new_zeros((*saved[0].shape[:3], saved[1].shape[2]), dtype=torch.float32)
     entry = launches.get(key)
-    if entry is not None and key[-1]:
+    if entry is not None:
         pointers = form.addresses(tensors, saved[0])
         pointers += grad.data_ptr(), out, max_log_sum, *form.gradient_addresses(gradients)
         entry.run([*pointers, 0 if ds is None else ds.data_ptr()])
@@ -481,7 +483,7 @@ def repeat(
     seed = draw_seed(dropout_p, first.device)
     addresses = [*signature.addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
     results = _run(form, plan, addresses, first, sample)
-    if recorded(*tensors[: form.differentiable]):
+    if signature.recorded:
         results = Attention.apply(form, plan, results, *tensors, seed, *plan.numbers)
     return results if isinstance(results, tuple) else (results,)
 
@@ -504,6 +506,8 @@ def attend_first(
         stats: whether it is the operator with statistics.
         sample: of that.
     """
+    if signature is not None and (known := repeat(form, signature, tensors, sample)):
+        return known  # of a user's other call, whose integers were converted too
     inputs = *tensors, draw_seed(numbers[form.dropout], tensors[0].device), *numbers
     if signature is None:
         if not stats:
@@ -511,7 +515,7 @@ def attend_first(
         arguments = *inputs[: form.count], sample, *numbers
         return getattr(ops, f"{form.name}_with_stats").default(*arguments)
     plan, results = _launch_first(form, signature.key, inputs, stats, sample)
-    if recorded(*tensors[: form.differentiable]):
+    if signature.recorded:
         results = Attention.apply(form, plan, results, *inputs)
     return results if isinstance(results, tuple) else (results,)
 
