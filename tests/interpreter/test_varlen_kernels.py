@@ -12,6 +12,7 @@ from tests.varlen_cases import (
     CASES,
     NAMES,
     STATISTICS,
+    WINDOW_CASES,
     Inputs,
     VarlenTestCase,
     assemble,
@@ -25,6 +26,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops.attention import varlen
+from leaner_kernels.ops.attention.call import Call, Sequences
+from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
@@ -47,6 +50,29 @@ def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch
     exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
     results = run_kernels(inputs)
     assert results.keys() == exact.keys()
+    for name, actual in results.items():
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+@in_every_arithmetic
+@pytest.mark.parametrize("case", WINDOW_CASES, ids=lambda case: case.name)
+def test_windows_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    query, key, value, grad, starts, key_starts, rows, cols, seed, sample, *params = inputs
+    dropout_p, is_causal, scale, window = params
+    call = Call(query, key, value, None, None, seed, dropout_p, is_causal, scale, window=window)
+    sequences = Sequences(starts, key_starts, rows, cols)
+    (tokens, heads, dim), count = query.shape, len(starts) - 1
+    out, max_log_sum = query.new_empty(query.shape), torch.empty(heads, tokens, 2)
+    lse, stats = torch.empty(heads, tokens), torch.empty(len(STATISTICS), count, heads)
+    captured = torch.empty(len(sample), rows, heads * dim)
+    online_forward.launch(call, out, max_log_sum, lse, stats, sequences)
+    online_forward.launch_capture(call, sample, captured, sequences)
+    grads = [t.new_empty(t.shape) for t in (query, key, value)]
+    online_backward.launch(grad, call, out, max_log_sum, *grads, sequences)
+    names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
+    results = finish(inputs, dict(zip(names, (out, lse, *stats, captured, *grads), strict=True)))
+    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
     for name, actual in results.items():
         assert_within_budget(actual, peers[name], exact[name])
 

@@ -311,6 +311,8 @@ class Call(NamedTuple):
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores.
         softcap: bounds the scores; 0 for none.
+        window: (left, right), -1 for no bound: row i sees columns i + M - N - left to
+            i + M - N + right.
     """
 
     query: Tensor
@@ -323,6 +325,7 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
 
 def new_call(
@@ -336,11 +339,12 @@ def new_call(
     is_causal: bool,
     scale: float | None,
     softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
 ) -> Call:
     """Return the call of these, with the default of a scale of None."""
     factor: float = query.shape[-1] ** -0.5 if scale is None else scale
     tensors = query, key, value, attn_mask, key_lengths, seed
-    return Call(*tensors, dropout_p, is_causal, factor, softcap)
+    return Call(*tensors, dropout_p, is_causal, factor, softcap, window)
 
 
 def counted(call: Call) -> Call:
@@ -399,7 +403,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
 
     With ``sequences``, query, key and value are (T, H, D), of a varlen batch.
     """
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call
+    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap, _ = call
     heads, dim = query.shape[1], query.shape[-1]
     if sequences is None:
         batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
@@ -439,7 +443,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
 
 def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
     """Return the tile of a kernel that walks over any length; ``others`` are features too."""
-    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call
+    query, key, value, attn_mask, _, seed, _, _, scale, softcap, _ = call
     wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
     return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
 

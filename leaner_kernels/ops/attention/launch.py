@@ -98,6 +98,8 @@ def choose_forward(call: Call, out: Tensor, with_stats: bool = False) -> Choice:
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = features(attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale)
     name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
+    if call.window != (-1, -1):
+        return Choice("online_forward", online_tile("online_forward", call, varlen=False))
     if _pairs_elements(call, out) and (
         tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)
     ):
@@ -187,7 +189,7 @@ def choose_backward(
         attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
     )
     # A key head that several query heads share has no single owner.
-    if query.shape[1] == key.shape[1]:
+    if query.shape[1] == key.shape[1] and call.window == (-1, -1):
         shape, tokens = (query, key, wanted), max(query.shape[2], key.shape[2])
         if _pairs_elements(call, grad, dq, dk, dv) and (
             tile := warp_multihead_tile("warp_multihead_backward", *shape)

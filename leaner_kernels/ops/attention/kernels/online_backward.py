@@ -29,18 +29,20 @@ from ..call import (
     Sequences,
     kind_of,
     online_tile,
-    sequence_arguments,
     sequence_kind,
     sequence_tensors,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
+    band_of,
+    cols_in_band,
     exponent_factor,
     fill_outside,
     find_sequence,
     load_max_log_sum,
+    online_arguments,
+    rows_in_band,
     score_tile,
 )
 
@@ -73,7 +75,7 @@ def _gradient_tile(
     return dropped, p * (dp - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
     q_view,
     k_view,
@@ -99,6 +101,8 @@ def _attention_bwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -151,6 +155,8 @@ def _attention_bwd_kernel(
         # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
         first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
         last = tl.where(col_start < limit, num_rows, 0)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        first, last = rows_in_band(band, col_start, first, last, BLOCK_M, BLOCK_N)
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
@@ -169,8 +175,8 @@ def _attention_bwd_kernel(
                     row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                    q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
-                    BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
+                    q, k, row_start, col_start, limit, band, mask_view, mask_start, N, M, scale,
+                    softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -225,12 +231,15 @@ def _attention_bwd_kernel(
             end = tl.minimum(limit, (tile + 1) * BLOCK_M)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
-        for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        begin, end = cols_in_band(band, row_start, end, BLOCK_M, BLOCK_N)
+        # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        for col_start in range(begin, end, BLOCK_N):
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
-                BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
+                q, k, row_start, col_start, limit, band, mask_view, mask_start, N, M, scale,
+                softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
@@ -264,9 +273,8 @@ def prepare(
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
     With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    heads, kv_heads = call.query.shape[1], call.key.shape[1]
+    arguments = online_arguments(call, sequences)
+    batch, heads, kv_heads = arguments["B"], call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
     tile = online_tile("online_backward", call, varlen=sequences is not None)
     if ds is not None:
@@ -276,15 +284,12 @@ def prepare(
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
     )

@@ -38,24 +38,25 @@ from ..call import (
     counted,
     kind_of,
     online_tile,
-    sequence_arguments,
     sequence_kind,
     sequence_tensors,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
+    band_of,
+    cols_in_band,
     exponent_factor,
     fill_outside,
     find_sequence,
+    online_arguments,
     row_lse,
     score_tile,
     store_max_log_sum,
 )
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_fwd_kernel(
     q_view,
     k_view,
@@ -79,6 +80,8 @@ def _attention_fwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -133,6 +136,8 @@ def _attention_fwd_kernel(
         end = tl.minimum(limit, (tile + 1) * BLOCK_M)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
+    band = band_of(window_left, window_right, num_rows, num_cols)
+    begin, end = cols_in_band(band, first, end, BLOCK_M, BLOCK_N)
 
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
@@ -143,11 +148,11 @@ def _attention_fwd_kernel(
     row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
-    for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
-            q, k, first, start, limit, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M, BLOCK_N,
-            CAUSAL, MASK, SCALED, False, True,
+            q, k, first, start, limit, band, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M,
+            BLOCK_N, CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
@@ -229,18 +234,14 @@ def prepare(
     the statistics, (B, H, T, NUM_SUMS) of T row tiles. With ``sequences`` the tensors are
     (T, H, D), max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = online_arguments(call, sequences)
     tile = online_tile("online_forward", call, varlen=sequences is not None)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         out_view=view_of("out", out),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         sample_ptr=None,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
@@ -248,7 +249,7 @@ def prepare(
         STATS=stats is not None,
         CAPTURE=False,
     )
-    grid = (batch * arguments["H"] * num_tiles + spare,)
+    grid = (arguments["B"] * arguments["H"] * num_tiles + spare,)
     return Launch(_attention_fwd_kernel, grid, arguments)
 
 
@@ -297,18 +298,14 @@ def prepare_capture(
     sequences: Sequences | None = None,
 ) -> Launch:
     """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = online_arguments(call, sequences)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
     tile = online_tile("online_forward", call, "capture", varlen=sequences is not None)
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         sample_ptr=sample,
         lse_ptr=None,
         max_log_sum_ptr=None,

@@ -1,11 +1,14 @@
 """What the forward and the backward kernels share: one tile of scores."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..._triton import LOG2_E, PRECISION, units
+from ..call import Call, Sequences, sequence_arguments, shared_arguments
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -55,9 +58,22 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
         _fill_outside_kernel[(SPARE_PROGRAMS,)](t, starts, *sizes)
 
 
+def online_arguments(call: Call, sequences: Sequences | None) -> dict[str, Any]:
+    """Return the arguments by name of a kernel that walks over any length."""
+    left, right = call.window
+    return dict(
+        **shared_arguments(call, sequences),
+        **sequence_arguments(call.query, call.key, sequences),
+        B=call.query.shape[0] if sequences is None else len(sequences.starts) - 1,
+        softcap=call.softcap or None,
+        window_left=None if left < 0 else left,
+        window_right=None if right < 0 else right,
+    )
+
+
 @triton.jit
 def score_tile(
-    q, k, row_start, col_start, limit, mask_view, mask_ptr, N, M, scale, softcap,
+    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale, softcap,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     SCALED: tl.constexpr, RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +91,8 @@ def score_tile(
     elif SCALED and MASK != "additive":
         s = tl.fma(s, scale, 0.0)
     s = mask_scores(
-        s, row_start, col_start, limit, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M, BLOCK_N,
-        CAUSAL, MASK, RESIDENT, RAGGED,
+        s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M,
+        BLOCK_N, CAUSAL, MASK, RESIDENT, RAGGED,
     )  # fmt: skip
     return s, slope
 
@@ -101,7 +117,7 @@ def tanh(x):
 
 @triton.jit
 def mask_scores(
-    s, row_start, col_start, limit, mask_view, mask_ptr, N, M, scale,
+    s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -109,7 +125,8 @@ def mask_scores(
 
     Every kind of mask is applied here and nowhere else. ``mask_ptr`` is where the mask of this head
     starts, ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden,
-    which a tile that is not ``RAGGED`` does not reach. ``RESIDENT`` are tiles of segments.py.
+    which a tile that is not ``RAGGED`` does not reach. ``band`` is what ``band_of`` returns, which
+    ``RESIDENT`` tiles, those of segments.py, do not have.
     """
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if MASK != "none":
@@ -129,8 +146,55 @@ def mask_scores(
         seen = (col_start + cols < limit)[None, :]  # (1, BLOCK_N)
         if CAUSAL:
             seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
+        if band[0] is not None:
+            lowest = _inside_tile(row_start + band[0] - col_start)
+            seen = seen & (cols[None, :] >= lowest + rows[:, None])
+        if band[1] is not None:
+            highest = _inside_tile(row_start + band[1] - col_start)
+            seen = seen & (cols[None, :] <= highest + rows[:, None])
         s = tl.where(seen, s, float("-inf"))
     return s
+
+
+@triton.jit
+def band_of(window_left, window_right, num_rows, num_cols):
+    """Return (low, high), int64 or None: row i sees columns i + low to i + high.
+
+    The window is aligned bottom right: the last row's is around the last column.
+    """
+    low, high = None, None
+    if window_left is not None:
+        low = tl.cast(num_cols, tl.int64) - num_rows - window_left
+    if window_right is not None:
+        high = tl.cast(num_cols, tl.int64) - num_rows + window_right
+    return low, high
+
+
+@triton.jit
+def _inside_tile(distance):
+    """Return a distance in 32 bits, cut off where it is longer than any tile."""
+    return tl.minimum(tl.maximum(distance, -65536), 65536).to(tl.int32)
+
+
+@triton.jit
+def cols_in_band(band, row_start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the columns, from a tile's first, that rows of a tile may see; ``end`` is known."""
+    start = 0
+    if band[0] is not None:
+        start = (tl.maximum(row_start + band[0], 0) // BLOCK_N * BLOCK_N).to(tl.int32)
+    if band[1] is not None:
+        end = tl.maximum(tl.minimum(row_start + BLOCK_M + band[1], end), 0).to(tl.int32)
+    return start, end
+
+
+@triton.jit
+def rows_in_band(band, col_start, start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the rows, from a tile's first, that may see columns of a tile."""
+    if band[1] is not None:
+        start = (tl.maximum(col_start - band[1], start) // BLOCK_M * BLOCK_M).to(tl.int32)
+    if band[0] is not None:
+        end = tl.maximum(tl.minimum(col_start + BLOCK_N - band[0], end), 0).to(tl.int32)
+    return start, end
 
 
 @triton.jit

@@ -114,8 +114,8 @@ def _short_bwd_kernel(
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
             s, _ = score_tile(  # (size, BLOCK_N)
-                qs[i], k, SEGMENTS[i][0], first, limit, mask_view, mask_ptr, N, M, scale, None,
-                SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
+                qs[i], k, SEGMENTS[i][0], first, limit, (None, None), mask_view, mask_ptr, N, M,
+                scale, None, SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
             )  # fmt: skip
             dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:
