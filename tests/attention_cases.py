@@ -280,7 +280,7 @@ def new_gradients(
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_with_stats`` and its backward on the device of the inputs."""
-    query, key, value, mask, lengths, seed, *params = inputs.call
+    query, key, value, mask, lengths, seed, *params, _ = inputs.call
     leaves = [query, key, value]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask)

@@ -36,14 +36,15 @@ from ..call import (
 from .scores import (
     SPARE_PROGRAMS,
     band_of,
-    cols_in_band,
     exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
     load_max_log_sum,
+    mask_start,
     online_arguments,
-    rows_in_band,
     score_tile,
+    visible_cols,
+    visible_rows,
 )
 
 
@@ -138,13 +139,9 @@ def _attention_bwd_kernel(
         kv = pid // num_col_tiles % num_kv_heads
         b = pid // num_col_tiles // num_kv_heads
         b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
-        if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         col_start = tile * BLOCK_N
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
@@ -152,11 +149,8 @@ def _attention_bwd_kernel(
         v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
-        first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
-        last = tl.where(col_start < limit, num_rows, 0)
         band = band_of(window_left, window_right, num_rows, num_cols)
-        first, last = rows_in_band(band, col_start, first, last, BLOCK_M, BLOCK_N)
+        first, last = visible_rows(col_start, num_rows, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
@@ -164,9 +158,7 @@ def _attention_bwd_kernel(
             row_stats = (b_64 * H + h) * N
             if starts_ptr is not None:
                 row_stats = h_64 * TOKENS + row_b
-            mask_start = mask_view.ptr
-            if MASK != "none":
-                mask_start = head_of(mask_view, b_64, h_64)
+            mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
                 do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
@@ -175,7 +167,7 @@ def _attention_bwd_kernel(
                     row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                    q, k, row_start, col_start, limit, band, mask_view, mask_start, N, M, scale,
+                    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
                     softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
@@ -199,22 +191,17 @@ def _attention_bwd_kernel(
         h = (pid - num_col_programs) // num_row_tiles % H
         b = (pid - num_col_programs) // num_row_tiles // H
         b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         row_stats = (b_64 * H + h) * N
         if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
             row_stats = h_64 * TOKENS + row_b
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
         row_start = tile * BLOCK_M
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
         q_start = head_of(q_view, row_b, h_64)
-        mask_start = mask_view.ptr
-        if MASK != "none":
-            mask_start = head_of(mask_view, b_64, h_64)
+        mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
         do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
             head_of(do_view, row_b, h_64),
@@ -226,19 +213,16 @@ def _attention_bwd_kernel(
             max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        end = limit
-        if CAUSAL:
-            end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
-        band = band_of(window_left, window_right, num_rows, num_cols)
-        begin, end = cols_in_band(band, row_start, end, BLOCK_M, BLOCK_N)
         # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         for col_start in range(begin, end, BLOCK_N):
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                q, k, row_start, col_start, limit, band, mask_view, mask_start, N, M, scale,
+                q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
                 softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)

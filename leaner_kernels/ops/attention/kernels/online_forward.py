@@ -45,14 +45,15 @@ from ..call import (
 from .scores import (
     SPARE_PROGRAMS,
     band_of,
-    cols_in_band,
     exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
+    mask_start,
     online_arguments,
     row_lse,
     score_tile,
     store_max_log_sum,
+    visible_cols,
 )
 
 
@@ -115,29 +116,21 @@ def _attention_fwd_kernel(
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+    row_b, col_b, num_rows, num_cols, limit = extents(
+        starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+    )
     lse_start = (b_64 * H + h) * N
     if starts_ptr is not None:
-        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
         lse_start = h_64 * TOKENS + row_b
         if not STATS and not CAPTURE and first >= num_rows:
             return
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    limit = num_cols
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-    end = limit
-    if CAUSAL:
-        end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    band = band_of(window_left, window_right, num_rows, num_cols)
+    begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
-    band = band_of(window_left, window_right, num_rows, num_cols)
-    begin, end = cols_in_band(band, first, end, BLOCK_M, BLOCK_N)
 
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)

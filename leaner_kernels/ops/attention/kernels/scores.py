@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._triton import LOG2_E, PRECISION, units
+from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
 from ..call import Call, Sequences, sequence_arguments, shared_arguments
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
@@ -24,6 +24,28 @@ def find_sequence(starts_ptr, b, num_tokens, longest):
     start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), num_tokens)
     stop = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), num_tokens)
     return start.to(tl.int64), tl.minimum(stop - start, longest)
+
+
+@triton.jit
+def extents(starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS):
+    """Return of batch entry, or sequence, ``b``: where rows and columns start, and their numbers.
+
+    Last comes how many columns are no padding. A start is an entry, or in a varlen batch a token.
+    """
+    row_b, col_b, num_rows, num_cols = b.to(tl.int64), b.to(tl.int64), N, M
+    if starts_ptr is not None:
+        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
+        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
+    return row_b, col_b, num_rows, num_cols, visible_keys(lengths_ptr, b, num_cols)
+
+
+@triton.jit
+def mask_start(mask_view, b, h, MASK: tl.constexpr):
+    """Return where the mask of a head starts, if there is one."""
+    ptr = mask_view.ptr
+    if MASK != "none":
+        ptr = head_of(mask_view, b, h)
+    return ptr
 
 
 @triton.jit
@@ -177,9 +199,13 @@ def _inside_tile(distance):
 
 
 @triton.jit
-def cols_in_band(band, row_start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the columns, from a tile's first, that rows of a tile may see; ``end`` is known."""
-    start = 0
+def visible_cols(
+    row_start, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return from and to where columns are seen by rows of a tile, from a tile's first on."""
+    start, end = 0, limit
+    if CAUSAL:
+        end = tl.minimum(limit, row_start + BLOCK_M)
     if band[0] is not None:
         start = (tl.maximum(row_start + band[0], 0) // BLOCK_N * BLOCK_N).to(tl.int32)
     if band[1] is not None:
@@ -188,8 +214,14 @@ def cols_in_band(band, row_start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.conste
 
 
 @triton.jit
-def rows_in_band(band, col_start, start, end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the rows, from a tile's first, that may see columns of a tile."""
+def visible_rows(
+    col_start, num_rows, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return from and to where rows see columns of a tile, from a tile's first on."""
+    # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
+    start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
+    end = tl.where(col_start < limit, num_rows, 0)
     if band[1] is not None:
         start = (tl.maximum(col_start - band[1], start) // BLOCK_M * BLOCK_M).to(tl.int32)
     if band[0] is not None:
