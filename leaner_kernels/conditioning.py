@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
-from .ops._operators import TENSORS
+from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]

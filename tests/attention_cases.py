@@ -4,15 +4,16 @@ One table serves the operators on the CPU, the kernels in Triton's interpreter a
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.operators import new_out
+from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
+from leaner_kernels.ops.statistics import STATISTICS
 from tests import error_budget
 
 
@@ -125,8 +126,14 @@ class Inputs(NamedTuple):
 
     @property
     def call(self) -> Call:
-        """What the launchers take; in the order of the operators' arguments."""
+        """What the launchers take."""
         return Call(*self[:3], *self[4:7], *self[8:])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the operator takes."""
+        *operands, window, _ = self.call
+        return *operands, *window
 
 
 def poisoned(
@@ -260,14 +267,6 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
     return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
 
 
-def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
-    """Allocate lse (B, H, N), the statistics (4, B, H) and heads."""
-    batch, heads, rows, dim = query.shape
-    slots = 0 if sample is None else sample.shape[0]
-    shapes = (batch, heads, rows), (4, batch, heads), (slots, rows, heads * dim)
-    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
-
-
 def new_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -280,7 +279,7 @@ def new_gradients(
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_with_stats`` and its backward on the device of the inputs."""
-    query, key, value, mask, lengths, seed, *params, _ = inputs.call
+    query, key, value, mask, lengths, seed, *params = inputs.arguments
     leaves = [query, key, value]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask)
@@ -289,8 +288,9 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.attention_with_stats(
         query, key, value, mask, lengths, seed, inputs.sample, *params
     )
-    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
-    found = dict(zip(names, results[:-1], strict=True))
+    out, lse, per_head, heads, _ = results
+    names = (statistic.name for statistic in STATISTICS)
+    found = {"out": out, "lse": lse, **dict(zip(names, per_head, strict=True)), "heads": heads}
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
     unwritten = found["heads"][inputs.sample < 0]

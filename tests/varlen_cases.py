@@ -105,12 +105,12 @@ class Inputs(NamedTuple):
     @property
     def operands(self) -> tuple[Any, ...]:
         """What the operators take before ``sample``."""
-        return *self[:3], *self[4:9]
+        return *self[:3], *self[4:6], self.seed
 
     @property
-    def params(self) -> tuple[float, bool, float]:
+    def params(self) -> tuple[Any, ...]:
         """What the operators take last."""
-        return self[10:13]
+        return self.max_seqlen, self.max_seqlen_k, *self[10:13], *self.window
 
 
 def case_named(name: str) -> VarlenTestCase:
@@ -238,7 +238,8 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.attention_varlen_with_stats(
         *leaves, *inputs.operands[3:], inputs.sample, *inputs.params
     )
-    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results[:-1], strict=True))
+    out, lse, per_head, heads, _ = results
+    found = {"out": out, "lse": lse, **dict(zip(STATISTICS, per_head, strict=True)), "heads": heads}
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     return finish(inputs, found | dict(zip(("dq", "dk", "dv"), grads, strict=True)))
 

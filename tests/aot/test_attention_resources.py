@@ -25,7 +25,7 @@ from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.operators import new_out, split_qkv
+from leaner_kernels.ops.attention.op import new_out, split_qkv
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
 SEQUENCES, HEADS, GROUP = 24, 12, 3

@@ -84,7 +84,7 @@ def calls() -> Iterator[Any]:
 
 def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
     leaves = [t.requires_grad_() for t in inputs[:3]]
-    out, kept = torch.ops.leaner_kernels.attention(*inputs.call[:-1])
+    out, kept = torch.ops.leaner_kernels.attention(*inputs.arguments)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
     mask = inputs.attn_mask
     unit = inputs.scale if mask is None or mask.dtype == torch.bool else 1.0

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import memory as command
 from leaner_kernels.nn import attention as attention_module
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import op
 from models import memory, papers
 from models.memory import BLOCK, Ledger, Memory, Step, paper_batch_size, predict
 from models.vit import VisionTransformer
@@ -346,10 +346,10 @@ def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packe
 
     def run():
         if is_packed:
-            params = lengths, None, 0.0, is_causal, 0.3
-            return operators.QKVPACKED.forward(qkv, *params)[0]
-        params = None, lengths, None, 0.0, is_causal, 0.3, 0.0
-        return operators.ATTENTION.forward(*separate, *params)[0]
+            numbers = 0.0, is_causal, 0.3, -1, -1
+            return op.attend_first(op.Packed, None, (qkv, lengths), numbers)[0]
+        numbers = 0.0, is_causal, 0.3, 0.0, -1, -1
+        return op.attend_first(op.Dense, None, (*separate, None, lengths), numbers)[0]
 
     expected = run()
     with memory.written_out(kept), saved_tensors_hooks(pack, lambda tensor: tensor):

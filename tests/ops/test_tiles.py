@@ -9,7 +9,7 @@ import torch
 
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops.attention import launch
+from leaner_kernels.ops.attention import dispatch
 from leaner_kernels.ops.attention.call import Call, features, online_tile
 
 FEATURES = {"mask", "dropout", "shared", "padded_dim", "unaligned"}
@@ -141,19 +141,19 @@ def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(gpu: int) -> Non
     odd = features(None, None, tnt)
     assert odd == {"padded_dim", "unaligned"}
     for kind in ("forward", "backward"):
-        assert launch.multihead_tile(f"multihead_{kind}", tnt, tnt, odd)
-        assert launch.short_tile(f"short_{kind}", bert, 128, nothing)
-        assert launch.short_tile(f"short_{kind}", gpt, 64, nothing)
-    assert launch.short_tile("short_forward", vit, 197, nothing)
+        assert dispatch.multihead_tile(f"multihead_{kind}", tnt, tnt, odd)
+        assert dispatch.short_tile(f"short_{kind}", bert, 128, nothing)
+        assert dispatch.short_tile(f"short_{kind}", gpt, 64, nothing)
+    assert dispatch.short_tile("short_forward", vit, 197, nothing)
     # dQ, Q and dO of 197 tokens do not fit the registers that ptxas finds for sm_86.
-    backward = launch.short_tile("short_backward", vit, 197, nothing)
+    backward = dispatch.short_tile("short_backward", vit, 197, nothing)
     assert (backward is None) == (gpu == 86)
 
 
 def test_a_kernel_for_hopper_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
         monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-        return launch.hopper_tile("hopper_backward", query, key, scaled_by(scale))
+        return dispatch.hopper_tile("hopper_backward", query, key, scaled_by(scale))
 
     vit = half(16, 197, 64)
     assert chosen(90, vit, vit) == Tile.of(num_warps=4, maxnreg=168)
@@ -164,9 +164,9 @@ def test_a_kernel_for_hopper_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
     long = half(16, 512, 32)
     assert chosen(90, long, long) is None, "too few programs"
     assert chosen(90, long.expand(20, -1, -1, -1), long)
-    assert launch.hopper_tile("hopper_forward", vit, vit, frozenset()) is None, "too few programs"
+    assert dispatch.hopper_tile("hopper_forward", vit, vit, frozenset()) is None, "too few programs"
     many = vit.expand(20, -1, -1, -1)
-    assert launch.hopper_tile("hopper_forward", many, many, frozenset())
+    assert dispatch.hopper_tile("hopper_forward", many, many, frozenset())
 
 
 def test_a_kernel_for_ampere_runs_on_ampere_and_ada(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_kernel_for_ampere_runs_on_ampere_and_ada(monkeypatch: pytest.MonkeyPa
     found = {}
     for gpu in (75, 80, 86, 87, 89, 90, 100, 120):
         monkeypatch.setattr(_tiles, "capability", lambda _, gpu=gpu: gpu)
-        found[gpu] = launch.ampere_tile("ampere_backward", vit, vit, frozenset())
+        found[gpu] = dispatch.ampere_tile("ampere_backward", vit, vit, frozenset())
     assert {gpu for gpu, tile in found.items() if tile} == {80, 86, 87, 89}
     assert found[89] == found[86] == Tile.of(STEP=16, BLOCK=64, num_warps=4, maxnreg=255)
 
@@ -187,7 +187,7 @@ def test_warps_own_short_heads_where_rows_are_as_many_as_keys(
     def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
         monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
         wanted = odd | scaled_by(scale)
-        return launch.warp_multihead_tile("warp_multihead_forward", query, key, wanted)
+        return dispatch.warp_multihead_tile("warp_multihead_forward", query, key, wanted)
 
     assert [bool(chosen(gpu, tnt, tnt)) for gpu in (75, 80, 86, 89, 90, 100)] == [
         *(False, True, True, True, True, False)
@@ -201,14 +201,14 @@ def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None
     def chosen(q: torch.Tensor, **rest: object) -> bool:
         """Whether the tile is of the architecture."""
         call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
-        tile = online_tile("online_backward", call, varlen=False)
+        tile = online_tile("online_backward", call)
         own = _tiles.rules("attention", f"sm_{gpu}")["online_backward"]
         return any(tile is rule["tile"] for rule in own)
 
     long = half(4, 1024, 32)
     assert chosen(long)
     call = Call(long, long, long, None, None, None, 0.0, True, 0.1)
-    assert online_tile("online_backward", call, varlen=False)["BLOCK_N"] == 64
+    assert online_tile("online_backward", call)["BLOCK_N"] == 64
     assert chosen(half(4, 1024, 64)) == (gpu != 86)
     assert chosen(half(4, 1024, 80)) == (gpu != 90)
     assert not chosen(long, seed=torch.zeros(1), dropout_p=0.1)
@@ -220,7 +220,9 @@ def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None
 
 
 def test_rows_and_keys_have_tiles_of_their_own(gpu: int) -> None:
-    tile = launch.multihead_tile("multihead_forward", half(4, 1, 32), half(4, 30, 32), frozenset())
+    tile = dispatch.multihead_tile(
+        "multihead_forward", half(4, 1, 32), half(4, 30, 32), frozenset()
+    )
     assert tile is not None
     assert (tile["ROWS"], tile["COLS"]) == (16, 32)
 
@@ -235,7 +237,7 @@ def test_gpus_before_ampere_are_left_to_the_kernels_for_any_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_tiles, "capability", lambda _: 75)
-    assert launch.short_tile("short_forward", half(2, 64, 64), 64, frozenset()) is None
+    assert dispatch.short_tile("short_forward", half(2, 64, 64), 64, frozenset()) is None
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.125, 1e-40])
@@ -243,17 +245,17 @@ def test_a_maximum_before_scaling_needs_a_positive_scale(gpu: int, scale: float)
     query = half(4, 64, 64)
     wanted = scaled_by(scale)
     assert wanted == {"scale"}
-    assert launch.short_tile("short_forward", query, 64, wanted) is None
-    assert launch.short_tile("short_forward", query, 64, scaled_by(1e-20))
+    assert dispatch.short_tile("short_forward", query, 64, wanted) is None
+    assert dispatch.short_tile("short_forward", query, 64, scaled_by(1e-20))
 
 
 def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(gpu: int) -> None:
     single = torch.empty(1, 2, 64, 64, device="meta")
-    assert launch.short_tile("short_forward", single, 64, frozenset()) is None
-    assert launch.multihead_tile("multihead_forward", single, single, frozenset()) is None
-    assert launch.short_tile("short_forward", half(2, 1024, 64), 1024, frozenset()) is None
+    assert dispatch.short_tile("short_forward", single, 64, frozenset()) is None
+    assert dispatch.multihead_tile("multihead_forward", single, single, frozenset()) is None
+    assert dispatch.short_tile("short_forward", half(2, 1024, 64), 1024, frozenset()) is None
     everything = frozenset(FEATURES)
-    assert launch.short_tile("short_forward", half(2, 197, 42), 197, everything) is None
+    assert dispatch.short_tile("short_forward", half(2, 197, 42), 197, everything) is None
 
 
 def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
@@ -261,8 +263,8 @@ def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
     query = half(2, 64, 48)
     assert features(mask, None, query) == {"mask", "padded_dim"}
     assert features(None, seed, half(2, 64, 64)) == {"dropout"}
-    plain = launch.short_tile("short_backward", half(2, 64, 64), 64, frozenset())
-    dropout = launch.short_tile("short_backward", half(2, 64, 64), 64, frozenset({"dropout"}))
+    plain = dispatch.short_tile("short_backward", half(2, 64, 64), 64, frozenset())
+    dropout = dispatch.short_tile("short_backward", half(2, 64, 64), 64, frozenset({"dropout"}))
     assert plain is not None
     assert dropout is not None
 

@@ -1,5 +1,6 @@
 """How the kernels of attention between channels are launched: grids and arguments."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,16 +50,16 @@ class Covariance:
         params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor,
-        stats: list[Tensor] | None,
+        stats: Tensor | None,
+        heads: Tensor | None,
         sample: Tensor | None,
     ) -> None:
-        """Fill ``out``, ``lse`` and any ``stats``: see ``leaner_kernels.ops._operators``."""
+        """Fill ``out``, ``lse`` and any ``stats`` (STATISTICS, B, H)."""
         operands = _operands(inputs)
-        per_head, heads = stats or (None, None)
-        tensors = *operands, out, lse, per_head
+        tensors = *operands, out, lse, stats
         kind = _kind(operands, params, stats is None)
         if not self._forward_cache.run(kind, tensors):
-            found = self._prepare_forward(operands, params, out, lse, per_head, None)
+            found = self._prepare_forward(operands, params, out, lse, stats, None)
             self._forward_cache.start(kind, found, tensors)
         if heads is not None and sample is not None and len(sample):
             sample = sample.contiguous()
@@ -74,7 +75,7 @@ class Covariance:
         inputs: tuple[Tensor, ...],
         params: tuple[Any, ...],
         lse: Tensor,
-        grads: tuple[Tensor, ...],
+        grads: Sequence[Tensor],
     ) -> None:
         """Fill ``grads``, of qkv and of any temperature, from ``grad`` of the output."""
         if grad.stride(1) > MAX_ROW_STRIDE:

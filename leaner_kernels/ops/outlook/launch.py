@@ -1,6 +1,6 @@
 """How the kernels of outlook attention are launched: grids, tiles, arguments."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -36,15 +36,15 @@ def forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
-    per_head, heads = stats or (None, None)
-    tensors = *inputs, out, lse, per_head
+    tensors = *inputs, out, lse, stats
     kind = _kind(inputs, params, stats is None)
     if not _forward_cache.run(kind, tensors):
-        found = prepare_forward(inputs, params, out, lse, per_head)
+        found = prepare_forward(inputs, params, out, lse, stats)
         _forward_cache.start(kind, found, tensors)
     if heads is not None and sample is not None and sample.shape[0]:
         sample = sample.contiguous()  # free unless strided: the kernel counts along it
@@ -60,7 +60,7 @@ def backward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
     # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.

@@ -1,6 +1,6 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,19 +39,19 @@ def forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X), any (statistics, B, H) and heads."""
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
     (qkv,) = inputs
-    if stats is None:
+    if stats is None or heads is None:
         tensors, kind = (qkv, out, lse), _kind(qkv, params)
         if not _forward_cache.run(kind, tensors):
             launch = _forward(qkv, params, out_ptr=out, lse_ptr=lse)
             _forward_cache.start(kind, launch, tensors)
         return
-    per_head, heads = stats
-    _statistics(qkv, params, out, lse, per_head)
+    _statistics(qkv, params, out, lse, stats)
     if sample is not None and sample.shape[0] > 0:
         capture(qkv, params, heads, sample)
 
@@ -71,7 +71,7 @@ def backward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
@@ -109,7 +109,7 @@ def _tiled_backward(
 def _statistics(
     qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, stats: Tensor
 ) -> None:
-    """Fill ``out``, ``lse`` and ``stats`` (statistics, B, H)."""
+    """Fill ``out``, ``lse`` and ``stats`` (STATISTICS, B, H)."""
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:

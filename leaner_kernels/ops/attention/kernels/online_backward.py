@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch_cache import Launch, LaunchCache, check_tile
+from ..._launch_cache import Launch, check_tile
+from ..._tiles import Tile
 from ..._triton import (
     PRECISION,
     add_product,
@@ -24,13 +25,7 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
-    Sequences,
-    kind_of,
-    online_tile,
-    sequence_kind,
-    sequence_tensors,
     view_of,
 )
 from .scores import (
@@ -242,6 +237,7 @@ def _attention_bwd_kernel(
 
 
 def prepare(
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -250,22 +246,20 @@ def prepare(
     dk: Tensor,
     dv: Tensor,
     ds: Tensor | None,
-    sequences: Sequences | None = None,
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
-    With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
-    arguments = online_arguments(call, sequences)
-    batch, heads, kv_heads = arguments["B"], call.query.shape[1], call.key.shape[1]
+    arguments = online_arguments(call)
+    heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tile = online_tile("online_backward", call, varlen=sequences is not None)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
-    num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
-    num_row_programs = batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
+    num_col_programs = call.batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
+    num_row_programs = call.batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
         do_view=view_of("grad", grad),
@@ -279,24 +273,3 @@ def prepare(
     )
     grid = (num_col_programs + num_row_programs + spare,)
     return Launch(_attention_bwd_kernel, grid, arguments)
-
-
-_RESULTS = "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view"
-_varlen_cache = LaunchCache((*CALL_POINTERS, "do_view", *_RESULTS))
-
-
-def launch(
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    sequences: Sequences,
-) -> None:
-    """Write the gradients of a varlen batch as ``prepare`` states."""
-    results = out, max_log_sum, dq, dk, dv
-    tensors = *call[:6], *sequence_tensors(sequences), grad, *results
-    kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
-    _varlen_cache.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._epilogue import NUM_SUMS, join, store_part, sums_of_rows
-from ..._launch_cache import Launch, LaunchCache
+from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
+from ..._launch_cache import Launch
+from ..._tiles import Tile
 from ..._triton import (
     add_product,
     exponential,
@@ -32,14 +33,7 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
-    Sequences,
-    counted,
-    kind_of,
-    online_tile,
-    sequence_kind,
-    sequence_tensors,
     view_of,
 )
 from .scores import (
@@ -207,30 +201,23 @@ def _attention_fwd_kernel(
         store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
 
-_cache = LaunchCache(
-    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="parts_ptr"
-)
-_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_view"))
-
-
 def prepare(
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    lse: Tensor | None = None,
-    stats: Tensor | None = None,
-    sequences: Sequences | None = None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), lse is written too, and the parts of
-    the statistics, (B, H, T, NUM_SUMS) of T row tiles. With ``sequences`` the tensors are
-    (T, H, D), max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
+    the statistics, (B, H, T, NUM_SUMS) of T row tiles. In a varlen batch the tensors are (T, H, D),
+    max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    arguments = online_arguments(call, sequences)
-    tile = online_tile("online_forward", call, varlen=sequences is not None)
+    arguments = online_arguments(call)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
         out_view=view_of("out", out),
@@ -242,58 +229,17 @@ def prepare(
         STATS=stats is not None,
         CAPTURE=False,
     )
-    grid = (arguments["B"] * arguments["H"] * num_tiles + spare,)
+    grid = (call.batch * arguments["H"] * num_tiles + spare,)
     return Launch(_attention_fwd_kernel, grid, arguments)
 
 
-def launch(
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None = None,
-    stats: Tensor | None = None,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write out, max_log_sum and, where given, lse and stats (statistics, B, H) as ``prepare``."""
-    call = counted(call)
-    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, lse
-    kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
-    results = out, max_log_sum, lse, stats, sequences
-    parts = _cache.launch(kind, tensors, lambda: prepare(call, *results))
-    if stats is not None and parts is not None:
-        join(parts, stats)
+def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -> Launch:
+    """Return the launch that writes heads (S, N, H * D) float32 of the entries of ``sample``.
 
-
-def launch_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names.
-
-    With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
+    ``sample`` is contiguous. In a varlen batch N is the longest sequence: zeros follow the others.
     """
-    if len(sample) == 0:
-        return
-    call, sample = counted(call), sample.contiguous()
-    tensors = *call[:6], *sequence_tensors(sequences), sample, heads_out
-    kind = kind_of(call, sequence_kind(sequences), len(sample))
-    _capture_cache.launch(
-        kind, tensors, lambda: prepare_capture(call, sample, heads_out, sequences)
-    )
-
-
-def prepare_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> Launch:
-    """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
-    arguments = online_arguments(call, sequences)
+    arguments = online_arguments(call)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tile = online_tile("online_forward", call, "capture", varlen=sequences is not None)
     slots = sample.shape[0]
     arguments = dict(
         **arguments,

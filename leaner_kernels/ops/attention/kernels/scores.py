@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
-from ..call import Call, Sequences, sequence_arguments, shared_arguments
+from ..call import Call, sequence_arguments, shared_arguments
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -80,13 +80,13 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
         _fill_outside_kernel[(SPARE_PROGRAMS,)](t, starts, *sizes)
 
 
-def online_arguments(call: Call, sequences: Sequences | None) -> dict[str, Any]:
+def online_arguments(call: Call) -> dict[str, Any]:
     """Return the arguments by name of a kernel that walks over any length."""
     left, right = call.window
     return dict(
-        **shared_arguments(call, sequences),
-        **sequence_arguments(call.query, call.key, sequences),
-        B=call.query.shape[0] if sequences is None else len(sequences.starts) - 1,
+        **shared_arguments(call, call.sequences),
+        **sequence_arguments(call.query, call.key, call.sequences),
+        B=call.batch,
         softcap=call.softcap or None,
         window_left=None if left < 0 else left,
         window_right=None if right < 0 else right,
