@@ -267,6 +267,14 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
     return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
 
 
+def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
+    """Allocate lse (B, H, N), the statistics (STATISTICS, B, H) and heads."""
+    batch, heads, rows, dim = query.shape
+    slots = 0 if sample is None else sample.shape[0]
+    shapes = (batch, heads, rows), (len(STATISTICS), batch, heads), (slots, rows, heads * dim)
+    return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
+
+
 def new_gradients(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, mask_grad: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

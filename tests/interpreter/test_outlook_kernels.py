@@ -30,14 +30,14 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     batch, y, x, heads, dim = value.shape
     out = value.new_empty(value.shape)
     lse = torch.empty(batch, heads, *logits.shape[1:3], logits.shape[-1])
-    stats = [torch.empty(len(STATISTICS), batch, heads)]
-    stats.append(torch.empty(len(sample), y * x, heads * dim))
-    launch.forward((value, logits), params, out, lse, stats, sample)
+    stats = torch.empty(len(STATISTICS), batch, heads)
+    captured = torch.empty(len(sample), y * x, heads * dim)
+    launch.forward((value, logits), params, out, lse, stats, captured, sample)
     grads = value.new_empty(value.shape), logits.new_empty(logits.shape)
     launch.backward(grad, (value, logits), params, lse, grads)
     found = zip(
         ("out", "lse", *STATISTICS, "heads", "dvalue", "dlogits"),
-        (out, lse, *stats[0], stats[1], *grads),
+        (out, lse, *stats, captured, *grads),
         strict=True,
     )
     return without_the_unwritten(dict(found), sample)

@@ -30,9 +30,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile, block_dim
-from leaner_kernels.ops.attention import launch, operators
+from leaner_kernels.ops.attention import launch, op
+from leaner_kernels.ops.attention.call import Results
 from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
 from leaner_kernels.ops.attention.kernels.segments import cut
+from tests.interpreter import online
 
 CUDA_CASES = cuda_cases()
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"
@@ -70,7 +72,7 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
 
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
-    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
+    out, max_log_sum = op.new_out(query), online.new_max_log_sum(query)
     stats = new_stats(query, None)[:2]
     *grads, _ = new_gradients(query, key, value, mask, False)
     ds = None
@@ -155,12 +157,14 @@ def test_what_a_gpu_runs_agrees_with_the_reference(
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = make_inputs(case, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, max_log_sum, *stats)
-    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    results = Results(out, max_log_sum, *stats)
+    launch.forward(inputs.call, results)
+    launch.backward(inputs.grad, inputs.call, results, *grads, None)
     check(case, named(inputs, out, stats, grads, None))
     plain, plain_max_log_sum, _, plain_grads, _ = buffers(inputs)
-    launch.forward(inputs.call, plain, plain_max_log_sum)
-    launch.backward(inputs.grad, inputs.call, plain, plain_max_log_sum, *plain_grads, None)
+    without = Results(plain, plain_max_log_sum)
+    launch.forward(inputs.call, without)
+    launch.backward(inputs.grad, inputs.call, without, *plain_grads, None)
     exact = reference_results(make_inputs(case, torch.float16), torch.float64)
     peers = peers_of(make_inputs(case, torch.float16), torch.float16)
     for name, actual in zip(("out", "dq", "dk", "dv"), (plain, *plain_grads), strict=True):
@@ -173,8 +177,9 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, max_log_sum, *stats)
-    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    results = Results(out, max_log_sum, *stats)
+    launch.forward(inputs.call, results)
+    launch.backward(inputs.grad, inputs.call, results, *grads, None)
     for name, actual in named(inputs, out, stats, grads, None).items():
         assert_within_budget(actual, peers[name], exact[name])
 

@@ -57,9 +57,9 @@ def backward(
     grads: Sequence[Tensor],
 ) -> None:
     """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
-    query, key, value = inputs
+    query, key, value, lengths = inputs
     dq, dk, dv = grads
-    lengths, num_landmarks, scale, *inversion = params
+    num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     grad = grad.transpose(1, 2)
     if grad.stride(2) > MAX_ROW_STRIDE:
