@@ -32,6 +32,7 @@ class AttentionTestCase(NamedTuple):
     mask: str | None = None
     dropout_p: float = 0.0
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
 
 CASES = (
@@ -75,6 +76,34 @@ CASES = (
     AttentionTestCase("softcap below most scores", 2, 2, 2, 33, 40, 32, softcap=0.05),
 )
 NAMES = [case.name for case in CASES]
+WINDOW_CASES = (
+    AttentionTestCase("window of itself", 1, 2, 2, 40, 40, 16, window=(0, 0)),
+    AttentionTestCase("window to the left", 1, 2, 2, 197, 197, 64, window=(30, 0)),
+    AttentionTestCase("window of both sides", 2, 2, 2, 150, 150, 32, window=(7, 70)),
+    AttentionTestCase("window to the right alone", 1, 2, 2, 90, 90, 16, window=(-1, 5)),
+    AttentionTestCase("window, causal", 1, 2, 2, 130, 130, 16, causal=True, window=(33, 9)),
+    AttentionTestCase("window, more keys than rows", 1, 2, 2, 33, 160, 16, window=(40, 0)),
+    # The first rows see no key.
+    AttentionTestCase("window, more rows than keys", 1, 2, 2, 160, 33, 16, window=(4, 3)),
+    AttentionTestCase("window wider than all", 1, 2, 2, 50, 70, 16, window=(2**31 - 1, 2**31 - 1)),
+    AttentionTestCase(
+        "window, lengths, grouped queries", 3, 4, 2, 70, 70, 16, lengths=(1, 70, 40), window=(9, 2)
+    ),
+    AttentionTestCase("window, mask", 2, 2, 2, 70, 75, 16, mask="additive", window=(20, 20)),
+    AttentionTestCase(
+        "window, mask, dropout, softcap",
+        2,
+        4,
+        2,
+        40,
+        45,
+        48,
+        mask="boolean",
+        dropout_p=0.3,
+        softcap=2.0,
+        window=(12, 3),
+    ),
+)
 FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
 
 
@@ -93,6 +122,7 @@ class Inputs(NamedTuple):
     is_causal: bool
     scale: float
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
     @property
     def call(self) -> Call:
@@ -142,6 +172,7 @@ def make_inputs(case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu"
         case.causal,
         case.dim**-0.5,
         case.softcap,
+        case.window,
     )
 
 
@@ -182,7 +213,8 @@ def reference_results(
         for t in (None if t is None else t.cpu() for t in inputs[:8])
     )
     params = inputs.scale, inputs.softcap
-    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, *params)
+    visible = inputs.is_causal, *params, inputs.window
+    p, lse, s = reference.probabilities(q, k, mask, lengths, *visible)
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)

@@ -57,7 +57,12 @@ class OperatorCall(NamedTuple):
 
 
 def dense_call(
-    query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *inputs: Any,
+    params: Any,
+    window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
     from leaner_kernels.ops.attention import op
@@ -65,13 +70,18 @@ def dense_call(
     return OperatorCall(
         *op.on_gpu(op.Dense),
         (query, key, value, *inputs),
-        (*params, -1, -1),
+        (*params, *window),
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
     )
 
 
 def varlen_call(
-    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, params: Any
+    packed: Tensor,
+    sequences: int,
+    longest: int,
+    seed: Tensor | None,
+    params: Any,
+    window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on sequences that lie end to end in (T, 3, H, D)."""
     from leaner_kernels.ops.attention import op
@@ -80,7 +90,7 @@ def varlen_call(
     return OperatorCall(
         *op.on_gpu(op.Varlen),
         (*packed.unbind(1), starts, starts, seed),
-        (longest, longest, *params, -1, -1),
+        (longest, longest, *params, *window),
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.attention_cases import (
     CASES,
     NAMES,
+    WINDOW_CASES,
     AttentionTestCase,
     Inputs,
     make_inputs,
@@ -54,7 +55,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 
 @in_every_arithmetic
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
 def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact = reference_results(inputs, torch.float64)
@@ -112,6 +113,21 @@ def test_output_without_statistics_is_the_same() -> None:
     out, max_log_sum = op.new_out(inputs.query), online.new_max_log_sum(inputs.query)
     online.forward(inputs.call, out, max_log_sum)
     assert torch.equal(out, expected["out"])
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside"), [(slice(0, 140), slice(300, 400)), (slice(260, 400), slice(0, 100))]
+)
+def test_tiles_outside_the_window_are_not_read(outside: slice, inside: slice) -> None:
+    """Keys and queries there are NaN, which 0 times their values would pass on."""
+    case = AttentionTestCase("", 1, 1, 1, 400, 400, 16, window=(20, 10))
+    inputs = make_inputs(case, torch.float32)
+    clean = run_kernels(inputs)
+    for tensor in inputs[:4]:
+        tensor[:, :, outside] = float("nan")
+    results = run_kernels(inputs)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(results[name][:, :, inside], clean[name][:, :, inside]), name
 
 
 def test_packed_views_need_no_copy() -> None:

@@ -3,6 +3,7 @@
 What docs/kappa.md promises of captured heads is held from the model to the monitor's row.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any

@@ -10,8 +10,8 @@ from tests.error_budget import assert_within_budget
 from tests.interpreter.rounding import in_every_arithmetic
 from tests.varlen_cases import (
     CASES,
-    NAMES,
     STATISTICS,
+    WINDOW_CASES,
     Inputs,
     VarlenTestCase,
     assemble,
@@ -40,7 +40,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 
 @in_every_arithmetic
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
 def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
     """Outside the sequences all is NaN: what is read there shows."""
     inputs = make_inputs(case, dtype)

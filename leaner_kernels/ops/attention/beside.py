@@ -142,7 +142,9 @@ def _beside(
         hidden = attn_mask, key_lengths, is_causal
         # A region of autocast has narrowed the inputs by now, and would narrow the products too.
         with torch.autocast("cpu", enabled=False):
-            p, _, _ = probabilities(query, key, *hidden, factor, named["softcap"])
+            p, _, _ = probabilities(
+                query, key, *hidden, factor, named["softcap"], named["window_size"]
+            )
             heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,

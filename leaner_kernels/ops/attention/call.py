@@ -26,7 +26,8 @@ class Call(NamedTuple):
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores.
         softcap: bounds the scores; 0 for none.
-        window: (left, right), how many columns before and after its own a row sees; -1 for all.
+        window: (left, right): row i sees columns i + M - N - left to i + M - N + right; -1 is no
+            bound.
         sequences: where those of a varlen batch start.
     """
 

@@ -52,7 +52,7 @@ def backward(grad: Tensor, call: Call) -> Sequence[Tensor | None]:
 
 
 def _probabilities(call: Call, q: Any, k: Any, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-    params = call.is_causal, call.scale, call.softcap
+    params = call.is_causal, call.scale, call.softcap, call.window
     return reference.probabilities(q, k, mask, call.key_lengths, *params)
 
 

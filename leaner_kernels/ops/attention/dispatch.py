@@ -36,7 +36,7 @@ class Choice(NamedTuple):
 
 def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     """Return what computes a call on a GPU; of several kernels that take it, the first here."""
-    if call.sequences is not None:
+    if call.sequences is not None or max(call.window) >= 0:
         return Choice("online_forward", online_tile("online_forward", call))
     query, key, value, attn_mask = call[:4]
     wanted = features(
@@ -61,7 +61,7 @@ def choose_backward(
     call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Choice:
     """Return what computes the gradients; of several kernels that take a call, the first here."""
-    if call.sequences is not None:
+    if call.sequences is not None or max(call.window) >= 0:
         return Choice("online_backward", online_tile("online_backward", call))
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = features(

@@ -69,10 +69,10 @@ def _sdpa_of(
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     if is_causal and scale is not None and scale <= 0:
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
-    seen = None
-    if key_lengths is not None:
+    seen, window = None, (window_left, window_right)
+    if key_lengths is not None or max(window) >= 0:
         shape = query.shape[2], key.shape[2]
-        seen = visible(*shape, key_lengths, is_causal, query.device)
+        seen = visible(*shape, key_lengths, is_causal, query.device, window)
         key, value = (without_padding(t, key_lengths) for t in (key, value))
     mask = attn_mask
     if seen is not None:

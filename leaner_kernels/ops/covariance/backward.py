@@ -13,23 +13,12 @@ the forward keeps neither P nor its output.
 import triton
 import triton.language as tl
 
-from .._triton import PRECISION, head_of, load_rows, scaled, store_rows
+from .._triton import PRECISION, head_of, load_rows, narrow, scaled, store_rows
 from .scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,
 )
-
-
-@triton.jit
-def _narrow(tile, DTYPE: tl.constexpr):
-    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504 and at 6e-8."""
-    divisor = 1.0
-    if tl.float16 == DTYPE:
-        largest = tl.max(tl.abs(tile))
-        divisor = tl.where(largest > 0, largest, 1.0)
-        tile /= divisor
-    return tile.to(DTYPE), divisor
 
 
 @triton.jit
@@ -97,14 +86,14 @@ def _covariance_bwd_kernel(
         col_along = tl.where(col_varies, along, 0.0)
         # The length inside each product; one of zero meets only zeros, and would drown the others.
         inner = tl.where(col_squares > 0, col_inverse, 0.0)
-        to_rows, row_factor = _narrow(ds * inner[None, :], DTYPE)
+        to_rows, row_factor = narrow(ds * inner[None, :], DTYPE)
         inner = tl.where(row_squares > 0, row_inverse, 0.0)
-        to_cols, col_factor = _narrow(ds * inner[:, None], DTYPE)
+        to_cols, col_factor = narrow(ds * inner[:, None], DTYPE)
         # The length outside.
         row_scale = temperature * row_factor * row_inverse
         col_scale = temperature * col_factor * col_inverse
     else:
-        to_rows, factor = _narrow(ds, DTYPE)
+        to_rows, factor = narrow(ds, DTYPE)
         to_cols = to_rows
         row_scale, col_scale = scale * factor, scale * factor
         row_along, col_along = 0.0, 0.0

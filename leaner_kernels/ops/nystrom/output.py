@@ -25,15 +25,17 @@ from .._launch_cache import Launch, LaunchCache, View, check_tile
 from .._tiles import Tile, block_dim, find_tile
 from .._triton import (
     PRECISION,
-    exponential,
     head_of,
     load_rows,
+    narrow,
     nats,
     parts_of,
     product_apart,
     scaled,
+    softmax_step,
     store_rows,
     units,
+    visible_keys,
 )
 
 
@@ -55,17 +57,6 @@ def landmark_scores(
     if M % BLOCK_M != 0:
         s = tl.where((first + tl.arange(0, BLOCK_M) < M)[None, :], s, float("-inf"))
     return s
-
-
-@triton.jit
-def narrow(tile, DTYPE: tl.constexpr):
-    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504."""
-    divisor = 1.0
-    if tl.float16 == DTYPE:
-        largest = tl.max(tl.abs(tile))
-        divisor = tl.where(largest > 0, largest, 1.0)
-        tile /= divisor
-    return tile.to(DTYPE), divisor
 
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
@@ -100,9 +91,7 @@ def _output_fwd_kernel(
         if (b < 0) | (b >= B):
             return
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     # Padded tokens are zeros, whatever lies there.
     q_start = head_of(q_view, b_64, h_64)
     q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
@@ -119,17 +108,9 @@ def _output_fwd_kernel(
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)  # (BLOCK_N, BLOCK_M)
-        # Every step has a landmark in its first column, so that the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_N,)
-        alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
-        if STATS:
-            shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
-            centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
-            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
-            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (BLOCK_N,)
-        row_max = new_max
+        p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
+            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+        )
         core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core, divisor = narrow(core, q.dtype)
         product = product_apart(p.to(q.dtype), core)  # (BLOCK_N, BLOCK_D)

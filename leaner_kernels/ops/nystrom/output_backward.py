@@ -16,11 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
-from .._triton import PRECISION, add_product, exponential, head_of, load_rows, store_rows, units
+from .._triton import (
+    PRECISION,
+    add_product,
+    exponential,
+    head_of,
+    load_rows,
+    narrow,
+    store_rows,
+    units,
+    visible_keys,
+)
 from .output import (
     kind_of,
     landmark_scores,
-    narrow,
     shared_arguments,
     tile_of,
     view_of,
@@ -79,9 +88,7 @@ def _output_bwd_delta_kernel(
     first = tl.program_id(0) % num_tiles * BLOCK_N
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
     do_ptr = head_of(do_view, b, h)
     q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
@@ -126,9 +133,7 @@ def _output_bwd_landmark_kernel(
     stretch = tl.program_id(0) // num_tiles % num_stretches
     head = (tl.program_id(0) // num_tiles // num_stretches).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
     do_ptr = head_of(do_view, b, h)
     k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
@@ -179,9 +184,7 @@ def _output_bwd_query_kernel(
     first = tl.program_id(0) % num_tiles * BLOCK_N
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
     do_ptr = head_of(do_view, b, h)
     q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)

@@ -15,11 +15,11 @@ from .._epilogue import store_part, sums_of_rows
 from .._triton import (
     SHIFT,
     add_product,
-    exponential,
     nats,
     parts_of,
     product_of_parts,
     scaled,
+    softmax_step,
     units,
 )
 from .addresses import (
@@ -88,16 +88,9 @@ def window_fwd_kernel(
             # Only an entropy minds, and what a mask chose is not joined with a subtraction.
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (ROWS,)
-        alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)  # (ROWS, COLS)
-        if STATS:
-            shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
-            centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
-            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
-            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (ROWS,)
-        row_max = new_max
+        p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
+            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+        )
         v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         acc *= alpha[:, None]
         if CAPTURE:

@@ -26,17 +26,20 @@ from ..._triton import (
 )
 from ..call import (
     Call,
-    sequence_arguments,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
+    band_of,
     exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
     load_max_log_sum,
+    mask_start,
+    online_arguments,
     score_tile,
+    visible_cols,
+    visible_rows,
 )
 
 
@@ -68,7 +71,7 @@ def _gradient_tile(
     return dropped, p * (dp - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
     q_view,
     k_view,
@@ -94,6 +97,8 @@ def _attention_bwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -129,13 +134,9 @@ def _attention_bwd_kernel(
         kv = pid // num_col_tiles % num_kv_heads
         b = pid // num_col_tiles // num_kv_heads
         b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
-        if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         col_start = tile * BLOCK_N
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
@@ -143,9 +144,8 @@ def _attention_bwd_kernel(
         v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
-        first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
-        last = tl.where(col_start < limit, num_rows, 0)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        first, last = visible_rows(col_start, num_rows, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
@@ -153,9 +153,7 @@ def _attention_bwd_kernel(
             row_stats = (b_64 * H + h) * N
             if starts_ptr is not None:
                 row_stats = h_64 * TOKENS + row_b
-            mask_start = mask_view.ptr
-            if MASK != "none":
-                mask_start = head_of(mask_view, b_64, h_64)
+            mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
                 do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
@@ -164,8 +162,8 @@ def _attention_bwd_kernel(
                     row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
                 s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                    q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
-                    BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
+                    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
+                    softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -188,22 +186,17 @@ def _attention_bwd_kernel(
         h = (pid - num_col_programs) // num_row_tiles % H
         b = (pid - num_col_programs) // num_row_tiles // H
         b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         row_stats = (b_64 * H + h) * N
         if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
             row_stats = h_64 * TOKENS + row_b
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
         row_start = tile * BLOCK_M
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
         q_start = head_of(q_view, row_b, h_64)
-        mask_start = mask_view.ptr
-        if MASK != "none":
-            mask_start = head_of(mask_view, b_64, h_64)
+        mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
         do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
             head_of(do_view, row_b, h_64),
@@ -215,17 +208,17 @@ def _attention_bwd_kernel(
             max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        end = limit
-        if CAUSAL:
-            end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
-        for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        for col_start in range(begin, end, BLOCK_N):
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                q, k, row_start, col_start, limit, mask_view, mask_start, N, M, scale, softcap,
-                BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
+                q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
+                softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
@@ -259,26 +252,22 @@ def prepare(
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
     In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
-    sequences, batch = call.sequences, call.batch
-    arguments = shared_arguments(call, sequences)
+    arguments = online_arguments(call)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
-    num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
-    num_row_programs = batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
+    num_col_programs = call.batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
+    num_row_programs = call.batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
     )

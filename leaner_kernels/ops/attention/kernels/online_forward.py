@@ -34,22 +34,24 @@ from ..._triton import (
 )
 from ..call import (
     Call,
-    sequence_arguments,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
+    band_of,
     exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
+    mask_start,
+    online_arguments,
     row_lse,
     score_tile,
     store_max_log_sum,
+    visible_cols,
 )
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_fwd_kernel(
     q_view,
     k_view,
@@ -73,6 +75,8 @@ def _attention_fwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -106,25 +110,19 @@ def _attention_fwd_kernel(
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+    row_b, col_b, num_rows, num_cols, limit = extents(
+        starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+    )
     lse_start = (b_64 * H + h) * N
     if starts_ptr is not None:
-        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
         lse_start = h_64 * TOKENS + row_b
         if not STATS and not CAPTURE and first >= num_rows:
             return
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    limit = num_cols
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-    end = limit
-    if CAUSAL:
-        end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    band = band_of(window_left, window_right, num_rows, num_cols)
+    begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
@@ -137,11 +135,11 @@ def _attention_fwd_kernel(
     row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
-    for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
-            q, k, first, start, limit, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M, BLOCK_N,
-            CAUSAL, MASK, SCALED, False, True,
+            q, k, first, start, limit, band, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M,
+            BLOCK_N, CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
@@ -217,16 +215,13 @@ def prepare(
     the statistics, (B, H, T, NUM_SUMS) of T row tiles. In a varlen batch the tensors are (T, H, D),
     max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    arguments = shared_arguments(call, call.sequences)
+    arguments = online_arguments(call)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, call.sequences),
         out_view=view_of("out", out),
         **tile.arguments,
-        B=call.batch,
-        softcap=call.softcap or None,
         sample_ptr=None,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
@@ -243,16 +238,13 @@ def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -
 
     ``sample`` is contiguous. In a varlen batch N is the longest sequence: zeros follow the others.
     """
-    arguments = shared_arguments(call, call.sequences)
+    arguments = online_arguments(call)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, call.sequences),
         out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
-        B=call.batch,
-        softcap=call.softcap or None,
         sample_ptr=sample,
         lse_ptr=None,
         max_log_sum_ptr=None,

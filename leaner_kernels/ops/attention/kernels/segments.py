@@ -71,8 +71,9 @@ def score_segments(
     scores = ()
     for i in tl.static_range(len(SEGMENTS)):  # ks[i]: (size, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, size)
-            q, ks[i], row_start, SEGMENTS[i][0], limit, mask_view, mask_ptr, N, M, scale, None,
-            BLOCK_M, SEGMENTS[i][1], CAUSAL, MASK, False, True, RAGGED or i == len(SEGMENTS) - 1,
+            q, ks[i], row_start, SEGMENTS[i][0], limit, (None, None), mask_view, mask_ptr, N, M,
+            scale, None, BLOCK_M, SEGMENTS[i][1], CAUSAL, MASK, False, True,
+            RAGGED or i == len(SEGMENTS) - 1,
         )  # fmt: skip
         row_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         scores = scores + (s,)  # noqa: RUF005

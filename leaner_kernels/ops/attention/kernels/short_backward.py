@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..._launch_cache import Launch
 from ..._tiles import Tile
-from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
+from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
-from .scores import exponent_factor, load_max_log_sum, score_tile
+from .scores import exponent_factor, load_max_log_sum, mask_start, score_tile
 from .segments import cut, load_segments, zero_tile
 
 
@@ -60,9 +60,7 @@ def _short_bwd_kernel(
 ):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
-    limit = M
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    limit = visible_keys(lengths_ptr, b, M)
     q_ptr = head_of(q_view, b_64, h_64)
     k_ptr = head_of(k_view, b_64, h_64)
     v_ptr = head_of(v_view, b_64, h_64)
@@ -70,9 +68,7 @@ def _short_bwd_kernel(
     dq_ptr = head_of(dq_view, b_64, h_64)
     dk_ptr = head_of(dk_view, b_64, h_64)
     dv_ptr = head_of(dv_view, b_64, h_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
     factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
     qs = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
     dos = load_segments(do_ptr, do_view.stride_n, N, SEGMENTS, D, BLOCK_D)
@@ -114,8 +110,8 @@ def _short_bwd_kernel(
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
             s, _ = score_tile(  # (size, BLOCK_N)
-                qs[i], k, SEGMENTS[i][0], first, limit, mask_view, mask_ptr, N, M, scale, None,
-                SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
+                qs[i], k, SEGMENTS[i][0], first, limit, (None, None), mask_view, mask_ptr, N, M,
+                scale, None, SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
             )  # fmt: skip
             dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:

@@ -20,9 +20,9 @@ from ... import _tiles
 from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
 from ..._tiles import Tile
-from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows
+from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
-from .scores import exponent_factor, row_lse, store_max_log_sum
+from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
 
@@ -61,12 +61,8 @@ def _short_fwd_kernel(
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     q_ptr = head_of(q_view, b_64, h_64)
     out_ptr = head_of(out_view, b_64, h_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    limit = M
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    limit = visible_keys(lengths_ptr, b, M)
     k_start = head_of(k_view, b_64, kv_64)
     v_start = head_of(v_view, b_64, kv_64)
     ks = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
