@@ -14,9 +14,9 @@ from torch.fx import Proxy
 
 from ..nn.capture import Capturing
 from ..ops._checks import MAX_HEAD_DIM
-from ..ops._stats import AttentionStats
 from ..ops.attention import attention, attention_qkvpacked
 from ..ops.attention.causal_bias import boolean_mask, is_causal_bias, plain_mask
+from ..ops.statistics import AttentionStats
 from . import swap
 
 __all__ = ["MultiheadAttention", "TransformerEncoderLayer", "undo", "use"]

@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..ops import _hooks
 from ..ops._checks import autocast
-from ..ops._stats import AttentionStats, evenly_spaced
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.causal_bias import plain_mask
 from ..ops.attention.reference import attend, probabilities, statistics
+from ..ops.statistics import AttentionStats, evenly_spaced
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.

@@ -1,6 +1,6 @@
 """Modules around the operators: the projections before and after, and the capture for kappa."""
 
-from ..ops._stats import evenly_spaced
+from ..ops.statistics import evenly_spaced
 from .attention import ManyHeadAttention
 from .capture import Captured, Capturing
 from .covariance import ChannelAttention, CrossCovarianceAttention

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
-from ..ops._stats import AttentionStats, evenly_spaced
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
 from ..ops.attention.beside import (
     attention_beside_stats,
     attention_qkvpacked_beside_stats,
 )
+from ..ops.statistics import AttentionStats, evenly_spaced
 
 MAX_SIZE = 2**31 - 1
 

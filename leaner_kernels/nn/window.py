@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._stats import AttentionStats
+from ..ops.statistics import AttentionStats
 from ..ops.window import (
     check_window,
     window_attention,

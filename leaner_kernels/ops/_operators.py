@@ -25,8 +25,8 @@ from . import _vmap
 from ._checks import MAX_ROW_STRIDE, autocast, check_device, check_sample
 from ._flops import PRODUCTS, Products
 from ._sharding import SHARDINGS, Sharding
-from ._stats import AttentionStats
 from ._vmap import VmapAxes
+from .statistics import AttentionStats
 
 library = torch.library.Library(ops.name, "FRAGMENT")
 

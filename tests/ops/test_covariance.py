@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
-from leaner_kernels.ops._stats import AttentionStats
 from leaner_kernels.ops.covariance import (
     channel_attention,
     channel_attention_with_stats,
@@ -15,6 +14,7 @@ from leaner_kernels.ops.covariance import (
     cross_covariance_attention_with_stats,
     reference,
 )
+from leaner_kernels.ops.statistics import AttentionStats
 from tests.covariance_cases import (
     CASES,
     CHANNEL,

@@ -16,7 +16,7 @@ from .._checks import (
     check_device,
     check_scale,
 )
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import fast_path, operators
 from .call import (
     check_packed,

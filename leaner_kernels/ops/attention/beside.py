@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from .._checks import autocast
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import (
     attention,
     attention_qkvpacked,

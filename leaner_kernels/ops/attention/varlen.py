@@ -23,7 +23,7 @@ from .._operators import (
     rows_contiguous,
     upcast,
 )
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import reference
 from .call import Call, Sequences, check_params, check_varlen, draw_seed, new_call
 from .fast_path import FastPath, addresses, with_fast_path

@@ -22,7 +22,7 @@ from .._checks import (
     shown,
 )
 from .._operators import run_with_stats, upcast
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from .operators import split_qkv
 
 __all__ = [

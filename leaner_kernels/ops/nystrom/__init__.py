@@ -22,7 +22,7 @@ from .._checks import (
     shown,
 )
 from .._operators import run_with_stats
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from .operators import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]

@@ -29,7 +29,7 @@ from .._operators import (
     register,
     run_with_stats,
 )
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import cpu
 from .reference import Window, num_windows
 

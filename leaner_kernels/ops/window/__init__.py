@@ -28,7 +28,7 @@ from .._operators import (
     register,
     run_with_stats,
 )
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import cpu
 
 __all__ = ["check_window", "window_attention", "window_attention_with_stats"]

@@ -1,0 +1,154 @@
+"""Per-head statistics of attention: one table, which all who compute or read them share.
+
+Operators fill a float32 buffer (len(STATISTICS), B, H) in the order of ``STATISTICS``, which is
+that of the fields of ``AttentionStats`` too. The monitor reads here how each is reduced over batch
+entries, ranks and heads, and which columns of rows, charts and printed tables that gives.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionStats(NamedTuple):
+    """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
+
+    The shapes below are those of ``attention``; the other operators say where theirs differ. From
+    ``attention_varlen_with_stats``, with T tokens in S' sequences: out is (T, H, D), lse (H, T),
+    the statistics (S', H) and heads (S, max_seqlen, H * D), zero past a sequence's end. An empty
+    sequence has a max_logit of -inf and zeros.
+
+    Attributes:
+        out: (B, H, N, D), in the dtype of the query.
+        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf where a row sees no key.
+        max_logit: (B, H), the largest visible score, scaled and with an additive mask included.
+        entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
+        prob_norm: (B, H), Frobenius norm of P before dropout.
+        head_norm: (B, H), Frobenius norm of the head's output.
+        heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
+            as accurate as float32 products allow; None when nothing was sampled.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor
+    prob_norm: Tensor
+    head_norm: Tensor
+    heads: Tensor | None
+
+
+class Column(NamedTuple):
+    """A column of ``KappaMonitor``'s rows: a statistic, reduced over the heads of a layer.
+
+    Attributes:
+        name: key of the row.
+        over_heads: the reduction; "each" keeps a list with one number per head.
+        doc: meaning, as in the table of docs/kappa.md.
+        written: whether TensorBoard and W&B get it.
+        title: of its chart on the page of a run, which has none without; the same columns are
+            printed.
+        caption: of that chart.
+    """
+
+    name: str
+    over_heads: Literal["mean", "min", "max", "each"]
+    doc: str
+    written: bool = False
+    title: str = ""
+    caption: str = ""
+
+
+class Statistic(NamedTuple):
+    """A statistic of one batch entry and head, float32 (B, H).
+
+    Attributes:
+        name: field of ``AttentionStats``.
+        unit: empty for a number without one.
+        over_samples: reduction over batch entries. A maximum also spans all forwards of a step;
+            otherwise the newest forward counts.
+        over_ranks: reduction over the ranks that measured a layer.
+        columns: of the monitor's rows.
+    """
+
+    name: str
+    unit: str
+    over_samples: Literal["mean", "max"]
+    over_ranks: Literal["mean", "max"]
+    columns: tuple[Column, ...]
+
+
+STATISTICS = (
+    Statistic(
+        "max_logit",
+        "logit",
+        over_samples="max",
+        over_ranks="max",
+        columns=(
+            Column(
+                "max_logit",
+                "max",
+                "the largest score",
+                written=True,
+                title="Largest attention score (logit)",
+                caption="Before the softmax; growth without end warns of instability",
+            ),
+        ),
+    ),
+    Statistic(
+        "entropy",
+        "nats",
+        over_samples="mean",
+        over_ranks="mean",
+        columns=(
+            Column(
+                "entropy",
+                "mean",
+                "entropy of the attention in nats, mean over heads",
+                written=True,
+                title="Entropy of attention",
+            ),
+            Column("entropy_min", "min", "entropy of the head with the smallest", written=True),
+        ),
+    ),
+    Statistic(
+        "prob_norm",
+        "",
+        over_samples="mean",
+        over_ranks="mean",
+        columns=(Column("prob_norm", "mean", "‖P‖_F, mean over heads"),),
+    ),
+    Statistic(
+        "head_norm",
+        "",
+        over_samples="mean",
+        over_ranks="mean",
+        columns=(
+            Column("head_norm", "mean", "‖A_i‖_F, mean over heads", written=True),
+            Column("head_norms", "each", "‖A_i‖_F of each head"),
+        ),
+    ),
+)
+COLUMNS = {column.name: column for statistic in STATISTICS for column in statistic.columns}
+
+
+def attention_stats(
+    out: Tensor, lse: Tensor, per_head: Tensor, heads: Tensor | None
+) -> AttentionStats:
+    """Return the results of an operator by name.
+
+    Args:
+        out: as in ``AttentionStats``.
+        lse: as there.
+        per_head: (len(STATISTICS), B, H), float32; the statistics returned are views of it.
+        heads: as ``out``.
+    """
+    return AttentionStats._make((out, lse, *per_head.unbind(), heads))
+
+
+def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
+    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
+    samples = min(samples, batch)
+    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
+    return ends // samples
