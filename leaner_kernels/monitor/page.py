@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from ..ops.statistics import COLUMNS, UNITS
 from .command_line import as_path, command, one_line, status_of_errors
 from .plots import (
     axis_scale,
@@ -376,16 +377,12 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
     logs = [math.log(n) for n in columns if n]
     if logs:
         most = f"Attention spread evenly has {spread(logs)}; near 0 each token attends to one"
-    for title, unit, key, join, caption in (
-        ("Entropy of attention", "nats", "entropy", fmean, most),
-        (
-            "Largest attention score (logit)",
-            "logit",
-            "max_logit",
-            max,
-            "Before the softmax; growth without end warns of instability",
-        ),
-    ):
+    for column in COLUMNS:
+        if not column.title:
+            continue
+        title, key = column.title, column.name
+        join = max if column.over_heads == "max" else fmean
+        caption = most if key == "entropy" else column.caption
         if len(runs) == 1:
             lines = _layer_lines(runs[0].kappa, key)
         else:
@@ -396,6 +393,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             ]
         if any(points for _, points, _ in lines):
             steps = _most_steps(runs, "kappa")
+            unit = UNITS[column.statistic]
             chart = _lines(title, unit, lines, steps, alarms=runs if key == "entropy" else ())
             chart.caption.insert(0, caption)
             yield chart

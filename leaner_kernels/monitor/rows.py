@@ -1,13 +1,15 @@
-"""Read the rows and the summary of a run, whoever wrote them."""
+"""Rows and the summary of a run: read, whoever wrote them, and summed up."""
 
 import math
 import re
+import statistics
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..ops.statistics import COLUMNS
 from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
 
 Row = Mapping[str, Any]
@@ -162,21 +164,27 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
+def _is_value(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
 def _is_positive(value: Any) -> bool:
     return value is None or (_is_number(value) and value > 0)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_value, value))
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
     "layer": lambda value: _is_text(value),
     "reason": lambda value: value is None or _is_text(value),
-    "head_norms": lambda value: (
-        isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
-    ),
+    **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
     **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
     **dict.fromkeys(("tokens", "columns"), _is_positive),
     **dict.fromkeys(
-        ("loss", "throughput", "entropy", "max_logit", "sigma_max", "rank"),
+        ("loss", "throughput", "sigma_max", "rank"),
         lambda value: value is None or _is_number(value),
     ),
 }
@@ -192,6 +200,75 @@ KAPPA_ROW: dict[str, Any] = {
     **{"reason": str | None, "heads": int, "head_dim": int},
     **dict.fromkeys(("kappa_gaussian", "tokens"), _NUMBER),
 }
+
+
+MEANS = "arithmetic_mean", "geometric_mean"
+
+
+def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the means of kappa over the layers of each step.
+
+    They are of the layers with a kappa. Layers that are "not resolved" have a larger one than can
+    be told, so where there are some both means are lower bounds: look at ``not_resolved`` first.
+
+    Args:
+        rows: of ``KappaMonitor``.
+
+    Returns:
+        By step, in the order of the rows: step; layers, how many have a kappa; not_resolved, how
+        many have none for that reason; arithmetic_mean and geometric_mean, None without a layer.
+    """
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    means = []
+    for step, of_step in steps.items():
+        kappas = [row["kappa"] for row in of_step if row.get("kappa") is not None]
+        means.append(
+            {
+                "step": step,
+                "layers": len(kappas),
+                "not_resolved": sum(row.get("reason") == "not resolved" for row in of_step),
+                "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
+                "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
+            }
+        )
+    return means
+
+
+def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one row per layer for the rows that each of several batches gave."""
+    by_layer: dict[str, list[dict[str, Any]]] = {}
+    for rows in batches:
+        for row in rows:
+            by_layer.setdefault(row["layer"], []).append(row)
+    return [rows[0] if len(rows) == 1 else _merged(rows) for rows in by_layer.values()]
+
+
+def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    merged = dict(rows[0])
+    over_heads = {column.name: column.over_heads for column in COLUMNS}
+    for key in merged:
+        values = [row[key] for row in rows]
+        if key in ("step", "layer", "heads", "head_dim", "source"):
+            continue
+        if key == "reason":
+            merged[key] = next((value for value in values if value is not None), None)
+        elif key == "resolved":
+            merged[key] = all(values)
+        elif None in values:
+            merged[key] = None
+        elif key in ("tokens", "columns"):
+            merged[key] = round(math.fsum(values) / len(values))
+        elif key.startswith("kappa"):
+            merged[key] = statistics.geometric_mean(values)
+        elif over_heads.get(key) == "each":
+            heads = zip(*values)
+            merged[key] = [None if None in of else math.fsum(of) / len(of) for of in heads]
+        else:
+            extreme = {"max": max, "min": min}.get(over_heads.get(key, ""))
+            merged[key] = extreme(values) if extreme else math.fsum(values) / len(values)
+    return merged
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.statistics import COLUMNS
 from .command_line import as_path
-from .probe import layer_means
+from .rows import layer_means
 
 _COLUMNS = {
     "κ": "kappa",
     "Gaussian": "kappa_gaussian",
     "eff. rank": "effective_rank",
-    "entropy": "entropy",
-    "max logit": "max_logit",
+    **{column.name.replace("_", " "): column.name for column in COLUMNS if column.title},
 }
 _HEAD_REPORT = {
     "corr.": "head_correlation",

@@ -12,7 +12,7 @@ from ..ops.attention.beside import (
     attention_beside_stats,
     attention_qkvpacked_beside_stats,
 )
-from ..ops.statistics import AttentionStats, evenly_spaced
+from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics
 
 MAX_SIZE = 2**31 - 1
 
@@ -28,11 +28,8 @@ class Captured(NamedTuple):
         output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
         residual: (S, N, dim), float32: what the output is added to; None when not given.
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
-        max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
-            was last None.
-        entropy: (B, H), as in ``AttentionStats``, of the whole batch.
-        prob_norm: (B, H), as ``entropy``.
-        head_norm: (B, H), as ``entropy``.
+        statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
+            maximum (H,) over the batch and over the forwards since ``captured`` was last None.
         dtype: of the output before it became float32.
     """
 
@@ -40,10 +37,7 @@ class Captured(NamedTuple):
     output: Tensor
     residual: Tensor | None
     lengths: Tensor | None
-    max_logit: Tensor
-    entropy: Tensor
-    prob_norm: Tensor
-    head_norm: Tensor
+    statistics: dict[str, Tensor]
     dtype: torch.dtype
 
 
@@ -228,8 +222,8 @@ class Capturing(nn.Module):
         layer_scale: Tensor | None = None,
     ) -> None:
         """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""
-        peak = stats.max_logit.amax(dim=0)
         if self.track_logits:
+            peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
         if sample is None:
             return
@@ -243,10 +237,9 @@ class Capturing(nn.Module):
             output=added if layer_scale is None else added * layer_scale.float(),
             residual=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
             lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
-            max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
-            entropy=stats.entropy,
-            prob_norm=stats.prob_norm,
-            head_norm=stats.head_norm,
+            statistics=newest_statistics(
+                stats, None if self.captured is None else self.captured.statistics
+            ),
             dtype=output.dtype,
         )
 

@@ -22,8 +22,9 @@ def test_the_table_has_the_order_of_the_results():
 
 def test_every_column_is_in_the_documentation():
     page = Path(__file__).parents[2].joinpath("docs/kappa.md").read_text("utf-8")
-    missing = [c.name for c in COLUMNS.values() if f"\n| `{c.name}` | {c.doc} |\n" not in page]
+    missing = [c.name for c in COLUMNS if f"\n| `{c.name}` | {c.doc} |\n" not in page]
     assert missing == []
+    assert {c.statistic for c in COLUMNS} == {s.name for s in STATISTICS}
 
 
 @pytest.mark.parametrize("how", ["eager", "compile", "vmap"])
