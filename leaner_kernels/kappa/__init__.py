@@ -274,7 +274,7 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
         check_range("lengths", lengths, 0, a.shape[-2])
         lengths = lengths.reshape(-1).to(a.device)
     matrices = a.reshape(-1, *a.shape[-2:])
-    if native.takes(matrices):
+    if matrices.is_cuda and native.takes(matrices):
         if lengths is not None:
             lengths = lengths.to(torch.int32).contiguous()
         found = ops.condition_report(matrices, lengths, spectrum)

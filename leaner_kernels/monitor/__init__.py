@@ -1,7 +1,14 @@
 """KappaMonitor: the condition number of every attention block, while a model trains.
 
-``begin`` starts the captures of our modules and the trace of calls in others (``trace.py``);
-``end`` measures what they have and makes rows (``measurement.py``).
+``begin`` starts the captures; ``end`` measures what they have (``measurement.py``) and gives the
+rows to the writers (``writers.py``). There are three ways into a model:
+
+- attributes of our modules (``nn.capture``), because only the module knows its output and residual,
+  and because compiled code keeps them;
+- a hook of ``leaner_kernels.attention`` (``ops._hooks``) for calls in modules of others, because
+  activation checkpointing repeats calls in threads of the backward, where no mode is active;
+- a function mode (``trace.py``) for calls of PyTorch's attention, because any module may have bound
+  that function under a name of its own.
 """
 
 import json
@@ -37,7 +44,6 @@ from .measurement import (
     row,
     unmeasured,
 )
-from .probe import run_forward, undisturbed
 from .rows import layer_means, merge_batches
 from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 from .writers import JsonLines, TensorBoard, WandbRun
@@ -364,13 +370,13 @@ class KappaMonitor:
         """
         pending, self._pending_rows = self._pending_rows, deque()
         try:
-            with undisturbed(self.model), torch.no_grad():
+            with _undisturbed(self.model), torch.no_grad():
                 sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
                 if self._step is not None or any(sampled):
                     raise RuntimeError("a step is being sampled: measure before begin or after end")
                 self._start(int(step))
                 try:
-                    run_forward(self.model, batch, forward)
+                    _run_forward(self.model, batch, forward)
                     self._finish()
                 finally:
                     self.cancel()
@@ -747,3 +753,42 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
         # A ScriptModule has no ``get_submodule``.
         module = getattr(module, part)
     return ".".join(parts)
+
+
+def _run_forward(
+    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None
+) -> None:
+    """Call the model with a batch, as ``measure`` describes it."""
+    if forward is not None:
+        forward(model, batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode, and leave the model and random generators as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    peaks = [(m, m.peak_logit) for m in model.modules() if hasattr(m, "peak_logit")]
+    used = {t.device for t in (*model.parameters(), *model.buffers())}
+    devices = [device for device in used if device.type == "cuda"]
+    with torch.random.fork_rng(devices):
+        model.eval()
+        try:
+            yield
+        finally:
+            # Not with train(), which would also set the parts of a module in eval mode.
+            for module, training in modes:
+                module.training = training
+            for module, peak in peaks:
+                module.peak_logit = peak
+            reshard(model)
+
+
+def reshard(model: Any) -> None:
+    """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
+    # By its name: the import takes long, and only sharded models need it.
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        model.reshard()

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import as_path, command, one_line, status_of_errors
+from .files import write_file
 from .plots import (
     axis_scale,
     gaussian_lines,
@@ -31,7 +32,6 @@ from .plots import (
     without_kappa,
 )
 from .rows import newest, read_summary, read_thinned
-from .writing import write_file
 
 __all__ = ["write_page"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..ops.statistics import COLUMNS
-from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
+from .files import SETTINGS, lines_of, open_file, parse_json, read_file
 
 Row = Mapping[str, Any]
 _LINE = 1 << 24  # bytes of a row

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,14 @@ from torch import nn
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor
 from .command_line import one_line
+from .files import check_folder, set_aside, write_file
 from .rows import ALARM_ROW, layer_means
 from .writers import JsonLines
-from .writing import check_folder, write_file
 
 # What a run appends to, and what it writes at its end.
 _ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
 _RESULTS = "summary.json", "page.html"
 _SAMPLED = 60  # steps before a resume whose rows alarms are given
-
-
-def set_aside(folder: Path, names: Iterable[str]) -> str:
-    """Rename the files of an earlier run, all by one number, and return the names they have now."""
-    there = [path for path in (folder / name for name in names) if path.is_file()]
-
-    def renamed(number: int) -> list[Path]:
-        return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
-
-    kept = next(
-        paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
-    )
-    for path, other in zip(there, kept, strict=True):
-        path.rename(other)
-    return ", ".join(path.name for path in kept)
 
 
 class RunLog:

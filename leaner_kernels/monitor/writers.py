@@ -12,9 +12,8 @@ from types import ModuleType
 from typing import IO, Any
 
 from ..ops.statistics import COLUMNS
-from .reading import lines_backwards, open_file
+from .files import lines_backwards, new_path, open_file, open_own
 from .rows import MEANS, layer_means, parse_row
-from .writing import new_path, open_own
 
 # The columns that TensorBoard and W&B get, of every layer.
 WRITTEN = (

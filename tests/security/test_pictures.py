@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor.files import FORMATS, decode
+from leaner_kernels.monitor.pictures import FORMATS, decode
 from tests.security.refusals import refusal
 from tests.train.launch import ROOT
 from tests.train.trained import train_vit

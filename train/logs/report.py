@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,14 +22,12 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
+from leaner_kernels.monitor.files import set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, read_run, write_page
-from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.plots import axis_scale, kappa_or_rank
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
-from leaner_kernels.monitor.run_log import set_aside
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
-from leaner_kernels.monitor.writing import write_file
 from train.config.flags import Settings
-from train.logs import plots
 from train.logs.alarms import LOSSES
 
 # What a run leaves, beside its checkpoints and weights.
@@ -300,7 +298,7 @@ class Report:
             return None
         try:
             if run.metrics:
-                plots.plot_loss(run.metrics, self.folder / "loss.png")
+                plot_loss(run.metrics, self.folder / "loss.png")
             if run.kappa:
                 plot(run.kappa, self.folder / "kappa.png")
         except Exception as error:  # the run is over and its results are written
@@ -317,6 +315,36 @@ class Report:
         with suppress(OSError):
             return read_thinned(self.folder / name, CHART_POINTS, **KAPPA_ROW).rows
         return []
+
+
+def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the loss of every step, and held-out loss and accuracy where they were measured.
+
+    Args:
+        metrics: rows of ``metrics.jsonl``.
+        path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    accuracies = [r for r in metrics if r.get("held_out_accuracy") is not None]
+    panels = 2 if accuracies else 1
+    figure = Figure(figsize=(8, 1 + 3.5 * panels), layout="constrained")
+    axes, *below = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
+    axes.plot([r["step"] for r in metrics], [r["loss"] for r in metrics], lw=0.8, label="training")
+    measured = [r for r in metrics if r.get("held_out_loss") is not None]
+    if measured:
+        steps, losses = zip(*((r["step"], r["held_out_loss"]) for r in measured))
+        axes.plot(steps, losses, "o-", ms=4, label="held out")
+    axes.set(ylabel="loss", yscale=axis_scale(r["loss"] for r in metrics))
+    axes.legend()
+    for lower in below:
+        steps, shares = zip(*((r["step"], 100 * r["held_out_accuracy"]) for r in accuracies))
+        lower.plot(steps, shares, "o-", ms=4)
+        lower.set(ylabel="held-out accuracy, %")
+    for panel in (axes, *below):
+        panel.grid(alpha=0.3)
+    (axes, *below)[-1].set(xlabel="step")
+    figure.savefig(path, dpi=120)
 
 
 class _Stdout(UntilUnread):

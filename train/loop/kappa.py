@@ -10,8 +10,8 @@ from train.config.flags import Settings, steps_of
 from train.data.sampler import held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
+from train.loop import Task
 from train.loop.parallel import World
-from train.loop.task import Task
 
 # Entries of a batch in a sample, on each rank; held-out items of a probe, over all ranks.
 SAMPLES, PROBED = 4, 16
