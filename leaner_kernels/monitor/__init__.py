@@ -163,8 +163,8 @@ class KappaMonitor:
     - effective_rank, stable_rank, rank (how many singular values are above 1e-6 of the largest) and
       kappa_to_rank, the largest over the last of those: they tell of blocks whose kappa is not
       resolved, too (means over the samples, the last a geometric one);
-    - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
-      prob_norm, head_norm, means over heads; head_norms, one per head;
+    - the statistics per head, reduced over heads: entropy (nats), max_logit and the others of
+      ``COLUMNS`` in ``ops.statistics``;
     - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
       residual ``skip`` that the module was given. Both are None without one, and where a
       sample is past 4 / eps of the training precision (512 in bfloat16, 4096 in float16): unlike

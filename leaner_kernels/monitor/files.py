@@ -41,11 +41,7 @@ _FOLDERS = ("checkpoints", "tensorboard")
 
 
 def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
-    """Open a regular file to read it, its links followed; never a pipe or a device.
-
-    Args:
-        path: of the file.
-        most: bytes that it may have.
+    """Open a regular file of at most so many bytes to read it; links are followed.
 
     Raises:
         OSError: it cannot be opened, is no regular file, or is larger.
@@ -66,31 +62,19 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def read_file(path: str | Path, most: int) -> bytes:
-    """Return the bytes of a file that ``open_file`` opens.
-
-    Raises:
-        OSError: it cannot be read, is no regular file, or is larger than ``most``.
-    """
+    """Return the bytes of a file that ``open_file`` opens."""
     with open_file(path, most) as file:
         # Reading up to ``most`` would reserve as much. Files of a kernel claim no size.
         return file.read(os.fstat(file.fileno()).st_size or most)
 
 
 def check_file(path: str | Path, most: int = LARGEST) -> None:
-    """Check a file that a library is to open by its path, as ``open_file`` does.
-
-    Raises:
-        OSError: it cannot be opened, is no regular file, or is larger than ``most``.
-    """
+    """Check a file that a library is to open by its path, as ``open_file`` does."""
     open_file(path, most).close()
 
 
 def lines_of(file: IO[AnyStr], most: int = DATA) -> Iterator[AnyStr]:
-    """Yield the lines of a file, each with its end.
-
-    Raises:
-        OSError: one is longer than ``most``, as a hole in a file is.
-    """
+    """Yield the lines of a file, each with its end."""
     while line := file.readline(most + 1):
         if len(line) > most:
             raise OSError(errno.EFBIG, f"has a line longer than {most:,}", file.name)
@@ -162,9 +146,6 @@ def files_below(root: str | Path) -> Iterator[Path]:
 
     Links are followed. One that leads nowhere, a pipe and a device are yielded, for their reader to
     name; a link that leads to a folder around it is not.
-
-    Raises:
-        OSError: a folder cannot be read.
     """
     yield from _below(root, {identity(root)})
 
@@ -204,9 +185,6 @@ def check_below(folder: str | Path) -> None:
     """Check all files of a folder that a library is to read: regular ones, of bounded size.
 
     A link that leads nowhere is left to the library.
-
-    Raises:
-        OSError: one is another, or cannot be opened.
     """
     for path in files_below(folder):
         if path.exists():
@@ -214,15 +192,7 @@ def check_below(folder: str | Path) -> None:
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file that is whole or as it was; a link of its name is replaced, never followed.
-
-    Args:
-        path: of the file.
-        content: text is written as UTF-8.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write a file that is whole or as it was; a link of its name is replaced, never followed."""
     with new_path(Path(path)) as partial, open_own(partial, "r+b") as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -232,9 +202,6 @@ def new_path(path: Path) -> Iterator[Path]:
     """Make an empty file ``.NAME.partial`` beside a path, which it becomes at the end.
 
     An exception in the context leaves what the path had before.
-
-    Raises:
-        OSError: it cannot be made, or not put in place.
     """
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
@@ -249,15 +216,7 @@ def new_path(path: Path) -> Iterator[Path]:
 
 
 def open_own(path: Path, mode: str = "ab") -> IO[bytes]:
-    """Open a file to change it, made where there is none: never through a link, never a pipe.
-
-    Args:
-        path: of the file.
-        mode: "ab" to append, "r+b" to write anywhere.
-
-    Raises:
-        OSError: it is no file, or cannot be opened.
-    """
+    """Open or make a file to append ("ab") or write anywhere ("r+b"); never a link or a pipe."""
     append = os.O_APPEND if mode == "ab" else 0
     flags = os.O_RDWR | os.O_CREAT | append | _NO_LINK | _NO_WAIT | _BINARY
     descriptor = os.open(path, flags, 0o666)

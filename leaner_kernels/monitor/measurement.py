@@ -119,14 +119,7 @@ class GatheredCaptures(NamedTuple):
 
 
 def gather(captured: Sequence[Any]) -> GatheredCaptures:
-    """Copy the captures of all layers into batches of matrices of one shape.
-
-    Args:
-        captured: ``nn.capture.Captured`` or ``trace.TracedCall`` of each layer.
-
-    Returns:
-        ``GatheredCaptures``.
-    """
+    """Copy the captures of all layers (``Captured`` or ``TracedCall``) into few batches."""
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
     for layer, c in enumerate(captured):
@@ -285,12 +278,7 @@ def merge_ranks(ranks: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A copy to the host that may still be under way.
-
-    Attributes:
-        host: valid once ``ready`` returned True or ``wait`` returned.
-        event: recorded after the copy; None where nothing is to wait for.
-    """
+    """A copy to the host that may still be under way: valid once its event, if any, is over."""
 
     host: Tensor
     event: torch.cuda.Event | None
@@ -330,11 +318,7 @@ class SynchronousStream:
 
 
 class SideStream:
-    """A CUDA stream for work that the training step does not wait for.
-
-    Args:
-        device: of the stream.
-    """
+    """A CUDA stream for work that the training step does not wait for."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -345,8 +329,7 @@ class SideStream:
     def after(self, inputs: Sequence[Tensor]) -> Iterator[None]:
         """Enqueue what the block does here, after all that the current stream has been given.
 
-        Args:
-            inputs: tensors that the current stream made and the block reads.
+        ``inputs`` are tensors that the current stream made and the block reads.
         """
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
@@ -387,14 +370,8 @@ def row(
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it.
 
-    Args:
-        step: of the row.
-        name: of the layer.
-        layer: its sizes.
-        measured: its row of the matrix of measurements, on the CPU.
-        dtype: of the module's output.
-        source: of its statistics.
-        head_report: whether to add the columns of it.
+    ``measured`` is the layer's row of the matrix of measurements, on the CPU, and ``dtype`` that of
+    the module's output.
     """
     heads, head_dim, columns = layer
     slices, status = columns_of(len(measured)), measured[-1].item()

@@ -21,12 +21,8 @@ MAX_UNEQUAL = 100  # longer side, in shorter sides
 def decode(content: bytes, name: Callable[[], str]) -> Any:
     """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
 
-    Args:
-        content: of the file.
-        name: returns which image this is, for a message.
-
     Raises:
-        ValueError: these are no image.
+        ValueError: these are no image; the message has what ``name()`` returns.
     """
     return decoded(opened(content, name), name)
 

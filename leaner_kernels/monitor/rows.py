@@ -4,7 +4,7 @@ import math
 import re
 import statistics
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,36 +24,15 @@ def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
     Args:
         path: of the file.
         keys: as ``parse_row`` takes them; another line is damaged.
-
-    Raises:
-        OSError: it cannot be read.
     """
     rows, damaged = [], 0
-    for line, row in lines_and_rows(path, **keys):
-        if row is not None:
-            rows.append(row)
-        else:
-            damaged += line.endswith(b"\n")
-    return rows, damaged
-
-
-def lines_and_rows(path: Path, **keys: Any) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of a file of JSON lines and its row, None where it is damaged.
-
-    Args:
-        path: of the file.
-        keys: as ``parse_row`` takes them.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     with open_file(path) as file:
         for line in lines_of(file, _LINE):
             try:
-                row = parse_row(line, **keys)
+                rows.append(parse_row(line, **keys))
             except ValueError:
-                row = None
-            yield line, row
+                damaged += line.endswith(b"\n")
+    return rows, damaged
 
 
 class Thinned(NamedTuple):
@@ -78,9 +57,6 @@ def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> 
         most: about how many rows; of a file with no more all are returned.
         always: rows that contain it are returned besides.
         keys: as ``parse_row`` takes them.
-
-    Raises:
-        OSError: it cannot be read.
     """
     starts, kept = array("Q"), set()
     with open_file(path) as file:
@@ -105,8 +81,7 @@ def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> 
                 return None
 
         def step_at(place: int) -> int | None:
-            found = row(place)
-            return None if found is None else found["step"]
+            return (row(place) or {}).get("step")
 
         def step_around(place: int) -> range:
             """Return the places of the rows of the same step."""
@@ -302,5 +277,5 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
     A run that goes on from a checkpoint may have written some twice.
     """
-    found = {(row["step"], row["layer"]): row for row in rows}
-    return sorted(found.values(), key=lambda row: row["step"])
+    rows = {(row["step"], row["layer"]): row for row in rows}.values()
+    return sorted(rows, key=lambda row: row["step"])

@@ -170,18 +170,16 @@ class CallTrace:
         """
         inside = {part for module in self.excluded for part in module.modules()}
         traced = {layer.partition("#")[0] for layer in layers}
-        around = {name[:end] for name in traced for end in _prefix_ends(name)}
-        untraced: list[str] = []
-        for module, name in self.names.items():
-            within = traced.intersection(name[:end] for end in _prefix_ends(name))
-            if (
-                module not in inside
-                and name not in around
-                and not within
-                and looks_like_attention(module)
-            ):
-                untraced.append(name)
-        holders = {name[:end] for name in untraced for end in _prefix_ends(name) if end < len(name)}
+        around = set().union(*map(_prefixes, traced))
+        untraced = [
+            name
+            for module, name in self.names.items()
+            if module not in inside
+            and name not in around
+            and traced.isdisjoint(_prefixes(name))
+            and looks_like_attention(module)
+        ]
+        holders = set().union(*(_prefixes(name) - {name} for name in untraced))
         return [name for name in untraced if name not in holders]
 
     @property
@@ -431,9 +429,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _prefix_ends(name: str) -> list[int]:
-    """Return the lengths of the names of a module and of those around it."""
-    return [0, *(place for place, letter in enumerate(name) if letter == "."), len(name)]
+def _prefixes(name: str) -> set[str]:
+    """Return the names of a module and of those around it, the model's "" among them."""
+    parts = name.split(".")
+    return {"", *(".".join(parts[: count + 1]) for count in range(len(parts)))}
 
 
 def may_be_compiled() -> bool:
@@ -464,17 +463,10 @@ def attention_statistics(
     scale: float | None,
     samples: int,
 ) -> AttentionStats:
-    """Attend for sampled batch entries, without dropout.
+    """Attend for at most ``samples`` batch entries, without dropout.
 
-    Args:
-        query: (..., H, N, D), as PyTorch's ``scaled_dot_product_attention`` took it; the axes
-            before these are its batch, and (B, N, D) is a batch of one head.
-        key: (..., Hkv, M, D).
-        value: (..., Hkv, M, E).
-        attn_mask: boolean (True is seen) or added, broadcastable to (..., H, N, M).
-        is_causal: row i sees columns 0 to i.
-        scale: multiplies the scores; ``D ** -0.5`` when omitted.
-        samples: at most so many entries, spread over the batch.
+    The arguments are those of PyTorch's ``scaled_dot_product_attention``: (..., H, N, D) queries,
+    (..., Hkv, M, D) keys and (..., Hkv, M, E) values; (B, N, D) is a batch of one head.
 
     Returns:
         AttentionStats of S entries: heads (S, N, H * E), float32, or float64 of float64; the

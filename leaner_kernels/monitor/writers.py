@@ -35,8 +35,8 @@ class JsonLines:
 
     Args:
         path: of the file.
-        first: lines of this step and later ones are removed, and half a line left by a kill; with
-            None nothing is, and the file is made with its first line.
+        first: lines of this step and later ones are removed, and damaged ones; with None nothing
+            is, and the file is made with its first line.
         log: shows, once, that lines could not be written; they wait for the next call. Without it
             ``append`` raises.
         steps: how many of the newest steps before ``first`` are looked at.
@@ -94,7 +94,7 @@ class JsonLines:
                 row = parse_row(line, **self.keys)
             except ValueError:
                 # What a power cut left where nothing was written yet.
-                size, damaged, newest = begin, begin, []
+                size = damaged = begin
                 continue
             if not is_before(row):
                 size = begin
@@ -107,9 +107,9 @@ class JsonLines:
         if damaged is not None and self.log is not None:
             file.seek(0)
             number = 1 + file.read(damaged).count(b"\n")
-            self.log(f"{self.path.name} cannot be read from line {number} on: dropped")
+            self.log(f"line {number} of {self.path.name} cannot be read: dropped")
         newest.reverse()
-        # Rows that came after later ones: an alarm of kappa is known when its row has arrived.
+        # Rows after damaged or later ones: an alarm of kappa is known when its row has arrived.
         self.unwritten = b"".join(line for place, line, _ in newest if place >= size)
         if newest and begin < newest[0][0]:
             file.seek(0)

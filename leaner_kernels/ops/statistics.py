@@ -117,14 +117,9 @@ COLUMNS = (
 def newest_statistics(
     stats: AttentionStats, before: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Return the statistics of a forward, joined with those of earlier forwards of its step.
+    """Return the statistics of a forward, joined with those of forwards ``before`` in its step.
 
-    Args:
-        stats: of the forward.
-        before: what this returned for the forward before, None for the first.
-
-    Returns:
-        By name: (B, H) of this forward, or the maximum (H,) over the batch and all forwards.
+    They are (B, H) of this forward, or the maximum (H,) over the batch and all forwards.
     """
     statistics = {}
     for statistic in STATISTICS:
@@ -142,11 +137,7 @@ def attention_stats(
 ) -> AttentionStats:
     """Return the results of an operator by name.
 
-    Args:
-        out: as in ``AttentionStats``.
-        lse: as there.
-        per_head: (len(STATISTICS), B, H), float32; the statistics returned are views of it.
-        heads: as ``out``.
+    ``per_head`` is (len(STATISTICS), B, H), float32; the statistics returned are views of it.
     """
     return AttentionStats._make((out, lse, *per_head.unbind(), heads))
 

@@ -142,8 +142,10 @@ def test_kappa_is_that_of_the_heads_before_the_projection():
 
 
 def test_kappa_that_cannot_be_told_is_not_made_up(monkeypatch):
+    vit = papers.constructor("vit")
+
     def build(blind, **config):
-        model = papers.constructor("vit")(**config)
+        model = vit(**config)
         with torch.no_grad():
             for block in model.blocks[:blind]:
                 block.attn.qkv.weight.zero_()

@@ -403,7 +403,7 @@ def test_lines_that_a_power_cut_spoilt_are_dropped_and_said(six_of_eight, capsys
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], bytes(len(lines[5])) + b"\n"]))
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
-    assert "metrics.jsonl cannot be read from line 6 on: dropped" in capsys.readouterr().out
+    assert "line 6 of metrics.jsonl cannot be read: dropped" in capsys.readouterr().out
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 6, 7]
 
 

@@ -88,13 +88,13 @@ def test_a_row_that_came_late_stays_where_later_ones_are_removed(tmp_path):
     assert lines.removed == {9, 10}
 
 
-def test_damage_at_the_end_is_dropped_with_what_follows_and_its_line_is_named(tmp_path):
+def test_damage_is_dropped_alone_and_its_line_is_named(tmp_path):
     path, listener = tmp_path / "m.jsonl", Listener()
     whole = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(8))
     path.write_bytes(whole + bytes(12) + b"\n" + b'{"step": 8}\n')
-    assert [row["step"] for row in JsonLines(path, 9, listener.log, steps=60).rows] == [*range(8)]
-    assert listener.said == ["m.jsonl cannot be read from line 9 on: dropped"]
-    assert path.read_bytes() == whole
+    assert [row["step"] for row in JsonLines(path, 9, listener.log, steps=60).rows] == [*range(9)]
+    assert listener.said == ["line 9 of m.jsonl cannot be read: dropped"]
+    assert path.read_bytes() == whole + b'{"step": 8}\n'
 
 
 def test_a_log_is_opened_once_and_each_line_is_there_at_once(tmp_path, monkeypatch):
