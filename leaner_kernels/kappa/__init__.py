@@ -92,10 +92,7 @@ class HeadReport(NamedTuple):
 
 
 def condition_number(
-    a: Tensor,
-    *,
-    samples: Literal["each", "pooled"] = "each",
-    lengths: Tensor | None = None,
+    a: Tensor, *, samples: Literal["each", "pooled"] = "each", lengths: Tensor | None = None
 ) -> ConditionNumber:
     """Condition number of each matrix, or of all of them stacked as one batch of tokens.
 

@@ -38,7 +38,6 @@ from .measurement import (
     HostCopy,
     LayerSizes,
     SideStream,
-    SynchronousStream,
     gather,
     merge_ranks,
     row,
@@ -278,8 +277,8 @@ class KappaMonitor:
             # In the default group the collectives of the step would wait for it.
             self._group = dist.new_group(group_desc="KappaMonitor")
         # Of the device on which all measurements are merged, and of every device with a layer.
-        self._side_stream: SynchronousStream | SideStream | None = None
-        self._side_streams: dict[torch.device, SynchronousStream | SideStream] = {}
+        self._side_stream: SideStream | None = None
+        self._side_streams: dict[torch.device, SideStream] = {}
         # Of each layer's newest call: the dtype of its output, and its source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
         self._cancelled_gather: Any = None
@@ -357,11 +356,7 @@ class KappaMonitor:
             self._probed += rows
 
     def measure(
-        self,
-        batch: Any,
-        *,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        step: int = 0,
+        self, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None, step: int = 0
     ) -> list[dict[str, Any]]:
         """Return the rows of one forward, as ``leaner_kernels.measure``, which see.
 
@@ -594,11 +589,9 @@ class KappaMonitor:
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
 
-    def _side_stream_on(self, device: torch.device) -> SynchronousStream | SideStream:
+    def _side_stream_on(self, device: torch.device) -> SideStream:
         if device not in self._side_streams:
-            self._side_streams[device] = (
-                SideStream(device) if device.type == "cuda" else SynchronousStream()
-            )
+            self._side_streams[device] = SideStream(device)
         return self._side_streams[device]
 
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:

@@ -63,10 +63,7 @@ class OneLine(argparse.ArgumentParser):
 
 
 def command(
-    program: str,
-    doc: str | None,
-    kind: type[argparse.ArgumentParser] = OneLine,
-    **more: Any,
+    program: str, doc: str | None, kind: type[argparse.ArgumentParser] = OneLine, **more: Any
 ) -> argparse.ArgumentParser:
     """Return the parser of a command, whose output takes every character from here on."""
     take_every_character(program)

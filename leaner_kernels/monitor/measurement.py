@@ -14,12 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kappa import (
-    condition_number,
-    condition_report,
-    gaussian_condition_number,
-    reference,
-)
+from ..kappa import condition_number, condition_report, gaussian_condition_number, reference
 from ..ops.statistics import COLUMNS, STATISTICS
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
@@ -35,17 +30,11 @@ _REASONS = {
 
 
 class Field(NamedTuple):
-    """A measurement of every layer: columns of the matrix that ranks exchange.
-
-    Attributes:
-        name: of the measurement.
-        over_ranks: reduction over the ranks that measured the layer.
-        size: numbers of a layer: one, one per matrix (HEADS, BEFORE, AFTER), or one per head.
-    """
+    """A measurement of every layer: columns of the matrix that ranks exchange."""
 
     name: str
-    over_ranks: Literal["mean", "max"]
-    size: Literal["layer", "matrix", "head"] = "layer"
+    over_ranks: Literal["mean", "max"]  # reduction over the ranks that measured the layer
+    size: Literal["layer", "matrix", "head"] = "layer"  # one number of each
 
 
 # Means over the samples, and the largest kappa: inf where one was not resolved.
@@ -84,33 +73,20 @@ def columns_of(width: int) -> dict[str, slice]:
 
 
 class MatrixBatch(NamedTuple):
-    """Matrices of one shape, either all heads or none.
+    """G matrices of one shape, either all heads or none."""
 
-    Attributes:
-        places: of each of the G matrices: (HEADS, BEFORE or AFTER; layer).
-        a: (G, S, N, M), float32, or float64 of a model that is.
-        lengths: (G, S), int32, rows that count; None where all do.
-    """
-
-    places: list[tuple[int, int]]
-    a: Tensor
-    lengths: Tensor | None
+    places: list[tuple[int, int]]  # (HEADS, BEFORE or AFTER; layer) of each
+    a: Tensor  # (G, S, N, M), float32, or float64 of a model that is
+    lengths: Tensor | None  # (G, S), int32, rows that count; None where all do
 
 
 class GatheredCaptures(NamedTuple):
-    """Copies of what the modules captured, which no later forward overwrites.
+    """Copies of what the modules captured, which no later forward overwrites."""
 
-    Attributes:
-        batches: the matrices, as few batches as shapes.
-        heads: number of heads of each layer.
-        statistics: by name, reduced over the batch, the heads of all layers one after another.
-        columns: keys of each layer's softmax, nan where the module has ``columns``.
-    """
-
-    batches: list[MatrixBatch]
-    heads: list[int]
-    statistics: dict[str, Tensor]
-    columns: list[float]
+    batches: list[MatrixBatch]  # as few as shapes
+    heads: list[int]  # of each layer
+    statistics: dict[str, Tensor]  # reduced over the batch, the heads of one layer after another
+    columns: list[float]  # keys of each layer's softmax, nan where the module has ``columns``
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
@@ -304,26 +280,13 @@ def copy_to_host(values: Tensor) -> HostCopy:
     return HostCopy(host, event)
 
 
-class SynchronousStream:
-    """The CPU has no side stream: work is done when its call returns."""
-
-    @contextmanager
-    def after(self, _inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Work within the block."""
-        yield
-
-    def copy_to_host(self, values: Tensor) -> HostCopy:
-        """Return the values themselves."""
-        return HostCopy(values, None)
-
-
 class SideStream:
-    """A CUDA stream for work that the training step does not wait for."""
+    """A CUDA stream for work that the training step does not wait for; on the CPU it does."""
 
     def __init__(self, device: torch.device):
         self.device = device
         # The lowest priority there is, which the default stream has too: never before the step.
-        self.stream = torch.cuda.Stream(device, priority=0)
+        self.stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, inputs: Sequence[Tensor]) -> Iterator[None]:
@@ -331,6 +294,9 @@ class SideStream:
 
         ``inputs`` are tensors that the current stream made and the block reads.
         """
+        if self.stream is None:
+            yield
+            return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
             # Their memory must not be given to a later tensor of the step before it is read.

@@ -75,15 +75,9 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass
 class Run:
-    """What a page shows of a run, of a long one not every step.
+    """What a page shows of a run, of a long one not every step: its files, in the order of steps.
 
     Attributes:
-        name: of its folder.
-        metrics: rows of ``metrics.jsonl``, one for each step.
-        kappa: of ``kappa.jsonl``, in the order of steps.
-        kappa_probe: of ``kappa_probe.jsonl``, likewise.
-        alarms: of ``alarms.jsonl``.
-        summary: what is plain in ``summary.json``.
         steps: about how many steps each file has of which some were left out, by its name.
         damaged: how many damaged lines were met in each file, by its path.
     """
@@ -175,16 +169,10 @@ def _read_runs(given: list[Path | Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a page shows of a run.
-
-    Of a long run steps that are evenly spaced are read, and every evaluation.
-
-    Args:
-        folder: of the run.
+    """Read what a page shows of a run: of a long one evenly spaced steps, and every evaluation.
 
     Raises:
-        ValueError: it does not exist, or has no rows.
-        OSError: a file cannot be read.
+        ValueError: the folder does not exist, or has no rows.
     """
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
@@ -449,15 +437,9 @@ def _lines(
     scale: str = "linear",
     alarms: Sequence[Run] = (),
 ) -> _Chart:
-    """Return a chart of named lines, with the alarms of some runs as vertical ones.
+    """Return a chart of lines (names, points, styles), with the alarms of runs as vertical ones.
 
-    Args:
-        title: of the chart.
-        unit: of its values.
-        lines: names, points and styles.
-        steps: that the files have, where the lines may have fewer.
-        scale: of the values.
-        alarms: runs whose alarms are shown.
+    ``steps`` are those that the files have, where the lines may have fewer.
     """
     # A line of two points is straight, and nothing of it is left out.
     many = sum(len(points) > 2 for _, points, _ in lines)

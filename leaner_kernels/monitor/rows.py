@@ -36,17 +36,11 @@ def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
 
 
 class Thinned(NamedTuple):
-    """Some rows of a file.
-
-    Attributes:
-        rows: these, in the order of the file.
-        damaged: how many lines were damaged, of those that were looked at.
-        steps: about how many steps the file has, if some were left out; else 0.
-    """
+    """Some rows of a file, in its order."""
 
     rows: list[dict[str, Any]]
-    damaged: int
-    steps: int
+    damaged: int  # lines, of those that were looked at
+    steps: int  # about how many the file has, if some were left out; else 0
 
 
 def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> Thinned:
@@ -247,12 +241,7 @@ def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON.
-    """
+    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings."""
     summary = parse_json(read_file(path, SETTINGS))
     if not isinstance(summary, dict):
         return {}

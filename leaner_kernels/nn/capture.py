@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
-from ..ops.attention.beside import (
-    attention_beside_stats,
-    attention_qkvpacked_beside_stats,
-)
+from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
 from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics
 
 MAX_SIZE = 2**31 - 1
@@ -195,13 +192,8 @@ class Capturing(nn.Module):
     ) -> Tensor:
         """Return ``finish(attend(*args, **params))``, and store what is to be captured.
 
-        Args:
-            finish: makes the output of the module of that of the operator.
-            attend: the operator, of batches first.
-            measure: the same with statistics, given ``sample`` too.
-            args: of both.
-            store: what ``_store_capture`` takes beside statistics, sample and output.
-            params: of both.
+        ``measure`` is the operator ``attend`` with statistics, given ``sample`` too; ``store`` is
+        what ``_store_capture`` takes beside statistics, sample and output.
         """
         sample, measured = self._select_sample(args[0].shape[0], args[0].device)
         if not measured:

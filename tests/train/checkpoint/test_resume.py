@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
+from leaner_kernels.monitor.measurement import HostCopy, SideStream
 from tests.train.launch import (
     SHARD,
     TINY,
@@ -85,7 +85,7 @@ class OnTheWay:
         pass
 
 
-class Late(SynchronousStream):
+class Late(SideStream):
     """As the monitor's side stream on a GPU that is busy."""
 
     def copy_to_host(self, values):
@@ -95,7 +95,7 @@ class Late(SynchronousStream):
 def test_kappa_that_arrives_late_is_written_once_whatever_happens(
     eight_steps, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
     save = loop.save
 
     def save_and_die(run, *more):
@@ -113,7 +113,7 @@ def test_kappa_that_arrives_late_is_written_once_whatever_happens(
 
 
 def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
     hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
     with pytest.raises(SystemExit, match="2"):
         train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)
