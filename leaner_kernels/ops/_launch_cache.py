@@ -248,20 +248,16 @@ def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | 
     device = first.device
     if _observed() or device.index != torch._C._cuda_getDevice():
         return None
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in TENSORS or t.layout is not torch.strided or t.is_nested:
-            return None
-        if t.is_neg() or t.device != device:  # a view to be negated when it is read
-            return None
-    return key_of(tensors, (*numbers, types), torch.is_grad_enabled())
+    return key_of(tensors, (*numbers, types), device)
 
 
 def key_of(
-    tensors: Sequence[Any], numbers: Sequence[Any], grad_enabled: bool = False
-) -> Signature:
-    """Return the signature of a call that is known to be on the current GPU."""
+    tensors: Sequence[Any], numbers: Sequence[Any], plain_on: torch.device | None = None
+) -> Any:
+    """Return the signature of a call that is known to be on the current GPU.
+
+    With a device, None unless each tensor is plain and lies there.
+    """
     key = [*numbers, tensors[0].device.index, torch._C._get_deterministic_algorithms()]
     addresses, low_bits, wanted = [], 0, False
     for t in tensors:
@@ -269,6 +265,14 @@ def key_of(
             key.append(None)
             addresses.append(0)
             continue
+        if plain_on is not None and (
+            type(t) not in TENSORS
+            or t.layout is not torch.strided
+            or t.is_nested
+            or t.is_neg()  # a view to be negated when it is read
+            or t.device != plain_on
+        ):
+            return None
         address = t.data_ptr()
         addresses.append(address)
         low_bits |= address
@@ -278,8 +282,8 @@ def key_of(
         key.append(unaligned_bits(addresses))
     # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
     # records nothing.
-    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
-    recorded = wanted and grad_enabled and not excluded
+    recorded = wanted and plain_on is not None and torch.is_grad_enabled()
+    recorded = recorded and not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
     key.append(recorded)
     return Signature(tuple(key), addresses, recorded)
 
@@ -299,16 +303,6 @@ def _observed() -> bool:
         or torch._C._is_tracing()
         or _profiler_enabled()
     )
-
-
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to record a call of these: not inside another operator."""
-    if not torch.is_grad_enabled() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
-        return False
-    for t in tensors:  # noqa: SIM110 - a comprehension is a call
-        if t is not None and t.requires_grad:
-            return True
-    return False
 
 
 def rows_contiguous(grad: Tensor) -> Tensor:
@@ -342,11 +336,6 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
     A launcher takes an address without asking the driver whose memory it is, as it does of tensors.
     """
     return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def unaligned(tensors: Sequence[Tensor | None]) -> int:
-    """Return which tensors Triton compiles for as unaligned, a bit each."""
-    return unaligned_bits(addresses_of(tensors))
 
 
 def aligned(addresses: Sequence[int]) -> bool:
