@@ -52,11 +52,9 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
-    if "multihead" in kernel:
-        stages = {} if kernel.startswith("warp") else {"num_stages": 1}
+    if kernel.startswith("warp_multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            if not stages or warps <= 2 * heads:
-                yield {"HEADS": heads, "num_warps": warps, **stages}
+            yield {"HEADS": heads, "num_warps": warps}
         return
     if kernel.startswith("hopper"):
         for registers in ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255}):
@@ -87,9 +85,8 @@ def kernels(case: AttentionCase) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
-    in_pairs = longest <= 16 and alike and case.head_dim <= 32 and case.head_dim % 2 == 0
-    families = ["warp_multihead"] * in_pairs + ["multihead"] * (longest <= 64)
-    families += ["short"] * (longest <= 512)
+    in_pairs = longest <= 16 and alike and case.head_dim <= 64 and case.head_dim % 2 == 0
+    families = ["warp_multihead"] * in_pairs + ["short"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and alike
     gpus = ("hopper", "ampere") * in_gluon

@@ -16,7 +16,7 @@ FEATURES = {"mask", "dropout", "shared", "padded_dim", "unaligned"}
 KERNELS = {
     *(
         f"{family}_{kind}"
-        for family in ("warp_multihead", "multihead", "short")
+        for family in ("warp_multihead", "short")
         for kind in ("forward", "forward_statistics", "backward")
     ),
     "online_backward",
@@ -109,10 +109,7 @@ def test_every_rule_is_a_tile(gpu: int) -> None:
                 assert all(size % 16 == 0 for size in rule["tile"].constexprs.values())
                 continue
             assert rule.keys() - {"above"} == {"dim", "tokens", "with", "tile"}
-            # Multihead kernels alone take any scale.
-            takes = {*FEATURES, "scale"} if kernel.startswith("multihead") else FEATURES
-            assert set(rule["with"]) <= takes
-            assert ("scale" in rule["with"]) == kernel.startswith("multihead")
+            assert set(rule["with"]) <= FEATURES
             # Gluon has no stages.
             in_gluon = kernel.startswith(("hopper", "ampere", "warp_multihead"))
             assert ("num_stages" in rule["tile"].options) == (not in_gluon)
@@ -126,9 +123,6 @@ def test_every_rule_is_a_tile(gpu: int) -> None:
             elif kernel.startswith("warp_multihead"):
                 assert rule["tokens"] == 16
                 assert names == {"HEADS"}
-            elif kernel.startswith("multihead"):
-                assert rule["tokens"] <= 64
-                assert names == {"HEADS"}
             else:
                 assert names == {"BLOCK", "largest_segment"}
                 powers = *rule["tile"].constexprs.values(), rule["tile"].options["num_warps"]
@@ -141,7 +135,7 @@ def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(gpu: int) -> Non
     odd = features(None, None, tnt)
     assert odd == {"padded_dim", "unaligned"}
     for kind in ("forward", "backward"):
-        assert launch.multihead_tile(f"multihead_{kind}", tnt, tnt, odd)
+        assert launch.short_tile(f"short_{kind}", tnt, 16, odd)
         assert launch.short_tile(f"short_{kind}", bert, 128, nothing)
         assert launch.short_tile(f"short_{kind}", gpt, 64, nothing)
     assert launch.short_tile("short_forward", vit, 197, nothing)
@@ -190,7 +184,7 @@ def test_warps_own_short_heads_where_rows_are_as_many_as_keys(
         return launch.warp_multihead_tile("warp_multihead_forward", query, key, wanted)
 
     assert [bool(chosen(gpu, tnt, tnt)) for gpu in (75, 80, 86, 89, 90, 100)] == [
-        *(False, True, True, True, True, False)
+        *(False, True, True, True, True, True)
     ]  # fmt: skip
     assert chosen(90, tnt, half(4, 15, 10)) is None
     assert chosen(90, half(4, 17, 10), half(4, 17, 10)) is None
@@ -219,12 +213,6 @@ def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None
     assert not chosen(torch.empty(1, 4, 1024, 32, device="meta"))  # float32
 
 
-def test_rows_and_keys_have_tiles_of_their_own(gpu: int) -> None:
-    tile = launch.multihead_tile("multihead_forward", half(4, 1, 32), half(4, 30, 32), frozenset())
-    assert tile is not None
-    assert (tile["ROWS"], tile["COLS"]) == (16, 32)
-
-
 def test_a_stride_that_hides_where_rows_start_is_unaligned(gpu: int) -> None:
     apart = torch.empty(1, 2, 64, 65, dtype=torch.bfloat16, device="meta")[..., :64]
     assert features(None, None, half(2, 64, 64)) == frozenset()
@@ -250,7 +238,6 @@ def test_a_maximum_before_scaling_needs_a_positive_scale(gpu: int, scale: float)
 def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(gpu: int) -> None:
     single = torch.empty(1, 2, 64, 64, device="meta")
     assert launch.short_tile("short_forward", single, 64, frozenset()) is None
-    assert launch.multihead_tile("multihead_forward", single, single, frozenset()) is None
     assert launch.short_tile("short_forward", half(2, 1024, 64), 1024, frozenset()) is None
     everything = frozenset(FEATURES)
     assert launch.short_tile("short_forward", half(2, 197, 42), 197, everything) is None

@@ -1,8 +1,7 @@
 """Which kernels run a call, by its shape.
 
-``warp_multihead``: a warp owns several whole heads of up to 16 tokens. ``multihead``: a program
-owns several of up to 64. ``short``, and ``hopper`` and ``ampere`` on GPUs of those architectures:
-a program owns a head of up to a few hundred tokens.
+``warp_multihead``: a warp owns one head or several, of up to 16 tokens. ``short``, and ``hopper``
+and ``ampere`` on GPUs of those architectures: a program owns a head of up to a few hundred tokens.
 ``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
 holds which shapes all but the last take; they are half precision.
 """
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from .. import _gluon, _tiles
 from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
-from .._tiles import Tile, block_dim
+from .._tiles import Tile
 from .call import Call, counted, features, find_rule, kind_of, online_tile
 from .kernels import (
-    multihead,
     online_backward,
     online_forward,
     short_backward,
@@ -71,8 +69,6 @@ def forward(
         from .kernels import ampere_forward
 
         launch = ampere_forward.prepare(tile, *results)
-    elif family == "multihead":
-        launch = multihead.prepare_forward(tile, *results)
     elif family == "short":
         launch = short_forward.prepare(tile, *results)
     elif stats is None:
@@ -104,8 +100,6 @@ def choose_forward(call: Call, out: Tensor, with_stats: bool = False) -> Choice:
             return Choice(f"hopper_{name}", tile)
         if tile := ampere_tile(f"ampere_{name}", *shape):
             return Choice(f"ampere_{name}", tile)
-    if tile := multihead_tile(f"multihead_{name}", *shape):
-        return Choice(f"multihead_{name}", tile)
     if tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
         return Choice(f"short_{name}", tile)
     return Choice("online_forward", online_tile("online_forward", call, varlen=False))
@@ -168,8 +162,6 @@ def _prepare_backward(
         from .kernels import ampere_backward
 
         return ampere_backward.prepare(tile, grad, call, *results)
-    if family == "multihead":
-        return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
     if family == "short":
         return short_backward.prepare(tile, grad, call, *results)
     return online_backward.prepare(grad, call, *results)
@@ -196,8 +188,6 @@ def choose_backward(
                 return Choice("hopper_backward", tile)
             if tile := ampere_tile("ampere_backward", *shape):
                 return Choice("ampere_backward", tile)
-        if tile := multihead_tile("multihead_backward", *shape):
-            return Choice("multihead_backward", tile)
         if tile := short_tile("short_backward", query, tokens, wanted):
             return Choice("short_backward", tile)
     return Choice("online_backward", online_tile("online_backward", call, varlen=False))
@@ -209,12 +199,11 @@ def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
-    """Whether a warp can own heads: side by side, and of pairs that are words of 32 bits."""
+    """Return whether a warp can own heads: their rows are words of 32 bits."""
     batch, heads, _, dim = call.query.shape
-    tensors = *call[:3], *others
-    words = dim % 2 == 0 and all(t.stride(0) % 2 == t.stride(2) % 2 == 0 for t in tensors)
-    beside = all(t.stride(1) == dim for t in tensors) and batch * heads <= LARGEST_OFFSET // 2
-    return words and beside and _fits_gluon(call, *others)
+    strides = (stride for t in (*call[:3], *others) for stride in t.stride()[:3])
+    words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
+    return words and batch * heads <= LARGEST_OFFSET // 2 and _fits_gluon(call, *others)
 
 
 def _fits_gluon(call: Call, *others: Tensor) -> bool:
@@ -282,21 +271,11 @@ def _in_gluon(
     return None if rule is None else rule["tile"]
 
 
-def multihead_tile(
-    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
-) -> Tile | None:
-    """Return the tile of a multihead kernel: heads of a program, rows and columns of a head's."""
-    rows, cols = (block_dim(t.shape[2]) for t in (query, key))
-    rule = find_rule(kernel, query, max(rows, cols), features)
-    return None if rule is None else rule["tile"].replace(ROWS=rows, COLS=cols)
-
-
 def warp_multihead_tile(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
 ) -> Tile | None:
     """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
-    gpus = *AMPERE, *HOPPER
-    if _tiles.capability(query.device) not in gpus or key.shape != query.shape:
+    if _tiles.capability(query.device) < 80 or key.shape != query.shape:
         return None
     rule = find_rule(kernel, query, query.shape[2], features)
     return None if rule is None else rule["tile"]
