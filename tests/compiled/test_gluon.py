@@ -19,6 +19,7 @@ from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import features
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
+from tests.tile_tables import TABLES
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -120,11 +121,11 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     wanted = features(None, None, query)
     family = GPUS[gpu]
-    choose = getattr(launch, f"{family}_tile")
     for way, kernel, names in WAYS:
-        rule = choose(f"{family}_{way}", query, query, wanted)
+        _, tiles = TABLES[f"{family}_{way}"]
+        tile = launch.gluon_tile(tiles, query, query, wanted, backward=way == "backward")
         for name in names:
-            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
+            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (tile is not None)
 
 
 def short_calls() -> Iterator[Any]:

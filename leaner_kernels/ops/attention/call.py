@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _tiles
 from .._checks import (
     MAX_HEAD_DIM,
     MAX_ROW_STRIDE,
@@ -26,7 +25,7 @@ from .._checks import (
     shown,
 )
 from .._launch_cache import View, check_tile, layout
-from .._tiles import Tile, block_dim
+from .._tiles import Rule, Tile, Tiles, block_dim
 
 LEAST_SCALE = 1e-30
 
@@ -437,11 +436,13 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
     }
 
 
-def online_tile(kernel: str, call: Call, *others: str, varlen: bool) -> Tile:
+def online_tile(tiles: Tiles, call: Call, *others: str, varlen: bool) -> Tile:
     """Return the tile of a kernel that walks over any length; ``others`` are features too."""
     query, key, value, attn_mask, _, seed, _, _, scale, softcap = call
     wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
-    return online(kernel, query, wanted.union(others, ["varlen"] * varlen))
+    found = find_rule(tiles, query, 0, wanted.union(others, ["varlen"] * varlen))
+    assert found is not None, (tiles.name, query.shape, wanted)
+    return found.tile
 
 
 def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
@@ -487,7 +488,7 @@ def view_of(name: str, t: Tensor) -> View:
     return view
 
 
-# --- Tiles: the rules are data (``ops._tiles``) ---------------------------------------------------
+# --- Tiles: a table beside each kernel (``ops._tiles``) -------------------------------------------
 
 
 def features(
@@ -518,22 +519,11 @@ def features(
     return frozenset(name for name, present in wanted.items() if present)
 
 
-def online(kernel: str, query: Tensor, features: frozenset[str]) -> Tile:
-    """Return the tile of a kernel that walks over any length: query rows and key columns."""
-    rule = find_rule(kernel, query, 0, features)
-    assert rule is not None, (kernel, query.shape, features)
-    return rule["tile"]
-
-
-def find_rule(
-    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
-) -> dict[str, Any] | None:
-    """Return the first rule for a kernel that fits a call, None where none does."""
-    return _tiles.find_rule(
-        "attention",
-        kernel,
+def find_rule(tiles: Tiles, query: Tensor, tokens: int, features: frozenset[str]) -> Rule | None:
+    """Return the first rule of a table that takes a call, None where none does."""
+    return tiles.find(
         query.device,
-        element_size=query.element_size(),
+        size=query.element_size(),
         dim=block_dim(query.shape[-1]),
         tokens=tokens,
         features=features,

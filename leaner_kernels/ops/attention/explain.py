@@ -36,7 +36,7 @@ class Route(NamedTuple):
     """What computes one direction of a call.
 
     Attributes:
-        implementation: a kernel by its name in ``tuned/*.toml``, such as ``hopper_forward``;
+        implementation: a kernel by its table's name, such as ``hopper_forward``;
             ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
             ``torch.nn.attention.varlen``; or ``reference``, with all scores in memory.
         tile: block sizes and launch options of the kernel; empty for a library.
@@ -256,9 +256,11 @@ def _varlen(
     other_keys = key_starts is not None or tensors[1].shape != query.shape
     kept = {"statistics": stats, "dropout": dropout_p, "other keys than queries": other_keys}
     reason = _why_ours(query, scale, kept)
+    from .kernels import online_backward, online_forward
+
     routes = [
-        Route(name, online_tile(name, call, varlen=True).arguments, reason)
-        for name in ("online_forward", "online_backward")
+        Route(tiles.name, online_tile(tiles, call, varlen=True).arguments, reason)
+        for tiles in (online_forward.TILES, online_backward.TILES)
     ]
     return Explanation(routes[0], routes[1] if backward else None)
 

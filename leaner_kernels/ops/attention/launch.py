@@ -2,10 +2,12 @@
 
 ``warp_multihead``: a warp owns one head or several, of up to 16 tokens. ``short``, and ``hopper``
 and ``ampere`` on GPUs of those architectures: a program owns a head of up to a few hundred tokens.
-``forward`` and ``backward``: programs own tiles and walk over any length. The data under ``tuned/``
-holds which shapes all but the last take; they are half precision.
+``online``: programs own tiles and walk over any length. The table in each kernel's file holds
+which calls it takes; those of all but the last are half precision.
 """
 
+from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from .. import _gluon, _tiles
 from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, unaligned
-from .._tiles import Tile
+from .._tiles import Tile, Tiles
 from .call import Call, counted, features, find_rule, kind_of, online_tile
 from .kernels import (
     online_backward,
@@ -22,8 +24,8 @@ from .kernels import (
     short_forward,
 )
 
-HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
-SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
+LEAST_TOKENS = 64  # above them programs in Gluon own a head
+SHORT_TOKENS = 256  # the most that a backward has which spreads no head over programs
 MAX_ENTRIES = 65_535  # of a grid's second axis
 _INPUTS = "q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"
 _STATISTICS = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
@@ -80,7 +82,7 @@ def forward(
 
 
 class Choice(NamedTuple):
-    """The kernel that runs a call, as the rules under ``tuned/`` name it, and its tile."""
+    """The kernel that runs a call, as its table names it, and its tile."""
 
     kernel: str
     tile: Tile
@@ -90,19 +92,23 @@ def choose_forward(call: Call, out: Tensor, with_stats: bool = False) -> Choice:
     """Return what computes ``out``; of several kernels that take a call, the first here."""
     query, key, value, attn_mask, _, seed, *_ = call
     wanted = features(attn_mask, seed, query, key, value, softcap=call.softcap, scale=call.scale)
-    name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
-    if _pairs_elements(call, out) and (
-        tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)
-    ):
-        return Choice(f"warp_multihead_{name}", tile)
+    gpu, shape = _tiles.capability(query.device), (query, key, wanted)
+    table = "STATISTICS_TILES" if with_stats else "TILES"
+    if _pairs_elements(call, out):
+        from .kernels import warp_multihead
+
+        tiles = getattr(warp_multihead, table)
+        if tile := warp_multihead_tile(tiles, *shape):
+            return Choice(tiles.name, tile)
     if _copies_whole_rows(call, out):
-        if tile := hopper_tile(f"hopper_{name}", *shape):
-            return Choice(f"hopper_{name}", tile)
-        if tile := ampere_tile(f"ampere_{name}", *shape):
-            return Choice(f"ampere_{name}", tile)
-    if tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
-        return Choice(f"short_{name}", tile)
-    return Choice("online_forward", online_tile("online_forward", call, varlen=False))
+        tiles = getattr(_in_gluon(gpu, "forward"), table)
+        if tile := gluon_tile(tiles, *shape, backward=False):
+            return Choice(tiles.name, tile)
+    tiles = getattr(short_forward, table)
+    if gpu >= 80 and (tile := short_tile(tiles, query, key, wanted)):
+        return Choice(tiles.name, tile)
+    tiles = online_forward.TILES
+    return Choice(tiles.name, online_tile(tiles, call, varlen=False))
 
 
 def capture(call: Call, sample: Tensor, heads_out: Tensor) -> None:
@@ -175,22 +181,32 @@ def choose_backward(
     wanted = features(
         attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
     )
+    gpu = _tiles.capability(query.device)
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
-        shape, tokens = (query, key, wanted), max(query.shape[2], key.shape[2])
-        if _pairs_elements(call, grad, dq, dk, dv) and (
-            tile := warp_multihead_tile("warp_multihead_backward", *shape)
-        ):
-            return Choice("warp_multihead_backward", tile)
+        shape = query, key, wanted
+        if _pairs_elements(call, grad, dq, dk, dv):
+            from .kernels import warp_multihead
+
+            tiles = warp_multihead.BACKWARD_TILES
+            if tile := warp_multihead_tile(tiles, *shape):
+                return Choice(tiles.name, tile)
         if _copies_whole_rows(call, grad, out, dq, dk, dv):
-            fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-            if fenced and (tile := hopper_tile("hopper_backward", *shape)):
-                return Choice("hopper_backward", tile)
-            if tile := ampere_tile("ampere_backward", *shape):
-                return Choice("ampere_backward", tile)
-        if tile := short_tile("short_backward", query, tokens, wanted):
-            return Choice("short_backward", tile)
-    return Choice("online_backward", online_tile("online_backward", call, varlen=False))
+            tiles = _in_gluon(gpu, "backward").TILES
+            fenced = gpu != 90 or _gluon.KEEPS_FENCES or "dropout" not in wanted
+            if fenced and (tile := gluon_tile(tiles, *shape, backward=True)):
+                return Choice(tiles.name, tile)
+        tiles = short_backward.TILES
+        if gpu >= 80 and (tile := short_tile(tiles, *shape)):
+            return Choice(tiles.name, tile)
+    tiles = online_backward.TILES
+    return Choice(tiles.name, online_tile(tiles, call, varlen=False))
+
+
+def _in_gluon(gpu: int, way: str) -> ModuleType:
+    """Return the kernel whose programs own a head on a GPU: with wgmma on Hopper, else with mma."""
+    family = "hopper" if gpu == 90 else "ampere"
+    return import_module(f"{__package__}.kernels.{family}_{way}")
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
@@ -210,7 +226,7 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
     """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     tensors = *call[:3], *others
     tokens = call.query.shape[2]
-    if not _gluon.AVAILABLE:
+    if not _gluon.AVAILABLE or _tiles.capability(call.query.device) < 80:
         return False
     alike = all(t.dtype == call.query.dtype for t in tensors)
     strides = [t.stride(2) for t in tensors]
@@ -223,59 +239,38 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
 # --- The tile of a kernel, None where no rule takes the call --------------------------------------
 
 
-def short_tile(kernel: str, query: Tensor, tokens: int, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a short-sequence kernel; ``tokens`` is the longer of rows and keys.
-
-    ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward. What stays on
-    chip is cut into segments of at most ``largest_segment`` for the most ``tokens`` that the rule
-    takes, so that a rule is one kernel to compile and not one for each length.
-    """
-    rule = find_rule(kernel, query, tokens, features)
-    return None if rule is None else rule["tile"].replace(tokens=rule["tokens"])
+def short_tile(tiles: Tiles, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a short-sequence kernel, with the most tokens that its rule takes."""
+    rows, cols = query.shape[2], key.shape[2]
+    if rows != cols and max(rows, cols) > LEAST_TOKENS:
+        return None  # a class token's row, say: most of what is on chip would be padding
+    rule = find_rule(tiles, query, max(rows, cols), features)
+    return None if rule is None else rule.tile.replace(tokens=rule.tokens)
 
 
-def hopper_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a kernel that is written for Hopper alone, whose tiles are 64 rows.
-
-    ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
-    programs fit on an SM; with a tail in columns it stays in shared memory. ``PAIRED``
-    passes two tiles of rows over the keys together in the forward; without a tail in
-    columns, mask or dropout.
-    """
-    return _in_gluon(kernel, HOPPER, query, key, features)
-
-
-def ampere_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a kernel that is written for Ampere and Ada alone.
-
-    ``BLOCK`` is the rows of a tile, or its keys, 16 or 32 of a warp; ``STEP`` how many keys, or
-    rows, it sees at a time.
-    """
-    return _in_gluon(kernel, AMPERE, query, key, features)
-
-
-def _in_gluon(
-    kernel: str, gpus: tuple[int, ...], query: Tensor, key: Tensor, features: frozenset[str]
+def gluon_tile(
+    tiles: Tiles, query: Tensor, key: Tensor, features: frozenset[str], *, backward: bool
 ) -> Tile | None:
+    """Return the tile of a kernel for Hopper or Ampere whose programs own a head."""
     batch, heads, tokens, _ = query.shape
-    if _tiles.capability(query.device) not in gpus or key.shape[2] != tokens:
+    if key.shape[2] != tokens or tokens <= LEAST_TOKENS:
         return None
-    # A program each, a few heads would leave most of a GPU idle. Other kernels spread a head over
-    # several, all but the backward of short ones.
-    spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
-    if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
+    # A program each, a few heads would leave most of a GPU idle. The kernels for any length spread
+    # a head over several.
+    few = batch * heads < _tiles.ENOUGH_PROGRAMS
+    if few and (tokens > SHORT_TOKENS or not backward):
         return None
     if key.shape[1] != heads:
         features |= {"shared"}
-    rule = find_rule(kernel, query, tokens, features)
-    return None if rule is None else rule["tile"]
+    rule = find_rule(tiles, query, tokens, features)
+    return None if rule is None else rule.tile
 
 
 def warp_multihead_tile(
-    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
+    tiles: Tiles, query: Tensor, key: Tensor, features: frozenset[str]
 ) -> Tile | None:
     """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
-    if _tiles.capability(query.device) < 80 or key.shape != query.shape:
+    if key.shape != query.shape:
         return None
-    rule = find_rule(kernel, query, query.shape[2], features)
-    return None if rule is None else rule["tile"]
+    rule = find_rule(tiles, query, query.shape[2], features)
+    return None if rule is None else rule.tile

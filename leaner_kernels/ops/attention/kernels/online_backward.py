@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._launch_cache import Launch, LaunchCache, check_tile
+from ..._tiles import ARCHITECTURES, Tiles, rule
 from ..._triton import (
     PRECISION,
     add_product,
@@ -43,6 +44,42 @@ from .scores import (
     load_max_log_sum,
     product_tile,
     score_tile,
+)
+
+# The same takes registers as in the forward.
+_SIMPLE = "softcap", "unaligned", "varlen"
+_ALL = "dropout", "mask", "padded_dim", "scale", *_SIMPLE
+TILES = Tiles(
+    "online_backward",
+    rule(dim=16, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=64, num_warps=4),
+    rule(
+        dim=32,
+        takes=("varlen",),
+        gpus=ARCHITECTURES,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        num_warps=4,
+        maxnreg=255,
+    ),
+    rule(dim=64, gpus=(80,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=("varlen",), gpus=(90,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(
+        dim=128, takes=("padded_dim",), gpus=(80,), BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255
+    ),
+    rule(
+        dim=128, takes=("padded_dim",), gpus=(86,), BLOCK_M=64, BLOCK_N=64, num_warps=8, maxnreg=255
+    ),
+    rule(dim=128, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=64, num_warps=8),
+    rule(dim=16, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=64, num_warps=8, maxnreg=255),
+    rule(dim=16, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=32, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=128, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=16, num_warps=8, maxnreg=255),
+    num_stages=1,
 )
 
 
@@ -271,7 +308,7 @@ def prepare(
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tile = online_tile("online_backward", call, varlen=sequences is not None)
+    tile = online_tile(TILES, call, varlen=sequences is not None)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
     num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])

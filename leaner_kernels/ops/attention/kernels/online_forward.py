@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._launch_cache import Launch, LaunchCache
+from ..._tiles import Tiles, rule
 from ..._triton import (
     add_product,
     exponential,
@@ -55,6 +56,53 @@ from .scores import (
     row_lse,
     score_tile,
     store_max_log_sum,
+)
+
+# A mask, dropout, a scale that is not positive, a head dimension that does not fill its tile and
+# the capture of sampled entries take registers: they get smaller tiles. A varlen batch takes a few
+# more for addresses.
+_SIMPLE = "softcap", "unaligned", "varlen"
+_ALL = "capture", "dropout", "mask", "padded_dim", "scale", *_SIMPLE
+TILES = Tiles(
+    "online_forward",
+    rule(dim=16, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(dim=32, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    rule(dim=64, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(
+        dim=128, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, maxnreg=255
+    ),
+    rule(dim=128, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, maxnreg=255),
+    rule(dim=32, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
+    rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1, maxnreg=255),
+    rule(
+        dim=16,
+        size=4,
+        takes=_SIMPLE,
+        BLOCK_M=32,
+        BLOCK_N=32,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64,
+        size=4,
+        takes=_SIMPLE,
+        BLOCK_M=32,
+        BLOCK_N=16,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(
+        dim=32, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255
+    ),
+    rule(
+        dim=64, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1, maxnreg=255
+    ),
+    rule(
+        dim=128, size=4, takes=_ALL, BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1, maxnreg=255
+    ),
 )
 
 
@@ -244,7 +292,7 @@ def prepare(
     """
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    tile = online_tile("online_forward", call, varlen=sequences is not None)
+    tile = online_tile(TILES, call, varlen=sequences is not None)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if sequences is None else SPARE_PROGRAMS
     arguments = dict(
@@ -326,7 +374,7 @@ def prepare_capture(
     arguments = shared_arguments(call, sequences)
     batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tile = online_tile("online_forward", call, "capture", varlen=sequences is not None)
+    tile = online_tile(TILES, call, "capture", varlen=sequences is not None)
     slots = sample.shape[0]
     arguments = dict(
         **arguments,

@@ -27,10 +27,20 @@ from torch import Tensor
 
 from ..._gluon import gl, gluon, mma
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ..call import Call
 from .gluon_tiles import arguments_of
+
+# HEADS are the most of a warp.
+_RULES = (
+    rule(dim=16, tokens=16, takes=("padded_dim", "unaligned"), HEADS=4, num_warps=4),
+    rule(dim=32, tokens=16, takes=("padded_dim", "unaligned"), HEADS=2, num_warps=4),
+    rule(dim=64, tokens=16, takes=("padded_dim", "unaligned"), HEADS=1, num_warps=4),
+)
+TILES = Tiles("warp_multihead_forward", *_RULES)
+STATISTICS_TILES = Tiles("warp_multihead_forward_statistics", *_RULES)
+BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES)
 
 
 @gluon.jit
