@@ -77,7 +77,7 @@ def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]
     if shape.kind == "dense":
         size = shape.batch, HEADS, tokens, dim
         tensors = [torch.randn(size, **options) for _ in range(4)]
-        params = None, 0.0, causal, dim**-0.5, 0.0
+        params = None, 0.0, causal, dim**-0.5, 0.0, -1, -1
         kernel = torch.ops.leaner_kernels.attention
         return {
             "ours": lambda q, k, v: kernel(q, k, v, None, None, *params)[0],
@@ -88,12 +88,13 @@ def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]
     size = shape.batch * tokens, HEADS, dim
     tensors = [torch.randn(size, **options) for _ in range(4)]
     starts = torch.arange(shape.batch + 1, device=DEVICE, dtype=torch.int32) * tokens
-    ends, window = (starts, starts, tokens, tokens), ((-1, 0) if causal else (-1, -1))
+    starts, longest = (starts, starts), (tokens, tokens)
+    window = (-1, 0) if causal else (-1, -1)
     kernel = torch.ops.leaner_kernels.attention_varlen
-    params = None, 0.0, causal, dim**-0.5
+    params = None, *longest, 0.0, causal, dim**-0.5, -1, -1
     return {
-        "ours": lambda q, k, v: kernel(q, k, v, *ends, *params)[0],
-        "library": lambda q, k, v: varlen_attn(q, k, v, *ends, window_size=window),
+        "ours": lambda q, k, v: kernel(q, k, v, *starts, *params)[0],
+        "library": lambda q, k, v: varlen_attn(q, k, v, *starts, *longest, window_size=window),
     }, tensors
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from leaner_kernels.ops.attention.library import find_rule
+from leaner_kernels.ops.attention.dispatch import find_rule_of_library
 
 RESULTS = Path(__file__).parent / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
@@ -191,7 +191,7 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
         if case not in LABELS or ours.empty or others.empty:
             continue
         mine, best = ours.iloc[0], others.iloc[0]
-        dispatched = mine["peer"] == "leaner_kernel" and find_rule(
+        dispatched = mine["peer"] == "leaner_kernel" and find_rule_of_library(
             int(mine["capability"].replace(".", "")),
             *(False, bool(mine["causal"]), True, int(mine["head_dim"]), int(mine["tokens"])),
         )

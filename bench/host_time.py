@@ -148,7 +148,7 @@ def gpu() -> Iterator[None]:
         with (
             mock.patch.object(triton.compiler, "compile", _compile_nothing),
             mock.patch.object(_tiles, "capability", lambda _: 90),  # noqa: PT008
-            mock.patch.object(torch.cuda, "current_device", lambda: GPU.index),  # noqa: PT008
+            mock.patch.object(torch._C, "_cuda_getDevice", lambda: GPU.index),  # noqa: PT008
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
         ):

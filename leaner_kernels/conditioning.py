@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
-from .ops._operators import TENSORS
+from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
 
 PenaltyKind = Literal["log_kappa", "log_am_gm"]
@@ -66,10 +66,7 @@ class QKClip:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        threshold: float = 100.0,
-        group: "dist.ProcessGroup | None" = None,
+        self, model: nn.Module, threshold: float = 100.0, group: "dist.ProcessGroup | None" = None
     ) -> None:
         if not isinstance(threshold, Real) or not 0 < threshold <= LARGEST:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")

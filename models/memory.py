@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from leaner_kernels.ops.attention import library, operators, reference
+from leaner_kernels.ops.attention import dispatch, op, reference
 from models import papers
 from models.bert import BERT, IGNORED
 from models.gpt import GPT
@@ -112,7 +112,7 @@ def predict(
     ledger.enter(moments, "optimizer")
     ledger.enter(inputs, "inputs")
     # Long sequences, too, count as our kernels: what libraries keep of them is the same.
-    with _AsOnGpu(), mock.patch.object(library, "_suits", _never), ledger:
+    with _AsOnGpu(), mock.patch.object(dispatch, "_suits", _never), ledger:
         loss = step.loss(*inputs)
         ledger.name_all("activations")
         loss.backward()
@@ -222,7 +222,7 @@ def written_out(kept: int) -> Iterator[None]:
     No masks and no dropout: the paper's models have none.
     """
 
-    def attend(query, key, value, _mask, key_lengths, _seed, _dropout_p, is_causal, scale, *_):
+    def attend(query, key, value, _mask, key_lengths, _dropout_p, is_causal, scale, *_):
         s = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
         seen = reference.visible(*s.shape[-2:], key_lengths, is_causal, s.device)
         p = (s if seen is None else s.masked_fill(~seen, float("-inf"))).softmax(-1)
@@ -230,18 +230,17 @@ def written_out(kept: int) -> Iterator[None]:
             p = p.clone()
         return (p @ value,)
 
-    def attend_packed(qkv, key_lengths, *params):
-        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *params)
+    def attend_first(form, _signature, tensors, numbers):
+        if form is op.Dense:
+            return attend(*tensors, *numbers)
+        qkv, key_lengths = tensors
+        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *numbers)
         return (out.transpose(1, 2).contiguous(),)
 
     if not kept:
         yield
         return
-    with mock.patch.multiple(
-        operators,
-        ATTENTION=operators.ATTENTION._replace(forward=attend),
-        QKVPACKED=operators.QKVPACKED._replace(forward=attend_packed),
-    ):
+    with mock.patch.object(op, "attend_first", attend_first):
         yield
 
 

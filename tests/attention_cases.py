@@ -4,15 +4,16 @@ One table serves the operators on the CPU, the kernels in Triton's interpreter a
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.operators import new_out
+from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
+from leaner_kernels.ops.statistics import STATISTICS
 from tests import error_budget
 
 
@@ -31,6 +32,7 @@ class AttentionTestCase(NamedTuple):
     mask: str | None = None
     dropout_p: float = 0.0
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
 
 CASES = (
@@ -74,6 +76,34 @@ CASES = (
     AttentionTestCase("softcap below most scores", 2, 2, 2, 33, 40, 32, softcap=0.05),
 )
 NAMES = [case.name for case in CASES]
+WINDOW_CASES = (
+    AttentionTestCase("window of itself", 1, 2, 2, 40, 40, 16, window=(0, 0)),
+    AttentionTestCase("window to the left", 1, 2, 2, 197, 197, 64, window=(30, 0)),
+    AttentionTestCase("window of both sides", 2, 2, 2, 150, 150, 32, window=(7, 70)),
+    AttentionTestCase("window to the right alone", 1, 2, 2, 90, 90, 16, window=(-1, 5)),
+    AttentionTestCase("window, causal", 1, 2, 2, 130, 130, 16, causal=True, window=(33, 9)),
+    AttentionTestCase("window, more keys than rows", 1, 2, 2, 33, 160, 16, window=(40, 0)),
+    # The first rows see no key.
+    AttentionTestCase("window, more rows than keys", 1, 2, 2, 160, 33, 16, window=(4, 3)),
+    AttentionTestCase("window wider than all", 1, 2, 2, 50, 70, 16, window=(2**31 - 1, 2**31 - 1)),
+    AttentionTestCase(
+        "window, lengths, grouped queries", 3, 4, 2, 70, 70, 16, lengths=(1, 70, 40), window=(9, 2)
+    ),
+    AttentionTestCase("window, mask", 2, 2, 2, 70, 75, 16, mask="additive", window=(20, 20)),
+    AttentionTestCase(
+        "window, mask, dropout, softcap",
+        2,
+        4,
+        2,
+        40,
+        45,
+        48,
+        mask="boolean",
+        dropout_p=0.3,
+        softcap=2.0,
+        window=(12, 3),
+    ),
+)
 FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
 
 
@@ -92,11 +122,18 @@ class Inputs(NamedTuple):
     is_causal: bool
     scale: float
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
     @property
     def call(self) -> Call:
-        """What the launchers take; in the order of the operators' arguments."""
+        """What the launchers take."""
         return Call(*self[:3], *self[4:7], *self[8:])
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What the operator takes."""
+        *operands, window, _ = self.call
+        return *operands, *window
 
 
 def poisoned(
@@ -135,6 +172,7 @@ def make_inputs(case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu"
         case.causal,
         case.dim**-0.5,
         case.softcap,
+        case.window,
     )
 
 
@@ -175,7 +213,8 @@ def reference_results(
         for t in (None if t is None else t.cpu() for t in inputs[:8])
     )
     params = inputs.scale, inputs.softcap
-    p, lse, s = reference.probabilities(q, k, mask, lengths, inputs.is_causal, *params)
+    visible = inputs.is_causal, *params, inputs.window
+    p, lse, s = reference.probabilities(q, k, mask, lengths, *visible)
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)
@@ -229,10 +268,10 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
 
 
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
-    """Allocate lse (B, H, N), max_logit, entropy, prob_norm and head_norm (B, H) and heads."""
+    """Allocate lse (B, H, N), the statistics (STATISTICS, B, H) and heads."""
     batch, heads, rows, dim = query.shape
     slots = 0 if sample is None else sample.shape[0]
-    shapes = (batch, heads, rows), *((batch, heads),) * 4, (slots, rows, heads * dim)
+    shapes = (batch, heads, rows), (len(STATISTICS), batch, heads), (slots, rows, heads * dim)
     return [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
@@ -248,7 +287,7 @@ def new_gradients(
 
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_with_stats`` and its backward on the device of the inputs."""
-    query, key, value, mask, lengths, seed, *params = inputs.call
+    query, key, value, mask, lengths, seed, *params = inputs.arguments
     leaves = [query, key, value]
     if mask is not None and mask.is_floating_point():
         leaves.append(mask)
@@ -257,8 +296,9 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.attention_with_stats(
         query, key, value, mask, lengths, seed, inputs.sample, *params
     )
-    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
-    found = dict(zip(names, results[:-1], strict=True))
+    out, lse, per_head, heads, _ = results
+    names = (statistic.name for statistic in STATISTICS)
+    found = {"out": out, "lse": lse, **dict(zip(names, per_head, strict=True)), "heads": heads}
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
     unwritten = found["heads"][inputs.sample < 0]

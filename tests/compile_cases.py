@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import leaner_kernels as lk
-from leaner_kernels.ops.attention import library
+from leaner_kernels.ops.attention import dispatch
 
 HEADS, DIM, WIDTH = 3, 4, 6
 SIZES = (2, 5), (7, 9)
@@ -103,7 +103,8 @@ def library_call(
     torch.manual_seed(0)
     torch.compiler.reset()
     torch.use_deterministic_algorithms(False)  # which PyTorch's gradients are not
-    monkeypatch.setattr(library, "find_rule", lambda *call: library.Rule(256, None, "a test"))
+    rule = dispatch.Rule(256, None, "a test")
+    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
 
     def run(qkv: Tensor) -> Tensor:
         return lk.attention_qkvpacked(qkv) if packed else lk.attention(*separate(qkv))

@@ -121,7 +121,7 @@ def peers_of(inputs: Inputs) -> dict[str, tuple[Tensor, ...]]:
 
 def name_results(inputs: Inputs, out: Tensor, lse: Tensor, stats, grads) -> dict[str, Tensor]:
     """Name what an operator returned, and check the slot that nobody asked for."""
-    *per_head, heads = stats
+    per_head, heads = stats
     assert heads[inputs.sample < 0].isnan().all(), "a slot with a negative index was written"
     return {
         "out": out,
@@ -136,6 +136,7 @@ def run_operator(inputs: Inputs) -> dict[str, Tensor]:
     """Run the operator with statistics, and its backward, on the device of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs.tensors]
     operator = torch.ops.leaner_kernels.nystrom_attention_with_stats
-    out, lse, *stats = operator(*leaves, inputs.sample, *inputs.params)
+    lengths, *numbers = inputs.params
+    out, lse, *stats = operator(*leaves, lengths, inputs.sample, *numbers)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
     return name_results(inputs, out, lse, stats, grads)

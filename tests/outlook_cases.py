@@ -121,7 +121,8 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.outlook_attention_with_stats(
         *leaves, inputs.sample, *inputs.params
     )
-    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results, strict=True))
+    out, lse, per_head, heads = results
+    found = {"out": out, "lse": lse, **dict(zip(STATISTICS, per_head, strict=True)), "heads": heads}
     found["dvalue"], found["dlogits"] = torch.autograd.grad(found["out"], leaves, inputs.grad)
     return without_the_unwritten(found, inputs.sample)
 

@@ -40,9 +40,15 @@ MAY_IMPORT_BENCH = {
 SUBJECTS = "attention", "cross_entropy", "kappa", "networks", "adapters"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
-    "ops._operators": {"ops._checks", "ops._flops", "ops._sharding", "ops._stats", "ops._vmap"},
     "ops._launch_cache": {"ops._checks"},
-    "ops._sharding": {"ops._checks"},
+    "ops.dispatcher": {"ops._checks", "ops._launch_cache"},
+    "ops.operator": {
+        *("ops._checks", "ops._launch_cache", "ops.dispatcher"),
+        *("ops.statistics", "ops.transforms"),
+    },
+    "ops.sharding": {"ops._checks", "ops.transforms"},
+    "ops.statistics": set(),
+    "ops.transforms": {"ops.dispatcher"},
 }
 LATE = ("triton", "timm", "transformers", "lightning", "matplotlib", "plotly")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with
@@ -116,9 +122,9 @@ def may_import_part(source: str, target: str) -> bool:
     if target == "_ops":  # the namespace of the operators: it imports torch alone
         return True
     if source.startswith("ops."):
-        if source.startswith("ops._"):
+        if source.startswith("ops._") or source in MAY_IMPORT_SHARED:
             return target == source or target in MAY_IMPORT_SHARED.get(source, ())
-        return target == source or target.startswith("ops._")
+        return target == source or target.startswith("ops._") or target in MAY_IMPORT_SHARED
     return not MAY_IMPORT_PARTS[source].isdisjoint({target, target.split(".")[0]})
 
 
@@ -259,6 +265,7 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import nn", "may not import"),
         ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import attention", "may not"),
         ("leaner_kernels/ops/_triton.py", "import leaner_kernels.ops.a", "may not import"),
+        ("leaner_kernels/ops/statistics.py", "from .a import f", "may not import"),
         ("leaner_kernels/kappa/__init__.py", "from leaner_kernels.ops import a", "may not import"),
         ("leaner_kernels/nn.py", "from . import monitor", "may not import leaner_kernels.monitor"),
         ("leaner_kernels/monitor.py", "from .adapters import timm", "may not import"),
@@ -333,6 +340,8 @@ def test_every_allowed_arrow_passes():
             "if TYPE_CHECKING:\n    import triton\n"
             "def f():\n    import triton\n    from . import kernels"
         ),
+        "leaner_kernels/ops/statistics.py": "import torch",
+        "leaner_kernels/ops/_operators.py": "from .statistics import AttentionStats",
         "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g\n"
         "from .._launch_cache import h" + KERNEL,
         "leaner_kernels/ops/a/reference.py": "import torch",

@@ -32,20 +32,26 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
     packed, seed = randn(2, 4, 3, 2, 3), torch.tensor([5])
     tokens, starts = randn(5, 3, 4, 2).unbind(1), integers(0, 2, 2, 4)
     tokens = tokens[0], tokens[1][:, :2], tokens[2][:, :2]
-    longest = starts, integers(1, 3, 4, 4), 3, 3
+    starts = starts, integers(1, 3, 4, 4)
     return {
-        "attention": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.0)),
-        "row without keys": ("attention", (q, k, v, unseen, None, None, 0.0, False, 0.4, 0.0)),
+        "attention": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.0, -1, -1)),
+        "row without keys": (
+            "attention",
+            (q, k, v, unseen, None, None, 0.0, False, 0.4, 0.0, -1, -1),
+        ),
         "boolean mask": (
             "attention",
-            (q, k, v, randn(2, 1, 3, 1) > 0, None, None, 0.0, False, 1.0, 0.0),
+            (q, k, v, randn(2, 1, 3, 1) > 0, None, None, 0.0, False, 1.0, 0.0, -1, -1),
         ),
-        "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4, 0.0)),
-        "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4, 0.0)),
-        "softcap": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.7)),
-        "packed": ("attention_qkvpacked", (packed, LENGTHS, None, 0.0, True, 0.4)),
-        "varlen": ("attention_varlen", (*tokens, *longest, None, 0.0, False, 0.4)),
-        "varlen, dropout": ("attention_varlen", (*tokens, *longest, seed, 0.3, True, 0.4)),
+        "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4, 0.0, -1, -1)),
+        "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4, 0.0, -1, -1)),
+        "softcap": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.7, -1, -1)),
+        "packed": ("attention_qkvpacked", (packed, LENGTHS, None, 0.0, True, 0.4, -1, -1)),
+        "varlen": ("attention_varlen", (*tokens, *starts, None, 3, 3, 0.0, False, 0.4, -1, -1)),
+        "varlen, dropout": (
+            "attention_varlen",
+            (*tokens, *starts, seed, 3, 3, 0.3, True, 0.4, -1, -1),
+        ),
         "cross-covariance": ("cross_covariance_attention", (packed, randn(2).exp(), 1e-12)),
         "channel": ("channel_attention", (packed, 0.4)),
         "window": ("window_attention", (randn(2, 2, 4, 3, 2, 3), 1, 2, 0.4)),

@@ -28,6 +28,7 @@ class VarlenTestCase(NamedTuple):
     after: int = 0
     # The longest sequence is shorter than ``max_seqlen`` by this much.
     slack: int = 0
+    window: tuple[int, int] = (-1, -1)
 
 
 CASES = (
@@ -65,6 +66,21 @@ CASES = (
     ),
 )
 NAMES = [case.name for case in CASES]
+WINDOW_CASES = (
+    VarlenTestCase("window", (49, 1, 197, 16), 2, 64, before=2, after=3, window=(20, 4)),
+    VarlenTestCase("window, causal", (16, 300, 0), 2, 32, causal=True, window=(65, -1)),
+    VarlenTestCase(
+        "window, crossed",
+        (33, 7, 0, 90),
+        4,
+        16,
+        kv_heads=2,
+        key_lengths=(17, 149, 5, 30),
+        slack=20,
+        window=(5, 8),
+    ),
+    VarlenTestCase("window, dropout", (70, 13), 2, 16, dropout_p=0.3, window=(-1, 3)),
+)
 STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
 
 
@@ -84,16 +100,17 @@ class Inputs(NamedTuple):
     dropout_p: float
     is_causal: bool
     scale: float
+    window: tuple[int, int] = (-1, -1)
 
     @property
     def operands(self) -> tuple[Any, ...]:
         """What the operators take before ``sample``."""
-        return *self[:3], *self[4:9]
+        return *self[:3], *self[4:6], self.seed
 
     @property
-    def params(self) -> tuple[float, bool, float]:
+    def params(self) -> tuple[Any, ...]:
         """What the operators take last."""
-        return self[-3:]
+        return self.max_seqlen, self.max_seqlen_k, *self[10:13], *self.window
 
 
 def case_named(name: str) -> VarlenTestCase:
@@ -133,6 +150,7 @@ def make_inputs(case: VarlenTestCase, dtype: torch.dtype, device: str = "cpu") -
         case.dropout_p,
         case.causal,
         case.dim**-0.5,
+        case.window,
     )
 
 
@@ -166,6 +184,7 @@ def sequence_inputs(inputs: Inputs, number: int) -> attention_cases.Inputs | Non
         inputs.dropout_p,
         inputs.is_causal,
         inputs.scale,
+        window=inputs.window,
     )
 
 
@@ -219,7 +238,8 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.attention_varlen_with_stats(
         *leaves, *inputs.operands[3:], inputs.sample, *inputs.params
     )
-    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results[:-1], strict=True))
+    out, lse, per_head, heads, _ = results
+    found = {"out": out, "lse": lse, **dict(zip(STATISTICS, per_head, strict=True)), "heads": heads}
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     return finish(inputs, found | dict(zip(("dq", "dk", "dv"), grads, strict=True)))
 

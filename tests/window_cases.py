@@ -104,7 +104,8 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     results = torch.ops.leaner_kernels.window_attention_with_stats(
         qkv, inputs.sample, *inputs.window, inputs.scale
     )
-    found = dict(zip(("out", "lse", *STATISTICS, "heads"), results, strict=True))
+    out, lse, per_head, heads = results
+    found = {"out": out, "lse": lse, **dict(zip(STATISTICS, per_head, strict=True)), "heads": heads}
     (found["dqkv"],) = torch.autograd.grad(found["out"], qkv, inputs.grad)
     return without_the_unwritten(found, inputs.sample)
 

@@ -253,7 +253,7 @@ def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., T
     lengths = case.key_lengths(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        params = None, 0.0, case.causal, case.scale, 0.0
+        params = None, 0.0, case.causal, case.scale, 0.0, -1, -1
         return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *params)[0]
 
     return run

@@ -1,9 +1,7 @@
 """The launches that the CUDA operators of attention request on a case, recorded without a GPU."""
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -60,34 +58,40 @@ class OperatorCall(NamedTuple):
 
 
 def dense_call(
-    query: Tensor, key: Tensor, value: Tensor, *inputs: Any, params: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *inputs: Any,
+    params: Any,
+    window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
-    from leaner_kernels.ops.attention import operators
+    from leaner_kernels.ops.attention import op
 
     return OperatorCall(
-        operators.ATTENTION.cuda.forward,
-        operators.ATTENTION.cuda.with_stats,
-        operators.ATTENTION.cuda.backward,
+        *op.on_gpu(op.Dense),
         (query, key, value, *inputs),
-        params,
+        (*params, *window),
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
     )
 
 
 def varlen_call(
-    packed: Tensor, sequences: int, longest: int, seed: Tensor | None, params: Any
+    packed: Tensor,
+    sequences: int,
+    longest: int,
+    seed: Tensor | None,
+    params: Any,
+    window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on sequences that lie end to end in (T, 3, H, D)."""
-    from leaner_kernels.ops.attention import varlen
+    from leaner_kernels.ops.attention import op
 
     starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return OperatorCall(
-        varlen.VARLEN.cuda.forward,
-        varlen.VARLEN.cuda.with_stats,
-        varlen.VARLEN.cuda.backward,
-        (*packed.unbind(1), starts, starts, longest, longest, seed),
-        params,
+        *op.on_gpu(op.Varlen),
+        (*packed.unbind(1), starts, starts, seed),
+        (longest, longest, *params, *window),
     )
 
 
@@ -117,35 +121,12 @@ def changed_rules(
 
 
 def operator_call(case: VisionCase | OperatorCase) -> OperatorCall:
-    """Return a call of an operator of ``ops._operators``, each result where its fake puts it."""
-    folder = folder_of(case.op)
-    launch = importlib.import_module(f"leaner_kernels.ops.{folder}.launch")
-    on_gpu = launch if folder == case.op else getattr(launch, case.op)
-    operator = getattr(torch.ops.leaner_kernels, f"{case.op}_attention_with_stats")
-    inputs, params = case.meta_inputs, case.operator_params
-    count = len(inputs)
+    """Return a call of an operator of ``ops.operator``."""
+    from leaner_kernels.ops import operator
 
-    def results(like: Tensor, sample: Tensor | None) -> Iterator[Tensor]:
-        for t in operator(*inputs, sample, *params):
-            yield torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=like.device)
-
-    def attend(*given: Any) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = results(given[0], None)
-        on_gpu.forward(given[:count], params, out, lse, None, None)
-        return out, lse
-
-    def with_stats(*given: Any) -> None:
-        sample = given[count]
-        out, lse, *stats = results(given[0], sample)
-        on_gpu.forward(given[:count], params, out, lse, stats, sample)
-
-    def backward(grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        dense = partial(torch.empty_like, memory_format=torch.contiguous_format)
-        grads = tuple(map(dense, given[:count]))
-        on_gpu.backward(grad, given[:count], params, given[count + 1], grads)
-        return grads
-
-    return OperatorCall(attend, with_stats, backward, inputs, params)
+    operator_class = operator.OPERATORS[f"{case.op}_attention"]
+    passes = operator.computed_by(operator_class, on_gpu=True)
+    return OperatorCall(*passes, case.meta_inputs, case.operator_params)
 
 
 def filled(
@@ -174,7 +155,7 @@ def call_of(case: AnyCase) -> OperatorCall:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if not isinstance(case, AttentionCase):
         return operator_call(case)
-    from leaner_kernels.ops.attention.operators import split_qkv
+    from leaner_kernels.ops.attention.op import split_qkv
 
     params: tuple[Any, ...] = 0.0, case.causal, case.scale
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}

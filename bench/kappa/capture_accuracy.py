@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels import attention_with_stats, condition_number
-from leaner_kernels.ops.attention import operators, reference
+from leaner_kernels.ops.attention import op, reference
 from models.vit import VisionTransformer
 
 HEADS, LAYERS = (2, 4, 12, 16), 4
@@ -65,7 +65,7 @@ def measure(image: Tensor, heads: int, device: str = "cpu") -> list[dict[str, fl
 
 
 def _read(heads: int, layer: int, qkv: Tensor) -> dict[str, float]:
-    q, k, v = operators.split_qkv(qkv.unflatten(-1, (3, heads, 64)))
+    q, k, v = op.split_qkv(qkv.unflatten(-1, (3, heads, 64)))
     sample = torch.zeros(1, dtype=torch.int32, device=q.device)
     stats = attention_with_stats(q, k, v, sample=sample)
     q, k, v = (t.cpu() for t in (q, k, v))

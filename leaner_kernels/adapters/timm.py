@@ -54,9 +54,8 @@ from torch.nn import functional as F
 
 from ..nn.capture import Capturing
 from ..ops._checks import MAX_HEAD_DIM_CUDA
-from ..ops._stats import AttentionStats, evenly_spaced
 from ..ops.attention import attention, attention_qkvpacked
-from ..ops.attention.causal_bias import is_causal_bias
+from ..ops.attention.checks import is_causal_bias
 from ..ops.covariance import (
     channel_attention,
     channel_attention_with_stats,
@@ -68,6 +67,7 @@ from ..ops.outlook import (
     outlook_attention,
     outlook_attention_with_stats,
 )
+from ..ops.statistics import AttentionStats, evenly_spaced
 from . import swap
 
 # torch.fx traces through the modules below as through timm's own: each operator is one node, and

@@ -38,7 +38,7 @@ from ..nn.capture import refuse_tracing
 from ..ops import _hooks
 from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_varlen
-from ..ops.attention.causal_bias import boolean_mask, is_causal_bias
+from ..ops.attention.checks import boolean_mask, is_causal_bias
 from ._transformers_models import (
     NAME,
     Swapped,

@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from ..ops._stats import AttentionStats
 from ..ops.covariance import (
     channel_attention,
     channel_attention_with_stats,
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
 )
+from ..ops.statistics import AttentionStats
 from .capture import Attends, Capturing
 
 

@@ -6,12 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops._stats import AttentionStats
-from ..ops.window import (
-    check_window,
-    window_attention,
-    window_attention_with_stats,
-)
+from ..ops.statistics import AttentionStats
+from ..ops.window import check_window, window_attention, window_attention_with_stats
 from .capture import Attends, Capturing
 
 

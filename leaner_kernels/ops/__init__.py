@@ -3,9 +3,9 @@
 from importlib import import_module
 from pkgutil import iter_modules
 
-from ._flops import register as _register_flops
 from ._imports import after_import as _after_import
-from ._sharding import register as _register_sharding
+from .sharding import register as _register_sharding
+from .transforms import register_flops as _register_flops
 
 # Every folder defines operators, which are registered below.
 for _found in iter_modules(__path__):

@@ -7,16 +7,16 @@ addresses. The cache key is what the caller states sets its inputs apart, and wh
 Triton compiled for as aligned.
 """
 
-import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 
-from ._checks import ArgumentError
+from ._checks import MAX_ROW_STRIDE, ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MAX_CACHED = 4096
@@ -69,12 +69,17 @@ class Launch(NamedTuple):
             )
         return self.kernel[self.grid](**self.arguments)
 
+    def first(self, pointers: Sequence[str], scratch: str | None = None) -> "CachedLaunch | None":
+        """Launch, and return what repeats it: nothing, in Triton's interpreter.
+
+        ``pointers`` and ``scratch`` are as in ``LaunchCache``; a kernel may have no such scratch.
+        """
+        compiled = self.start()
+        return None if compiled is None else CachedLaunch(compiled, self, pointers, scratch)
+
 
 class CachedLaunch:
-    """An entry of the launch cache: a compiled kernel and its arguments, less the addresses.
-
-    Attributes:
-        places: which of the addresses that ``run`` gets the kernel takes.
+    """A compiled kernel and its arguments, less the addresses.
 
     Args:
         compiled: what ``kernel[grid](...)`` returned.
@@ -102,9 +107,8 @@ class CachedLaunch:
             else:
                 continue
             self._arguments[place] = None  # so that the entry keeps no tensor alive
-        self.places = {index for _, index, *_ in (*self._places, *self._views)}
         self._scratch = None
-        if scratch is not None and launch.arguments[scratch] is not None:
+        if scratch is not None and launch.arguments.get(scratch) is not None:
             place, made = names.index(scratch) + len(before), launch.arguments[scratch]
             self._arguments[place] = None
             self._scratch = place, made.shape, made.dtype, made.device
@@ -148,55 +152,30 @@ class LaunchCache:
             prepare: is called where the cache has no entry.
         """
         addresses = addresses_of(tensors)
-        key = kind, _unaligned(addresses)
+        key = kind, unaligned_bits(addresses)
         entry = self._entries.get(key)
         if entry is not None:
-            _note(entry)
             return entry.run(addresses)
         launch = prepare()
-        compiled = launch.start()
-        if compiled is not None:  # Triton's interpreter compiles nothing.
+        entry = launch.first(self._pointers, self._scratch)
+        if entry is not None:
             if len(self._entries) >= MAX_CACHED:
                 self._entries.clear()
-            entry = self._entries[key] = CachedLaunch(
-                compiled, launch, self._pointers, self._scratch
-            )
-            _note(entry)
+            self._entries[key] = entry
         return None if self._scratch is None else launch.arguments[self._scratch]
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
         addresses = addresses_of(tensors)
-        entry = self._entries.get((kind, _unaligned(addresses)))
+        entry = self._entries.get((kind, unaligned_bits(addresses)))
         if entry is None:
             return False
-        _note(entry)
         entry.run(addresses)
         return True
 
     def start(self, kind: Hashable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
         """Launch, and keep an entry for the next inputs of this kind."""
         self.launch(kind, tensors, lambda: launch)
-
-
-_notes = threading.local()
-
-
-@contextmanager
-def noted() -> Iterator[list[CachedLaunch]]:
-    """Return a list of the entries that this thread launches from, in order."""
-    before, entries = getattr(_notes, "entries", None), []
-    _notes.entries = entries
-    try:
-        yield entries
-    finally:
-        _notes.entries = before
-
-
-def _note(entry: CachedLaunch) -> None:
-    entries = getattr(_notes, "entries", None)
-    if entries is not None:
-        entries.append(entry)
 
 
 def _starter(
@@ -230,6 +209,122 @@ def _starter(
     return start, before
 
 
+# --- Calls that nothing but autograd may see: they need no dispatcher -----------------------------
+
+# No subclass of a tensor, and no number that a trace follows.
+TENSORS = {Tensor, torch.nn.Parameter}
+NUMBERS = {type(None), bool, int, float}
+PLAIN = TENSORS | NUMBERS
+NAMED = NUMBERS | {str, tuple}  # what may set calls apart
+_AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
+
+
+class Signature(NamedTuple):
+    """A call as the launch cache sees it.
+
+    Attributes:
+        key: equal for calls that differ in the addresses of their tensors alone.
+        addresses: of the tensors, 0 for None.
+        recorded: whether autograd records the call.
+    """
+
+    key: Hashable
+    addresses: list[int]
+    recorded: bool
+
+
+def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | None:
+    """Return the signature of a call on the current GPU, None where more than autograd may see it.
+
+    The dispatcher enters Python once for autograd and once for the implementation, and converts all
+    arguments for each, which takes longer than a short kernel runs: calls with a signature go
+    without.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    first, types = tensors[0], (*map(type, numbers),)  # for 1 is True
+    if type(first) not in TENSORS or not first.is_cuda or not NAMED.issuperset(types):
+        return None
+    device = first.device
+    if _observed() or device.index != torch._C._cuda_getDevice():
+        return None
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in TENSORS or t.layout is not torch.strided or t.is_nested:
+            return None
+        if t.is_neg() or t.device != device:  # a view to be negated when it is read
+            return None
+    return key_of(tensors, (*numbers, types), torch.is_grad_enabled())
+
+
+def key_of(tensors: Sequence[Any], numbers: Sequence[Any], grad_enabled: bool = False) -> Signature:
+    """Return the signature of a call that is known to be on the current GPU."""
+    key = [*numbers, tensors[0].device.index, torch._C._get_deterministic_algorithms()]
+    addresses, low_bits, wanted = [], 0, False
+    for t in tensors:
+        if t is None:
+            key.append(None)
+            addresses.append(0)
+            continue
+        address = t.data_ptr()
+        addresses.append(address)
+        low_bits |= address
+        wanted = wanted or t.requires_grad
+        key += t.shape, t.stride(), t.dtype
+    if low_bits % ALIGNMENT:  # Triton compiles for addresses that are aligned, or are not
+        key.append(unaligned_bits(addresses))
+    # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
+    # records nothing.
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    recorded = wanted and grad_enabled and not excluded
+    key.append(recorded)
+    return Signature(tuple(key), addresses, recorded)
+
+
+def seen_by_autograd_alone(args: Sequence[Any]) -> bool:
+    """Whether nothing but autograd may have a part in a call, and it is on a GPU."""
+    return args[0].is_cuda and PLAIN.issuperset(map(type, args)) and not _observed()
+
+
+def _observed() -> bool:
+    """Whether a mode, a transform, a trace or a profiler is active."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or _profiler_enabled()
+    )
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd is to record a call of these: not inside another operator."""
+    if not torch.is_grad_enabled() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
+        return False
+    for t in tensors:  # noqa: SIM110 - a comprehension is a call
+        if t is not None and t.requires_grad:
+            return True
+    return False
+
+
+def rows_contiguous(grad: Tensor) -> Tensor:
+    """Return a gradient of an output as the kernels take it."""
+    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
+    # and one of another layout may have its rows too far apart.
+    *rows, last = grad.stride()[grad.dim() > 3 :]  # the first axis of four is the batch's
+    return grad.contiguous() if last != 1 or max(rows) > MAX_ROW_STRIDE else grad
+
+
+def on_current_device(t: Tensor) -> bool:
+    """Whether a tensor on a GPU lies where Triton launches."""
+    return t.device.index == torch._C._cuda_getDevice()
+
+
+# --- What launches are made from ------------------------------------------------------------------
+
+
 def check_tile(name: str, rows: int, stride: int) -> None:
     """Raise ValueError where a tile of rows spans more than 32-bit offsets reach."""
     steps = min(rows, MAX_ROWS) - 1
@@ -249,7 +344,7 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
 
 def unaligned(tensors: Sequence[Tensor | None]) -> int:
     """Return which tensors Triton compiles for as unaligned, a bit each."""
-    return _unaligned(addresses_of(tensors))
+    return unaligned_bits(addresses_of(tensors))
 
 
 def aligned(addresses: Sequence[int]) -> bool:
@@ -260,7 +355,8 @@ def aligned(addresses: Sequence[int]) -> bool:
     return bits % ALIGNMENT == 0
 
 
-def _unaligned(addresses: Sequence[int]) -> int:
+def unaligned_bits(addresses: Sequence[int]) -> int:
+    """Return which addresses Triton compiles for as unaligned, a bit each."""
     if aligned(addresses):
         return 0
     return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)

@@ -1,5 +1,8 @@
 """Device helpers that more than one kernel uses unchanged."""
 
+# pyright: reportOperatorIssue=false
+# The bodies are Triton's language.
+
 import triton
 import triton.language as tl
 
@@ -14,6 +17,15 @@ SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
 def head_of(view, b, h):
     """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
     return view.ptr + (b * view.stride_b + h * view.stride_h)
+
+
+@triton.jit
+def visible_keys(lengths_ptr, b, M):
+    """Return how many of the M keys of batch entry ``b`` are no padding."""
+    limit = M
+    if lengths_ptr is not None:
+        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    return limit
 
 
 @triton.jit
@@ -107,6 +119,17 @@ def product_of_parts(high, middle, low, b):
 
 
 @triton.jit
+def narrow(tile, DTYPE: tl.constexpr):
+    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504 and at 6e-8."""
+    divisor = 1.0
+    if tl.float16 == DTYPE:
+        largest = tl.max(tl.abs(tile))
+        divisor = tl.where(largest > 0, largest, 1.0)
+        tile /= divisor
+    return tile.to(DTYPE), divisor
+
+
+@triton.jit
 def scaled(s, factor):
     """Return ``s * factor``, rounded before anything is subtracted from it.
 
@@ -135,6 +158,28 @@ def units(DTYPE: tl.constexpr):
 def nats(DTYPE: tl.constexpr):
     """Return how many nats make a unit of ``exponential``'s exponent."""
     return 1.0 if tl.float32 == DTYPE else LN_2
+
+
+@triton.jit
+def softmax_step(
+    s, row_max, row_sum, row_centred, row_square, DTYPE: tl.constexpr, STATS: tl.constexpr
+):
+    """Let rows see scores (rows, cols), in units of ``exponential``, with the online softmax.
+
+    Returns e^(s - maximum), by what all before is to be multiplied, and, with these, the maxima
+    and sums of rows: of e and, with STATS, of e times its exponent and of e^2. A step has a score
+    that is finite.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (rows,)
+    alpha = exponential(row_max - new_max, DTYPE)
+    p = exponential(s - new_max[:, None], DTYPE)  # (rows, cols)
+    if STATS:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
+        centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
+        row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
+        row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
+    row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (rows,)
+    return p, alpha, new_max, row_sum, row_centred, row_square
 
 
 @triton.jit

@@ -27,7 +27,7 @@ from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.operators import new_out, split_qkv
+from leaner_kernels.ops.attention.op import new_out, split_qkv
 from tests.tile_tables import TABLES
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
@@ -48,6 +48,7 @@ class Flavour(NamedTuple):
     shared_keys: bool = False
     ragged: bool = False
     softcap: float = 0.0
+    window: tuple[int, int] = (-1, -1)
 
     def call(self, dim: int) -> OperatorCall:
         """Return the call; only shapes, strides and dtypes matter."""
@@ -55,7 +56,8 @@ class Flavour(NamedTuple):
         seed = torch.zeros(1, dtype=torch.int64) if self.dropout else None
         packed = torch.empty(SEQUENCES, self.tokens, 3, HEADS, dim, dtype=self.dtype, device="meta")
         if self.ragged:
-            return varlen_call(packed.flatten(0, 1), SEQUENCES, self.tokens, seed, params)
+            flat = packed.flatten(0, 1)
+            return varlen_call(flat, SEQUENCES, self.tokens, seed, params, self.window)
         mask, lengths = None, None
         if self.mask:
             shape = SEQUENCES, HEADS, self.tokens, self.tokens
@@ -65,7 +67,8 @@ class Flavour(NamedTuple):
         query, key, value = split_qkv(packed)
         if self.shared_keys:
             key, value = key[:, : HEADS // GROUP], value[:, : HEADS // GROUP]
-        return dense_call(query, key, value, mask, lengths, seed, params=(*params, self.softcap))
+        inputs, params = (query, key, value, mask, lengths, seed), (*params, self.softcap)
+        return dense_call(*inputs, params=params, window=self.window)
 
 
 # Every pair of tiles of the kernels that walk over any length is compiled once: by dtype, by what
@@ -90,6 +93,11 @@ FLAVOURS = {
     "softcap, single": Flavour((16, 64, 128), FP32, causal=True, softcap=50.0),
     "softcap, mask and dropout": Flavour(
         (10, 48, 80), BF16, lengths=True, mask=True, dropout=True, softcap=50.0
+    ),
+    "window": Flavour((32, 64, 128), BF16, shared_keys=True, window=(256, 0)),
+    "window of both sides, single": Flavour((16, 64), FP32, window=(100, 100)),
+    "window, ragged with dropout": Flavour(
+        (64,), BF16, dropout=True, ragged=True, window=(128, 128)
     ),
 }
 KINDS = "forward", "statistics", "capture", "backward"

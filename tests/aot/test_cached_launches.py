@@ -226,7 +226,7 @@ def draw(rng: random.Random) -> dict[str, Any]:
 
 def run(call: dict[str, Any]) -> None:
     out, max_log_sum = call["out"], call["max_log_sum"]
-    launch.forward(call["inputs"], out, max_log_sum, call["stats_tensors"])
+    launch.forward(call["inputs"], out, max_log_sum, *call["stats_tensors"])
     dmask = call["grads"][3] if call["mask_grad"] else None
     launch.backward(call["grad"], call["inputs"], out, max_log_sum, *call["grads"][:3], dmask)
     if call["stats"]:
@@ -241,8 +241,8 @@ def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -
         query, key, value, mask, lengths, *_ = call["inputs"]
         call["out"] = operators.new_out(query)
         call["max_log_sum"] = operators.new_max_log_sum(query)
-        call["stats_tensors"] = new_stats(query, None)[:5] if call["stats"] else None
-        call["heads"] = new_stats(query, torch.empty(4))[5]
+        call["stats_tensors"] = new_stats(query, None)[:2] if call["stats"] else ()
+        call["heads"] = new_stats(query, torch.empty(4))[2]
         call["grads"] = new_gradients(query, key, value, mask, call["mask_grad"])
         # A mask's scores, the sums of statistics, and what is strided is copied to be counted.
         copies = 3 * (lengths is not None and not lengths.is_contiguous())
@@ -337,8 +337,8 @@ class Dense(NamedTuple):
         out, max_log_sum = self.new("o"), operators.new_max_log_sum(call.query)
         stats = new_stats(call.query, torch.empty(self.slots))
         launch.forward(call, out, max_log_sum)
-        launch.forward(call, out, max_log_sum, stats[:5])
-        launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[5])
+        launch.forward(call, out, max_log_sum, *stats[:2])
+        launch.capture(call, torch.empty(self.slots, dtype=torch.int32), stats[2])
         grads = map(self.new, "qkv")
         launch.backward(self.new("g", self.grad), call, out, max_log_sum, *grads, None)
 
@@ -401,8 +401,7 @@ def registered(
     grad: torch.dtype,
 ) -> None:
     """Forward, forward with a capture, and backward, as ``ops._operators`` has them called."""
-    per_head = [torch.empty(2, 2) for _ in range(4)]
-    stats = [*per_head, torch.empty(slots, tokens, 64)]
+    stats = [torch.empty(4, 2, 2), torch.empty(slots, tokens, 64)]
     operator.forward(inputs, params_, out, lse, None, None)
     operator.forward(inputs, params_, out, lse, stats, torch.zeros(slots, dtype=torch.int32))
     grads = tuple(torch.empty_like(t) for t in inputs)
@@ -414,10 +413,10 @@ def test_strided_lengths_are_copied_at_every_launch(launched: list[Launched]) ->
     query, lengths = torch.empty(2, 4, 64, 64), torch.empty(4, dtype=torch.int32)[::2]
     call = Call(query, query, query, None, lengths, None, 0.0, False, 0.125)
     heads, sample = torch.empty(1, 64, 256), torch.empty(1, dtype=torch.int32)
-    max_log_sum, stats = operators.new_max_log_sum(query), new_stats(query, None)[:5]
+    max_log_sum, stats = operators.new_max_log_sum(query), new_stats(query, None)[:2]
     for _ in range(2):
         launch.forward(call, query, max_log_sum)
-        launch.forward(call, query, max_log_sum, stats)
+        launch.forward(call, query, max_log_sum, *stats)
         launch.capture(call, sample, heads)
         launch.backward(query, call, query, max_log_sum, query, query, query, None)
     assert [from_cache(one) for one in launched] == [False] * 4 + [True] * 4

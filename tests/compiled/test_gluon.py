@@ -15,11 +15,10 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
-from leaner_kernels.ops.attention import launch
-from leaner_kernels.ops.attention.call import features
+from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention.dispatch import features
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
-from tests.tile_tables import TABLES
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -89,7 +88,7 @@ def calls() -> Iterator[Any]:
 
 def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
     leaves = [t.requires_grad_() for t in inputs[:3]]
-    out, kept = torch.ops.leaner_kernels.attention(*inputs.call)
+    out, kept = torch.ops.leaner_kernels.attention(*inputs.arguments)
     grads = torch.autograd.grad(out, leaves, inputs.grad)
     mask = inputs.attn_mask
     unit = inputs.scale if mask is None or mask.dtype == torch.bool else 1.0
@@ -122,8 +121,7 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     wanted = features(None, None, query)
     family = GPUS[gpu]
     for way, kernel, names in WAYS:
-        _, tiles = TABLES[f"{family}_{way}"]
-        tile = launch.gluon_tile(tiles, query, query, wanted, backward=way == "backward")
+        tile = dispatch.gluon_tile(f"{family}_{way}", query, query, wanted)
         for name in names:
             assert (f"_{family}_{kernel}_kernel" in launched[name]) == (tile is not None)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import leaner_kernels
-from leaner_kernels.ops.attention.call import four_axes
+from leaner_kernels.ops.attention.checks import four_axes
 from tests import (
     attention_cases,
     covariance_cases,

@@ -208,6 +208,7 @@ def begin() -> None:
     }.items():
         assert hasattr(torch.cuda, name), name
         setattr(torch.cuda, name, value)
+    torch._C._cuda_getDevice = answer(0)
     torch.Tensor.device = property(device)
     torch.Tensor.is_cuda = property(lambda t: t.device.type == "cuda")
     torch.Tensor.record_stream = nothing

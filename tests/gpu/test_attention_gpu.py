@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats, explain
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import op
 from tests.attention_cases import (
     CASES,
     NAMES,
@@ -55,7 +55,7 @@ def test_packed_attention_at_the_shapes_of_the_models(
 
     def library(as_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.cpu().to(as_dtype).requires_grad_()
-        q, k, v = operators.split_qkv(x)
+        q, k, v = op.split_qkv(x)
         scale = dim**-0.5
         s = scale * (q @ k.mT)
         if causal:
@@ -182,7 +182,7 @@ def test_a_captured_graph_may_skip_a_sample() -> None:
 def test_dropout_draws_the_same_mask_as_the_cpu() -> None:
     case = CASES[NAMES.index("dropout")]
     cpu, cuda = (make_inputs(case, torch.float32, device) for device in ("cpu", "cuda"))
-    outs = [torch.ops.leaner_kernels.attention(*i.call)[0].cpu() for i in (cpu, cuda)]
+    outs = [torch.ops.leaner_kernels.attention(*i.arguments)[0].cpu() for i in (cpu, cuda)]
     torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
 
 

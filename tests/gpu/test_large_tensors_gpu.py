@@ -111,7 +111,7 @@ def test_dropout_does_not_repeat(tokens: int) -> None:
     query, key, value = (randn(batch, heads, tokens, dim) for _ in range(3))
     seed = torch.tensor([0x123456789ABCDEF], device="cuda")
     out, _ = torch.ops.leaner_kernels.attention(
-        query, key, value, None, None, seed, p, False, dim**-0.5, 0.0
+        query, key, value, None, None, seed, p, False, dim**-0.5, 0.0, -1, -1
     )
     q, k, v = (t[-1:].double() for t in (query, key, value))
     scores, _, _ = reference.probabilities(q, k, None, None, False, dim**-0.5)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention_varlen, attention_varlen_with_stats
-from leaner_kernels.ops.attention import library
+from leaner_kernels.ops.attention import dispatch
 from tests.error_budget import assert_within_budget
 from tests.gpu.draws import randn
 from tests.varlen_cases import (
@@ -59,15 +59,15 @@ def test_pytorchs_computes_the_same_and_leaves_zeros_outside(
     grad = randn(900, 4, dim, dtype=torch.bfloat16)
     starts = torch.tensor([3, 400, 400, 877], dtype=torch.int32, device="cuda")
 
-    def run(rule: library.Rule | None, given: Tensor) -> list[Tensor]:
-        monkeypatch.setattr(library, "find_rule", lambda *call: rule)
+    def run(rule: dispatch.Rule | None, given: Tensor) -> list[Tensor]:
+        monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
         leaf = given.detach().requires_grad_()
         tensors, place = leaf.unbind(1), starts.to(given.device)
         out = attention_varlen(*tensors, place, 477, is_causal=is_causal)
         return [out, *torch.autograd.grad(out, leaf, grad.to(out))]
 
     exact, plain = (run(None, qkv.cpu().to(dtype)) for dtype in (torch.float64, torch.bfloat16))
-    for actual, peer, truth in zip(run(library.Rule(1, None, "a test"), qkv), plain, exact):
+    for actual, peer, truth in zip(run(dispatch.Rule(1, None, "a test"), qkv), plain, exact):
         assert_within_budget(actual, peer, truth)
         assert not actual[:3].any()
         assert not actual[877:].any()
@@ -75,7 +75,9 @@ def test_pytorchs_computes_the_same_and_leaves_zeros_outside(
 
 def test_pytorchs_never_follows_wild_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)
-    monkeypatch.setattr(library, "find_rule", lambda *call: library.Rule(1, None, "a test"))
+    monkeypatch.setattr(
+        dispatch, "find_rule_of_library", lambda *call: dispatch.Rule(1, None, "a test")
+    )
     q = randn(20, 4, 16, dtype=torch.bfloat16)
     wild, clamped = (
         torch.tensor(starts, dtype=torch.int32, device="cuda")

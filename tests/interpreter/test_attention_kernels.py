@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.attention_cases import (
     CASES,
     NAMES,
+    WINDOW_CASES,
     AttentionTestCase,
     Inputs,
     make_inputs,
@@ -26,26 +27,27 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import operators, reference
+from leaner_kernels.ops.attention import op, reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels import online_backward, online_forward, scores
+from leaner_kernels.ops.attention.kernels import scores
+from tests.interpreter import online
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Launch forward with statistics, capture and backward as the CUDA operators do."""
     query, key, value, mask = *inputs[:3], inputs.attn_mask
-    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    *stats, heads = new_stats(query, inputs.sample)
-    online_forward.launch(inputs.call, out, max_log_sum, stats)
-    online_forward.launch_capture(inputs.call, inputs.sample, heads)
+    out, max_log_sum = op.new_out(query), online.new_max_log_sum(query)
+    lse, stats, heads = new_stats(query, inputs.sample)
+    online.forward(inputs.call, out, max_log_sum, lse, stats)
+    online.capture(inputs.call, inputs.sample, heads)
     mask_grad = mask is not None and mask.is_floating_point()
     *grads, _ = new_gradients(query, key, value, mask, False)
     ds = torch.zeros(*query.shape[:3], key.shape[2]) if mask_grad else None
-    online_backward.prepare(inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
+    online.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, ds)
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
-    results = dict(zip(names, (out, *stats, *grads), strict=True))
+    results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
     if mask is not None and ds is not None:
         results["dmask"] = ds.sum_to_size(mask.shape).to(mask.dtype)
@@ -53,7 +55,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 
 
 @in_every_arithmetic
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
 def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact = reference_results(inputs, torch.float64)
@@ -108,25 +110,40 @@ def test_tanh_keeps_its_digits_near_zero_and_its_derivative_far_from_it() -> Non
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(CASES[NAMES.index("ViT")], torch.float16)
     expected = run_kernels(inputs)
-    out, max_log_sum = operators.new_out(inputs.query), operators.new_max_log_sum(inputs.query)
-    online_forward.launch(inputs.call, out, max_log_sum)
+    out, max_log_sum = op.new_out(inputs.query), online.new_max_log_sum(inputs.query)
+    online.forward(inputs.call, out, max_log_sum)
     assert torch.equal(out, expected["out"])
+
+
+@pytest.mark.parametrize(
+    ("outside", "inside"), [(slice(0, 140), slice(300, 400)), (slice(260, 400), slice(0, 100))]
+)
+def test_tiles_outside_the_window_are_not_read(outside: slice, inside: slice) -> None:
+    """Keys and queries there are NaN, which 0 times their values would pass on."""
+    case = AttentionTestCase("", 1, 1, 1, 400, 400, 16, window=(20, 10))
+    inputs = make_inputs(case, torch.float32)
+    clean = run_kernels(inputs)
+    for tensor in inputs[:4]:
+        tensor[:, :, outside] = float("nan")
+    results = run_kernels(inputs)
+    for name in ("out", "dq", "dk", "dv"):
+        assert torch.equal(results[name][:, :, inside], clean[name][:, :, inside]), name
 
 
 def test_packed_views_need_no_copy() -> None:
     """The kernels read (B, N, 3, H, D) in place and write one packed gradient."""
     torch.manual_seed(0)
     qkv = torch.randn(2, 33, 3, 4, 16)
-    query, key, value = operators.split_qkv(qkv)
+    query, key, value = op.split_qkv(qkv)
     call = Call(query, key, value, None, None, None, 0.0, False, 0.25)
-    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    online_forward.launch(call, out, max_log_sum)
+    out, max_log_sum = op.new_out(query), online.new_max_log_sum(query)
+    online.forward(call, out, max_log_sum)
     dqkv, grad = torch.empty_like(qkv), torch.randn(out.shape)
-    online_backward.prepare(grad, call, out, max_log_sum, *operators.split_qkv(dqkv), None).start()
+    online.backward(grad, call, out, max_log_sum, *op.split_qkv(dqkv), None)
 
     def exact(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         x = qkv.to(dtype).requires_grad_()
-        a = torch.nn.functional.scaled_dot_product_attention(*operators.split_qkv(x))
+        a = torch.nn.functional.scaled_dot_product_attention(*op.split_qkv(x))
         (gradient,) = torch.autograd.grad(a, x, grad.to(dtype))
         return a, gradient
 
@@ -142,11 +159,11 @@ def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None
         key_lengths=torch.tensor([-4, 50, 1 << 20], dtype=torch.int32),
         sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
     )
-    out = operators.new_out(inputs.query)
-    online_forward.launch(wild.call, out, operators.new_max_log_sum(inputs.query))
+    out = op.new_out(inputs.query)
+    online.forward(wild.call, out, online.new_max_log_sum(inputs.query))
     assert torch.equal(out, run_kernels(clamped)["out"])
     heads = torch.full((3, 50, 32), 7.0)
-    online_forward.launch_capture(wild.call, wild.sample, heads)
+    online.capture(wild.call, wild.sample, heads)
     assert (heads == 7).all()
 
 
@@ -195,9 +212,9 @@ def test_captured_heads_keep_the_condition_number(spread: float) -> None:
     q = (spread * q).half()
     call = Call(q, k, v, None, None, None, 0.0, False, 32**-0.5)
     heads = torch.empty(1, 48, 64)
-    online_forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
-    out = operators.new_out(q)
-    online_forward.launch(call, out, operators.new_max_log_sum(q))
+    online.capture(call, torch.zeros(1, dtype=torch.int32), heads)
+    out = op.new_out(q)
+    online.forward(call, out, online.new_max_log_sum(q))
     p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 32**-0.5)
     exact = reference.attend(p, v.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()

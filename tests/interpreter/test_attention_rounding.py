@@ -23,10 +23,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import reference, varlen
+from leaner_kernels.ops.attention import op, reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
-from tests.interpreter import test_attention_kernels, test_short_kernels
+from tests.interpreter import online, test_attention_kernels, test_short_kernels
 from tests.interpreter.rounding import contracted
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -99,9 +99,9 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, max_log_sum = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
-        _, _, dv = varlen.VARLEN.cuda.backward(
-            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
+        out, max_log_sum = op.attend_cuda(op.Varlen, *inputs.operands, *inputs.params)
+        _, _, dv = op.differentiate_cuda(
+            op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     exact, peers = varlen_cases.assemble(alike, torch.float64), varlen_cases.peers_of(alike, dtype)
     assert_within_budget(out, peers["out"], exact["out"])
@@ -123,7 +123,7 @@ def test_a_row_with_one_key_has_no_entropy(
 
 def capture(inputs: Inputs) -> Tensor:
     heads = new_stats(inputs.query, inputs.sample)[-1]
-    online_forward.launch_capture(inputs.call, inputs.sample, heads)
+    online.capture(inputs.call, inputs.sample, heads)
     return heads[inputs.sample >= 0]
 
 
@@ -154,7 +154,7 @@ def test_captured_heads_keep_a_condition_number_of_millions(
     q[:, 1, :, 0] *= 1e-4
     call = Call(*(t.to(dtype) for t in (q, k, v)), None, None, None, 0.0, False, 0.25)
     heads = torch.empty(1, 48, 32)
-    online_forward.launch_capture(call, torch.zeros(1, dtype=torch.int32), heads)
+    online.capture(call, torch.zeros(1, dtype=torch.int32), heads)
     p, _, _ = reference.probabilities(
         call.query.double(), call.key.double(), None, None, False, 0.25
     )

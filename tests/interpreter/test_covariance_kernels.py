@@ -11,6 +11,7 @@ from tests.covariance_cases import (
     CHANNEL,
     CROSS,
     NAMES,
+    STATISTICS,
     CovarianceTestCase,
     Inputs,
     make_inputs,
@@ -33,12 +34,12 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     kernels = launch.cross_covariance if inputs.case.operator == CROSS else launch.channel
     batch, tokens, _, heads, dim = inputs.qkv.shape
     out, lse = inputs.qkv.new_empty(batch, tokens, heads, dim), torch.empty(batch, heads, dim)
-    stats = [torch.empty(batch, heads) for _ in range(4)]
-    stats.append(torch.empty(len(inputs.sample), tokens, heads * dim))
-    kernels.forward(inputs.tensors, (inputs.param,), out, lse, stats, inputs.sample)
+    stats = torch.empty(len(STATISTICS), batch, heads)
+    captured = torch.empty(len(inputs.sample), tokens, heads * dim)
+    kernels.forward(inputs.tensors, (inputs.param,), out, lse, stats, captured, inputs.sample)
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
     kernels.backward(inputs.grad, inputs.tensors, (inputs.param,), lse, grads)
-    return name_results(inputs, out, lse, stats, grads)
+    return name_results(inputs, out, lse, (stats, captured), grads)
 
 
 @in_every_arithmetic

@@ -34,7 +34,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops.attention import varlen
+from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import (
     test_attention_kernels,
@@ -72,13 +72,13 @@ def packed(**sizes: Any) -> Results:
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, *rest, max_log_sum = varlen.VARLEN.cuda.with_stats(
-            *inputs.operands, inputs.sample, *inputs.params
+        out, *rest, max_log_sum = op.attend_with_stats_cuda(
+            op.Varlen, *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = varlen.VARLEN.cuda.forward(*inputs.operands, *inputs.params)
-        grads = varlen.VARLEN.cuda.backward(
-            inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
+        plain = op.attend_cuda(op.Varlen, *inputs.operands, *inputs.params)
+        grads = op.differentiate_cuda(
+            op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 

@@ -21,8 +21,9 @@ import triton.language as tl
 
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops.attention import varlen
-from leaner_kernels.ops.attention.call import MAX_MASK_STRIDE, Call
+from leaner_kernels.ops.attention import op
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
 from leaner_kernels.ops.attention.kernels import (
     online_backward,
     online_forward,
@@ -34,6 +35,7 @@ from leaner_kernels.ops.nystrom import inverse, inverse_backward, landmarks, lan
 from leaner_kernels.ops.nystrom import launch as nystrom
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.window import launch as window
+from tests.interpreter import online
 from tests.placement import sparse, without_wrapping
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -100,23 +102,20 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 
 def statistics_of(call: Call) -> list[Tensor]:
     shape = tuple(call.query.shape)
-    return [sparse(shape[:3], SINGLE), *(sparse(shape[:2], SINGLE) for _ in range(4))]
+    return [sparse(shape[:3], SINGLE), sparse((4, *shape[:2]), SINGLE)]
 
 
 def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     call = call_of(*inputs)
     out, max_log_sum = (sparse(tuple(shape), d) for shape, d in results_of(inputs[0]))
-    lse, *others = stats = statistics_of(call)
+    results = out, max_log_sum, *statistics_of(call)
     if kernels == "online":
-        shape = others[0].shape
-        found = online_forward.prepare(
-            call, out, max_log_sum, lse, lambda n: sparse((*shape, n, 4), SINGLE)
-        )
+        found = online.prepare(call, *results)
         found.start()
-        return out, max_log_sum, lse, found.arguments["partial_ptr"]
+        return *results[:3], found.arguments["parts_ptr"]
     tile = short_tile(TOKENS, 16)
-    short_forward.prepare(tile, call, out, max_log_sum, stats).start()
-    return out, max_log_sum, *stats
+    short_forward.prepare(tile, call, *results).start()
+    return results
 
 
 def short_tile(tokens: int, block: int) -> Tile:
@@ -145,7 +144,7 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     found = [sparse(tuple(call.query.shape), HALF) for _ in range(3)]
     ds = sparse((*out.shape[:3], TOKENS), SINGLE)
     if kernels == "online":
-        online_backward.prepare(grad, call, out, max_log_sum, *found, ds).start()
+        online.backward(grad, call, out, max_log_sum, *found, ds)
     else:
         tile = short_tile(TOKENS, 16)
         short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
@@ -178,7 +177,7 @@ def test_many_samples_are_captured() -> None:
 
     def capture(sample: Tensor, *inputs: Tensor) -> tuple[Tensor]:
         heads = sparse((len(sample), TOKENS, HEADS * DIM), SINGLE)
-        online_forward.launch_capture(call_of(*inputs), sample, heads)
+        online.capture(call_of(*inputs), sample, heads)
         return (heads,)
 
     small = torch.zeros(1, dtype=torch.int32), *(t[-1:] for t in big)
@@ -198,13 +197,13 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
         t[own] = values
     starts = torch.tensor([0, 5, own.start, own.stop], dtype=torch.int32)
     one = torch.tensor([0, TOKENS], dtype=torch.int32)
-    params = 0.0, True, 0.25
+    params = TOKENS, TOKENS, 0.0, True, 0.25, -1, -1
 
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
-        operands = query, key, value, starts, starts, TOKENS, TOKENS, None
+        operands = query, key, value, starts, starts, None
         if out is None:
-            return varlen.VARLEN.cuda.forward(*operands, *params)
-        return varlen.VARLEN.cuda.backward(grad, *operands, out, max_log_sum, *params)
+            return op.attend_cuda(op.Varlen, *operands, *params)
+        return op.differentiate_cuda(op.Varlen, grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE
@@ -244,8 +243,8 @@ def test_rows_may_lie_far_apart() -> None:
         call = Call(query, key, value, None, None, None, 0.0, True, 0.25)
         out, dq, dk, dv = (make(torch.zeros_like(near[0])) for _ in range(4))
         max_log_sum = sparse((1, 1, ROWS, 2), SINGLE)
-        online_forward.prepare(call, out, max_log_sum).start()
-        online_backward.prepare(grad, call, out, max_log_sum, dq, dk, dv, None).start()
+        online.prepare(call, out, max_log_sum).start()
+        online.backward(grad, call, out, max_log_sum, dq, dk, dv, None)
         return out, max_log_sum, dq, dk, dv
 
     with without_wrapping():
@@ -270,11 +269,11 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "short":
             tile = short_tile(tokens, 256)
-            short_forward.prepare(tile, call, out, max_log_sum, None).start()
+            short_forward.prepare(tile, call, out, max_log_sum, None, None).start()
             short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
         else:
-            online_forward.prepare(call, out, max_log_sum).start()
-            online_backward.prepare(grad, call, out, max_log_sum, *grads, ds).start()
+            online.prepare(call, out, max_log_sum).start()
+            online.backward(grad, call, out, max_log_sum, *grads, ds)
         return out, max_log_sum, *grads, ds
 
     far_mask.copy_(mask)
@@ -300,7 +299,7 @@ def test_channels_of_a_huge_batch(operator: str) -> None:
 
     def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         out, lse = sparse(tuple(grad.shape), HALF), sparse((len(grad), HEADS, DIM), SINGLE)
-        kernels.forward((qkv, *temperature), (1e-3,), out, lse, None, None)
+        kernels.forward((qkv, *temperature), (1e-3,), out, lse, None, None, None)
         dqkv = sparse(tuple(qkv.shape), HALF)
         found = dqkv, *(torch.zeros(HEADS) for _ in temperature)
         kernels.backward(grad, (qkv, *temperature), (1e-3,), lse, found)
@@ -322,7 +321,7 @@ def test_channels_of_tokens_that_lie_far_apart() -> None:
             torch.zeros(1, 1, DIM),
             torch.zeros_like(near),
         )
-        covariance.channel.forward((qkv,), (0.1,), out, lse, None, None)
+        covariance.channel.forward((qkv,), (0.1,), out, lse, None, None, None)
         covariance.channel.backward(grad, (qkv,), (0.1,), lse, (dqkv,))
         return out, lse, dqkv
 
@@ -337,7 +336,7 @@ def attend_in_windows(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     params = 2, 2, 0.25
     out, lse = sparse(tuple(grad.shape), qkv.dtype), sparse((batch, heads, y, x), SINGLE)
     dqkv = sparse(tuple(qkv.shape), qkv.dtype)
-    window.forward((qkv,), params, out, lse, None, None)
+    window.forward((qkv,), params, out, lse, None, None, None)
     window.backward(grad, (qkv,), params, lse, (dqkv,))
     return out, lse, dqkv
 
@@ -378,7 +377,7 @@ def look_out(value: Tensor, logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     out, dvalue = (sparse(tuple(value.shape), HALF) for _ in range(2))
     lse = sparse((batch, heads, *logits.shape[1:3], 4), SINGLE)
     dlogits = sparse(tuple(logits.shape), HALF)
-    outlook.forward((value, logits), params, out, lse, None, None)
+    outlook.forward((value, logits), params, out, lse, None, None, None)
     outlook.backward(grad, (value, logits), params, lse, (dvalue, dlogits))
     return out, lse, dvalue, dlogits
 
@@ -453,11 +452,11 @@ def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch * heads)
 
     def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        params = None, 2, 0.25, 1, False
+        tensors, params = (query, key, value, None), (2, 0.25, 1, False)
         out, lse = sparse(tuple(grad.shape), HALF), sparse(tuple(query.shape[:3]), SINGLE)
-        nystrom.forward((query, key, value), params, out, lse, None, None)
+        nystrom.forward(tensors, params, out, lse, None, None, None)
         found = tuple(sparse(tuple(query.shape), HALF) for _ in range(3))
-        nystrom.backward(grad, (query, key, value), params, lse, found)
+        nystrom.backward(grad, tensors, params, lse, found)
         return out, lse, *found
 
     small = tuple(t[-1:] for t in (*inputs, grad))

@@ -3,6 +3,7 @@
 What docs/kappa.md promises of captured heads is held from the model to the monitor's row.
 """
 
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from triton.runtime import interpreter
 
 from leaner_kernels import KappaMonitor, condition_number
-from leaner_kernels.ops.attention import beside, operators
+from leaner_kernels.ops.attention import beside, op
 from models.vit import VisionTransformer
 from tests.attention_cases import Inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
@@ -41,7 +42,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch.library._scoped_library("leaner_kernels", "IMPL") as library:
         library.impl(
             "attention_qkvpacked_with_stats",
-            operators.QKVPACKED.cuda.with_stats,
+            functools.partial(op.attend_with_stats_cuda, op.Packed),
             "CPU",
             allow_override=True,
         )
@@ -94,7 +95,7 @@ def inputs_of(qkv: Tensor) -> Inputs:
     batch, tokens, width = qkv.shape
     assert tokens == TOKENS
     packed = qkv.view(batch, tokens, 3, width // 3 // DIM, DIM)
-    query, key, value = operators.split_qkv(packed)
+    query, key, value = op.split_qkv(packed)
     sample = torch.arange(batch, dtype=torch.int32)
     grad = torch.zeros_like(query)
     return Inputs(query, key, value, grad, None, None, None, sample, 0.0, False, DIM**-0.5)

@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.attention_cases import CASES, NAMES, make_inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
-from tests.interpreter import test_attention_kernels
+from tests.interpreter import online, test_attention_kernels
 
 
 class Mutation(NamedTuple):
@@ -128,5 +128,5 @@ def test_a_mutation_of_a_kernel_is_past_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = mutation.module.__name__.rpartition(".")[2]
-    monkeypatch.setattr(test_attention_kernels, name, mutated(mutation, tmp_path))
+    monkeypatch.setattr(online, name, mutated(mutation, tmp_path))
     assert set(mutation.wrong) <= judge()

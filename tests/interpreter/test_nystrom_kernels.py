@@ -11,6 +11,7 @@ from tests.error_budget import assert_within_budget
 from tests.nystrom_cases import (
     CASES,
     NAMES,
+    STATISTICS,
     Inputs,
     NystromTestCase,
     make_inputs,
@@ -34,12 +35,14 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     batch, heads, tokens, dim = inputs.query.shape
     out = inputs.query.new_empty(batch, tokens, heads, dim)
     lse = torch.empty(batch, heads, tokens)
-    stats = [torch.empty(batch, heads) for _ in range(4)]
-    stats.append(torch.empty(len(inputs.sample), tokens, heads * dim))
-    launch.forward(inputs.tensors, inputs.params, out, lse, stats, inputs.sample)
+    stats = torch.empty(len(STATISTICS), batch, heads)
+    captured = torch.empty(len(inputs.sample), tokens, heads * dim)
+    lengths, *numbers = inputs.params
+    tensors = *inputs.tensors, lengths
+    launch.forward(tensors, numbers, out, lse, stats, captured, inputs.sample)
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
-    launch.backward(inputs.grad, inputs.tensors, inputs.params, lse, grads)
-    return name_results(inputs, out, lse, stats, grads)
+    launch.backward(inputs.grad, tensors, numbers, lse, grads)
+    return name_results(inputs, out, lse, (stats, captured), grads)
 
 
 def check(case: NystromTestCase, dtype: torch.dtype) -> None:

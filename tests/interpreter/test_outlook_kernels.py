@@ -30,14 +30,14 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     batch, y, x, heads, dim = value.shape
     out = value.new_empty(value.shape)
     lse = torch.empty(batch, heads, *logits.shape[1:3], logits.shape[-1])
-    stats = [torch.empty(batch, heads) for _ in STATISTICS]
-    stats.append(torch.empty(len(sample), y * x, heads * dim))
-    launch.forward((value, logits), params, out, lse, stats, sample)
+    stats = torch.empty(len(STATISTICS), batch, heads)
+    captured = torch.empty(len(sample), y * x, heads * dim)
+    launch.forward((value, logits), params, out, lse, stats, captured, sample)
     grads = value.new_empty(value.shape), logits.new_empty(logits.shape)
     launch.backward(grad, (value, logits), params, lse, grads)
     found = zip(
         ("out", "lse", *STATISTICS, "heads", "dvalue", "dlogits"),
-        (out, lse, *stats, *grads),
+        (out, lse, *stats, captured, *grads),
         strict=True,
     )
     return without_the_unwritten(dict(found), sample)
@@ -70,7 +70,7 @@ def test_output_without_statistics_is_the_same() -> None:
     tensors, params = inputs[:2], inputs.params
     shape = *inputs.logits.shape[1:3], inputs.logits.shape[-1]
     found = []
-    for stats in ([torch.empty(1, 1) for _ in STATISTICS], None):
+    for stats in (torch.empty(len(STATISTICS), 1, 1), None):
         out, lse = inputs.value.new_empty(inputs.value.shape), torch.empty(1, 1, *shape)
         found.append((launch.prepare_forward(tensors, params, out, lse, stats), out, lse))
         found[-1][0].start()

@@ -8,7 +8,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention.call import four_axes
+from leaner_kernels.ops.attention.checks import four_axes
 from tests import attention_cases
 from tests.interpreter.test_attention_kernels import run_kernels
 from tests.ops.sdpa_cases import CASES, SdpaCase, assert_as_expected, expectations, make_inputs

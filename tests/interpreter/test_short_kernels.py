@@ -30,9 +30,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops.attention import launch, operators
+from leaner_kernels.ops.attention import launch, op
+from leaner_kernels.ops.attention.call import Results
 from leaner_kernels.ops.attention.kernels import short_backward, short_forward
 from leaner_kernels.ops.attention.kernels.segments import cut
+from tests.interpreter import online
 
 CUDA_CASES = cuda_cases()
 STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"
@@ -51,7 +53,7 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = short_tile(tokens, block, largest_segment=64)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
-    short_forward.prepare(tile, inputs.call, out, max_log_sum, stats).start()
+    short_forward.prepare(tile, inputs.call, out, max_log_sum, *stats).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
         short_backward.prepare(tile, inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
     return named(inputs, out, stats, grads, ds)
@@ -59,8 +61,8 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
 
 def buffers(inputs: Inputs) -> tuple:
     query, key, value, mask = *inputs[:3], inputs.attn_mask
-    out, max_log_sum = operators.new_out(query), operators.new_max_log_sum(query)
-    stats = new_stats(query, None)[:5]
+    out, max_log_sum = op.new_out(query), online.new_max_log_sum(query)
+    stats = new_stats(query, None)[:2]
     *grads, _ = new_gradients(query, key, value, mask, False)
     ds = None
     if mask is not None and mask.is_floating_point():
@@ -69,7 +71,8 @@ def buffers(inputs: Inputs) -> tuple:
 
 
 def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
-    results = {"out": out, **dict(zip(STATISTICS, stats))}
+    lse, per_head = stats
+    results = {"out": out, **dict(zip(STATISTICS, (lse, *per_head), strict=True))}
     if inputs.query.shape[1] == inputs.key.shape[1]:
         results |= dict(zip(("dq", "dk", "dv"), grads))
         if ds is not None:
@@ -99,11 +102,10 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     tile = short_tile(208, 16, largest_segment=128)
     assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
-    short_forward.prepare(
-        tile, inputs.call, out, max_log_sum, stats
-    ).start()  # one program for a head
+    # With statistics one program owns a head.
+    short_forward.prepare(tile, inputs.call, out, max_log_sum, *stats).start()
     spread, spread_max_log_sum, _, _, _ = buffers(inputs)
-    short_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None).start()
+    short_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None, None).start()
     assert torch.equal(out, spread)
     assert torch.equal(max_log_sum, spread_max_log_sum)
 
@@ -135,12 +137,14 @@ def test_what_a_gpu_runs_agrees_with_the_reference(
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = make_inputs(case, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, max_log_sum, stats)
-    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    results = Results(out, max_log_sum, *stats)
+    launch.forward(inputs.call, results)
+    launch.backward(inputs.grad, inputs.call, results, *grads, None)
     check(case, named(inputs, out, stats, grads, None))
     plain, plain_max_log_sum, _, plain_grads, _ = buffers(inputs)
-    launch.forward(inputs.call, plain, plain_max_log_sum)
-    launch.backward(inputs.grad, inputs.call, plain, plain_max_log_sum, *plain_grads, None)
+    without = Results(plain, plain_max_log_sum)
+    launch.forward(inputs.call, without)
+    launch.backward(inputs.grad, inputs.call, without, *plain_grads, None)
     exact = reference_results(make_inputs(case, torch.float16), torch.float64)
     peers = peers_of(make_inputs(case, torch.float16), torch.float16)
     for name, actual in zip(("out", "dq", "dk", "dv"), (plain, *plain_grads), strict=True):
@@ -153,8 +157,9 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
-    launch.forward(inputs.call, out, max_log_sum, stats)
-    launch.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, None)
+    results = Results(out, max_log_sum, *stats)
+    launch.forward(inputs.call, results)
+    launch.backward(inputs.grad, inputs.call, results, *grads, None)
     for name, actual in named(inputs, out, stats, grads, None).items():
         assert_within_budget(actual, peers[name], exact[name])
 

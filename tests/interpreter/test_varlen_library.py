@@ -11,8 +11,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import attention_varlen
-from leaner_kernels.ops.attention import library
-from leaner_kernels.ops.attention.library import varlen_attention
+from leaner_kernels.ops.attention import sdpa
+from leaner_kernels.ops.attention.sdpa import varlen_attention
 
 TOKENS, HEADS, DIM = 40, 2, 16
 STARTS = torch.tensor([3, 10, 10, 33], dtype=torch.int32)
@@ -42,7 +42,7 @@ def pytorchs(q: Tensor, k: Tensor, v: Tensor, *ends: Any, scale: Any, window_siz
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_no_sequence_owns_is_zero(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_varlen_attn", lambda: pytorchs)
+    monkeypatch.setattr(sdpa, "_varlen_attn", lambda: pytorchs)
     torch.manual_seed(0)
     projection = torch.randn(TOKENS, 3, HEADS, DIM)
     grad = torch.randn(TOKENS, HEADS, DIM)

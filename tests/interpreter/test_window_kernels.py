@@ -32,14 +32,15 @@ def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
     batch, y, x, _, heads, dim = qkv.shape
     params = *window, scale
     out, lse = qkv.new_empty(batch, y, x, heads, dim), torch.empty(batch, heads, y, x)
-    stats = [torch.empty(batch, heads) for _ in STATISTICS]
-    stats.append(torch.empty(len(sample), y * x, heads * dim))
-    launch.forward((qkv,), params, out, lse, stats if with_stats else None, sample)
+    stats = torch.empty(len(STATISTICS), batch, heads)
+    captured = torch.empty(len(sample), y * x, heads * dim)
+    wanted = (stats, captured, sample) if with_stats else (None, None, None)
+    launch.forward((qkv,), params, out, lse, *wanted)
     dqkv = qkv.new_empty(qkv.shape)
     launch.backward(grad, (qkv,), params, lse, (dqkv,))
     results = {"out": out, "lse": lse, "dqkv": dqkv}
     if with_stats:
-        results |= zip((*STATISTICS, "heads"), stats, strict=True)
+        results |= zip((*STATISTICS, "heads"), (*stats, captured), strict=True)
         results = without_the_unwritten(results, sample)
     return results
 

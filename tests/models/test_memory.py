@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import memory as command
 from leaner_kernels.nn import attention as attention_module
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import op
 from models import memory, papers
 from models.memory import BLOCK, Ledger, Memory, Step, paper_batch_size, predict
 from models.vit import VisionTransformer
@@ -124,7 +124,7 @@ def test_the_operators_of_a_gpu_run_in_every_architecture(architecture):
             return func(*args, **(kwargs or {}))
 
     with Names():
-        predict(partial(papers.MODELS[architecture], **TINY[architecture]), 2)
+        predict(partial(papers.constructor(architecture), **TINY[architecture]), 2)
     ours = {name for name in ran if name.startswith("leaner_kernels.")}
     assert any(name.endswith("_backward.default") for name in ours)
     # What PyTorch's equivalents on other devices would have run. The loss of a vocabulary has a
@@ -188,7 +188,7 @@ def test_gradients_in_bfloat16_are_those_of_bfloat16_weights():
 
 @pytest.mark.parametrize("architecture", ["xcit", "volo"])
 def test_batch_norms_train_in_bfloat16(architecture):
-    model = papers.MODELS[architecture](**TINY[architecture])
+    model = papers.constructor(architecture)(**TINY[architecture])
     step = Step(model, precision="bf16")
     images, labels = step.batch(2)
     step.loss(torch.rand_like(images), labels).backward()
@@ -346,10 +346,10 @@ def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packe
 
     def run():
         if is_packed:
-            params = lengths, None, 0.0, is_causal, 0.3
-            return operators.QKVPACKED.forward(qkv, *params)[0]
-        params = None, lengths, None, 0.0, is_causal, 0.3, 0.0
-        return operators.ATTENTION.forward(*separate, *params)[0]
+            numbers = 0.0, is_causal, 0.3, -1, -1
+            return op.attend_first(op.Packed, None, (qkv, lengths), numbers)[0]
+        numbers = 0.0, is_causal, 0.3, 0.0, -1, -1
+        return op.attend_first(op.Dense, None, (*separate, None, lengths), numbers)[0]
 
     expected = run()
     with memory.written_out(kept), saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leaner_kernels import attention_with_stats
-from leaner_kernels.ops.attention.call import four_axes
+from leaner_kernels.ops.attention.checks import four_axes
 from tests.error_budget import assert_within_budget
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

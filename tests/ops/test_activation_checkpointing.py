@@ -46,7 +46,7 @@ def test_it_names_every_forward_of_the_library():
 def attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float) -> Tensor:
     seed = torch.randint(2**31, (1,)) if dropout_p else None
     # In the middle, so that what is around it is there to be recomputed.
-    out = ours.attention(q.sin(), k, v, None, None, seed, dropout_p, False, 0.4, 0.0)[0]
+    out = ours.attention(q.sin(), k, v, None, None, seed, dropout_p, False, 0.4, 0.0, -1, -1)[0]
     return out.tanh()
 
 

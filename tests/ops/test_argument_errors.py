@@ -14,15 +14,16 @@ from leaner_kernels import (
     head_report,
 )
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _sharding
+from leaner_kernels.ops import sharding
 from leaner_kernels.ops._launch_cache import MAX_PROGRAMS, Launch, check_tile
+from leaner_kernels.ops.transforms import DECLARATIONS
 
 A = torch.randn(2, 5, 8)
 CALLS: dict[str, Callable[[], object]] = {
     "more programs than a launch has": lambda: Launch(None, (MAX_PROGRAMS + 1,), {}).start(),
     "rows too far apart for a tile": lambda: check_tile("rows of out", 2**8, 2**24),
-    "dropout of DTensors": lambda: _sharding.acceptable(
-        torch.ops.leaner_kernels.attention.default, None, *[None] * 6, 0.5
+    "dropout of DTensors": lambda: sharding.acceptable(
+        torch.ops.leaner_kernels.attention.default, DECLARATIONS["attention"], *[None] * 6, 0.5
     ),
     "a layer's input": lambda: ManyHeadAttention(12, num_heads=3, head_dim=4)(A),
     "a layer's skip": lambda: ManyHeadAttention(8, num_heads=2, head_dim=4)(A, skip=A[:1]),

@@ -72,7 +72,7 @@ def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None
     out = attention_qkvpacked(packed, is_causal=causal, key_lengths=key_lengths)
     assert out.is_contiguous()
     torch.testing.assert_close(out, expected)
-    operator, _ = OPS.attention_qkvpacked(packed, key_lengths, None, 0.0, causal, 10**-0.5)
+    operator, _ = OPS.attention_qkvpacked(packed, key_lengths, None, 0.0, causal, 10**-0.5, -1, -1)
     torch.testing.assert_close(operator, expected)
     grad = torch.randn_like(expected)
     (wanted,) = torch.autograd.grad(expected, packed, grad)
@@ -202,7 +202,7 @@ def test_gradcheck_with_dropout_and_grouped_queries() -> None:
     seed = torch.tensor([7])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return OPS.attention(q, k, v, None, None, seed, 0.3, False, 0.5, 0.6)[0]
+        return OPS.attention(q, k, v, None, None, seed, 0.3, False, 0.5, 0.6, -1, -1)[0]
 
     assert torch.autograd.gradcheck(function, (q, k, v))
 
@@ -212,9 +212,9 @@ def test_outputs_may_be_changed_in_place(function: str) -> None:
     q, k, v = qkv(2, 3, 5, 8, requires_grad=True)
     packed = torch.stack([t.transpose(1, 2) for t in (q, k, v)], dim=2)
     if function == "packed":
-        out = OPS.attention_qkvpacked(packed, None, None, 0.0, False, 0.3)[0]
+        out = OPS.attention_qkvpacked(packed, None, None, 0.0, False, 0.3, -1, -1)[0]
     elif function == "attention":
-        out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3, 0.0)[0]
+        out = OPS.attention(q, k, v, None, None, None, 0.0, False, 0.3, 0.0, -1, -1)[0]
     else:
         out = attention_with_stats(q, k, v).out
     expected = 2 * out
@@ -244,18 +244,18 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     seed, sample = torch.tensor([5]), torch.tensor([1, 0], dtype=torch.int32)
     mask = torch.randn(4, 7, 7, requires_grad=True)
     packed = torch.randn(2, 7, 3, 4, 6, requires_grad=True)
-    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4, 1.5)
+    out, max_log_sum = OPS.attention(q, k, v, mask, lengths, seed, 0.2, False, 0.4, 1.5, -1, -1)
     forward = q, k, v, mask, lengths, seed
     detached = [t.detach() for t in (out, q, k, v, mask, lengths, seed, out, max_log_sum)]
-    params = 0.2, False, 0.4
-    capped = *params, 1.5
+    params = 0.2, False, 0.4, -1, -1
+    capped = 0.2, False, 0.4, 1.5, -1, -1
     packed_out = OPS.attention_qkvpacked(packed, lengths, seed, *params)
     packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
     return {
         "attention": (OPS.attention.default, (*forward, *capped)),
         "attention, causal": (
             OPS.attention.default,
-            (q, k, v, None, None, None, 0.0, True, 1.0, 0.0),
+            (q, k, v, None, None, None, 0.0, True, 1.0, 0.0, -1, -1),
         ),
         "attention_with_stats": (OPS.attention_with_stats.default, (*forward, sample, *capped)),
         "attention_with_stats, no sample": (

@@ -147,7 +147,7 @@ def test_gradcheck_with_dropout_grouped_queries_and_other_keys() -> None:
     seed = torch.tensor([7])
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return OPS.attention_varlen(q, k, v, STARTS, other, 5, 5, seed, 0.3, False, 0.5)[0]
+        return OPS.attention_varlen(q, k, v, STARTS, other, seed, 5, 5, 0.3, False, 0.5, -1, -1)[0]
 
     assert torch.autograd.gradcheck(function, (q, k, v))
 
@@ -212,8 +212,8 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     k, v = (packed[:, i, :2].requires_grad_() for i in (1, 2))
     other = torch.tensor([0, 2, 2, 8], dtype=INT)
     seed, sample = torch.tensor([5]), torch.tensor([1, 2], dtype=INT)
-    params = 0.2, False, 0.4
-    inputs = q, k, v, STARTS, other, 5, 6, seed
+    params = 5, 6, 0.2, False, 0.4, -1, -1
+    inputs = q, k, v, STARTS, other, seed
     detached = [t.detach() if isinstance(t, Tensor) else t for t in inputs]
     out, max_log_sum = OPS.attention_varlen(*detached, *params)
     with_stats = OPS.attention_varlen_with_stats.default
@@ -221,7 +221,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
         "attention_varlen": (OPS.attention_varlen.default, (*inputs, *params)),
         "attention_varlen, plain": (
             OPS.attention_varlen.default,
-            (q, k, v, STARTS, STARTS, 5, 5, None, 0.0, True, 1.0),
+            (q, k, v, STARTS, STARTS, None, 5, 5, 0.0, True, 1.0, -1, -1),
         ),
         "attention_varlen_with_stats": (with_stats, (*inputs, sample, *params)),
         "attention_varlen_with_stats, no sample": (with_stats, (*inputs, None, *params)),

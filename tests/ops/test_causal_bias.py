@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import leaner_kernels as lk
 from leaner_kernels.adapters import pytorch
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops.attention import library
+from leaner_kernels.ops.attention import sdpa as sdpa_module
 
 SDPA = F.scaled_dot_product_attention
 SIZES = (5, 5), (5, 9), (9, 5)
@@ -131,7 +131,7 @@ def test_what_is_causal_alone_reads_no_mask(
         given.append((mask, is_causal))
         return q
 
-    monkeypatch.setattr(library, "_sdpa", sdpa)
+    monkeypatch.setattr(sdpa_module, "_sdpa", sdpa)
     lk.attention(*draw(rows, cols), bias(variant, rows, cols))
     assert given == [(None, True)]
 

@@ -64,7 +64,7 @@ def test_autocast_narrows_an_operator_that_is_traced() -> None:
     def run(q: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return torch.ops.leaner_kernels.attention(
-                q, q, q, None, None, None, 0.0, False, 0.4, 0.0
+                q, q, q, None, None, None, 0.0, False, 0.4, 0.0, -1, -1
             )[0]
 
     expected, actual = run(q), torch.compile(run, fullgraph=True, backend="aot_eager")(q)

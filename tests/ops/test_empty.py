@@ -30,8 +30,7 @@ from leaner_kernels.ops.attention import (
     attention_qkvpacked,
     attention_qkvpacked_with_stats,
     attention_varlen_with_stats,
-    operators,
-    varlen,
+    op,
 )
 from leaner_kernels.ops.covariance import (
     channel_attention_with_stats,
@@ -208,20 +207,21 @@ def test_modules_take_an_empty_batch_and_capture_nothing_of_it(name: str, captur
 def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     empty, some = torch.randn(0, 3, 7, 8), torch.randn(2, 3, 7, 8)
     none = some[:, :, :0]
-    params = 0.0, False, None
-    capped = *params, 0.0
+    params = 0.0, False, None, -1, -1
+    capped = 0.0, False, None, 0.0, -1, -1
     for q, k in ((empty, empty), (some, none), (none, some)):
-        out, rows = operators.ATTENTION.cuda.forward(q, k, k, None, None, None, *capped)
+        out, rows = op.attend_cuda(op.Dense, q, k, k, None, None, None, *capped)
         assert out.shape == q.shape
-        assert len(operators.ATTENTION.cuda.with_stats(q, k, k, *(None,) * 4, *capped)) == 8
+        arguments = q, k, k, *(None,) * 4, *capped
+        assert len(op.attend_with_stats_cuda(op.Dense, *arguments)) == 5
         saved = q, k, k, None, None, None, out, rows
-        dq, dk, dv, _ = operators.ATTENTION.cuda.backward(q, *saved, *capped, False)
+        dq, dk, dv, _ = op.differentiate_cuda(op.Dense, q, *saved, *capped, False)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
     tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
-    arguments = tokens, tokens, tokens, starts, starts, 0, 0, None
-    out, rows = varlen.VARLEN.cuda.forward(*arguments, *params)
+    arguments, params = (tokens, tokens, tokens, starts, starts, None), (0, 0, *params)
+    out, rows = op.attend_cuda(op.Varlen, *arguments, *params)
     assert not out.any()
-    for t in varlen.VARLEN.cuda.backward(tokens, *arguments, out, rows, *params):
+    for t in op.differentiate_cuda(op.Varlen, tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
 

@@ -15,8 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import ops
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _flops
 from leaner_kernels.ops._imports import after_import
+from leaner_kernels.ops.transforms import DECLARATIONS, flop_formulas
 from models.memory import _AsOnGpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,10 +45,10 @@ def test_attention_counts_two_products_and_five_in_the_backward(
     product = 2 * 2 * heads * rows * cols * 8
     q = random(2, heads, rows, 8)
     k, v = random(2, key_heads, cols, 8), random(2, key_heads, cols, 8)
-    others = None, None, None, 0.0, causal, 0.3, 0.0
+    others = None, None, None, 0.0, causal, 0.3, 0.0, -1, -1
     run = lambda *t: ours.attention(*t, *others)[0]  # noqa: E731
     assert counted(run, q, k, v) == (2 * product, 5 * product)
-    others = None, None, None, None, 0.0, causal, 0.3, 0.0
+    others = None, None, None, None, 0.0, causal, 0.3, 0.0, -1, -1
     run = lambda *t: ours.attention_with_stats(*t, *others)[0]  # noqa: E731
     assert counted(run, q, k, v) == (2 * product, 5 * product)
 
@@ -58,11 +58,11 @@ def test_attention_counts_as_pytorchs_does_on_a_gpu():
         q, k = torch.empty(2, 3, 7, 8, device="cuda"), torch.empty(2, 3, 9, 8, device="cuda")
         theirs = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse, *random_state = theirs(q, k, k, None, True)
-        ours.attention(q, k, k, None, None, None, 0.0, False, 1.0, 0.0)
+        ours.attention(q, k, k, None, None, None, 0.0, False, 1.0, 0.0, -1, -1)
         wanted = True, True, True, False
         theirs = torch.ops.aten._scaled_dot_product_efficient_attention_backward
         theirs(q, q, k, k, None, out, lse, *random_state, 0.0, wanted)
-        others = None, None, None, q, lse, 0.0, False, 1.0, 0.0, False
+        others = None, None, None, q, lse, 0.0, False, 1.0, 0.0, -1, -1, False
         ours.attention_backward(q, q, k, k, *others)
     forward, forward_too, backward, backward_too = counter.get_flop_counts()["Global"].values()
     assert forward == forward_too == 4 * 2 * 3 * 7 * 9 * 8
@@ -72,16 +72,16 @@ def test_attention_counts_as_pytorchs_does_on_a_gpu():
 def test_packed_and_varlen_count_as_the_same_sequences_apart():
     qkv = random(2, 7, 3, 4, 8)
     expected = 4 * 2 * 4 * 49 * 8, 10 * 2 * 4 * 49 * 8
-    assert counted(lambda t: ours.attention_qkvpacked(t, None, None, 0.0, False, 1.0)[0], qkv) == (
-        expected
-    )
+    assert counted(
+        lambda t: ours.attention_qkvpacked(t, None, None, 0.0, False, 1.0, -1, -1)[0], qkv
+    ) == (expected)
     starts = torch.tensor([0, 7, 14], dtype=torch.int32)
     tokens = [t.reshape(14, 4, 8) for t in qkv.detach().unbind(2)]
     tokens = [t.requires_grad_() for t in tokens]
 
     def varlen(*t: Tensor, starts: Tensor = starts, longest: int = 7) -> Tensor:
-        sequences = starts, starts, longest, longest
-        return ours.attention_varlen(*t, *sequences, None, 0.0, False, 1.0)[0]
+        numbers = longest, longest, 0.0, False, 1.0, -1, -1
+        return ours.attention_varlen(*t, starts, starts, None, *numbers)[0]
 
     assert counted(varlen, *tokens) == expected
     uneven = torch.tensor([0, 5, 12], dtype=torch.int32)
@@ -130,11 +130,14 @@ def test_an_operator_counts_the_products_that_it_is_composed_of(name):
     with sdpa_kernel(SDPBackend.MATH):
         forward, backward = counted(compose, *tensors)
     # Autograd keeps what an operator computes again: all products but the last.
-    backward += forward - _flops.PRODUCTS[name](*tensors, *params).last
+    backward += forward - DECLARATIONS[name].flops(*tensors, *params).last
     operator, with_stats = getattr(ours, name), getattr(ours, f"{name}_with_stats")
     assert counted(lambda *t: operator(*t, *params)[0], *tensors) == (forward, backward)
     sample = torch.zeros(1, dtype=torch.int32)
-    assert counted(lambda *t: with_stats(*t, sample, *params)[0], *tensors) == (forward, backward)
+    names = [argument.name for argument in with_stats.default._schema.arguments]
+    params = [*params]
+    params.insert(names.index("sample") - len(tensors), sample)
+    assert counted(lambda *t: with_stats(*t, *params)[0], *tensors) == (forward, backward)
 
 
 def test_on_a_gpu_the_public_functions_and_modules_count_as_on_the_cpu():
@@ -156,7 +159,7 @@ def test_on_a_gpu_the_public_functions_and_modules_count_as_on_the_cpu():
 def test_every_attention_operator_has_a_formula():
     names = torch._C._dispatch_get_all_op_names()
     defined = {n.split("::")[1] for n in names if n.startswith("leaner_kernels::")}
-    assert {name for name, _ in _flops.formulas()} == {n for n in defined if "attention" in n}
+    assert {name for name, _ in flop_formulas()} == {n for n in defined if "attention" in n}
 
 
 def test_what_is_to_follow_an_import_is_called_after_it_or_now(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import tomllib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
-from leaner_kernels.ops import attention as calls
-from leaner_kernels.ops.attention import library
-from leaner_kernels.ops.attention.library import faster_library, faster_varlen, find_rule
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops.attention import dispatch, sdpa
+from leaner_kernels.ops.attention.dispatch import (
+    find_rule_of_library,
+    library_of,
+    varlen_library_of,
+)
 from tests.compile_cases import library_call
 
+ALL = -1, -1  # a window without limits
 ROOT = Path(__file__).resolve().parents[2]
 RULES = """
 [[gpus]]
@@ -34,24 +40,26 @@ rules = [{ varlen = false, causal = false, backward = false, head_dim = 128, tok
 
 
 @pytest.fixture(autouse=True)
-def rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)  # which every other test has on
-    monkeypatch.setattr(library, "RULES", library.read_rules(RULES))
-    monkeypatch.setattr(library, "capability", lambda _: 90)
+    monkeypatch.setattr(dispatch, "RULES", dispatch.read_rules(RULES))
+    with _tiles.assume(90):
+        yield
 
 
 def choose(rows: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **call: Any) -> Any:
     query = torch.empty(1, 1, rows, dim, dtype=dtype)
-    others = call.get("mask"), call.get("lengths"), call.get("dropout_p", 0.0)
-    causal, scale = call.get("causal", False), call.get("scale", 0.125)
-    return faster_library((query,), rows, call.get("cols", rows), causal, scale, *others)
+    key = torch.empty(1, 1, call.get("cols", rows), dim, dtype=dtype)
+    numbers = call.get("dropout_p", 0.0), call.get("causal", False), call.get("scale", 0.125)
+    tensors, window = (call.get("mask"), call.get("lengths")), call.get("window", (-1, -1))
+    return library_of(query, key, key, *tensors, *numbers, 0.0, *window)
 
 
 def test_a_rule_holds_from_its_first_to_its_last_length() -> None:
     lengths = 255, 256, 257, 511, 512, 10**6
     assert [choose(rows) is not None for rows in lengths] == [False, True, False, False, True, True]
-    assert choose(256) == (256, 256, "bench/results/some.json")
-    assert choose(512) == (512, None, "bench/results/some.json")
+    assert choose(256).reason == "faster at 256 to 256 tokens (bench/results/some.json)"
+    assert choose(512).reason == "faster from 512 tokens on (bench/results/some.json)"
 
 
 def test_a_head_dimension_takes_the_rules_of_the_next_that_has_some() -> None:
@@ -60,12 +68,12 @@ def test_a_head_dimension_takes_the_rules_of_the_next_that_has_some() -> None:
     ] * 2 + [False]
 
 
-def test_other_gpus_take_the_rules_that_name_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "capability", lambda _: 120)
-    assert [choose(rows, dim) is not None for rows in (299, 300) for dim in (32, 128)] == [
-        *(False, False),
-        *(True, True),
-    ]
+def test_other_gpus_take_the_rules_that_name_none() -> None:
+    with _tiles.assume(120):
+        assert [choose(rows, dim) is not None for rows in (299, 300) for dim in (32, 128)] == [
+            *(False, False),
+            *(True, True),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +88,7 @@ def test_other_gpus_take_the_rules_that_name_none(monkeypatch: pytest.MonkeyPatc
         {"mask": torch.ones(1)},
         {"lengths": torch.ones(1, dtype=torch.int32)},
         {"dropout_p": 0.1},
+        {"window": (8, 0)},
     ],
     ids=str,
 )
@@ -90,9 +99,10 @@ def test_what_the_rule_does_not_name_stays_here(call: dict[str, Any]) -> None:
 
 def test_a_call_with_a_backward_has_rules_of_its_own() -> None:
     query = torch.empty(1, 1, 600, 64, dtype=torch.bfloat16, requires_grad=True)
-    assert faster_library((query,), 600, 600, False, None) is None
+    call = query, query, query, None, None, 0.0, False, None, 0.0, -1, -1
+    assert library_of(*call) is None
     with torch.no_grad():
-        assert faster_library((query,), 600, 600, False, None) is not None
+        assert library_of(*call) is not None
 
 
 def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
@@ -105,10 +115,11 @@ def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
 def test_the_mean_length_of_a_varlen_batch_counts(tokens: int, expected: bool) -> None:
     query = torch.empty(4 * tokens, 1, 64, dtype=torch.bfloat16, requires_grad=True)
     starts = torch.zeros(5, dtype=torch.int32)
-    given = query, query, query, starts, False, None
-    assert (faster_varlen(*given, 0.0) is not None) == expected
-    assert faster_varlen(*given, 0.1) is None
-    assert faster_varlen(*given[:1], query[1:], query[1:], *given[3:], 0.0) is None
+    given = query, query, query, starts, None, False, None
+    assert (varlen_library_of(*given, 0.0, ALL) is not None) == expected
+    assert varlen_library_of(*given, 0.1, ALL) is None
+    assert varlen_library_of(*given, 0.0, (4, 0)) is None
+    assert varlen_library_of(query, query[1:], query[1:], *given[3:], 0.0, ALL) is None
 
 
 def test_varlen_of_other_tensors_and_without_flash_attention_stays_here(
@@ -118,24 +129,27 @@ def test_varlen_of_other_tensors_and_without_flash_attention_stays_here(
         pass
 
     query, starts = torch.empty(400, 1, 64, dtype=torch.bfloat16), torch.zeros(5)
-    given = query, query, starts, False, None, 0.0, True
-    assert faster_varlen(query, *given) is not None
-    assert faster_varlen(query.as_subclass(Other), *given) is None
+    given = query, query, starts, None, False, None, 0.0, ALL, True
+    assert varlen_library_of(query, *given) is not None
+    assert varlen_library_of(query.as_subclass(Other), *given) is None
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert faster_varlen(query, *given) is None
+    assert varlen_library_of(query, *given) is None
 
 
 def test_varlen_stays_here_on_gpus_that_pytorchs_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(library, "capability", lambda _: 75)
-    monkeypatch.setattr(library, "find_rule", lambda *call: library.Rule(0, None, "a test"))
+    rule = dispatch.Rule(0, None, "a test")
+    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
     query = torch.empty(400, 1, 64, dtype=torch.bfloat16)
-    assert faster_varlen(query, query, query, torch.zeros(5), False, None, 0.0) is None
+    call = query, query, query, torch.zeros(5), None, False, None, 0.0, ALL
+    assert varlen_library_of(*call) is not None
+    with _tiles.assume(75):
+        assert varlen_library_of(*call) is None
 
 
 def test_the_file_that_ships_says_what_each_rule_rests_on() -> None:
-    text = (library.resources.files("leaner_kernels.ops.attention") / "library.toml").read_text()
+    text = (dispatch.resources.files("leaner_kernels.ops.attention") / "library.toml").read_text()
     sections = tomllib.loads(text)["gpus"]
     assert [section["capabilities"] for section in sections].count([]) == 1
     for section in sections:
@@ -155,10 +169,10 @@ def test_the_file_that_ships_says_what_each_rule_rests_on() -> None:
 def test_long_calls_reach_pytorch_on_every_gpu(
     gpu: int, dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = (library.resources.files("leaner_kernels.ops.attention") / "library.toml").read_text()
-    monkeypatch.setattr(library, "RULES", library.read_rules(text))
+    text = (dispatch.resources.files("leaner_kernels.ops.attention") / "library.toml").read_text()
+    monkeypatch.setattr(dispatch, "RULES", dispatch.read_rules(text))
     for causal in (False, True):
-        assert find_rule(gpu, False, causal, True, dim, 4096) is not None
+        assert find_rule_of_library(gpu, False, causal, True, dim, 4096) is not None
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
@@ -166,9 +180,6 @@ def test_a_call_that_goes_to_a_library_is_one_compiled_graph(
     packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, made to choose as on a GPU; tests/gpu has the same on one."""
-    monkeypatch.setattr(calls, "transformed", lambda _: True)
-    monkeypatch.setattr(library, "transformed", lambda _: False)
-    monkeypatch.setattr(calls, "library_attention", None)  # what a CPU takes without a choice
     torch.testing.assert_close(*library_call(packed, "cpu", monkeypatch))
 
 
@@ -181,7 +192,7 @@ def wide(*shape: int) -> list[Tensor]:
 
 
 def test_wide_heads_are_pytorchs_with_one_warning() -> None:
-    library._warn_of_width.cache_clear()
+    sdpa._warn_of_width.cache_clear()
     q, k, v = wide(2, 3, 20)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     with pytest.warns(UserWarning, match="head dimension 160 is above 128"):
@@ -210,15 +221,15 @@ def test_wide_heads_keep_masks_lengths_and_the_packed_layout() -> None:
 
 def test_wide_heads_on_a_gpu_never_reach_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask whose values nobody can read, and a gradient: PyTorch's, in the dtype of the query."""
-    monkeypatch.setattr(library.ops, "attention", None)
+    monkeypatch.setattr(sdpa.ops, "attention", None)
     masks = []
-    sdpa = library._sdpa
+    pytorchs = sdpa._sdpa
 
     def watched(*given: Any, **params: Any) -> Tensor:
         masks.append(given[3])
-        return sdpa(*given, **params)
+        return pytorchs(*given, **params)
 
-    monkeypatch.setattr(library, "_sdpa", watched)
+    monkeypatch.setattr(sdpa, "_sdpa", watched)
     with FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         q = torch.empty(2, 3, 20, 160, dtype=torch.bfloat16, device="cuda", requires_grad=True)

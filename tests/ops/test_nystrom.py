@@ -219,14 +219,14 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
         for suffix in ("", "_with_stats", "_backward")
     )
     for lengths in (None, LENGTHS):
-        params = lengths, 4, 0.2, 3, lengths is not None
-        out, lse = plain(*given, *params)
-        detached = [t.detach() for t in (out, *given, lse)]
+        params = 4, 0.2, 3, lengths is not None
+        out, lse = plain(*given, lengths, *params)
+        saved = [out.detach(), *(t.detach() for t in given), lengths, lse.detach()]
         padded = "" if lengths is None else ", padded"
         found |= {
-            f"plain{padded}": (plain, (*given, *params)),
-            f"with_stats{padded}": (with_stats, (*given, sample, *params)),
-            f"backward{padded}": (backward, (*detached, *params)),
+            f"plain{padded}": (plain, (*given, lengths, *params)),
+            f"with_stats{padded}": (with_stats, (*given, lengths, sample, *params)),
+            f"backward{padded}": (backward, (*saved, *params)),
         }
     return found | {"with_stats, no sample": (with_stats, (*given, None, None, 4, 0.2, 3, False))}
 

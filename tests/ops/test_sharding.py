@@ -32,13 +32,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leaner_kernels import KappaMonitor, attention, attention_with_stats
 from leaner_kernels.nn import ManyHeadAttention, WindowAttention
-from leaner_kernels.ops import _sharding
-from leaner_kernels.ops._sharding import SHARDINGS
+from leaner_kernels.ops import sharding
+from leaner_kernels.ops.transforms import DECLARATIONS
 from leaner_kernels.tensor_parallel import SplitHeads
 from tests import two_ranks
 
 ours = torch.ops.leaner_kernels
 Call = Callable[..., tuple[Tensor, ...]]
+
+
+def _differentiable(name: str) -> list[str]:
+    """Name the inputs of an operator that have gradients."""
+    returns = getattr(ours, f"{name}_backward").default._schema.returns
+    return [result.name.removeprefix("d") for result in returns]
 
 
 def random(*shape: int) -> Tensor:
@@ -49,18 +55,18 @@ FOUR, GROUPED, PACKED = (4, 6, 5, 8), (4, 2, 5, 8), (4, 6, 3, 4, 8)
 # Of each operator: the shapes of its differentiable inputs, and the arguments after them and after
 # the sample's place.
 OPERATORS: dict[str, tuple[list[tuple[int, ...]], list[Any], list[Any]]] = {
-    "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3, 1.5]),
-    "attention_qkvpacked": ([PACKED], [None, None], [0.0, True, 0.3]),
+    "attention": ([FOUR, FOUR, FOUR], [None, None, None], [0.0, False, 0.3, 1.5, -1, -1]),
+    "attention_qkvpacked": ([PACKED], [None, None], [0.0, True, 0.3, -1, -1]),
     "attention_varlen": (
         [(9, 4, 8)] * 3,
-        [torch.tensor([0, 4, 9], dtype=torch.int32)] * 2 + [5, 5, None],
-        [0.0, False, 0.3],
+        [torch.tensor([0, 4, 9], dtype=torch.int32)] * 2 + [None],
+        [5, 5, 0.0, False, 0.3, -1, -1],
     ),
     "cross_covariance_attention": ([PACKED, (4,)], [], [1e-12]),
     "channel_attention": ([PACKED], [], [0.3]),
     "window_attention": ([(4, 4, 6, 3, 4, 8)], [], [2, 3, 0.3]),
     "outlook_attention": ([(4, 5, 6, 4, 8), (4, 5, 6, 4, 9, 9)], [], [3, 1, 1, 0.3]),
-    "nystrom_attention": ([(4, 2, 12, 8)] * 3, [], [None, 4, 0.3, 3, False]),
+    "nystrom_attention": ([(4, 2, 12, 8)] * 3, [None], [4, 0.3, 3, False]),
 }
 
 
@@ -97,7 +103,7 @@ def operators() -> dict[str, dict]:
             for t in before
         ]
         for kind, way in enumerate(("batch", "heads")):
-            pairs = list(SHARDINGS[name].inputs.values())
+            pairs = [DECLARATIONS[name].pair(tensor) for tensor in _differentiable(name)]
             if pairs[0][kind] is None:
                 continue
             axes = {id(t): pair[kind] for t, pair in zip(inputs, pairs)}
@@ -324,8 +330,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name):
-    axes = SHARDINGS[name]
-    ways = [way for kind, way in enumerate(("batch", "heads")) if axes.out[kind] is not None]
+    out = DECLARATIONS[name].pair("out")
+    inputs = [DECLARATIONS[name].pair(tensor) for tensor in _differentiable(name)]
+    ways = [way for kind, way in enumerate(("batch", "heads")) if out[kind] is not None]
     assert "heads" in ways
     for way in ways:
         case = found[f"{name} {way}"]
@@ -333,10 +340,8 @@ def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name)
         assert case["spoken"] == 0
         kind = ("batch", "heads").index(way)
         # Ranks add up the gradient of what each has whole.
-        gradients = [
-            "P(sum)" if pair[kind] is None else f"S({pair[kind]})" for pair in axes.inputs.values()
-        ]
-        laid = [f"S({axes.out[kind]})", *gradients[: len(case["placements"]) - 1]]
+        gradients = ["P(sum)" if pair[kind] is None else f"S({pair[kind]})" for pair in inputs]
+        laid = [f"S({out[kind]})", *gradients[: len(case["placements"]) - 1]]
         assert case["placements"] == laid
 
 
@@ -385,7 +390,7 @@ def test_dropout_of_dtensors_is_refused_also_after_a_call_without(found):
 def test_a_pytorch_without_the_registry_is_named_and_not_broken(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor.experimental", None)
     with pytest.warns(UserWarning, match="DTensor will not know leaner_kernels' operators"):
-        _sharding.register()
+        sharding.register()
 
 
 def test_separate_projections_split_by_pytorchs_own_styles(found):

@@ -10,9 +10,10 @@ import torch
 
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule, Tile, Tiles, rule
-from leaner_kernels.ops.attention import launch
-from leaner_kernels.ops.attention.call import Call, features, online_tile
-from leaner_kernels.ops.attention.kernels import online_backward, short_backward, short_forward
+from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.dispatch import features, online_tile
+from leaner_kernels.ops.attention.kernels import online_backward
 from tests.tile_tables import PACKAGE, TABLES
 
 FEATURES = {"mask", "dropout", "shared", "padded_dim", "unaligned"}
@@ -133,12 +134,12 @@ def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(gpu: int) -> Non
     bert, gpt, tnt = half(24, 128, 32), half(16, 64, 32), half(4, 16, 10)
     odd = features(None, None, tnt)
     assert odd == {"padded_dim", "unaligned"}
-    for tiles in (short_forward.TILES, short_forward.STATISTICS_TILES, short_backward.TILES):
-        assert launch.short_tile(tiles, tnt, tnt, odd)
-        assert launch.short_tile(tiles, gpt, gpt, nothing)
+    for kernel in ("short_forward", "short_forward_statistics", "short_backward"):
+        assert dispatch.short_tile(kernel, tnt, tnt, odd)
+        assert dispatch.short_tile(kernel, gpt, gpt, nothing)
     # Those in Gluon come first, but on Ampere have no head dimension that does not fill its tile.
     for query in (bert, half(12, 197, 48)):
-        tile = launch.short_tile(short_forward.TILES, query, query, features(None, None, query))
+        tile = dispatch.short_tile("short_forward", query, query, features(None, None, query))
         assert (tile is None) == (gpu == 90)
 
 
@@ -148,13 +149,13 @@ def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor | None = None, **res
     call = Call(query, key, key, None, None, None, 0.0, False, 0.1)._replace(**rest)
     like = torch.empty_like(query)
     with _tiles.assume(gpu):
-        return launch.choose_backward(call, like, like, like, key, key).kernel
+        return dispatch.choose_backward(call, like, like, like, key, key).kernel
 
 
 def forward_of(gpu: int, query: torch.Tensor) -> str:
     call = Call(query, query, query, None, None, None, 0.0, False, 0.1)
     with _tiles.assume(gpu):
-        return launch.choose_forward(call, torch.empty_like(query)).kernel
+        return dispatch.choose_forward(call).kernel
 
 
 @in_gluon
@@ -195,13 +196,13 @@ def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None
     def tuned(q: torch.Tensor, **rest: object) -> bool:
         """Whether the rule is one of some GPUs."""
         call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
-        tile = online_tile(online_backward.TILES, call, varlen=False)
+        tile = online_tile("online_backward", call)
         return any(tile is row.tile for row in online_backward.TILES.rules if row.gpus)
 
     long = half(4, 1024, 32)
     assert tuned(long)
     call = Call(long, long, long, None, None, None, 0.0, True, 0.1)
-    assert online_tile(online_backward.TILES, call, varlen=False)["BLOCK_N"] == 64
+    assert online_tile("online_backward", call)["BLOCK_N"] == 64
     assert tuned(half(4, 1024, 64)) == (gpu != 86)
     assert tuned(half(4, 1024, 80)) == (gpu != 90)
     assert not tuned(long, seed=torch.zeros(1), dropout_p=0.1)
@@ -223,21 +224,20 @@ def test_a_maximum_before_scaling_needs_a_positive_scale(gpu: int, scale: float)
     query = half(4, 64, 64)
     wanted = scaled_by(scale)
     assert wanted == {"scale"}
-    assert launch.short_tile(short_forward.TILES, query, query, wanted) is None
-    assert launch.short_tile(short_forward.TILES, query, query, scaled_by(1e-20))
+    assert dispatch.short_tile("short_forward", query, query, wanted) is None
+    assert dispatch.short_tile("short_forward", query, query, scaled_by(1e-20))
 
 
 def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(gpu: int) -> None:
     single = torch.empty(1, 2, 64, 64, device="meta")
-    assert launch.short_tile(short_forward.TILES, single, single, frozenset()) is None
+    assert dispatch.short_tile("short_forward", single, single, frozenset()) is None
     assert (
-        launch.short_tile(short_forward.TILES, half(2, 1024, 64), half(2, 1024, 64), frozenset())
+        dispatch.short_tile("short_forward", half(2, 1024, 64), half(2, 1024, 64), frozenset())
         is None
     )
     everything = frozenset(FEATURES)
     assert (
-        launch.short_tile(short_forward.TILES, half(2, 197, 42), half(2, 197, 42), everything)
-        is None
+        dispatch.short_tile("short_forward", half(2, 197, 42), half(2, 197, 42), everything) is None
     )
 
 
@@ -246,9 +246,9 @@ def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
     query = half(2, 64, 48)
     assert features(mask, None, query) == {"mask", "padded_dim"}
     assert features(None, seed, half(2, 64, 64)) == {"dropout"}
-    plain = launch.short_tile(short_backward.TILES, half(2, 64, 64), half(2, 64, 64), frozenset())
-    dropout = launch.short_tile(
-        short_backward.TILES, half(2, 64, 64), half(2, 64, 64), frozenset({"dropout"})
+    plain = dispatch.short_tile("short_backward", half(2, 64, 64), half(2, 64, 64), frozenset())
+    dropout = dispatch.short_tile(
+        "short_backward", half(2, 64, 64), half(2, 64, 64), frozenset({"dropout"})
     )
     assert plain is not None
     assert dropout is not None

@@ -12,7 +12,7 @@ from torch import Tensor
 from bench.attention.cases import CASES
 from leaner_kernels import attention
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops.attention import operators
+from leaner_kernels.ops.attention import op
 from models.tnt import InnerAttention
 from tests.attention_cases import Inputs, peers_of, reference_results
 from tests.error_budget import assert_within_budget
@@ -32,7 +32,7 @@ def calls(device: str, sequences: int) -> dict[str, list[Tensor]]:
     qk = torch.randn(sequences, TOKENS, 2, HEADS, DIM, **options)
     v = torch.randn(sequences, TOKENS, HEADS, DIM, **options)
     qkv = torch.randn(sequences, TOKENS, 3, HEADS, DIM, **options)
-    return {"timm": timms_views(qk, v), "packed": list(operators.split_qkv(qkv))}
+    return {"timm": timms_views(qk, v), "packed": list(op.split_qkv(qkv))}
 
 
 def test_the_benchmark_has_its_shape() -> None:
@@ -51,11 +51,11 @@ def test_a_program_owns_whole_sequences_on_every_gpu(
 
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     inputs = calls("meta", SEQUENCES)[form]
-    params = None, None, None, 0.0, False, DIM**-0.5, 0.0
+    nothing, numbers = (None, None, None), (0.0, False, DIM**-0.5, 0.0, -1, -1)
     with recorded() as launches:
-        out, max_log_sum = operators.ATTENTION.cuda.forward(*inputs, *params)
-        results = *inputs, *params[:3], out, max_log_sum, *params[3:], False
-        operators.ATTENTION.cuda.backward(out, *results)
+        out, max_log_sum = op.attend_cuda(op.Dense, *inputs, *nothing, *numbers)
+        saved = *inputs, *nothing, out, max_log_sum
+        op.differentiate_cuda(op.Dense, out, *saved, *numbers, False)
     assert [launch.name for launch in launches] == [
         "_warp_multihead_fwd_kernel",
         "_warp_multihead_bwd_kernel",

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
-from leaner_kernels.ops import _vmap
+from leaner_kernels.ops import transforms
 from tests.transform_cases import EXAMPLES, OPS, calls, integers, of_floats, several, to_float
 
 
@@ -50,8 +50,7 @@ def other_maps() -> dict[str, tuple[str, tuple[Any, ...], tuple[int | None, ...]
     sample = integers(1, 0, 1, 1, 0, 0).view(EXAMPLES, 2)
     seeds = torch.arange(EXAMPLES)[:, None]
     tokens, starts = torch.randn(6, 2, 3), integers(0, 2, 6, 0, 3, 5, 1, 4, 4).view(EXAMPLES, 3)
-    params = 0.5, False, 0.4
-    capped, nowhere = (*params, 0.0), (None,) * 4
+    capped, nowhere = (0.5, False, 0.4, 0.0, -1, -1), (None,) * 6
     plain = "attention_with_stats"
     return {
         "own masks": (
@@ -71,8 +70,8 @@ def other_maps() -> dict[str, tuple[str, tuple[Any, ...], tuple[int | None, ...]
         ),
         "own sequences": (
             "attention_varlen_with_stats",
-            (tokens, tokens, tokens, starts, starts, 4, 4, None, integers(1), 0.0, True, 0.4),
-            (None, None, None, 0, 0, *(None,) * 7),
+            (*(tokens,) * 3, starts, starts, None, integers(1), 4, 4, 0.0, True, 0.4, -1, -1),
+            (None, None, None, 0, 0, *(None,) * 9),
         ),
     }
 
@@ -97,8 +96,8 @@ def test_vmap_keeps_an_entry_past_an_example_out_of_the_next_one() -> None:
         calls.append(args[1])
         return args[0]
 
-    axes = 0, _vmap.ENTRIES
-    _vmap.folded(record, EXAMPLES, (0, None), (q, integers(1, 2, -1)), axes, (0,))
+    axes = 0, transforms.ENTRIES
+    transforms.folded(record, EXAMPLES, (0, None), (q, integers(1, 2, -1)), axes, (0,))
     assert calls[0].tolist() == [1, -1, -1, 3, -1, -1, 5, -1, -1]
 
 
@@ -107,7 +106,9 @@ def test_a_mask_that_examples_share_gets_the_gradient_of_each() -> None:
     q, mask = torch.randn(EXAMPLES, 2, 4, 3, 2), torch.randn(4, 1, 3)
 
     def loss(mask: Tensor, q: Tensor) -> Tensor:
-        return OPS.attention(q, q, q, mask, None, None, 0.0, False, 0.4, 0.0)[0].square().sum()
+        return (
+            OPS.attention(q, q, q, mask, None, None, 0.0, False, 0.4, 0.0, -1, -1)[0].square().sum()
+        )
 
     actual = torch.vmap(torch.func.grad(loss), (None, 0))(mask, q)
     for i in range(EXAMPLES):

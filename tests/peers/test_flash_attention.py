@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import attention
-from leaner_kernels.ops.attention.call import draw_seed
+from leaner_kernels.ops.attention.op import draw_seed
 from leaner_kernels.ops.attention.reference import keep_mask
 from tests.error_budget import assert_within_budget
 from tests.peers.flash_grid import (

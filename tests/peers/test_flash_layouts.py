@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
-from leaner_kernels.ops.attention.call import draw_seed
+from leaner_kernels.ops.attention.op import draw_seed
 from leaner_kernels.ops.attention.reference import keep_mask
 from tests.peers.flash_grid import DIMS, DTYPES, HEADS, plain, random, results, seen
 from tests.peers.test_flash_attention import SOURCE, Results, judge

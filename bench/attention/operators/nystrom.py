@@ -81,16 +81,16 @@ class NystromCase:
         return self.head_dim, self.landmarks
 
     @property
-    def meta_inputs(self) -> tuple[Tensor, ...]:
-        """Queries, keys and values of the operator, as one projection lays them out."""
+    def meta_inputs(self) -> tuple[Tensor | None, ...]:
+        """Queries, keys and values of the operator, as one projection lays them; no lengths."""
         shape = self.batch, self.tokens, 3, self.heads, self.head_dim
         packed = torch.empty(shape, dtype=self.dtype, device="meta")
-        return packed.permute(2, 0, 3, 1, 4).unbind(0)
+        return *packed.permute(2, 0, 3, 1, 4).unbind(0), None
 
     @property
     def operator_params(self) -> tuple[Any, ...]:
         """What the operator takes beside tensors."""
-        return None, self.landmarks, self.scale, ITERATIONS, False
+        return self.landmarks, self.scale, ITERATIONS, False
 
     def bytes(self, direction: str) -> int:
         """Least traffic: each tensor read or written once; a backward may recompute the rest."""

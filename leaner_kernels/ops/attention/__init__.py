@@ -2,42 +2,36 @@
 
 Limits of the kernels: head dimension 1 to 128, because one tile of K and of V must fit on chip; the
 last axis contiguous, because loads are vectors along it. PyTorch's function takes wider heads.
+
+A call goes on to ``checks``, ``dispatch``, ``op``, ``launch`` and ``kernels``, in this order. On a
+GPU one like a call before goes to ``op`` at once, which launches the same kernel again.
 """
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec
 
+import torch
 from torch import Tensor
 
 from .. import _hooks
-from .._checks import (
-    ANY_HEAD_DIM,
-    MAX_HEAD_DIM,
-    autocast,
-    check_device,
-    check_scale,
-)
-from .._stats import AttentionStats
-from . import fast_path, operators
-from .call import (
+from .._checks import ANY_HEAD_DIM, MAX_HEAD_DIM, autocast, check_device, check_scale
+from .._launch_cache import signature_of
+from ..statistics import AttentionStats, attention_stats
+from . import dispatch, op, sdpa
+from .checks import (
+    NO_WINDOW,
     check_packed,
     check_params,
     check_query_key_value,
     check_softcap,
-    draw_seed,
+    check_varlen,
     four_axes,
+    plain_mask,
 )
-from .causal_bias import plain_mask
 from .explain import Explanation, Route, explain
-from .fast_path import with_fast_path
 from .jagged import attention_jagged, is_jagged
-from .library import (
-    faster_library,
-    library_attention,
-    long_attention,
-    transformed,
-    wide_attention,
-)
-from .varlen import attention_varlen, attention_varlen_with_stats
 
 __all__ = [
     "AttentionStats",
@@ -52,8 +46,43 @@ __all__ = [
     "explain",
 ]
 
+Parameters = ParamSpec("Parameters")
+# What flash-attention, xFormers and others call the arguments that are named as PyTorch's here.
+PYTORCHS_NAMES = {
+    "causal": "is_causal",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "dropout": "dropout_p",
+    "p": "dropout_p",
+    "mask": "attn_mask",
+    "attention_mask": "attn_mask",
+    "attn_bias": "attn_mask",
+}
 
-@with_fast_path(fast_path.ATTENTION)
+
+def _pytorchs_names(function: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
+    """Say in the error of an argument with another library's name what it is called here."""
+    names = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            for name in kwargs.keys() - names.keys():
+                if (ours := PYTORCHS_NAMES.get(name)) in names:
+                    raise TypeError(
+                        f"{function.__name__}() has no argument {name!r}: it is named {ours}, "
+                        "as in PyTorch's scaled_dot_product_attention"
+                    ) from None
+            raise
+
+    return named
+
+
+@_pytorchs_names
 def attention(
     query: Tensor,
     key: Tensor,
@@ -66,6 +95,7 @@ def attention(
     *,
     key_lengths: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
+    window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
     """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
 
@@ -95,6 +125,9 @@ def attention(
         softcap: bounds the scores, as flash-attention's: ``softcap * tanh(scale * QK^T / softcap)``
             before the mask; 0 for none, else from 1e-30 to 1e30. On the CPU with all scores in
             memory, on a GPU by the kernels that take any length.
+        window_size: (left, right), flash-attention's sliding window: row i sees the columns from
+            ``i + M - N - left`` to ``i + M - N + right``; -1 is without limit. On a GPU by the
+            kernels that take any length.
 
     Returns:
         The shape, layout and dtype of ``query``; a row that sees no key is zero.
@@ -128,45 +161,46 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
+    query, key, value = autocast(query, key, value)
+    signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
+    if (watcher := _hooks.current) is None and not _cast(attn_mask):
+        tensors = query, key, value, attn_mask, key_lengths
+        signature = signature_of(tensors, ("attention", *numbers))
+        if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
+            return known[0]
     if is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
         params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        params["dropout_p"] = dropout_p
+        params |= {"dropout_p": dropout_p, "window_size": window_size}
         return attention_jagged(attention_varlen, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
+    _, attn_mask = autocast(query, attn_mask)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
         params = dropout_p, is_causal, scale, enable_gqa
-        return attention(*four, *params, softcap=softcap).view(query.shape)
-    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    check_params(dropout_p, is_causal, enable_gqa)
-    key_lengths = check_query_key_value(
+        out = attention(*four, *params, softcap=softcap, window_size=window_size)
+        return out.view(query.shape)
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
+    lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, None, ANY_HEAD_DIM
     )
     scale, softcap = check_scale(scale), check_softcap(softcap)
-    if query.shape[-1] > MAX_HEAD_DIM:
+    if watcher is not None and query.shape[-1] <= MAX_HEAD_DIM:
         params = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return wide_attention(query, key, value, *params, key_lengths, softcap)
-    if (watcher := _hooks.current) is not None:
-        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        named = {"key_lengths": key_lengths, "softcap": softcap}
+        named = {"key_lengths": lengths, "softcap": softcap, "window_size": window_size}
         out = watcher.attend(None, query, key, value, *params, **named)
         if out is not None:
             return out
-    if query.device.type != "cuda" and not transformed(query):
-        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        return library_attention(query, key, value, *params, key_lengths, softcap)
-    rows, cols = query.shape[2], key.shape[2]
-    others = attn_mask, key_lengths, dropout_p, softcap
-    if faster_library((query, key, value), rows, cols, is_causal, scale, *others) is not None:
-        return long_attention(query, key, value, is_causal, scale, enable_gqa)
-    seed = draw_seed(dropout_p, query.device)
-    return operators.ATTENTION.forward(
-        query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap
-    )[0]
+    tensors = query, key, value, attn_mask, lengths
+    numbers = dropout_p, is_causal, scale, softcap, *window_size
+    if dispatch.library_of(*tensors, *numbers) is not None:
+        return sdpa.library_attention(*tensors, *numbers, enable_gqa)
+    if lengths is not key_lengths:
+        signature = signature_of(tensors, ("attention", *numbers, enable_gqa))
+    return op.attend_first(op.Dense, signature, tensors, numbers)[0]
 
 
-@with_fast_path(fast_path.PACKED)
+@_pytorchs_names
 def attention_qkvpacked(
     qkv: Tensor,
     *,
@@ -174,6 +208,7 @@ def attention_qkvpacked(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
     """Self-attention straight from one projection; the backward writes one packed gradient.
 
@@ -184,6 +219,7 @@ def attention_qkvpacked(
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores; ``D ** -0.5`` when omitted.
+        window_size: as in ``attention``.
 
     Returns:
         (B, N, H, D), contiguous, in ``qkv.dtype``.
@@ -194,28 +230,33 @@ def attention_qkvpacked(
     Numerics, source and what goes to a library: as ``attention``.
     """
     (qkv,) = autocast(qkv)
-    key_lengths = check_packed(qkv, key_lengths, None, ANY_HEAD_DIM)
-    check_params(dropout_p, is_causal)
+    signature, numbers = None, (dropout_p, is_causal, scale, window_size)
+    if (watcher := _hooks.current) is None:
+        tensors = qkv, key_lengths
+        signature = signature_of(tensors, ("attention_qkvpacked", *numbers))
+        if signature is not None and (known := op.repeat(op.Packed, signature, tensors)):
+            return known[0]
+    lengths = check_packed(qkv, key_lengths, None, ANY_HEAD_DIM)
+    check_params(dropout_p, is_causal, False, window_size)
     scale = check_scale(scale)
-    rows, params = qkv.shape[1], (None, dropout_p, is_causal, scale)
-    if qkv.shape[-1] > MAX_HEAD_DIM:
-        out = wide_attention(*_separate(qkv), *params, False, key_lengths, 0.0)
-        return out.transpose(1, 2).contiguous()
-    if (watcher := _hooks.current) is not None:
-        out = watcher.attend(None, *_separate(qkv), *params, key_lengths=key_lengths)
+    dense = *separate(qkv), None
+    if watcher is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
+        params = dropout_p, is_causal, scale
+        named = {"key_lengths": lengths, "window_size": window_size}
+        out = watcher.attend(None, *dense, *params, **named)
         if out is not None:
             return out.transpose(1, 2).contiguous()
-    if qkv.device.type != "cuda" and not transformed(qkv):
-        out = library_attention(*_separate(qkv), *params, False, key_lengths)
+    dense_numbers = dropout_p, is_causal, scale, 0.0, *window_size
+    if dispatch.library_of(*dense, lengths, *dense_numbers) is not None:
+        out = sdpa.library_attention(*dense, lengths, *dense_numbers, False)
         return out.transpose(1, 2).contiguous()
-    if faster_library((qkv,), rows, rows, is_causal, scale, key_lengths, dropout_p) is not None:
-        out = long_attention(*_separate(qkv), is_causal, scale, enable_gqa=False)
-        return out.transpose(1, 2).contiguous()
-    seed = draw_seed(dropout_p, qkv.device)
-    return operators.QKVPACKED.forward(qkv, key_lengths, seed, dropout_p, is_causal, scale)[0]
+    tensors, numbers = (qkv, lengths), (dropout_p, is_causal, scale, *window_size)
+    if lengths is not key_lengths:
+        signature = signature_of(tensors, ("attention_qkvpacked", *numbers))
+    return op.attend_first(op.Packed, signature, tensors, numbers)[0]
 
 
-def _separate(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def separate(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return query, key and value (B, H, N, D): the split whose backward is one copy, a stack."""
     query, key, value = qkv.unbind(2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -228,6 +269,7 @@ def attention_qkvpacked_with_stats(
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
+    window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
     """``attention_qkvpacked``, with the statistics of ``attention_with_stats``.
@@ -238,6 +280,7 @@ def attention_qkvpacked_with_stats(
         dropout_p: as in ``attention_qkvpacked``.
         is_causal: as in ``attention_qkvpacked``.
         scale: as in ``attention_qkvpacked``.
+        window_size: as in ``attention``.
         sample: as in ``attention_with_stats``.
 
     Returns:
@@ -247,16 +290,18 @@ def attention_qkvpacked_with_stats(
         ValueError: a shape, dtype, stride or device outside the list above.
     """
     (qkv,) = autocast(qkv)
-    key_lengths = check_packed(qkv, key_lengths, sample)
-    check_params(dropout_p, is_causal)
-    scale = check_scale(scale)
+    tensors, numbers = (qkv, key_lengths), (dropout_p, is_causal, scale, window_size)
+    signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
+    if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
+        return _stats(known, sample)
+    lengths = check_packed(qkv, key_lengths, sample)
+    check_params(dropout_p, is_causal, False, window_size)
     check_device(qkv.device)
-    seed = draw_seed(dropout_p, qkv.device)
-    *results, _ = operators.QKVPACKED.with_stats(
-        qkv, key_lengths, seed, sample, dropout_p, is_causal, scale
-    )
-    stats = AttentionStats(*results)
-    return stats if sample is not None else stats._replace(heads=None)
+    tensors = qkv, lengths
+    numbers = dropout_p, is_causal, check_scale(scale), *window_size
+    if lengths is not key_lengths:
+        signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
+    return _stats(op.attend_first(op.Packed, signature, tensors, numbers, True, sample), sample)
 
 
 def attention_with_stats(
@@ -271,6 +316,7 @@ def attention_with_stats(
     *,
     key_lengths: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
+    window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
@@ -287,6 +333,7 @@ def attention_with_stats(
         key_lengths: as in ``attention``.
         softcap: as in ``attention``; ``max_logit``, ``lse`` and ``entropy`` are of the scores that
             enter the softmax, so no ``max_logit`` without a mask is above it.
+        window_size: as in ``attention``.
         sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
             A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
             batch, which the CPU refuses.
@@ -306,27 +353,191 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
     number of a half-precision model can be read off them (docs/kappa.md).
     """
+    query, key, value = autocast(query, key, value)
+    signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
+    if not _cast(attn_mask):
+        tensors = query, key, value, attn_mask, key_lengths
+        signature = signature_of((*tensors, sample), ("statistics", *numbers))
+        if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
+            return _stats(known, sample)
     if is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
-        params = {
-            "is_causal": is_causal,
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-            "sample": sample,
-        }
-        params["dropout_p"] = dropout_p
+        params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        params |= {"dropout_p": dropout_p, "window_size": window_size, "sample": sample}
         return attention_jagged(attention_varlen_with_stats, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    check_params(dropout_p, is_causal, enable_gqa)
-    key_lengths = check_query_key_value(
+    _, attn_mask = autocast(query, attn_mask)
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
+    lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
     )
-    params = dropout_p, is_causal, check_scale(scale), check_softcap(softcap)
+    numbers = dropout_p, is_causal, check_scale(scale), check_softcap(softcap), *window_size
     check_device(query.device)
-    seed = draw_seed(dropout_p, query.device)
-    *results, _ = operators.ATTENTION.with_stats(
-        query, key, value, attn_mask, key_lengths, seed, sample, *params
+    tensors = query, key, value, attn_mask, lengths
+    if lengths is not key_lengths:
+        signature = signature_of((*tensors, sample), ("statistics", *numbers, enable_gqa))
+    return _stats(op.attend_first(op.Dense, signature, tensors, numbers, True, sample), sample)
+
+
+def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
+    out, lse, stats, heads, _ = results
+    return attention_stats(out, lse, stats, None if sample is None else heads)
+
+
+# --- Sequences side by side -----------------------------------------------------------------------
+
+
+@_pytorchs_names
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int,
+    *,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW,
+) -> Tensor:
+    """Softmax attention within each sequence of a varlen batch: nothing is padded.
+
+    Args:
+        query: (T, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
+            whose last axis is contiguous, such as a view of a (T, 3, H, D) projection; D from 1
+            to 128.
+        key: (Tk, Hkv, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
+            ``enable_gqa``. Tk = T unless ``cu_seqlens_k`` is given.
+        value: (Tk, Hkv, D), as ``key``.
+        cu_seqlens: (S + 1,) integers, or a list of ints, where each sequence starts and, last,
+            where the last one ends: not decreasing, in [0, T]. A sequence may be empty, and S may
+            be 0. All but int32 is converted. On a GPU the values of a tensor are not read back to
+            be checked: none leads to an access outside the tensors.
+        max_seqlen: the length of the longest sequence, or more; rows of a sequence past it are
+            neither computed nor written.
+        cu_seqlens_k: (S + 1,), the sequences of the keys where they differ.
+        max_seqlen_k: as ``max_seqlen``, for the keys; together with ``cu_seqlens_k``.
+        dropout_p: probability of dropping a probability, in [0, 1).
+        is_causal: row i of a sequence sees its columns 0 to i.
+        scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
+        enable_gqa: let H / Hkv query heads share each key and value head.
+        window_size: as in ``attention``, N and M of each sequence.
+
+    Returns:
+        (T, H, D), contiguous, in ``query.dtype``. Zero for tokens outside every sequence and for
+        the rows of a sequence without keys; the gradients of tokens outside are zero too.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or sequence outside the list above.
+
+    On a GPU, self-attention without dropout is dispatched to PyTorch's ``varlen_attn`` where
+    ``library.toml`` says that it is faster at the mean length, T / S. Its gradients are not bitwise
+    deterministic, and it has no second derivatives; deterministic algorithms and torch.func keep
+    every call here.
+
+    Row and column count from the start of their sequence, also in the mask of dropout: sequence i
+    gets what entry i of a batch would get from ``attention`` on a GPU. Second derivatives and
+    forward mode compute in PyTorch, one sequence after the other, and read ``cu_seqlens`` back.
+
+    Numerics and source: as ``attention``.
+    """
+    query, key, value = autocast(query, key, value)
+    tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
+    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
+    signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
+    if signature is not None and (known := op.repeat(op.Varlen, signature, tensors)):
+        return known[0]
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
+    starts, key_starts = check_varlen(
+        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa
     )
-    stats = AttentionStats(*results)
-    return stats if sample is not None else stats._replace(heads=None)
+    scale = check_scale(scale)
+    check_device(query.device)
+    operands = query, key, value, starts, key_starts
+    if dispatch.varlen_library_of(*operands, is_causal, scale, dropout_p, window_size) is not None:
+        return sdpa.varlen_attention(query, key, value, starts, max_seqlen, is_causal, scale)
+    tensors = query, key, value, starts, _or(key_starts, starts)
+    if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
+        signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
+    max_seqlen_k = _or(max_seqlen_k, max_seqlen)
+    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
+    return op.attend_first(op.Varlen, signature, tensors, numbers)[0]
+
+
+def attention_varlen_with_stats(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    max_seqlen: int,
+    *,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW,
+    sample: Tensor | None = None,
+) -> AttentionStats:
+    """``attention_varlen``, with statistics of every head of every sequence.
+
+    Args:
+        query: (T, H, D), as in ``attention_varlen``.
+        key: (Tk, Hkv, D), as in ``attention_varlen``.
+        value: (Tk, Hkv, D), as in ``attention_varlen``.
+        cu_seqlens: as in ``attention_varlen``.
+        max_seqlen: as in ``attention_varlen``.
+        cu_seqlens_k: as in ``attention_varlen``.
+        max_seqlen_k: as in ``attention_varlen``.
+        dropout_p: as in ``attention_varlen``.
+        is_causal: as in ``attention_varlen``.
+        scale: as in ``attention_varlen``.
+        enable_gqa: as in ``attention_varlen``.
+        window_size: as in ``attention_varlen``.
+        sample: (slots,) int32 on the device of ``query``: the sequences whose heads are captured.
+            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
+            sequences, which the CPU refuses.
+
+    Returns:
+        AttentionStats: out (T, H, D); lse (H, T), -inf outside every sequence; max_logit, entropy,
+            prob_norm and head_norm (S, H), of an empty sequence -inf, 0, 0 and 0; heads
+            (slots, max_seqlen, H * D), zero past the end of a sequence, None without ``sample``.
+
+    Raises:
+        ValueError: a shape, dtype, stride, device or sequence outside the list above.
+
+    Numerics: as ``attention_with_stats``.
+    """
+    query, key, value = autocast(query, key, value)
+    tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
+    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
+    signature = signature_of((*tensors, sample), ("varlen statistics", *numbers, enable_gqa))
+    if signature is not None and (known := op.repeat(op.Varlen, signature, tensors, sample)):
+        return _stats(known, sample)
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
+    starts, key_starts = check_varlen(
+        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
+    )
+    scale = check_scale(scale)
+    check_device(query.device)
+    tensors = query, key, value, starts, _or(key_starts, starts)
+    if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
+        key_of_copies = "varlen statistics", *numbers, enable_gqa
+        signature = signature_of((*tensors, sample), key_of_copies)
+    max_seqlen_k = _or(max_seqlen_k, max_seqlen)
+    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
+    results = op.attend_first(op.Varlen, signature, tensors, numbers, True, sample)
+    return _stats(results, sample)
+
+
+def _cast(attn_mask: Tensor | None) -> bool:
+    """Whether a region of autocast may cast a mask."""
+    return attn_mask is not None and torch._C._is_any_autocast_enabled()
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from .._checks import autocast
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 from . import (
     attention,
     attention_qkvpacked,
     attention_qkvpacked_with_stats,
     attention_with_stats,
 )
-from .call import draw_seed
-from .causal_bias import plain_mask
+from .checks import NO_WINDOW, plain_mask
+from .op import draw_seed
 from .reference import attend, frobenius, keep_mask, probabilities, without_padding
 
 
@@ -37,6 +37,7 @@ def attention_beside_stats(
     *,
     key_lengths: Tensor | None = None,
     softcap: float = 0.0,
+    window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor,
     attends: Callable[[], Tensor] | None = None,
 ) -> AttentionStats:
@@ -53,6 +54,7 @@ def attention_beside_stats(
         enable_gqa: as there.
         key_lengths: as there.
         softcap: as there.
+        window_size: as there.
         sample: as there.
         attends: computes ``out`` on the CPU, where a caller has another way to it than
             ``attention`` of these arguments, in which as many probabilities are dropped.
@@ -64,12 +66,13 @@ def attention_beside_stats(
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     params = attn_mask, dropout_p, is_causal, scale, enable_gqa
     named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
+    named["window_size"] = window_size
     if not _on_the_cpu(query, dropout_p):
         return attention_with_stats(query, key, value, *params, **named, sample=sample)
 
     if attends is None:
         attends = partial(attention, query, key, value, *params, **named)
-    return _beside(attends, query, key, value, params, key_lengths, softcap, sample)
+    return _beside(attends, query, key, value, params, named, sample)
 
 
 def attention_qkvpacked_beside_stats(
@@ -78,6 +81,7 @@ def attention_qkvpacked_beside_stats(
     key_lengths: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor,
 ) -> AttentionStats:
     """``attention_qkvpacked_with_stats``, likewise.
@@ -87,19 +91,22 @@ def attention_qkvpacked_beside_stats(
         key_lengths: as there.
         dropout_p: as there.
         is_causal: as there.
+        window_size: as there.
         sample: as there.
 
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_qkvpacked``.
     """
-    params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+    params: dict[str, Any] = {"key_lengths": key_lengths, "window_size": window_size}
+    params |= {"dropout_p": dropout_p, "is_causal": is_causal}
     if not _on_the_cpu(qkv, dropout_p):
         return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
 
     attends = partial(attention_qkvpacked, qkv, **params)
     of_four_axes = None, dropout_p, is_causal, None, False
-    return _beside(attends, q, k, v, of_four_axes, key_lengths, 0.0, sample)
+    named = {"key_lengths": key_lengths, "softcap": 0.0, "window_size": window_size}
+    return _beside(attends, q, k, v, of_four_axes, named, sample)
 
 
 def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
@@ -113,8 +120,7 @@ def _beside(
     key: Tensor,
     value: Tensor,
     params: tuple[Tensor | None, float, bool, float | None, bool],
-    key_lengths: Tensor | None,
-    softcap: float,
+    named: dict[str, Any],
     sample: Tensor,
 ) -> AttentionStats:
     attn_mask, dropout_p, is_causal, scale, enable_gqa = params
@@ -122,21 +128,23 @@ def _beside(
     out = attends()
     with torch.no_grad():
         kept_all = attn_mask, 0.0, is_causal, scale, enable_gqa
-        named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap, "sample": sample}
-        stats = attention_with_stats(query, key, value, *kept_all, **named)
+        stats = attention_with_stats(query, key, value, *kept_all, **named, sample=sample)
         if before is None or stats.heads is None:
             return stats._replace(out=out)
         query, key, value, attn_mask = autocast(query, key, value, attn_mask)
         keep = _kept(before, query, key.shape[2], dropout_p)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
+        key_lengths = named["key_lengths"]
         key, value = (without_padding(t, key_lengths) for t in (key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
         hidden = attn_mask, key_lengths, is_causal
         # A region of autocast has narrowed the inputs by now, and would narrow the products too.
         with torch.autocast("cpu", enabled=False):
-            p, _, _ = probabilities(query, key, *hidden, factor, softcap)
+            p, _, _ = probabilities(
+                query, key, *hidden, factor, named["softcap"], named["window_size"]
+            )
             heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,

@@ -17,26 +17,26 @@ from .._checks import (
     check_tensor,
     shown,
 )
-from . import library
-from .call import (
+from . import dispatch, sdpa
+from .checks import (
+    NO_WINDOW,
     check_packed,
     check_params,
     check_query_key_value,
     check_softcap,
     check_varlen,
     four_axes,
-    new_call,
-    online_tile,
+    plain_mask,
 )
-from .causal_bias import plain_mask
-from .operators import new_out, split_qkv
+from .dispatch import Library
+from .op import Dense, Varlen, new_out, split_qkv
 
 
 class Route(NamedTuple):
     """What computes one direction of a call.
 
     Attributes:
-        implementation: a kernel by its table's name, such as ``hopper_forward``;
+        implementation: a kernel by its name in ``tuned/*.toml``, such as ``hopper_forward``;
             ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
             ``torch.nn.attention.varlen``; or ``reference``, with all scores in memory.
         tile: block sizes and launch options of the kernel; empty for a library.
@@ -82,6 +82,7 @@ def explain(
     *,
     key_lengths: Tensor | Sequence[int] | None = None,
     softcap: float = 0.0,
+    window_size: tuple[int, int] = NO_WINDOW,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     max_seqlen: int = 0,
     cu_seqlens_k: Tensor | Sequence[int] | None = None,
@@ -99,13 +100,14 @@ def explain(
             strides count.
         key: as ``query``.
         value: as ``query``.
-        attn_mask: as in ``attention``, and so are all arguments up to ``softcap``.
+        attn_mask: as in ``attention``, and so are all arguments up to ``window_size``.
         dropout_p: as in ``attention``.
         is_causal: as in ``attention``.
         scale: as in ``attention``.
         enable_gqa: as in ``attention``.
         key_lengths: as in ``attention``.
         softcap: as in ``attention``.
+        window_size: as in ``attention``.
         cu_seqlens: as in ``attention_varlen``, and so are the next three.
         max_seqlen: as in ``attention_varlen``.
         cu_seqlens_k: as in ``attention_varlen``.
@@ -128,7 +130,7 @@ def explain(
         )
     if (key is None) != (value is None):
         raise ArgumentError("key and value go together: give both, or a projection alone")
-    check_params(dropout_p, is_causal, enable_gqa)
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
     scale, softcap = check_scale(scale), check_softcap(softcap)
     with _tiles.assume(capability):
         if cu_seqlens is not None:
@@ -144,8 +146,10 @@ def explain(
             _check_dtype(query)
             if backward is None:
                 backward = _recorded(tensors)
-            params = dropout_p, is_causal, scale
-            return _varlen(tensors, starts, key_starts, params, stats, backward)
+            return _varlen(
+                *tensors, starts, key_starts, dropout_p, is_causal, scale, window_size,
+                stats, backward,
+            )  # fmt: skip
         max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
         if key is None or value is None:
             names = {"attn_mask": attn_mask, "softcap": softcap, "enable_gqa": enable_gqa}
@@ -164,10 +168,9 @@ def explain(
         _check_dtype(query)
         if backward is None:
             backward = _recorded(tensors)
-        # Of a seed, only that there is one counts: drawing one would change what is drawn later.
-        seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
-        operands = query, key, value, attn_mask, lengths, seed
-        return _dense(operands, (dropout_p, is_causal, scale, softcap), stats, backward)
+        operands = query, key, value, attn_mask, lengths
+        numbers = dropout_p, is_causal, scale, softcap, *window_size
+        return _dense(operands, numbers, stats, backward)
 
 
 def _refuse(function: str, **arguments: Any) -> None:
@@ -177,7 +180,7 @@ def _refuse(function: str, **arguments: Any) -> None:
 
 
 def _check_dtype(query: Tensor) -> None:
-    if _on_gpu(query) and query.dtype not in DTYPES:
+    if dispatch.on_gpu(query) and query.dtype not in DTYPES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise ArgumentError(f"query on cuda must be one of {names}, got {query.dtype}")
 
@@ -186,103 +189,96 @@ def _recorded(tensors: Sequence[Tensor | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _both(route: Route, backward: bool) -> Explanation:
+def _by(library: Library, backward: bool) -> Explanation:
+    route = Route(library.name, {}, library.reason)
     return Explanation(route, route if backward else None)
 
 
-def _on_gpu(query: Tensor) -> bool:
-    return query.is_cuda or _tiles.assumed() is not None
-
-
 def _dense(
-    operands: tuple[Any, ...], params: tuple[Any, ...], stats: bool, backward: bool
+    operands: tuple[Any, ...], numbers: tuple[Any, ...], stats: bool, backward: bool
 ) -> Explanation:
-    query, key, value, attn_mask, lengths, _ = operands
-    dropout_p, is_causal, scale, softcap = params
-    if query.shape[-1] > MAX_HEAD_DIM:
-        library.check_wide(query, softcap)
-        reason = f"head dimension {query.shape[-1]} is above {MAX_HEAD_DIM}"
-        return _both(Route("sdpa", {}, reason), backward)
-    if not _on_gpu(query):
-        name = "reference" if stats or softcap or library.transformed(query) else "sdpa"
-        return _both(Route(name, {}, f"the kernels run on CUDA, not on {query.device}"), backward)
-    others = attn_mask, lengths, dropout_p, softcap
-    size = query.shape[2], key.shape[2]
-    if not stats:
-        rule = library.faster_library(
-            (query, key, value), *size, is_causal, scale, *others, backward=backward
-        )
-        if rule is not None:
-            return _both(Route("sdpa", {}, _faster(rule)), backward)
-    from . import launch
-
-    kept = {
+    query, key, value, attn_mask, lengths = operands
+    dropout_p, _, scale, softcap, *window = numbers
+    if not stats or not dispatch.on_gpu(query):
+        if query.shape[-1] > MAX_HEAD_DIM:
+            sdpa.check_wide(query, softcap)
+        if (library := dispatch.library_of(*operands, *numbers, backward)) is not None:
+            return _by(library._replace(name="reference") if stats else library, backward)
+    if not dispatch.on_gpu(query):
+        reason = f"the kernels run on CUDA, not on {query.device}"
+        return _by(Library("reference", reason), backward)
+    needs = {
         "statistics": stats,
         "a mask": attn_mask is not None,
         "lengths": lengths is not None,
         "dropout": dropout_p,
         "a softcap": softcap,
-        "other keys than queries": size[0] != size[1],
+        "a window": tuple(window) != NO_WINDOW,
+        "other keys than queries": query.shape[2] != key.shape[2],
     }
-    reason = _why_ours(query, scale, kept)
-    call, out = new_call(*operands, *params), new_out(query)
-    forward = launch.choose_forward(call, out, stats)
+    reason = _why_ours(query, scale, needs)
+    call = Dense.call(*operands, _seed(query, dropout_p), *numbers)
+    forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)
     if not backward:
         return Explanation(route, None)
-    dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
-    done = launch.choose_backward(call, torch.empty_like(out), out, dq, dk, dv)
+    gradients = (torch.empty_like(t) for t in (query, key, value))
+    done = dispatch.choose_backward(call, new_out(query), new_out(query), *gradients)
     return Explanation(route, Route(done.kernel, done.tile.arguments, reason))
 
 
 def _varlen(
-    tensors: tuple[Tensor, Tensor, Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     starts: Tensor,
     key_starts: Tensor | None,
-    params: tuple[float, bool, float | None],
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window_size: tuple[int, int],
     stats: bool,
     backward: bool,
 ) -> Explanation:
-    query, (dropout_p, is_causal, scale) = tensors[0], params
-    if not _on_gpu(query):
+    if not dispatch.on_gpu(query):
         reason = f"the kernels run on CUDA, not on {query.device}"
-        return _both(Route("reference", {}, reason), backward)
-    if not stats and key_starts is None:
-        rule = library.faster_varlen(*tensors, starts, is_causal, scale, dropout_p, backward)
-        if rule is not None:
-            return _both(Route("varlen_attn", {}, _faster(rule)), backward)
-    seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
-    call = new_call(*tensors, None, None, seed, dropout_p, is_causal, scale)
-    other_keys = key_starts is not None or tensors[1].shape != query.shape
-    kept = {"statistics": stats, "dropout": dropout_p, "other keys than queries": other_keys}
-    reason = _why_ours(query, scale, kept)
-    from .kernels import online_backward, online_forward
-
+        return _by(Library("reference", reason), backward)
+    tensors = query, key, value, starts
+    if not stats:
+        numbers = is_causal, scale, dropout_p, window_size, backward
+        if (library := dispatch.varlen_library_of(*tensors, key_starts, *numbers)) is not None:
+            return _by(library, backward)
+    needs = {
+        "statistics": stats,
+        "dropout": dropout_p,
+        "a window": tuple(window_size) != NO_WINDOW,
+        "other keys than queries": key_starts is not None or key.shape != query.shape,
+    }
+    reason, seed = _why_ours(query, scale, needs), _seed(query, dropout_p)
+    lengths = 1, 1, dropout_p, is_causal, scale, *window_size
+    call = Varlen.call(*tensors, starts if key_starts is None else key_starts, seed, *lengths)
     routes = [
-        Route(tiles.name, online_tile(tiles, call, varlen=True).arguments, reason)
-        for tiles in (online_forward.TILES, online_backward.TILES)
+        Route(name, dispatch.online_tile(name, call).arguments, reason)
+        for name in ("online_forward", "online_backward")
     ]
     return Explanation(routes[0], routes[1] if backward else None)
 
 
-def _faster(rule: library.Rule) -> str:
-    if rule.last is None:
-        lengths = f"from {rule.first} tokens on"
-    else:
-        lengths = f"at {rule.first} to {rule.last} tokens"
-    return f"faster {lengths} ({rule.source})"
+def _seed(query: Tensor, dropout_p: float) -> Tensor | None:
+    """Return what stands for a seed: drawing one would change what is drawn later."""
+    return query.new_empty(1, dtype=torch.int64) if dropout_p else None
 
 
-def _why_ours(query: Tensor, scale: float | None, kept: dict[str, Any]) -> str:
+def _why_ours(query: Tensor, scale: float | None, present: dict[str, Any]) -> str:
     """Return why a call stays with our kernels: what PyTorch's does not take, or no rule."""
     gpu = _tiles.capability(query.device)
     on = f"compute capability {gpu // 10}.{gpu % 10}"
-    needs = [name for name, present in kept.items() if present]
+    needs = [name for name, needed in present.items() if needed]
     if query.dtype == torch.float32:
         needs.append("float32")
     if query.shape[-1] % 8:
         needs.append(f"a head dimension of {query.shape[-1]}, no multiple of 8")
-    if scale is not None and scale < library.LEAST_SCALE:
+    if scale is not None and scale < dispatch.LEAST_SCALE:
         needs.append("a scale that is not positive")
     if torch.are_deterministic_algorithms_enabled():
         needs.append("deterministic algorithms")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._checks import ArgumentError, has_values
-from .._stats import AttentionStats
+from ..statistics import AttentionStats
 
 Result = TypeVar("Result", Tensor, AttentionStats)
 

@@ -9,12 +9,26 @@ from torch import Tensor
 
 
 def visible(
-    rows: int, cols: int, key_lengths: Tensor | None, is_causal: bool, device: torch.device
+    rows: int,
+    cols: int,
+    key_lengths: Tensor | None,
+    is_causal: bool,
+    device: torch.device,
+    window: tuple[int, int] = (-1, -1),
 ) -> Tensor | None:
-    """Return the boolean (1 or B, 1, N, M) of scores that may be seen, or None when all may."""
+    """Return the boolean (1 or B, 1, N, M) of scores that may be seen, or None when all may.
+
+    ``is_causal`` is aligned top left: row i sees columns 0 to i. A window (left, right) is aligned
+    bottom right, as flash-attention's: row i sees columns i + M - N - left to i + M - N + right,
+    where -1 is no bound. What both hide is hidden; where N = M, ``is_causal`` is a right of 0.
+    """
+    left, right = window
     seen = None
-    if is_causal:
-        seen = torch.ones(rows, cols, dtype=torch.bool, device=device).tril()[None, None]
+    if is_causal or max(window) >= 0:
+        seen = torch.ones(rows, cols, dtype=torch.bool, device=device)
+        seen = seen.tril() if is_causal else seen
+        seen = seen.tril(cols - rows + right) if right >= 0 else seen
+        seen = (seen.triu(cols - rows - left) if left >= 0 else seen)[None, None]
     if key_lengths is not None:
         inside = torch.arange(cols, device=device) < key_lengths[:, None, None, None]
         seen = inside.expand(-1, -1, rows, -1) if seen is None else seen & inside
@@ -40,6 +54,7 @@ def probabilities(
     is_causal: bool,
     scale: float | None,
     softcap: float = 0.0,
+    window: tuple[int, int] = (-1, -1),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden."""
     key = key.repeat_interleave(_group(query, key), dim=1)
@@ -50,7 +65,7 @@ def probabilities(
         s = s + attn_mask
     for seen in (
         attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None,
-        visible(query.shape[2], key.shape[2], key_lengths, is_causal, query.device),
+        visible(query.shape[2], key.shape[2], key_lengths, is_causal, query.device, window),
     ):
         s = s if seen is None else s.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(s, dim=-1)

@@ -21,9 +21,10 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from .._operators import run_with_stats, upcast
-from .._stats import AttentionStats
-from .operators import split_qkv
+from ..dispatcher import upcast
+from ..operator import run_with_stats
+from ..statistics import AttentionStats
+from .op import split_qkv
 
 __all__ = [
     "channel_attention",

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .._tiles import Tiles, rule
-from .._triton import PRECISION, head_of, load_rows, scaled, store_rows
+from .._triton import PRECISION, head_of, load_rows, narrow, scaled, store_rows
 from .scores import (
     inverse_lengths,
     products_over_tokens,
@@ -32,17 +32,6 @@ TILES = Tiles(
 
 
 @triton.jit
-def _narrow(tile, DTYPE: tl.constexpr):
-    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504 and at 6e-8."""
-    divisor = 1.0
-    if tl.float16 == DTYPE:
-        largest = tl.max(tl.abs(tile))
-        divisor = tl.where(largest > 0, largest, 1.0)
-        tile /= divisor
-    return tile.to(DTYPE), divisor
-
-
-@triton.jit
 def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
     """Return the gradient (BLOCK_N, BLOCK_D) of a tile of channels that the scores are made of."""
     gradient = tl.trans(tl.dot(matrix, tl.trans(other), input_precision=PRECISION))
@@ -54,7 +43,7 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    grad_view,
+    do_view,
     qkv_view,
     temperature_ptr,
     dqkv_ptr,
@@ -76,7 +65,7 @@ def _covariance_bwd_kernel(
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
     start = head_of(qkv_view, b, h)
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
         row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
     )
@@ -91,7 +80,7 @@ def _covariance_bwd_kernel(
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]  # (BLOCK_D, BLOCK_D)
     dp, _, _ = products_over_tokens(  # (BLOCK_D, BLOCK_D)
-        grad_ptr, start + VALUES * stride_part, grad_view.stride_n, qkv_view.stride_n, N,
+        do_ptr, start + VALUES * stride_part, do_view.stride_n, qkv_view.stride_n, N,
         BLOCK_N, D, BLOCK_D, False,
     )  # fmt: skip
     ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])  # (BLOCK_D, BLOCK_D)
@@ -107,14 +96,14 @@ def _covariance_bwd_kernel(
         col_along = tl.where(col_varies, along, 0.0)
         # The length inside each product; one of zero meets only zeros, and would drown the others.
         inner = tl.where(col_squares > 0, col_inverse, 0.0)
-        to_rows, row_factor = _narrow(ds * inner[None, :], DTYPE)
+        to_rows, row_factor = narrow(ds * inner[None, :], DTYPE)
         inner = tl.where(row_squares > 0, row_inverse, 0.0)
-        to_cols, col_factor = _narrow(ds * inner[:, None], DTYPE)
+        to_cols, col_factor = narrow(ds * inner[:, None], DTYPE)
         # The length outside.
         row_scale = temperature * row_factor * row_inverse
         col_scale = temperature * col_factor * col_inverse
     else:
-        to_rows, factor = _narrow(ds, DTYPE)
+        to_rows, factor = narrow(ds, DTYPE)
         to_cols = to_rows
         row_scale, col_scale = scale * factor, scale * factor
         row_along, col_along = 0.0, 0.0
@@ -124,8 +113,8 @@ def _covariance_bwd_kernel(
     width = H * D
     dqkv_ptr += b * N * 3 * width + h * D
     for first in range(0, N, BLOCK_N):
-        grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        dvalues = tl.trans(tl.dot(p_narrow, tl.trans(grad), input_precision=PRECISION))
+        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        dvalues = tl.trans(tl.dot(p_narrow, tl.trans(do), input_precision=PRECISION))
         store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
         x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)

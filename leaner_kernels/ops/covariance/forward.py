@@ -17,6 +17,7 @@ over the S sampled entries beside the ordinary launch.
 import triton
 import triton.language as tl
 
+from .._epilogue import store_statistics, sums_of_entropies
 from .._tiles import Tiles, rule
 from .._triton import (
     PRECISION,
@@ -53,10 +54,7 @@ def _covariance_fwd_kernel(
     sample_ptr,
     out_ptr,
     lse_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     B,
     H,
     N,
@@ -109,19 +107,14 @@ def _covariance_fwd_kernel(
             a = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)
         a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])  # (BLOCK_N, BLOCK_D)
         store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
-        if head_norm_ptr is not None:
+        if stats_ptr is not None:
             square += tl.sum(a * a, axis=1)  # (BLOCK_N,)
 
     channels = tl.arange(0, BLOCK_D)
     if not CAPTURE:
         lse = row_max + tl.log(row_sum)  # (BLOCK_D,)
         tl.store(lse_ptr + head.to(tl.int64) * D + channels, lse, mask=channels < D)
-    if head_norm_ptr is not None:
-        total = tl.sum(tl.where(channels < D, entropy, 0.0))
-        largest = tl.max(tl.where(channels < D, row_max, float("-inf")))
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
-        tl.store(entropy_ptr + head, total / D)
+    if stats_ptr is not None:
         p = weights * (inverse_sum * (1.0 / SHIFT))[:, None]  # (BLOCK_D, BLOCK_D)
-        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(p * p)))
-        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(square)))
+        sums = sums_of_entropies(row_max, entropy, p * p, square, channels < D)
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), D, 1.0)

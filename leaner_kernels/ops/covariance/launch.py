@@ -1,5 +1,6 @@
 """How the kernels of attention between channels are launched: grids and arguments."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +39,11 @@ class Covariance:
     def __init__(self, rows: int, cols: int, values: int, normalise: bool) -> None:
         self._constants = {"ROWS": rows, "COLS": cols, "VALUES": values, "NORMALISE": normalise}
         self._forward_cache = LaunchCache(
-            (
-                *("qkv_view", "temperature_ptr", "out_ptr", "lse_ptr"),
-                *("max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"),
-            )
+            ("qkv_view", "temperature_ptr", "out_ptr", "lse_ptr", "stats_ptr")
         )
         self._capture_cache = LaunchCache(("qkv_view", "temperature_ptr", "out_ptr", "sample_ptr"))
         self._backward_cache = LaunchCache(
-            ("qkv_view", "temperature_ptr", "grad_view", "dqkv_ptr", "dtemperature_ptr")
+            ("qkv_view", "temperature_ptr", "do_view", "dqkv_ptr", "dtemperature_ptr")
         )
 
     def forward(
@@ -54,23 +52,23 @@ class Covariance:
         params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor,
-        stats: list[Tensor] | None,
+        stats: Tensor | None,
+        heads: Tensor | None,
         sample: Tensor | None,
     ) -> None:
-        """Fill ``out``, ``lse`` and any ``stats``: see ``leaner_kernels.ops._operators``."""
+        """Fill ``out``, ``lse`` and any ``stats`` (STATISTICS, B, H)."""
         operands = _operands(inputs)
-        statistics = [None] * 4 if stats is None else stats[:4]
-        tensors = *operands, out, lse, *statistics
+        tensors = *operands, out, lse, stats
         kind = _kind(operands, params, stats is None)
         if not self._forward_cache.run(kind, tensors):
-            found = self._prepare_forward(operands, params, out, lse, statistics, None)
+            found = self._prepare_forward(operands, params, out, lse, stats, None)
             self._forward_cache.start(kind, found, tensors)
-        if stats is not None and sample is not None and len(sample):
-            heads, sample = stats[4], sample.contiguous()
+        if heads is not None and sample is not None and len(sample):
+            sample = sample.contiguous()
             self._capture_cache.launch(
                 _kind(operands, params, len(sample)),
                 (*operands, heads, sample),
-                lambda: self._prepare_forward(operands, params, heads, None, [None] * 4, sample),
+                lambda: self._prepare_forward(operands, params, heads, None, None, sample),
             )
 
     def backward(
@@ -79,7 +77,7 @@ class Covariance:
         inputs: tuple[Tensor, ...],
         params: tuple[Any, ...],
         lse: Tensor,
-        grads: tuple[Tensor, ...],
+        grads: Sequence[Tensor],
     ) -> None:
         """Fill ``grads``, of qkv and of any temperature, from ``grad`` of the output."""
         if grad.stride(1) > MAX_ROW_STRIDE:
@@ -95,7 +93,7 @@ class Covariance:
         if not self._backward_cache.run(kind, tensors):
             arguments = dict(
                 **self._shared(BACKWARD_TILES, operands, params),
-                grad_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
+                do_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
                 dqkv_ptr=dqkv,
                 dtemperature_ptr=partial,
             )
@@ -110,20 +108,16 @@ class Covariance:
         params: tuple[Any, ...],
         out: Tensor,
         lse: Tensor | None,
-        statistics: list[Tensor] | list[None],
+        stats: Tensor | None,
         sample: Tensor | None,
     ) -> Launch:
-        max_logit, entropy, prob_norm, head_norm = statistics
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
             **self._shared(FORWARD_TILES, operands, params),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
-            max_logit_ptr=max_logit,
-            entropy_ptr=entropy,
-            prob_norm_ptr=prob_norm,
-            head_norm_ptr=head_norm,
+            stats_ptr=stats,
             B=batch,
             CAPTURE=sample is not None,
         )

@@ -21,9 +21,9 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from .._operators import run_with_stats
-from .._stats import AttentionStats
-from .operators import decomposition
+from ..operator import run_with_stats
+from ..statistics import AttentionStats
+from .op import decomposition
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 
@@ -132,7 +132,8 @@ def nystrom_attention_with_stats(
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
     operator = ops.nystrom_attention_with_stats
-    stats = run_with_stats(operator, (query, key, value), sample, *params)
+    lengths, *numbers = params
+    stats = run_with_stats(operator, (query, key, value, lengths), sample, *numbers)
     return stats._replace(out=stats.out.transpose(1, 2))
 
 

@@ -23,15 +23,16 @@ from .._launch_cache import Launch, LaunchCache, View, layout
 from .._tiles import Tiles, block_dim, rule
 from .._triton import (
     SHIFT,
-    exponential,
     head_of,
     load_rows,
     nats,
     parts_of,
     product_of_parts,
     scaled,
+    softmax_step,
     store_rows,
     units,
+    visible_keys,
 )
 
 # Elements of q, and as many of k, that a program has in flight while it averages.
@@ -71,15 +72,6 @@ TILES = Tiles(
     num_warps=4,
     maxnreg=255,
 )
-
-
-@triton.jit
-def visible_tokens(lengths_ptr, b, N):
-    """Return how many tokens of a batch entry are no padding."""
-    if lengths_ptr is not None:
-        return tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
-    else:
-        return N
 
 
 @triton.jit
@@ -140,7 +132,7 @@ def _landmarks_fwd_kernel(
     tiles = tl.cdiv(M, BLOCK_M)
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    length = visible_tokens(lengths_ptr, b, N)
+    length = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
     k_ptr = head_of(k_view, b, h)
     v_ptr = head_of(v_view, b, h)
@@ -165,11 +157,9 @@ def _landmarks_fwd_kernel(
         s = scaled(product_of_parts(high_land, middle_land, low_land, tl.trans(k)), in_units)
         # Column 0 is visible (lengths are >= 1), so the first maximum is finite.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
-        shrink = exponential(row_max - new_max, DTYPE)
-        p = exponential(s - new_max[:, None], DTYPE)  # (BLOCK_M, BLOCK_N)
-        row_sum = row_sum * shrink + tl.sum(p, axis=1)  # (BLOCK_M,)
-        row_max = new_max
+        p, shrink, row_max, row_sum, _, _ = softmax_step(
+            s, row_max, row_sum, row_sum, row_sum, DTYPE, False
+        )
         v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D)
         high, middle, low = parts_of(p * SHIFT, DTYPE)
         acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)  # (BLOCK_M, BLOCK_D)

@@ -26,13 +26,13 @@ from .._triton import (
     product_apart,
     store_rows,
     units,
+    visible_keys,
 )
 from .landmarks import (
     Landmarks,
     grid_of_landmarks,
     kind_of,
     shared_arguments,
-    visible_tokens,
 )
 
 ROWS_TILES = Tiles(
@@ -82,7 +82,7 @@ def _landmark_rows_bwd_kernel(
     tiles = tl.cdiv(M, BLOCK_M)
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    length = visible_tokens(lengths_ptr, b, N)
+    length = visible_keys(lengths_ptr, b, N)
     k_ptr = head_of(k_view, b, h)
     v_ptr = head_of(v_view, b, h)
     offset = head.to(tl.int64) * M * D
@@ -139,7 +139,7 @@ def _landmark_keys_bwd_kernel(
     tiles = tl.cdiv(N, BLOCK_N)
     head, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
-    length = visible_tokens(lengths_ptr, b, N)
+    length = visible_keys(lengths_ptr, b, N)
     k_ptr = head_of(k_view, b, h)
     v_ptr = head_of(v_view, b, h)
     k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)

@@ -5,6 +5,7 @@ than the inputs and the log-sum-exp of K1's rows; what is of the size of the lan
 again.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,43 +24,42 @@ from .output_backward import (
 
 
 def forward(
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, N, H, D), ``lse`` (B, H, N) and any ``stats``."""
-    query, key, value = inputs
-    lengths, num_landmarks, scale, *inversion = params
+    query, key, value, lengths = inputs
+    num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
     core, largest = invert_forward(
         made.q_land, made.k_land, made.k3v, scale, *inversion, dtype=query.dtype
     )
-    statistics = None if stats is None else stats[:4]
-    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, statistics)
-    if stats is None:
+    output_forward(query, made.k_land, core, out.transpose(1, 2), lse, lengths, scale, stats)
+    if stats is None or heads is None:
         return
-    max_logit, *_, heads = stats
     for other in (largest, made.largest.amax(dim=-1)):
-        torch.maximum(max_logit, other, out=max_logit)
+        torch.maximum(stats[0], other, out=stats[0])
     if sample is not None and len(sample):
         output_capture(query, made.k_land, core, heads, sample.contiguous(), lengths, scale)
 
 
 def backward(
     grad: Tensor,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Any, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
-    query, key, value = inputs
+    query, key, value, lengths = inputs
     dq, dk, dv = grads
-    lengths, num_landmarks, scale, *inversion = params
+    num_landmarks, scale, *inversion = params
     lengths = None if lengths is None else lengths.contiguous()
     grad = grad.transpose(1, 2)
     if grad.stride(2) > MAX_ROW_STRIDE:

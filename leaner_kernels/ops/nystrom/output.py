@@ -16,24 +16,26 @@ row must show condition numbers up to 1e6 (docs/kappa.md).
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._epilogue import NUM_SUMS, join, store_part, sums_of_rows
 from .._launch_cache import Launch, LaunchCache, View, check_tile
 from .._tiles import Tile, Tiles, block_dim, rule
 from .._triton import (
     PRECISION,
-    exponential,
     head_of,
     load_rows,
+    narrow,
     nats,
     parts_of,
     product_apart,
     scaled,
+    softmax_step,
     store_rows,
     units,
+    visible_keys,
 )
 
 # BLOCK_M is cut to the landmarks. A capture computes in float32.
@@ -67,17 +69,6 @@ def landmark_scores(
     return s
 
 
-@triton.jit
-def narrow(tile, DTYPE: tl.constexpr):
-    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504."""
-    divisor = 1.0
-    if tl.float16 == DTYPE:
-        largest = tl.max(tl.abs(tile))
-        divisor = tl.where(largest > 0, largest, 1.0)
-        tile /= divisor
-    return tile.to(DTYPE), divisor
-
-
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _output_fwd_kernel(
     q_view,
@@ -87,7 +78,7 @@ def _output_fwd_kernel(
     sample_ptr,
     out_view,
     lse_ptr,
-    partial_ptr,
+    parts_ptr,
     B,
     H,
     N,
@@ -110,9 +101,7 @@ def _output_fwd_kernel(
         if (b < 0) | (b >= B):
             return
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     # Padded tokens are zeros, whatever lies there.
     q_start = head_of(q_view, b_64, h_64)
     q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
@@ -129,17 +118,9 @@ def _output_fwd_kernel(
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)  # (BLOCK_N, BLOCK_M)
-        # Every step has a landmark in its first column, so that the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_N,)
-        alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
-        if STATS:
-            shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
-            centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
-            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
-            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (BLOCK_N,)
-        row_max = new_max
+        p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
+            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+        )
         core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core, divisor = narrow(core, q.dtype)
         product = product_apart(p.to(q.dtype), core)  # (BLOCK_N, BLOCK_D)
@@ -154,21 +135,14 @@ def _output_fwd_kernel(
         lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (BLOCK_N,)
         tl.store(lse_ptr + (b_64 * H + h) * N + rows, lse, mask=inside)
     if STATS:
-        partial_ptr += tl.program_id(0).to(tl.int64) * 4
-        entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
-        norm = row_square / (row_sum * row_sum)
-        square = tl.sum(a * a, axis=1)  # (BLOCK_N,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf"))) * nats(q.dtype)
-        total = tl.sum(tl.where(inside, row_sum, 0.0))
-        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
-        tl.store(partial_ptr + 1, tl.sum(tl.where(inside, entropy, 0.0)) / N)
-        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
-        tl.store(partial_ptr + 3, tl.sum(tl.where(inside, square, 0.0)))
+        sums = sums_of_rows(
+            row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        store_part(parts_ptr, sums, tl.program_id(0), N, nats(q.dtype))
 
 
 _cache = LaunchCache(
-    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "out_view", "lse_ptr", "partial_ptr"),
+    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "out_view", "lse_ptr", "parts_ptr"),
 )
 _capture_cache = LaunchCache(
     ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_view")
@@ -183,7 +157,7 @@ def output_forward(
     lse: Tensor,
     key_lengths: Tensor | None,
     scale: float,
-    stats: list[Tensor] | None = None,
+    stats: Tensor | None = None,
 ) -> None:
     """Write ``out = K1 core`` and the log-sum-exp of K1's rows.
 
@@ -195,28 +169,21 @@ def output_forward(
         lse: (B, H, N) float32, contiguous, written.
         key_lengths: (B,) int32, contiguous, or None; queries at or past a length count as zeros.
         scale: multiplies the scores.
-        stats: max_logit (of K1's scores alone: the caller takes the maximum with the other two
-            softmaxes), entropy, prob_norm, head_norm, each (B, H) float32, written.
+        stats: (statistics, B, H) float32, written; the largest score is of K1's alone: the caller
+            takes the maximum with the other two softmaxes.
     """
     tile = tile_of(TILES, query, k_land.shape[2])
     batch, heads, tokens, _ = query.shape
     num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
-    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
-    partial = None if stats is None else lse.new_empty(batch, heads, num_tiles, 4)
-    tensors = query, k_land, core, key_lengths, out, lse, partial
+    parts = None if stats is None else lse.new_empty(batch, heads, num_tiles, NUM_SUMS)
+    tensors = query, k_land, core, key_lengths, out, lse, parts
     kind = kind_of(query, k_land, key_lengths, scale, out.stride(), stats is None)
     if not _cache.run(kind, tensors):
         arguments = shared_arguments(query, k_land, core, key_lengths, scale)
-        launch = _prepare(arguments, tile, out, lse_ptr=lse, partial_ptr=partial)
+        launch = _prepare(arguments, tile, out, lse_ptr=lse, parts_ptr=parts)
         _cache.start(kind, launch, tensors)
-    if stats is None or partial is None:
-        return
-    max_logit, entropy, prob_norm, head_norm = stats
-    torch.amax(partial[..., 0], dim=-1, out=max_logit)
-    sums = partial[..., 1:].sum(dim=2)
-    entropy.copy_(sums[..., 0])
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
+    if stats is not None and parts is not None:
+        join(parts, stats)
 
 
 def output_capture(
@@ -252,7 +219,7 @@ def _prepare(
     tile: Tile,
     out: Tensor,
     lse_ptr: Tensor | None = None,
-    partial_ptr: Tensor | None = None,
+    parts_ptr: Tensor | None = None,
     sample_ptr: Tensor | None = None,
 ) -> Launch:
     slots, heads, tokens, _ = out.shape
@@ -262,8 +229,8 @@ def _prepare(
         B=arguments["q_view"].ptr.shape[0],
         sample_ptr=sample_ptr,
         lse_ptr=lse_ptr,
-        partial_ptr=partial_ptr,
-        STATS=partial_ptr is not None,
+        parts_ptr=parts_ptr,
+        STATS=parts_ptr is not None,
         CAPTURE=sample_ptr is not None,
     )
     grid = (slots * heads * triton.cdiv(tokens, tile["BLOCK_N"]),)

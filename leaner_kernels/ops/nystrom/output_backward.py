@@ -17,11 +17,20 @@ from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
 from .._tiles import Tiles, rule
-from .._triton import PRECISION, add_product, exponential, head_of, load_rows, store_rows, units
+from .._triton import (
+    PRECISION,
+    add_product,
+    exponential,
+    head_of,
+    load_rows,
+    narrow,
+    store_rows,
+    units,
+    visible_keys,
+)
 from .output import (
     kind_of,
     landmark_scores,
-    narrow,
     shared_arguments,
     tile_of,
     view_of,
@@ -54,13 +63,13 @@ QUERY_TILES = Tiles(
 
 @triton.jit
 def _probabilities(
-    q, grad, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
+    q, do, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
     """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
     s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=False)
     p = exponential(s - lse[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
     core, divisor = narrow(core, q.dtype)
-    dp = tl.dot(grad, tl.trans(core), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+    dp = tl.dot(do, tl.trans(core), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
     return p, dp * divisor
 
 
@@ -86,7 +95,7 @@ def _output_bwd_delta_kernel(
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_view,
+    do_view,
     lse_ptr,
     delta_ptr,
     H,
@@ -102,13 +111,11 @@ def _output_bwd_delta_kernel(
     first = tl.program_id(0) % num_tiles * BLOCK_N
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
-    grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+    do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     delta = tl.zeros([BLOCK_N], tl.float32)
@@ -116,7 +123,7 @@ def _output_bwd_delta_kernel(
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
-        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
         delta += tl.sum(p * dp, axis=1)  # (BLOCK_N,)
         row_sum += tl.sum(p, axis=1)  # (BLOCK_N,)
     tl.store(delta_ptr + head * N + rows, _mean(delta, row_sum), mask=rows < N)
@@ -128,7 +135,7 @@ def _output_bwd_landmark_kernel(
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_view,
+    do_view,
     lse_ptr,
     delta_ptr,
     dk_ptr,
@@ -149,11 +156,9 @@ def _output_bwd_landmark_kernel(
     stretch = tl.program_id(0) // num_tiles % num_stretches
     head = (tl.program_id(0) // num_tiles // num_stretches).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -161,16 +166,16 @@ def _output_bwd_landmark_kernel(
     last = tl.minimum((stretch + 1) * STRETCH, N)
     for first in range(stretch * STRETCH, last, BLOCK_N):
         q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        grad = load_rows(grad_ptr, first, grad_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         rows = first + tl.arange(0, BLOCK_N)
         lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
-        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
             delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
-        dcore = add_product(dcore, tl.trans(p.to(q.dtype)), grad)
+        dcore = add_product(dcore, tl.trans(p.to(q.dtype)), do)
         dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
     part = (head * num_stretches + stretch) * M * D
     store_rows(dk_ptr + part, dk * scale, start, D, M, BLOCK_M, D, BLOCK_D)
@@ -183,7 +188,7 @@ def _output_bwd_query_kernel(
     k_ptr,
     core_ptr,
     lengths_ptr,
-    grad_view,
+    do_view,
     lse_ptr,
     delta_ptr,
     dq_land_ptr,
@@ -202,20 +207,18 @@ def _output_bwd_query_kernel(
     first = tl.program_id(0) % num_tiles * BLOCK_N
     head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, h = head // H, head % H
-    limit = N
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), N)
+    limit = visible_keys(lengths_ptr, b, N)
     q_ptr = head_of(q_view, b, h)
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
-    grad = load_rows(grad_ptr, first, grad_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    do = load_rows(do_ptr, first, do_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
     dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
-        p, dp = _probabilities(q, grad, k, core, lse, start, scale, M, BLOCK_M)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
         if delta_ptr is None:
             delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
         else:
@@ -232,7 +235,7 @@ def _output_bwd_query_kernel(
     store_rows(dq_ptr, dq, first, dq_view.stride_n, N, BLOCK_N, D, BLOCK_D)
 
 
-_POINTERS = "q_view", "k_ptr", "core_ptr", "lengths_ptr", "grad_view", "lse_ptr", "delta_ptr"
+_POINTERS = "q_view", "k_ptr", "core_ptr", "lengths_ptr", "do_view", "lse_ptr", "delta_ptr"
 _delta_cache = LaunchCache(_POINTERS)
 _landmark_cache = LaunchCache((*_POINTERS, "dk_ptr", "dcore_ptr"))
 _query_cache = LaunchCache((*_POINTERS, "dq_land_ptr", "dq_view"))
@@ -267,7 +270,7 @@ def output_backward_landmarks(
     landmarks = k_land.shape[2]
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         lse_ptr=lse,
     )
     kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), grad.dtype)
@@ -339,7 +342,7 @@ def output_backward_query(
     tile = tile_of(QUERY_TILES, query, k_land.shape[2])
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         dq_view=view_of("dq", dq),
         **tile.arguments,
         lse_ptr=lse,

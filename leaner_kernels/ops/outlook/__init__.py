@@ -7,7 +7,6 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 """
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -20,17 +19,9 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from .._operators import (
-    ByReference,
-    Products,
-    Shapes,
-    Sharding,
-    at_first_call,
-    register,
-    run_with_stats,
-)
-from .._stats import AttentionStats
-from . import cpu
+from ..operator import run_with_stats
+from ..statistics import AttentionStats
+from .op import decomposition
 from .reference import Window, num_windows
 
 __all__ = ["check_window", "outlook_attention", "outlook_attention_with_stats"]
@@ -82,7 +73,7 @@ def outlook_attention(
     window = _check(value, logits, kernel_size, stride, padding)
     scale = scale_or_default(scale, value.shape[-1])
     if value.device.type != "cuda":
-        return cpu.decomposition(value, logits, window, scale)
+        return decomposition(value, logits, window, scale)
     return ops.outlook_attention(value, logits, *window, scale)[0]
 
 
@@ -177,32 +168,3 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
                 f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"
             )
     return window
-
-
-def _shapes(
-    value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int, scale: float
-) -> Shapes:
-    batch, y, x, heads, dim = value.shape
-    count = logits.shape[1:3]
-    return Shapes(
-        out=(batch, y, x, heads, dim),
-        lse=(batch, heads, *count, kernel_size**2),
-        per_head=(batch, heads),
-        heads=(y * x, heads * dim),
-    )
-
-
-def _flops(value: Tensor, logits: Tensor, *rest: Any) -> Products:
-    return Products(2 * logits.numel() * value.shape[-1], 0)
-
-
-register(
-    "outlook_attention",
-    inputs="Tensor value, Tensor logits",
-    params="int kernel_size, int stride, int padding, float scale",
-    shapes=_shapes,
-    cpu=ByReference(cpu.attend, cpu.differentiate),
-    cuda=at_first_call(__package__),
-    flops=_flops,
-    sharding=Sharding({"value": (0, 3), "logits": (0, 3)}, (0, 3)),
-)

@@ -26,11 +26,11 @@ TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
 def _logits_gradient(
     v_ptr,
     logits_ptr,
-    grad_ptr,
+    do_ptr,
     dlogits_ptr,
     v_view,
     logits_view,
-    grad_view,
+    do_view,
     first,
     H,
     Y,
@@ -64,14 +64,14 @@ def _logits_gradient(
             )  # fmt: skip
             values += (v,)
     for row in range(K * K):
-        g = load_pixels(  # (BLOCK, BLOCK_D)
-            grad_ptr, start_y + row // K, start_x + row % K,
-            grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
+        do = load_pixels(  # (BLOCK, BLOCK_D)
+            do_ptr, start_y + row // K, start_x + row % K,
+            do_view.stride_y, do_view.stride_x, seen, Y, X, D, BLOCK_D,
         )  # fmt: skip
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
-                product = tl.sum(g * values[place], axis=1)  # (BLOCK,)
+                product = tl.sum(do * values[place], axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
@@ -79,7 +79,7 @@ def _logits_gradient(
                     v_ptr, start_y + place // K, start_x + place % K,
                     v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
                 )  # fmt: skip
-                product = tl.sum(g * v, axis=1)  # (BLOCK,)
+                product = tl.sum(do * v, axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
         s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
@@ -94,11 +94,11 @@ def _logits_gradient(
 @triton.jit
 def _value_gradient(
     logits_ptr,
-    grad_ptr,
+    do_ptr,
     lse_ptr,
     dv_ptr,
     logits_view,
-    grad_view,
+    do_view,
     first,
     H,
     Y,
@@ -129,9 +129,9 @@ def _value_gradient(
         seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
         start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
         for row in tl.range(K * K, loop_unroll_factor=K):
-            g = load_pixels(  # (BLOCK, BLOCK_D)
-                grad_ptr, start_y + row // K, start_x + row % K,
-                grad_view.stride_y, grad_view.stride_x, seen, Y, X, D, BLOCK_D,
+            do = load_pixels(  # (BLOCK, BLOCK_D)
+                do_ptr, start_y + row // K, start_x + row % K,
+                do_view.stride_y, do_view.stride_x, seen, Y, X, D, BLOCK_D,
             )  # fmt: skip
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
             lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
@@ -145,7 +145,7 @@ def _value_gradient(
                 else:
                     s = tl.load(ptrs + PLACES[t][r], mask=seen, other=0.0).to(tl.float32)
                     p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
-                    sums += (accs[r] + p[:, None] * g,)  # (BLOCK, BLOCK_D)
+                    sums += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
             accs = sums
     store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
 
@@ -159,7 +159,7 @@ def _value_gradient(
 def _outlook_bwd_kernel(
     v_view,
     logits_view,
-    grad_view,
+    do_view,
     lse_ptr,
     dv_ptr,
     dlogits_ptr,
@@ -190,21 +190,21 @@ def _outlook_bwd_kernel(
     b, h = head // H, head % H
     v_ptr = head_of(v_view, b, h)
     logits_ptr = head_of(logits_view, b, h)
-    grad_ptr = head_of(grad_view, b, h)
+    do_ptr = head_of(do_view, b, h)
     lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
     if part < WINDOW_PARTS:
         dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
         _logits_gradient(
-            v_ptr, logits_ptr, grad_ptr, dlogits_ptr,
-            v_view, logits_view, grad_view,
+            v_ptr, logits_ptr, do_ptr, dlogits_ptr,
+            v_view, logits_view, do_view,
             part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
             K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
         )  # fmt: skip
     else:
         dv_ptr += (b * Y * X * H + h) * D
         _value_gradient(
-            logits_ptr, grad_ptr, lse_ptr, dv_ptr,
-            logits_view, grad_view,
+            logits_ptr, do_ptr, lse_ptr, dv_ptr,
+            logits_view, do_view,
             (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
             K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
         )  # fmt: skip

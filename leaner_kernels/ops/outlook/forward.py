@@ -19,6 +19,7 @@ Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
 import triton
 import triton.language as tl
 
+from .._epilogue import add_sums, no_sums, store_statistics, sums_of_rows, with_output
 from .._tiles import Tiles, rule
 from .._triton import exponential, head_of, nats, scaled, units
 
@@ -135,10 +136,7 @@ def _outlook_fwd_kernel(
     sample_ptr,
     out_ptr,
     lse_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     B,
     H,
     Y,
@@ -172,11 +170,9 @@ def _outlook_fwd_kernel(
     out_ptr += (slot * Y * X * H + h) * D
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     factor = scale * units(DTYPE)
-    if max_logit_ptr is not None:
-        top = tl.full([BLOCK], float("-inf"), tl.float32)
-        entropy = tl.zeros([BLOCK], tl.float32)
-        prob_square = tl.zeros([BLOCK], tl.float32)
-        head_square = tl.zeros([BLOCK], tl.float32)
+    if stats_ptr is not None:
+        sums = no_sums(BLOCK)
+        out_square = tl.zeros([BLOCK], tl.float32)
 
     for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
         cells = first + tl.arange(0, BLOCK)
@@ -204,11 +200,11 @@ def _outlook_fwd_kernel(
                         # Triton computes the row again here, in a layout of the store's own: one
                         # thread a window, which is less than moving nine results between threads.
                         tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
-                    if max_logit_ptr is not None:
-                        top = tl.maximum(top, tl.where(seen, pivot, float("-inf")))
-                        row_entropy = tl.log(total) - nats(DTYPE) * centred / total  # (BLOCK,)
-                        entropy += tl.where(seen, row_entropy, 0.0)
-                        prob_square += tl.where(seen, row_square / (total * total), 0.0)
+                    if stats_ptr is not None:
+                        of_row = sums_of_rows(
+                            pivot, total, centred, row_square, 0.0, seen, nats(DTYPE)
+                        )
+                        sums = add_sums(sums, of_row)
                     rows += (row,)
                     pivots += (pivot,)
                     inverses += (1.0 / total,)
@@ -245,15 +241,9 @@ def _outlook_fwd_kernel(
         square = store_pixels(  # (BLOCK,)
             out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
         )
-        if max_logit_ptr is not None:
-            head_square += square
-    if max_logit_ptr is not None:
+        if stats_ptr is not None:
+            out_square += square
+    if stats_ptr is not None:
         num_rows = WINDOWS_Y * WINDOWS_X * (K * K)
-        mean_entropy = tl.sum(entropy, axis=0) / num_rows
-        # A maximum passes over NaN, which a sum keeps.
-        largest = tl.max(top, axis=0) * nats(DTYPE)
-        largest = tl.where(mean_entropy == mean_entropy, largest, mean_entropy)
-        tl.store(max_logit_ptr + head, largest)
-        tl.store(entropy_ptr + head, mean_entropy)
-        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(prob_square, axis=0)))
-        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(head_square, axis=0)))
+        sums = with_output(sums, out_square)
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), num_rows, nats(DTYPE))

@@ -1,6 +1,6 @@
 """How the kernels of outlook attention are launched: grids, tiles, arguments."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -15,11 +15,10 @@ from .forward import TILES as FORWARD_TILES
 from .forward import _outlook_fwd_kernel
 from .reference import num_windows
 
-STATISTICS = "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
-_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", *STATISTICS))
+_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", "stats_ptr"))
 _capture_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "sample_ptr"))
 _backward_cache = LaunchCache(
-    ("v_view", "logits_view", "grad_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
+    ("v_view", "logits_view", "do_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
 )
 
 
@@ -39,19 +38,18 @@ def forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
-    statistics = None if stats is None else stats[:4]
-    tensors = *inputs, out, lse, *(statistics or ())
+    tensors = *inputs, out, lse, stats
     kind = _kind(inputs, params, stats is None)
     if not _forward_cache.run(kind, tensors):
-        found = prepare_forward(inputs, params, out, lse, statistics)
+        found = prepare_forward(inputs, params, out, lse, stats)
         _forward_cache.start(kind, found, tensors)
-    if stats is not None and sample is not None and sample.shape[0]:
-        # Free unless strided: the kernel counts along it.
-        heads, sample = stats[4], sample.contiguous()
+    if heads is not None and sample is not None and sample.shape[0]:
+        sample = sample.contiguous()  # free unless strided: the kernel counts along it
         _capture_cache.launch(
             _kind(inputs, params, len(sample)),
             (*inputs, heads, sample),
@@ -64,7 +62,7 @@ def backward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
     # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.
@@ -81,7 +79,7 @@ def backward(
     window_parts = -(-windows // tile["BLOCK"])
     parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
-        "grad_view": MapView(grad, *grad.stride()[:4]),
+        "do_view": MapView(grad, *grad.stride()[:4]),
         "lse_ptr": lse,
         "dv_ptr": grads[0],
         "dlogits_ptr": grads[1],
@@ -99,10 +97,10 @@ def prepare_forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor | None,
-    stats: list[Tensor] | None = None,
+    stats: Tensor | None = None,
     sample: Tensor | None = None,
 ) -> Launch:
-    """Return the launch that fills ``out``, ``lse`` and, where given, the four ``stats`` (B, H).
+    """Return the launch that fills ``out``, ``lse`` and any ``stats`` (statistics, B, H).
 
     With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
     """
@@ -110,12 +108,12 @@ def prepare_forward(
     tile = choose(FORWARD_TILES, arguments, inputs[0])
     heads = out.shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
-    parts = 1 if stats else -(-arguments["CELLS"] // tile["BLOCK"])
+    parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
     arguments |= {
         "sample_ptr": sample,
         "out_ptr": out,
         "lse_ptr": lse,
-        **dict(zip(STATISTICS, stats or (None,) * 4)),
+        "stats_ptr": stats,
         "PARTS": parts,
         **tile.arguments,
     }

@@ -5,8 +5,6 @@ contiguous, because loads are vectors along it; the windows fill the map, becaus
 every window would have no output. Anything else raises a ValueError: no silent copy.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -19,17 +17,9 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from .._operators import (
-    ByReference,
-    Products,
-    Shapes,
-    Sharding,
-    at_first_call,
-    register,
-    run_with_stats,
-)
-from .._stats import AttentionStats
-from . import cpu
+from ..operator import run_with_stats
+from ..statistics import AttentionStats
+from . import op  # noqa: F401 - registers the operator
 
 __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
 
@@ -134,32 +124,3 @@ def _decomposition(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor
     a = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
     a = a.reshape(batch, y // rows, x // cols, rows, cols, heads, dim).transpose(2, 3)
     return a.reshape(batch, y, x, heads, dim).contiguous()
-
-
-def _shapes(qkv: Tensor, *params: object) -> Shapes:
-    batch, y, x, _, heads, dim = qkv.shape
-    return Shapes(
-        out=(batch, y, x, heads, dim),
-        lse=(batch, heads, y, x),
-        per_head=(batch, heads),
-        heads=(y * x, heads * dim),
-    )
-
-
-def _flops(qkv: Tensor, *others: Any) -> Products:
-    batch, y, x, _, heads, dim = qkv.shape
-    rows, cols, _ = others[-3:]
-    product = 2 * batch * heads * y * x * rows * cols * dim
-    return Products(product, product)
-
-
-register(
-    "window_attention",
-    inputs="Tensor qkv",
-    params="int window_y, int window_x, float scale",
-    shapes=_shapes,
-    cpu=ByReference(cpu.attend, cpu.differentiate),
-    cuda=at_first_call(__package__),
-    flops=_flops,
-    sharding=Sharding({"qkv": (0, 4)}, (0, 3)),
-)

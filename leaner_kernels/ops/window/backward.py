@@ -36,7 +36,7 @@ TILES = Tiles(
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
     qkv_view,
-    grad_view,
+    do_view,
     dqkv_ptr,
     H,
     windows_y,
@@ -58,22 +58,22 @@ def window_bwd_kernel(
     q = load_tokens(qkv_view.ptr, tokens, inside, D, BLOCK_D)  # (BLOCK, BLOCK_D)
     k = load_tokens(qkv_view.ptr + qkv_view.stride_k, tokens, inside, D, BLOCK_D)
     v = load_tokens(qkv_view.ptr + qkv_view.stride_v, tokens, inside, D, BLOCK_D)
-    start = head_offset(grad_view, b, y, x, h)
-    tokens = start + token_offsets(0, grad_view.stride_y, grad_view.stride_x, WINDOW_X, BLOCK)
-    grad = load_tokens(grad_view.ptr, tokens, inside, D, BLOCK_D)  # (BLOCK, BLOCK_D)
+    start = head_offset(do_view, b, y, x, h)
+    tokens = start + token_offsets(0, do_view.stride_y, do_view.stride_x, WINDOW_X, BLOCK)
+    do = load_tokens(do_view.ptr, tokens, inside, D, BLOCK_D)  # (BLOCK, BLOCK_D)
 
     s = scaled(product(q, tl.trans(k)), scale * units(q.dtype))  # (BLOCK, BLOCK)
     s = tl.where(tl.arange(0, BLOCK) < N, s, float("-inf"))
     p = exponential(s - tl.max(s, axis=1)[:, None], q.dtype)  # (BLOCK, BLOCK)
     # A row outside the window contributes nothing: its gradient was loaded as zero.
     p *= (1.0 / tl.sum(p, axis=1))[:, None]
-    dp = product(grad, tl.trans(v))  # (BLOCK, BLOCK)
+    dp = product(do, tl.trans(v))  # (BLOCK, BLOCK)
 
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     start = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     out = start + token_offsets(0, size_x * 3 * H * D, 3 * H * D, WINDOW_X, BLOCK)
-    dv = product(tl.trans(p.to(v.dtype)), grad)  # (BLOCK, BLOCK_D)
+    dv = product(tl.trans(p.to(v.dtype)), do)  # (BLOCK, BLOCK_D)
     store_tokens(dqkv_ptr + 2 * H * D, dv, out, inside, D, BLOCK_D)
     delta = tl.sum(p * dp, axis=1)  # (BLOCK,)
     ds = (p * (dp - delta[:, None])).to(q.dtype)  # (BLOCK, BLOCK)

@@ -11,15 +11,16 @@ online softmax, which for windows of up to COLS tokens is one step.
 import triton
 import triton.language as tl
 
+from .._epilogue import store_part, sums_of_rows
 from .._tiles import Tiles, rule
 from .._triton import (
     SHIFT,
     add_product,
-    exponential,
     nats,
     parts_of,
     product_of_parts,
     scaled,
+    softmax_step,
     units,
 )
 from .addresses import (
@@ -58,7 +59,7 @@ def window_fwd_kernel(
     qkv_view,
     out_ptr,
     lse_ptr,
-    partial_ptr,
+    parts_ptr,
     sample_ptr,
     B,
     H,
@@ -109,16 +110,9 @@ def window_fwd_kernel(
             # Only an entropy minds, and what a mask chose is not joined with a subtraction.
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
-        new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (ROWS,)
-        alpha = exponential(row_max - new_max, q.dtype)
-        p = exponential(s - new_max[:, None], q.dtype)  # (ROWS, COLS)
-        if STATS:
-            shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
-            centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
-            row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
-            row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
-        row_sum = alpha * row_sum + tl.sum(p, axis=1)  # (ROWS,)
-        row_max = new_max
+        p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
+            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+        )
         v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         acc *= alpha[:, None]
         if CAPTURE:
@@ -142,17 +136,9 @@ def window_fwd_kernel(
         lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (ROWS,)
         tl.store(lse_ptr + lse_start + map_rows, lse, mask=inside)
     if STATS:
-        entropy = tl.log(row_sum) - nats(q.dtype) * row_centred / row_sum
-        total = tl.sum(tl.where(inside, entropy, 0.0), axis=0)
-        norm = row_square / (row_sum * row_sum)
-        square = tl.sum(a * a, axis=1)  # (ROWS,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")), axis=0) * nats(q.dtype)
-        max_logit = tl.where(total == total, max_logit, float("nan"))
-        # (B, H, tiles of every window, 4)
+        sums = sums_of_rows(
+            row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        # (B, H, tiles of every window): joined, the entropy is still to be divided by the rows.
         part = ((b * H + h) * windows_y + wy) * windows_x + wx
-        partial = partial_ptr + (part * num_tiles + tile) * 4
-        tl.store(partial, max_logit)
-        tl.store(partial + 1, total)
-        tl.store(partial + 2, tl.sum(tl.where(inside, norm, 0.0), axis=0))
-        tl.store(partial + 3, tl.sum(tl.where(inside, square, 0.0), axis=0))
+        store_part(parts_ptr, sums, part * num_tiles + tile, 1, nats(q.dtype))

@@ -1,12 +1,13 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._epilogue import NUM_SUMS, join
 from .._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
 from .._tiles import Tile, Tiles, block_dim
 from .backward import TILES as BACKWARD_TILES
@@ -17,10 +18,10 @@ from .tiled_backward import TILES as TILED_BACKWARD_TILES
 from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 
 _forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
-_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="partial_ptr")
+_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="parts_ptr")
 _capture_cache = LaunchCache(("qkv_view", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(("qkv_view", "grad_view", "dqkv_ptr"))
-_TILED = "qkv_view", "grad_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
+_backward_cache = LaunchCache(("qkv_view", "do_view", "dqkv_ptr"))
+_TILED = "qkv_view", "do_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
 _tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
 
 
@@ -41,19 +42,19 @@ def forward(
     params: tuple[Any, ...],
     out: Tensor,
     lse: Tensor,
-    stats: list[Tensor] | None,
+    stats: Tensor | None,
+    heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats``, five tensors."""
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
     (qkv,) = inputs
-    if stats is None:
+    if stats is None or heads is None:
         tensors, kind = (qkv, out, lse), _kind(qkv, params)
         if not _forward_cache.run(kind, tensors):
             launch = _forward(qkv, params, out_ptr=out, lse_ptr=lse)
             _forward_cache.start(kind, launch, tensors)
         return
-    *per_head, heads = stats
-    _statistics(qkv, params, out, lse, per_head)
+    _statistics(qkv, params, out, lse, stats)
     if sample is not None and sample.shape[0] > 0:
         capture(qkv, params, heads, sample)
 
@@ -73,7 +74,7 @@ def backward(
     inputs: tuple[Tensor, ...],
     params: tuple[Any, ...],
     lse: Tensor,
-    grads: tuple[Tensor, ...],
+    grads: Sequence[Tensor],
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
@@ -109,27 +110,22 @@ def _tiled_backward(
 
 
 def _statistics(
-    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, per_head: list[Tensor]
+    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, stats: Tensor
 ) -> None:
-    """Fill ``out``, ``lse`` and max_logit, entropy, prob_norm and head_norm, (B, H) each."""
+    """Fill ``out``, ``lse`` and ``stats`` (STATISTICS, B, H)."""
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:
         tile = choose(FORWARD_TILES, qkv, params[:2])
         assert tile is not None
         parts = _windows(qkv, params) // (batch * heads) * _parts(params, tile["ROWS"])
-        sums = lse.new_empty(batch, heads, parts, 4)
-        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, partial_ptr=sums)
+        of_tiles = lse.new_empty(batch, heads, parts, NUM_SUMS)
+        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, parts_ptr=of_tiles)
 
-    # Sums per tile of rows, joined below in a fixed order: deterministic, as atomics are not.
-    by_tile = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
-    assert by_tile is not None
-    max_logit, entropy, prob_norm, head_norm = per_head
-    torch.amax(by_tile[..., 0], dim=-1, out=max_logit)
-    sums = by_tile[..., 1:].sum(dim=2)
-    torch.div(sums[..., 0], y * x, out=entropy)
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
+    parts = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
+    assert parts is not None
+    join(parts, stats)
+    stats[1] /= y * x
 
 
 def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
@@ -147,7 +143,7 @@ def _forward(
     *features: str,
     out_ptr: Tensor,
     lse_ptr: Tensor | None = None,
-    partial_ptr: Tensor | None = None,
+    parts_ptr: Tensor | None = None,
     sample_ptr: Tensor | None = None,
 ) -> Launch:
     """Return the launch that attends; ``features`` may be statistics or capture.
@@ -161,7 +157,7 @@ def _forward(
     arguments = _shared(qkv, params) | {
         "out_ptr": out_ptr,
         "lse_ptr": lse_ptr,
-        "partial_ptr": partial_ptr,
+        "parts_ptr": parts_ptr,
         "sample_ptr": sample_ptr,
         "B": qkv.shape[0],
         "STATS": "statistics" in features,
@@ -194,7 +190,7 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
-    return {"grad_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
+    return {"do_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
 
 
 def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:

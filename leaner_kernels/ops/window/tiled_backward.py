@@ -34,7 +34,7 @@ def _probabilities(q, k, lse, col, scale, N: tl.constexpr, COLS: tl.constexpr):
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_rows_kernel(
     qkv_view,
-    grad_view,
+    do_view,
     lse_ptr,
     delta_ptr,
     dqkv_ptr,
@@ -61,9 +61,9 @@ def window_bwd_rows_kernel(
     start = head_offset(qkv_view, b, y, x, h)
     rows = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
     q = load_tokens(qkv_view.ptr, rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
-    grad_start = head_offset(grad_view, b, y, x, h)
-    grad_rows = token_offsets(first, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
-    grad = load_tokens(grad_view.ptr, grad_start + grad_rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
+    do_start = head_offset(do_view, b, y, x, h)
+    do_rows = token_offsets(first, do_view.stride_y, do_view.stride_x, WINDOW_X, ROWS)
+    do = load_tokens(do_view.ptr, do_start + do_rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
     map_start = (b * H + h) * size_yx + y * size_x + x
     map_rows = map_start + token_offsets(first, size_x, 1, WINDOW_X, ROWS)
     lse = tl.load(lse_ptr + map_rows, mask=inside, other=0.0)  # (ROWS,)
@@ -75,7 +75,7 @@ def window_bwd_rows_kernel(
         k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)  # (ROWS, COLS)
-        delta += tl.sum(p * product(grad, tl.trans(v)), axis=1)  # (ROWS,)
+        delta += tl.sum(p * product(do, tl.trans(v)), axis=1)  # (ROWS,)
         if q.dtype == tl.float32:
             row_sum += tl.sum(p, axis=1)  # (ROWS,)
     if q.dtype == tl.float32:
@@ -90,7 +90,7 @@ def window_bwd_rows_kernel(
         k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, seen, D, BLOCK_D)
         v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, seen, D, BLOCK_D)
         p = _probabilities(q, k, lse, col, scale, N, COLS)
-        ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
+        ds = p * (product(do, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
         dq = add_product(dq, ds.to(k.dtype), k)  # (ROWS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, ROWS)
@@ -100,7 +100,7 @@ def window_bwd_rows_kernel(
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_cols_kernel(
     qkv_view,
-    grad_view,
+    do_view,
     lse_ptr,
     delta_ptr,
     dqkv_ptr,
@@ -128,7 +128,7 @@ def window_bwd_cols_kernel(
     cols = start + token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
     k = load_tokens(qkv_view.ptr + qkv_view.stride_k, cols, inside, D, BLOCK_D)  # (COLS, BLOCK_D)
     v = load_tokens(qkv_view.ptr + qkv_view.stride_v, cols, inside, D, BLOCK_D)  # (COLS, BLOCK_D)
-    grad_start = head_offset(grad_view, b, y, x, h)
+    do_start = head_offset(do_view, b, y, x, h)
     map_start = (b * H + h) * size_yx + y * size_x + x
     dk = tl.zeros([COLS, BLOCK_D], tl.float32)
     dv = tl.zeros([COLS, BLOCK_D], tl.float32)
@@ -136,15 +136,15 @@ def window_bwd_cols_kernel(
         seen = row + tl.arange(0, ROWS) < N
         rows = token_offsets(row, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
         q = load_tokens(qkv_view.ptr, start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
-        rows = token_offsets(row, grad_view.stride_y, grad_view.stride_x, WINDOW_X, ROWS)
+        rows = token_offsets(row, do_view.stride_y, do_view.stride_x, WINDOW_X, ROWS)
         # Rows outside the window have no gradient: they add nothing below.
-        grad = load_tokens(grad_view.ptr, grad_start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
+        do = load_tokens(do_view.ptr, do_start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
         map_rows = map_start + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         delta = tl.load(delta_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)
         p = _probabilities(q, k, lse, first, scale, N, COLS)  # (ROWS, COLS)
-        dv = add_product(dv, tl.trans(p.to(v.dtype)), grad)  # (COLS, BLOCK_D)
-        ds = p * (product(grad, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
+        dv = add_product(dv, tl.trans(p.to(v.dtype)), do)  # (COLS, BLOCK_D)
+        ds = p * (product(do, tl.trans(v)) - delta[:, None])  # (ROWS, COLS)
         dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)  # (COLS, BLOCK_D)
     out = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
     rows = out + token_offsets(first, size_x * 3 * H * D, 3 * H * D, WINDOW_X, COLS)

@@ -37,19 +37,20 @@ from ..call import Call
 from .ampere_tiles import (
     copied,
     copy_rows,
-    head_of,
+    head_start,
     in_memory,
     load_columns,
+    load_in_layout,
     load_left,
-    load_rows,
     placed,
     store_columns,
-    store_rows,
+    store_product_rows,
 )
 from .gluon_tiles import (
     TILE,
     arguments_of,
     behind_dropout,
+    masked,
     masked_p,
     number_of_keys,
     row_statistics,
@@ -82,7 +83,7 @@ TILES = Tiles(
 
 @gluon.jit
 def _rows_segment(
-    dq, q, grad, x, y, lse, delta, first, start, limit, factor, N, mask, dropout,
+    dq, q, do, k, v, lse, delta, first, start, limit, factor, N, mask, dropout,
     STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
@@ -91,10 +92,10 @@ def _rows_segment(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for n in gl.static_range(STEPS):
-        keys, values = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
+        k_step, v_step = k.slice(n * STEP, STEP), v.slice(n * STEP, STEP)
         zero = gl.zeros([q.shape[0], STEP], gl.float32, MMA)
-        s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
-        dp = mma(grad, values.permute((1, 0)).load(RIGHT), zero)
+        s = mma(q, k_step.permute((1, 0)).load(RIGHT), zero)
+        dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)
         cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
         rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
         dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
@@ -102,18 +103,15 @@ def _rows_segment(
             ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
         else:
             ds = gl.exp2(s * factor - lse) * (dp - delta)
-        if HIDES:
-            ds = gl.where(cols < limit, ds, 0.0)
-        if CAUSAL:
-            ds = gl.where(cols <= rows, ds, 0.0)
+        ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
         store_ds(mask[4], ds, rows, cols, N)
-        dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), keys.load(RIGHT), dq)
+        dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
     return dq
 
 
 @gluon.jit
 def _keys_segment(
-    dk, dv, k, v, x, y, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
+    dk, dv, k, v, q, do, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
     STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what STEPS times STEP rows in a buffer give."""
@@ -122,59 +120,60 @@ def _keys_segment(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
     for n in gl.static_range(STEPS):
-        queries, grads = x.slice(n * STEP, STEP), y.slice(n * STEP, STEP)
+        q_step, do_step = q.slice(n * STEP, STEP), do.slice(n * STEP, STEP)
         lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
         zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
-        s = mma(k, queries.permute((1, 0)).load(RIGHT), zero)
-        dp = mma(v, grads.permute((1, 0)).load(RIGHT), zero)
+        s = mma(k, q_step.permute((1, 0)).load(RIGHT), zero)
+        dp = mma(v, do_step.permute((1, 0)).load(RIGHT), zero)
         keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]
         rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
         if mask[0] is not None:
             p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
         else:
             p = gl.exp2(s * factor - lse.load(COLS)[None, :])
-        if CAUSAL:
-            p = gl.where(keys <= rows, p, 0.0)
+        p = masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
         dp, weight = behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
-        dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), grads.load(RIGHT), dv)
-        dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), queries.load(RIGHT), dk)
+        dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
+        dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), q_step.load(RIGHT), dk)
     return dk, dv
 
 
 @gluon.jit
 def _describe_rows(
-    grads, lses, deltas, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
+    do_tile, lses, deltas, do_ptr, DO_STRIDE: gl.constexpr, out_ptr, OUT_STRIDE: gl.constexpr,
     max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Write dO, the log-sum-exp and delta = sum(dO O) of rows to shared memory."""
-    ROWS: gl.constexpr = grads.shape[0]
+    ROWS: gl.constexpr = do_tile.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
-    x = load_rows(grad, GRAD_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32) * lost[:, None]
-    outs = load_rows(out, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
-    grads.store(placed(x.to(grads.dtype), ORDERED))
+    do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    do = do * lost[:, None]
+    out = load_in_layout(out_ptr, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    do_tile.store(placed(do.to(do_tile.dtype), ORDERED))
     lses.store(lse)
-    deltas.store(gl.sum(x * outs, 1))
+    deltas.store(gl.sum(do * out, 1))
 
 
 @gluon.jit
 def _rows(
-    query, Q_STRIDE: gl.constexpr, grad, GRAD_STRIDE: gl.constexpr, out, OUT_STRIDE: gl.constexpr,
-    max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr, ROWS: gl.constexpr,
-    D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
+    q_ptr, Q_STRIDE: gl.constexpr, do_ptr, DO_STRIDE: gl.constexpr, out_ptr,
+    OUT_STRIDE: gl.constexpr, max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr,
+    ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
+    ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Return Q and dO of rows as left operands, the log-sum-exp and delta of each."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
-    q = load_left(query, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    grads = load_left(grad, GRAD_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    outs = load_left(out, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    wide = grads.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
-    delta = gl.convert_layout(gl.sum(wide * outs.to(gl.float32), 1), OWN)
-    return q, wide.to(grads.dtype), lse, delta
+    q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    wide = do.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
+    delta = gl.convert_layout(gl.sum(wide * out.to(gl.float32), 1), OWN)
+    return q, wide.to(do.dtype), lse, delta
 
 
 @gluon.jit
@@ -189,12 +188,12 @@ def _turned(tile, x):
 
 @gluon.jit
 def _rows_in_columns(
-    dq, q, grad, k, v, keys, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
+    dq, q, do, k, v, k_tile, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ (D, COLS) of the rows in columns what up to 64 keys give.
 
-    ``k`` and ``v`` are those keys as left operands, ``keys`` their buffer, ``tile`` one to spare.
+    ``k`` and ``v`` are those keys as left operands, ``k_tile`` their buffer, ``tile`` one to spare.
     """
     MMA: gl.constexpr = dq.type.layout
     COLS: gl.constexpr = q.shape[1]
@@ -205,36 +204,33 @@ def _rows_in_columns(
         p = masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
     else:
         p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
-    dp = mma(v, grad, zero)
+    dp = mma(v, do, zero)
     dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
     ds = p * (dp - delta[None, :])
-    if HIDES:
-        ds = gl.where(cols < limit, ds, 0.0)
-    if CAUSAL:
-        ds = gl.where(cols <= rows, ds, 0.0)
+    ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
     store_ds(mask[4], ds, rows, cols, N)
-    left = keys.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     barrier()
     ds = _turned(tile, ds)
     barrier()
-    return mma(left, ds.slice(0, keys.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
+    return mma(left, ds.slice(0, k_tile.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
 
 
 @gluon.jit
 def _keys_in_columns(
-    dk, dv, k, v, q, grad, queries, grads, x_tile, y_tile, lse, delta, first, start, factor, N,
+    dk, dv, k, v, q, do, q_tile, do_tile, p_tile, ds_tile, lse, delta, first, start, factor, N,
     mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV (D, COLS) of the keys in columns what up to 64 rows give.
 
-    ``q`` and ``grad`` are those rows as left operands, ``queries`` and ``grads`` their buffers,
-    ``x_tile`` and ``y_tile`` two to spare.
+    ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` their buffers,
+    ``p_tile`` and ``ds_tile`` two to spare.
     """
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     COLS: gl.constexpr = k.shape[1]
-    ROWS: gl.constexpr = queries.shape[0]
+    ROWS: gl.constexpr = q_tile.shape[0]
     zero = gl.zeros([64, COLS], gl.float32, MMA)
     rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
@@ -242,16 +238,15 @@ def _keys_in_columns(
         p = masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
     else:
         p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
-    if CAUSAL:
-        p = gl.where(cols <= rows, p, 0.0)
-    dp = mma(grad, v, zero)
+    p = masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
+    dp = mma(do, v, zero)
     dp, weight = behind_dropout(dp, p, dropout, rows, cols)
     ds = p * (dp - delta[:, None])
-    left_q, left_grad = queries.permute((1, 0)).load(LEFT), grads.permute((1, 0)).load(LEFT)
+    left_q, left_do = q_tile.permute((1, 0)).load(LEFT), do_tile.permute((1, 0)).load(LEFT)
     barrier()
-    p, ds = _turned(x_tile, weight), _turned(y_tile, ds)
+    p, ds = _turned(p_tile, weight), _turned(ds_tile, ds)
     barrier()
-    dv = mma(left_grad, p.slice(0, ROWS).load(RIGHT), dv)
+    dv = mma(left_do, p.slice(0, ROWS).load(RIGHT), dv)
     dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
     return dk, dv
 
@@ -264,7 +259,7 @@ def _ampere_bwd_kernel(
     mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -302,11 +297,11 @@ def _ampere_bwd_kernel(
     TAIL: gl.constexpr = FULL * 64
     h = gl.program_id(0) // 2
     h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
-    query = head_of(q_view, b_64, h_64)
-    key = head_of(k_view, b_64, h_64)
-    value = head_of(v_view, b_64, h_64)
-    grad = head_of(grad_view, b_64, h_64)
-    out = head_of(out_view, b_64, h_64)
+    q_ptr = head_start(q_view, b_64, h_64)
+    k_ptr = head_start(k_view, b_64, h_64)
+    v_ptr = head_start(v_view, b_64, h_64)
+    do_ptr = head_start(do_view, b_64, h_64)
+    out_ptr = head_start(out_view, b_64, h_64)
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
     limit = number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
@@ -314,107 +309,110 @@ def _ampere_bwd_kernel(
         ds_ptr += (b_64 * H + h_64) * N * N
     mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
     if mask_view.ptr is not None:
-        mask_ptr = head_of(mask_view, b_64, h_64)
+        mask_ptr = head_start(mask_view, b_64, h_64)
         mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
     dropout = seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale
     end = N
     if COLS > 0:
         end = full * 64
-    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
-    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    # The first program of a head keeps K and V here, the second Q and dO.
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    qs, dos = ks, vs
     if T > 0:
-        x_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
-        y_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
+        q_tail, do_tail = k_tail, v_tail
     if gl.program_id(0) % 2 == 0:
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-            copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
         if T > 0:
-            copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-            copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
         commit_copies()
-        dquery = head_of(dq_view, b_64, h_64)
+        dq_ptr = head_start(dq_view, b_64, h_64)
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            q, grads, lse, delta = _rows(
-                query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
+            q, do, lse, delta = _rows(
+                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
                 max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
-                    dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
+                    dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
                     i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, False, False, SCALED,
                 )  # fmt: skip
             if HIDES or CAUSAL:
                 for i in range(seen, last):
                     dq = _rows_segment(
-                        dq, q, grads, xs.index(i), ys.index(i), lse[:, None], delta[:, None], first,
+                        dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
                         i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, HIDES, CAUSAL,
                         SCALED,
                     )  # fmt: skip
             if T > 0:
                 dq = _rows_segment(
-                    dq, q, grads, x_tail, y_tail, lse[:, None], delta[:, None], first, full * 64,
+                    dq, q, do, k_tail, v_tail, lse[:, None], delta[:, None], first, full * 64,
                     limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
                 )  # fmt: skip
-            store_rows(dquery, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
+            store_product_rows(dq_ptr, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
         if COLS > 0:
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
             lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
-            q_t = load_columns(query, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
-            grad_t = load_columns(grad, grad_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+            q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
+            do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
                 gl.float32
             )
-            out_t = load_columns(out, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+            out_t = load_columns(out_ptr, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
                 gl.float32
             )
-            grad_t = grad_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
-            delta_t = gl.convert_layout(gl.sum(grad_t * out_t, 0), gl.SliceLayout(0, MMA))
-            grad_t = grad_t.to(DTYPE)
+            do_t = do_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
+            delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))
+            do_t = do_t.to(DTYPE)
             dq_t = gl.zeros([D, COLS], gl.float32, MMA)
             for i in range(full):
-                x, y = xs.index(i), ys.index(i)
+                k, v = ks.index(i), vs.index(i)
                 dq_t = _rows_in_columns(
-                    dq_t, q_t, grad_t, x.load(LEFT), y.load(LEFT), x, x, lse_t, delta_t, TAIL,
+                    dq_t, q_t, do_t, k.load(LEFT), v.load(LEFT), k, k, lse_t, delta_t, TAIL,
                     i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
                 )  # fmt: skip
-            k_left = load_left(key, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-            v_left = load_left(value, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            v_left = load_left(v_ptr, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
             dq_t = _rows_in_columns(
-                dq_t, q_t, grad_t, k_left, v_left, x_tail, xs.index(0), lse_t, delta_t, TAIL, TAIL,
+                dq_t, q_t, do_t, k_left, v_left, k_tail, ks.index(0), lse_t, delta_t, TAIL, TAIL,
                 limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
             )  # fmt: skip
-            store_columns(dquery, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
+            store_columns(dq_ptr, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
     else:
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            copy_rows(xs.index(n), query, q_view.stride_n, n * 64, N, COPIED, ORDERED)
+            copy_rows(qs.index(n), q_ptr, q_view.stride_n, n * 64, N, COPIED, ORDERED)
         if T > 0:
-            copy_rows(x_tail, query, q_view.stride_n, TAIL, N, COPIED, ORDERED)
+            copy_rows(q_tail, q_ptr, q_view.stride_n, TAIL, N, COPIED, ORDERED)
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
         for n in range(full):
             _describe_rows(
-                ys.index(n), lses.index(n), deltas.index(n), grad, grad_view.stride_n, out,
+                dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
                 out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
         if T > 0:
             _describe_rows(
-                y_tail, lse_tail, delta_tail, grad, grad_view.stride_n, out, out_view.stride_n,
+                do_tail, lse_tail, delta_tail, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
                 max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
-        dkey = head_of(dk_view, b_64, h_64)
-        dvalue = head_of(dv_view, b_64, h_64)
+        dk_ptr = head_start(dk_view, b_64, h_64)
+        dv_ptr = head_start(dv_view, b_64, h_64)
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            k = load_left(key, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
-            v = load_left(value, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            k = load_left(k_ptr, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            v = load_left(v_ptr, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
             dk = gl.zeros([BLOCK, D], gl.float32, MMA)
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
             start, seen = 0, 0
@@ -422,50 +420,50 @@ def _ampere_bwd_kernel(
                 start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
                 for i in range(start, seen):
                     dk, dv = _keys_segment(
-                        dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i),
+                        dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i),
                         first, i * 64, factor, N, mask, dropout, STEP, 64 // STEP, True, SCALED,
                     )  # fmt: skip
             for i in range(seen, full):
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, xs.index(i), ys.index(i), lses.index(i), deltas.index(i), first,
+                    dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i), first,
                     i * 64, factor, N, mask, dropout, STEP, 64 // STEP, False, SCALED,
                 )  # fmt: skip
             if T > 0:
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, x_tail, y_tail, lse_tail, delta_tail, first, full * 64, factor,
+                    dk, dv, k, v, q_tail, do_tail, lse_tail, delta_tail, first, full * 64, factor,
                     N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
                 )  # fmt: skip
             if HIDES:
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-            store_rows(dkey, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
-            store_rows(dvalue, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
+            store_product_rows(dk_ptr, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
+            store_product_rows(dv_ptr, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
         if COLS > 0:
-            k_t = load_columns(key, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
-            v_t = load_columns(value, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            k_t = load_columns(k_ptr, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            v_t = load_columns(v_ptr, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
             if not CAUSAL:
                 for i in range(full):
-                    x, y = xs.index(i), ys.index(i)
+                    q, do = qs.index(i), dos.index(i)
                     dk_t, dv_t = _keys_in_columns(
-                        dk_t, dv_t, k_t, v_t, x.load(LEFT), y.load(LEFT), x, y, x, y,
+                        dk_t, dv_t, k_t, v_t, q.load(LEFT), do.load(LEFT), q, do, q, do,
                         lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
                         N, mask, dropout, False, SCALED,
                     )  # fmt: skip
-            q, grads, lse, delta = _rows(
-                query, q_view.stride_n, grad, grad_view.stride_n, out, out_view.stride_n,
+            q, do, lse, delta = _rows(
+                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
                 max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dk_t, dv_t = _keys_in_columns(
-                dk_t, dv_t, k_t, v_t, q, grads, x_tail, y_tail, xs.index(0), ys.index(0), lse,
+                dk_t, dv_t, k_t, v_t, q, do, q_tail, do_tail, qs.index(0), dos.index(0), lse,
                 delta, TAIL, TAIL, factor, N, mask, dropout, CAUSAL, SCALED,
             )  # fmt: skip
             if HIDES:
                 seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
                 dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
-            store_columns(dkey, dk_view.stride_n, dk_t * scale, TAIL, N, ORDERED)
-            store_columns(dvalue, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
+            store_columns(dk_ptr, dk_view.stride_n, dk_t * scale, TAIL, N, ORDERED)
+            store_columns(dv_ptr, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
 
 
 def prepare(
@@ -483,7 +481,7 @@ def prepare(
     batch, heads, tokens, _ = call.query.shape
     full, left = divmod(tokens, TILE)
     steps = -(-left // 16)
-    tensors = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    tensors = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of(_ampere_bwd_kernel, call, tensors)
     arguments |= dict(
         **tile.options,

@@ -18,39 +18,43 @@ from torch import Tensor
 from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
-from ..._triton import LN_2, LOG2_E
+from ..._triton import LOG2_E
 from ..call import Call
 from .ampere_tiles import (
     copied,
     copy_rows,
-    head_of,
+    head_start,
     in_memory,
     load_columns,
     load_left,
     store_columns,
-    store_rows,
+    store_product_rows,
 )
 from .gluon_tiles import (
+    add_sums,
     arguments_of,
-    cut,
     divisor_of,
     exponents_of,
     joined,
     kept,
     load_mask,
     masked,
-    max_log_sum_kept,
+    no_sums,
     number_of_keys,
     own_sum,
     pivot_of,
+    put_max_log_sum,
+    reduce_sums,
     shift_of,
     store_statistics,
+    sums_of_rows,
+    tiles_and_tail,
     visible_tiles,
 )
 
 # For as many rows as keys and at least 264 heads of all entries. ``BLOCK`` is rows of a tile, 16 or
 # 32 of a warp; ``STEP`` how many keys it sees at a time.
-_SHARED, _MASKED = ("shared",), ("mask", "shared")
+_SHARED, _MASKED, _DROPPED = ("shared",), ("mask", "shared"), ("dropout", "shared")
 _ALL = "dropout", *_MASKED
 TILES = Tiles(
     "ampere_forward",
@@ -58,7 +62,9 @@ TILES = Tiles(
     rule(
         dim=32, tokens=256, takes=_MASKED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=128
     ),
-    rule(dim=32, tokens=256, takes=_ALL, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(
+        dim=32, tokens=256, takes=_DROPPED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
+    ),
     rule(dim=32, tokens=224, takes=_ALL, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168),
     rule(dim=16, tokens=512, gpus=(86,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
     rule(dim=32, tokens=512, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
@@ -92,7 +98,7 @@ STATISTICS_TILES = Tiles(
 
 @gluon.jit
 def _step(
-    acc, row_max, row_sum, centred, square, q, keys, values, first, start, limit, factor, N, mask,
+    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask,
     dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see some keys."""
@@ -100,18 +106,16 @@ def _step(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = row_sum.type.layout
-    KEYS: gl.constexpr = keys.shape[0]
+    KEYS: gl.constexpr = k.shape[0]
     MASKED: gl.constexpr = mask[0] is not None
     zero = gl.zeros([q.shape[0], KEYS], gl.float32, MMA)
-    s = mma(q, keys.permute((1, 0)).load(RIGHT), zero)
+    s = mma(q, k.permute((1, 0)).load(RIGHT), zero)
     cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
     rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+    tile = None
     if MASKED:
-        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, cols, N))
-    if HIDES:
-        s = gl.where(cols < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(cols <= rows, s, float("-inf"))
+        tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
+    s = masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Rounded by themselves, and not where they are subtracted.
     pivot = gl.fma(new_max, factor, 0.0)
@@ -128,7 +132,7 @@ def _step(
     weight = p
     if dropout[0] is not None:
         weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
-    acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), values.load(RIGHT), acc)
+    acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), v.load(RIGHT), acc)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
@@ -144,16 +148,16 @@ def _step(
 
 @gluon.jit
 def _segment(
-    acc, row_max, row_sum, centred, square, q, x, y, first, start, limit, factor, N, mask, dropout,
+    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask, dropout,
     STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see the keys in a buffer, a few at a time."""
-    STEPS: gl.constexpr = x.shape[0] // STEP
+    STEPS: gl.constexpr = k.shape[0] // STEP
     for n in gl.static_range(STEPS):
         acc, row_max, row_sum, centred, square = _step(
-            acc, row_max, row_sum, centred, square, q, x.slice(n * STEP, STEP),
-            y.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
+            acc, row_max, row_sum, centred, square, q, k.slice(n * STEP, STEP),
+            v.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
             HIDES, CAUSAL, STATS, SCALED,
         )  # fmt: skip
     return acc, row_max, row_sum, centred, square
@@ -166,23 +170,20 @@ def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUS
     s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+    tile = None
     if mask[0] is not None:
-        s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, keys, N))
-    if HIDES:
-        s = gl.where(keys < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(keys <= rows, s, float("-inf"))
-    return s
+        tile = load_mask(mask[0], mask[1], mask[2], rows, keys, N)
+    return masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
 
 
 @gluon.jit
 def _turned_step(
-    acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
+    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
     SCALED: gl.constexpr, STATS: gl.constexpr,
 ):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
     MMA: gl.constexpr = acc.type.layout
-    KEYS: gl.constexpr = y.shape[0]
+    KEYS: gl.constexpr = v.shape[0]
     exponent = exponents_of(s, pivot[None, :], factor, SCALED)
     p = gl.exp2(exponent)
     total += p
@@ -193,9 +194,9 @@ def _turned_step(
         keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
         rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, MMA)))[None, :]
         p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
-    turn.store(p.to(y.dtype))
+    turn.store(p.to(v.dtype))
     barrier()
-    left = y.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    left = v.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     acc = mma(left, turn.slice(0, KEYS).load(gl.DotOperandLayout(1, MMA, 2)), acc)
     return acc, total, centred, square
 
@@ -211,10 +212,7 @@ def _ampere_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     H,
     N,
     full,
@@ -241,102 +239,98 @@ def _ampere_fwd_kernel(
     COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
     SHARED: gl.constexpr = in_memory(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
-    STATS: gl.constexpr = max_logit_ptr is not None
+    STATS: gl.constexpr = stats_ptr is not None
     TAIL: gl.constexpr = FULL * 64
     h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
-    query = head_of(q_view, b_64, h_64)
+    q_ptr = head_start(q_view, b_64, h_64)
     kv_64 = (gl.program_id(0) // GROUP).to(gl.int64)
-    key = head_of(k_view, b_64, kv_64)
-    value = head_of(v_view, b_64, kv_64)
-    out = head_of(out_view, b_64, h_64)
+    k_ptr = head_start(k_view, b_64, kv_64)
+    v_ptr = head_start(v_view, b_64, kv_64)
+    out_ptr = head_start(out_view, b_64, h_64)
     head = b_64 * H + h_64
     limit = number_of_keys(lengths_ptr, N)
     MASKED: gl.constexpr = mask_view.ptr is not None
     mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale
     if MASKED:
-        mask_ptr = head_of(mask_view, b_64, h_64)
+        mask_ptr = head_start(mask_view, b_64, h_64)
         mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale
     dropout = seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0)
     # Where a mask is added, scores are scaled from the start.
     unit = 1.0 if SCALED else scale
     gain = 1.0 if seed_ptr is None else keep_scale
     factor = unit * LOG2_E
-    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
-    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(xs.index(n), key, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-        copy_rows(ys.index(n), value, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
     if T > 0:
-        x_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        y_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(x_tail, key, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-        copy_rows(y_tail, value, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        k_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
     commit_copies()
     wait_copies(0)
     barrier()
     OWN: gl.constexpr = own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
     none = gl.zeros([BLOCK, 4], gl.float32, OWN)
     if STATS:
-        top = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
-        entropy = gl.zeros([BLOCK], gl.float32, ROWS)
-        prob_square = gl.zeros([BLOCK], gl.float32, ROWS)
-        head_square = gl.zeros([BLOCK], gl.float32, ROWS)
+        sums = no_sums(BLOCK, ROWS)
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
-        q = load_left(query, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
+        q = load_left(q_ptr, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         row_sum, centred, square = none, none, none
         seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first, i * 64,
+                acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first, i * 64,
                 limit, factor, N, mask, dropout, STEP, False, False, STATS, SCALED,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 acc, row_max, row_sum, centred, square = _segment(
-                    acc, row_max, row_sum, centred, square, q, xs.index(i), ys.index(i), first,
+                    acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first,
                     i * 64, limit, factor, N, mask, dropout, STEP, HIDES, CAUSAL, STATS, SCALED,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, x_tail, y_tail, first, full * 64, limit,
+                acc, row_max, row_sum, centred, square, q, k_tail, v_tail, first, full * 64, limit,
                 factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
             )  # fmt: skip
         divisor = divisor_of(joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
-        store_rows(out, out_view.stride_n, acc, first, end, WARPS, ORDERED)
+        store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        found, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2, found, mask=inside)
-        gl.store(max_log_sum_ptr + (head * N + rows) * 2 + 1, stored, mask=inside)
+        log_sum = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows, row_max, divisor, factor, inside, MASKED, SCALED
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
-            top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-            row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-            entropy += gl.where(inside, row_entropy, 0.0)
-            prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
-            head_square += gl.where(inside, gl.sum(acc * acc, 1), 0.0)
+            rows_sums = sums_of_rows(
+                row_max, divisor, joined(centred, ROWS), joined(square, ROWS),
+                gl.sum(acc * acc, 1), inside,
+            )  # fmt: skip
+            sums = add_sums(sums, rows_sums)
     if STATS:
-        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
-        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+        sums = reduce_sums(sums)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
         q_tail = load_columns(
-            query, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+            q_ptr, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
         )
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
             s_t = _turned_scores(
-                xs.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
+                ks.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
-        k_tail = load_left(key, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-        s_t = _turned_scores(k_tail, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
+        k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+        s_t = _turned_scores(k_left, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)
         pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
@@ -348,34 +342,30 @@ def _ampere_fwd_kernel(
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
-                acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
+                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
                 pivot_t, factor, TAIL, i * 64, dropout, SCALED, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
-            acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
+            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
             pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        store_columns(out, out_view.stride_n, acc_t, TAIL, N, ORDERED)
+        store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        found_t, log_sum_t, stored_t = max_log_sum_kept(max_t, divisor_t, factor, MASKED, SCALED)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2, found_t, mask=inside_t)
-        gl.store(max_log_sum_ptr + (head * N + rows_t) * 2 + 1, stored_t, mask=inside_t)
+        log_sum_t = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
-            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
-            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
-            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
-            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
-            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
     if STATS:
-        store_statistics(
-            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, unit, N,
-        )  # fmt: skip
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare(
@@ -383,22 +373,23 @@ def prepare(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
     # A thread keeps half a score of each column for every tile: 64 registers are affordable.
     tails = tuple(size for size in (8, 16) if size * (tokens // 64 + 1) <= 128)
-    full, tail = cut(tokens, tails)
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
+    full, tail = tiles_and_tail(tokens, tails)
     arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})
     arguments |= dict(
-        **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tile.options,
         max_log_sum_ptr=max_log_sum,
+        lse_ptr=lse,
+        stats_ptr=stats,
         full=full,
         FULL=full,
         T=tail,

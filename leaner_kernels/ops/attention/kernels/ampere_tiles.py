@@ -66,13 +66,13 @@ def placed(x, ORDERED: gl.constexpr):
 
 
 @gluon.jit
-def head_of(view, b, h):
+def head_start(view, b, h):
     """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
     return view.ptr + (b * view.stride_b + h * view.stride_h)
 
 
 @gluon.jit
-def load_rows(
+def load_in_layout(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
@@ -101,10 +101,10 @@ def load_left(
     """Return rows as a left operand, in the order on chip."""
     if ORDERED:
         OWN: gl.constexpr = sixteen_bytes(ROWS, D, WARPS)
-        x = load_rows(ptr, STRIDE, start, end, ROWS, D, OWN)
+        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, OWN)
         x = moved(gl.convert_layout(placed(x, True), LEFT))
     else:
-        x = load_rows(ptr, STRIDE, start, end, ROWS, D, LEFT)
+        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, LEFT)
     return x
 
 
@@ -121,7 +121,7 @@ def load_columns(
 
 
 @gluon.jit
-def store_rows(
+def store_product_rows(
     ptr, STRIDE: gl.constexpr, x, start, end, WARPS: gl.constexpr, ORDERED: gl.constexpr
 ):
     """Store (rows, D) in the layout of a product, those before ``end``."""

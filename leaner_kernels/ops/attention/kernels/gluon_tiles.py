@@ -24,17 +24,17 @@ from ..call import Call, MaskView, shared_arguments, view_of
 TILE = 64  # rows of a product
 
 
-def cut_for_hopper(tokens: int, block_dim: int) -> tuple[int, int]:
-    """Return what ``cut`` does; a tail's product has rows for the head dimension, 64 at least."""
-    return cut(tokens, (16, 32) if block_dim >= TILE else ())
+def hopper_tiles_and_tail(tokens: int, block_dim: int) -> tuple[int, int]:
+    """Return ``tiles_and_tail``; a tail's product has a row for each dimension, 64 at least."""
+    return tiles_and_tail(tokens, (16, 32) if block_dim >= TILE else ())
 
 
-def cut(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
+def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
     """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
 
     ``tails`` are the sizes, upwards, that are cheaper in columns of a product than as a tile.
 
-    >>> cut(197, (16, 32)), cut(197, ()), cut(256, (16, 32))
+    >>> tiles_and_tail(197, (16, 32)), tiles_and_tail(197, ()), tiles_and_tail(256, (16, 32))
     ((3, 16), (4, 0), (4, 0))
     """
     full, left = divmod(tokens, TILE)
@@ -73,7 +73,7 @@ def here(x):
 
 
 @gluon.jit
-def head_of(view, GROUP: gl.constexpr = 1):
+def own_head(view, GROUP: gl.constexpr = 1):
     """Return where this program's head starts, which GROUP query heads share.
 
     It is found anew at each use.
@@ -100,7 +100,7 @@ def fetch_rows(
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = (
-        head_of(view, GROUP)
+        own_head(view, GROUP)
         + start * view.stride_n
         + (rows[:, None] * view.stride_n + dims[None, :])
     )
@@ -125,7 +125,7 @@ def left_rows(
     inside = (start + rows < end)[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     return gl.load(ptrs, mask=inside, other=0.0)
 
 
@@ -151,7 +151,7 @@ def put_rows(
     stage.store(x.to(stage.dtype))
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     for i in gl.static_range(stage.shape[0] // STEP):
         part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
@@ -170,7 +170,7 @@ def put_own(
     """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
     rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     x, inside = x.to(view.ptr.dtype.element_ty), (start + rows < end)[:, None]
     if x.shape[1] > D:
         gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
@@ -185,7 +185,7 @@ def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = head_of(view) + (rows[None, :] * view.stride_n + dims[:, None])
+    ptrs = own_head(view) + (rows[None, :] * view.stride_n + dims[:, None])
     inside = (rows < end)[None, :]
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
@@ -265,18 +265,12 @@ def joined(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def correct(grads, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+def correct(do_tile, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
     """Multiply rows of dO in shared memory by what ``row_statistics`` returns."""
-    rows, x = start + gl.arange(0, grads.shape[0], gl.SliceLayout(1, LAYOUT)), grads.load(LAYOUT)
+    rows = start + gl.arange(0, do_tile.shape[0], gl.SliceLayout(1, LAYOUT))
+    do = do_tile.load(LAYOUT)
     _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
-    grads.store((x.to(gl.float32) * lost[:, None]).to(x.dtype))
-
-
-@gluon.jit
-def max_log_sum_of(row_max, divisor, factor):
-    """Return what the backward needs: what rounding the pivot lost goes to the sum."""
-    lost = gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0))
-    return row_max, gl.log(divisor) - lost * LN_2
+    do_tile.store((do.to(gl.float32) * lost[:, None]).to(do.dtype))
 
 
 @gluon.jit
@@ -292,18 +286,72 @@ def visible_tiles(
     return seen, last
 
 
+# --- The epilogue: statistics of a head, as ``ops/_epilogue.py`` has it for Triton ----------------
+
+
 @gluon.jit
-def store_statistics(
-    max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, entropy, prob_square,
-    head_square, scale, N,
-):  # fmt: skip
-    """Store the four statistics of a head, of its largest score and of sums over its rows."""
+def no_sums(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the sums of no rows: largest score, entropy, squares of P and of the output."""
+    zero = gl.zeros([ROWS], gl.float32, LAYOUT)
+    return gl.full([ROWS], float("-inf"), gl.float32, LAYOUT), zero, zero, zero
+
+
+@gluon.jit
+def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
+    """Return the sums of rows, of which those not ``inside`` add nothing; exponents in base 2.
+
+    What they are made of, ``sums_of_rows`` of ``ops/_epilogue.py`` tells.
+    """
+    entropy = gl.log(row_sum) - LN_2 * row_centred / row_sum
+    square = row_square / (row_sum * row_sum)
+    return sums_of_entropies(row_max, entropy, square, out_square, inside)
+
+
+@gluon.jit
+def sums_of_entropies(row_max, entropy, square, out_square, inside):
+    """Return the sums of rows whose entropies and squares are known."""
+    return (
+        gl.where(inside, row_max, float("-inf")),
+        gl.where(inside, entropy, 0.0),
+        gl.where(inside, square, 0.0),
+        gl.where(inside, out_square, 0.0),
+    )
+
+
+@gluon.jit
+def with_output(sums, out_square):
+    """Return sums of rows of P with the squares of the output, which were summed up apart."""
+    return sums[0], sums[1], sums[2], out_square
+
+
+@gluon.jit
+def add_sums(sums, others):
+    """Return both together."""
+    largest = gl.maximum(sums[0], others[0])
+    return largest, sums[1] + others[1], sums[2] + others[2], sums[3] + others[3]
+
+
+@gluon.jit
+def reduce_sums(sums, AXIS: gl.constexpr = 0):
+    """Return the sums over rows."""
+    largest, entropy = gl.max(sums[0], AXIS), gl.sum(sums[1], AXIS)
+    return largest, entropy, gl.sum(sums[2], AXIS), gl.sum(sums[3], AXIS)
+
+
+@gluon.jit
+def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
+    """Store the statistics of a head, whose sums are complete, into (statistics, B, H).
+
+    ``scale`` is what the largest score is still to be multiplied by; ``inside`` may be None.
+    """
+    ptr += head
+    step = num_heads.to(gl.int64)
     # A maximum passes nan over; a sum does not, and a diverged model must show.
-    top = gl.where(entropy == entropy, largest * scale, float("nan"))
-    gl.store(max_logit_ptr + head, top)
-    gl.store(entropy_ptr + head, entropy / N)
-    gl.store(prob_norm_ptr + head, gl.sqrt(prob_square))
-    gl.store(head_norm_ptr + head, gl.sqrt(head_square))
+    largest = gl.where(sums[1] == sums[1], sums[0] * scale, float("nan"))
+    gl.store(ptr, largest, mask=inside)
+    gl.store(ptr + step, sums[1] / num_rows, mask=inside)
+    gl.store(ptr + 2 * step, gl.sqrt(sums[2]), mask=inside)
+    gl.store(ptr + 3 * step, gl.sqrt(sums[3]), mask=inside)
 
 
 # --- Masks and dropout, for scores in any layout --------------------------------------------------
@@ -325,32 +373,46 @@ def load_mask(ptr, stride_n, stride_m, rows, cols, N):
 
 
 @gluon.jit
-def masked(s, scale, tile):
-    """Return scores with a tile of a mask: hidden by a boolean one, scaled and added to another.
+def masked(
+    s, tile, scale, rows, cols, limit, HIDDEN: gl.constexpr, HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return scores, ``HIDDEN`` where anything hides a key from a row; or so P or dS, with 0.
 
-    One rounding, and the most negative number hides as -inf does: see ``biased``.
+    Every kind of mask is applied here and nowhere else. ``tile`` is what a mask has for these
+    scores, or None: a boolean one hides; another is added to ``scale`` times the scores, in one
+    rounding, and its most negative number hides as -inf does (see ``biased``). With ``HIDES`` keys
+    from ``limit`` on are hidden.
     """
-    if tile.dtype == gl.uint8:
-        s = gl.where(tile != 0, s, float("-inf"))
-    else:
-        bias = tile.to(gl.float32)
-        s = gl.fma(s, scale, gl.where(bias < -1e38, float("-inf"), bias))
+    if tile is not None:
+        if tile.dtype == gl.uint8:
+            s = gl.where(tile != 0, s, HIDDEN)
+        else:
+            bias = tile.to(gl.float32)
+            s = gl.fma(s, scale, gl.where(bias < -1e38, HIDDEN, bias))
+    if HIDES:
+        s = gl.where(cols < limit, s, HIDDEN)
+    if CAUSAL:
+        s = gl.where(cols <= rows, s, HIDDEN)
     return s
 
 
 @gluon.jit
-def wait_for_scores(s, PENDING: gl.constexpr, mask, rows, cols, N):
-    """Return scores of wgmma under a mask, which is loaded meanwhile.
+def wait_for_scores(
+    s, PENDING: gl.constexpr, mask, rows, cols, N, limit, HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Return scores of wgmma, ``masked``; a tile of a mask is loaded meanwhile.
 
-    ``mask`` is its view, and what multiplies scores before it is added.
+    ``mask`` is its view, and what multiplies scores before it is added. ``PENDING`` products that
+    were started since are still under way.
     """
+    tile = None
     if mask[0].ptr is not None:
         view = mask[0]
-        tile = load_mask(head_of(view), view.stride_n, view.stride_m, rows, cols, N)
-        s = masked(warpgroup_mma_wait(PENDING, [s]), mask[1], tile)
-    else:
-        s = warpgroup_mma_wait(PENDING, [s])
-    return s
+        tile = load_mask(own_head(view), view.stride_n, view.stride_m, rows, cols, N)
+    s = warpgroup_mma_wait(PENDING, [s])
+    return masked(s, tile, mask[1], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
 
 
 @gluon.jit
@@ -445,29 +507,23 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def max_log_sum_kept(row_max, divisor, factor, MASKED: gl.constexpr, SCALED: gl.constexpr):
-    """Return the maximum of rows, the log of the sum, and what the backward needs in its place.
+def put_max_log_sum(
+    ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
+):
+    """Store what the backward needs of rows; return the log of the sum, 0 of one that sees none.
 
-    Of a row that sees no key: 0, 0 and inf.
+    Of a row that sees no key: 0 and inf.
     """
     unseeing = row_max == float("-inf")
     if MASKED:
         row_max = gl.where(unseeing, 0.0, row_max)
     log_sum = gl.log(divisor)
     if not SCALED:
-        row_max, log_sum = max_log_sum_of(row_max, divisor, factor)
+        # What rounding the pivot lost goes to the sum.
+        log_sum -= gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0)) * LN_2
     stored = log_sum
     if MASKED:
         stored = gl.where(unseeing, float("inf"), log_sum)
-    return row_max, log_sum, stored
-
-
-@gluon.jit
-def store_max_log_sum(
-    ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
-):
-    """Store what the backward needs of rows; return the log of the sum, 0 of one that sees none."""
-    row_max, log_sum, stored = max_log_sum_kept(row_max, divisor, factor, MASKED, SCALED)
     gl.store(ptr + rows * 2, row_max, mask=inside)
     gl.store(ptr + rows * 2 + 1, stored, mask=inside)
     return log_sum
@@ -489,7 +545,8 @@ def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
 
     It is a pointer, strides of row and column, a scale, and where its gradient is stored.
     """
-    s = masked(s, mask[3], load_mask(mask[0], mask[1], mask[2], rows, cols, N))
+    tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
+    s = masked(s, tile, mask[3], rows, cols, N, float("-inf"), False, False)
     return gl.exp2(exponents_of(s, lse, factor, SCALED))
 
 

@@ -33,22 +33,23 @@ from ..call import Call
 from .gluon_tiles import (
     arguments_of,
     correct,
-    cut,
-    cut_for_hopper,
     dropped,
     exponents_of,
     fetch_rows,
     fetch_tiles,
-    head_of,
+    hopper_tiles_and_tail,
     kept,
     kept_before,
     left_rows,
+    masked,
     note_kept,
     number_of_keys,
+    own_head,
     put_columns,
     put_rows,
     row_statistics,
     store_ds,
+    tiles_and_tail,
     visible_tiles,
     wait_for_scores,
 )
@@ -77,7 +78,7 @@ TILES = Tiles(
 
 @gluon.jit
 def _describe_rows(
-    grad_view, out_view, max_log_sum_ptr, lses, deltas, start, end, factor, SCALED: gl.constexpr,
+    do_view, out_view, max_log_sum_ptr, lses, deltas, start, end, factor, SCALED: gl.constexpr,
     D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
@@ -87,35 +88,38 @@ def _describe_rows(
     inside = seen[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    at = start * grad_view.stride_n + (rows[:, None] * grad_view.stride_n + dims[None, :])
-    grad_rows = gl.load(head_of(grad_view) + at, mask=inside, other=0.0)
+    at = start * do_view.stride_n + (rows[:, None] * do_view.stride_n + dims[None, :])
+    do_rows = gl.load(own_head(do_view) + at, mask=inside, other=0.0)
     at = start * out_view.stride_n + (rows[:, None] * out_view.stride_n + dims[None, :])
-    out_rows = gl.load(head_of(out_view) + at, mask=inside, other=0.0)
+    out_rows = gl.load(own_head(out_view) + at, mask=inside, other=0.0)
     lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor, SCALED)
     lses.store(lse)
-    deltas.store(gl.sum(grad_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
+    deltas.store(gl.sum(do_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
 
 
 @gluon.jit
-def _start_products(a, b, x, y, zero):
-    """Start a x^T and b y^T: scores of queries and keys, or of keys and queries, and dP."""
-    s = warpgroup_mma(a, x.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(b, y.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _start_products(left, dp_left, right, dp_right, zero):
+    """Start left right^T and dp_left dp_right^T: scores and dP.
+
+    Of queries and keys, or, turned, of keys and queries.
+    """
+    s = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(dp_left, dp_right.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
 
 
 @gluon.jit
 def _rows_step(
-    dq, a, b, x, y, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
+    dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
     SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what a tile of keys gives."""
     SCORES: gl.constexpr = zero.type.layout
-    s, dp = _start_products(a, b, x, y, zero)
+    s, dp = _start_products(q, do, k, v, zero)
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
     p = gl.exp2(exponents_of(s, lse, factor, SCALED))
     dp = warpgroup_mma_wait(0, [dp])
     if dropout[0] is not None:
@@ -123,43 +127,39 @@ def _rows_step(
         note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta)
-    if HIDES:
-        ds = gl.where(keys < limit, ds, 0.0)
-    if CAUSAL:
-        ds = gl.where(keys <= queries, ds, 0.0)
+    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
     store_ds(ds_ptr, ds, queries, keys, N)
-    dq = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dq, is_async=True)
+    dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
 
 @gluon.jit
 def _keys_step(
-    dk, dv, a, b, x, y, zero, lse, delta, first, start, factor, N, mask, dropout,
+    dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
     SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    s, dp = _start_products(a, b, x, y, zero)
+    s, dp = _start_products(k, v, q, do, zero)
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    queries = (start + gl.arange(0, x.shape[0], COLS))[None, :]
-    s = wait_for_scores(s, 1, mask, queries, keys, N)
+    queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
     p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    if CAUSAL:
-        p = gl.where(keys <= queries, p, 0.0)
+    p = masked(p, None, None, queries, keys, 0, 0.0, False, CAUSAL)
     weight = p
     if dropout[0] is not None:
-        if x.shape[0] == 64:
+        if q.shape[0] == 64:
             keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
         else:
             keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
         weight = gl.where(keep, p, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(weight.to(y.dtype), LEFT), y, dv, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(weight.to(do.dtype), LEFT), do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, [dp])
     if dropout[0] is not None:
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta.load(COLS)[None, :])
-    dk = warpgroup_mma(gl.convert_layout(ds.to(x.dtype), LEFT), x, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), LEFT), q, dk, is_async=True)
     return warpgroup_mma_wait(0, [dk, dv])
 
 
@@ -169,7 +169,7 @@ def _hopper_bwd_kernel(
     k_view,
     v_view,
     lengths_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -217,13 +217,13 @@ def _hopper_bwd_kernel(
         if lengths_ptr is not None:
             for n in range(full * full):  # the first pass does not visit all
                 keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
-    # xs, ys: what is resident, first K and V, then Q and dO; a, b: a tile of the other two, where a
-    # may be in registers, the next on its way.
-    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
-    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    # Resident are first K and V, then, in the same memory, Q and dO. Of the other two a tile is
+    # here, of Q and of K perhaps in registers, while the next is on its way.
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     if not IN_REGISTERS:
-        a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    do_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -235,29 +235,29 @@ def _hopper_bwd_kernel(
     if IN_REGISTERS:
         following = left_rows(q_view, 0, N, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(a, q_view, 0, N, D, False, BLOCKED)
-    fetch_rows(b, grad_view, 0, N, D, False, BLOCKED)
-    fetch_tiles(xs, k_view, limit, D, HIDES, BLOCKED)
-    fetch_tiles(ys, v_view, limit, D, HIDES, BLOCKED)
+        fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+    fetch_rows(do_tile, do_view, 0, N, D, False, BLOCKED)
+    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
+    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
         COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
-        x_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        y_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(x_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        fetch_rows(y_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
     for n in range((N + 63) // 64):
         size = _describe_rows(
-            grad_view, out_view, max_log_sum_ptr, lses.index(n), deltas.index(n),
+            do_view, out_view, max_log_sum_ptr, lses.index(n), deltas.index(n),
             n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
         )  # fmt: skip
         largest = gl.maximum(largest, size)
@@ -265,14 +265,14 @@ def _hopper_bwd_kernel(
     wait_copies(0)
     if is_large:
         barrier()
-        correct(b, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+        correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
 
     for tile in range(0, full):
         first = tile * 64
         if IN_REGISTERS:
-            a = following
+            q_tile = following
             following = left_rows(q_view, first + 64, N, D, BLOCK_D, OPERAND)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
@@ -280,59 +280,60 @@ def _hopper_bwd_kernel(
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
             dq = _rows_step(
-                dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit, factor,
-                N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
+                dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = _rows_step(
-                    dq, a, b, xs.index(i), ys.index(i), zero, lse, delta, first, i * 64, limit,
-                    factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
+                    dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
+            s, dp = _start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = wait_for_scores(s, 1, mask, queries, keys, N)
+            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
             p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = gl.where(keys < limit, p, 0.0)
+            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
             dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
             p_tail.store(weight.to(DTYPE))
             ds_tail.store(ds)
-            dq = warpgroup_mma(gl.convert_layout(ds, LEFT), x_tail, dq, is_async=True)
+            dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
             fence_async_shared()
             barrier()
-            dk_t = warpgroup_mma(a.permute((1, 0)), ds_tail, dk_t, is_async=True)
-            dv_t = warpgroup_mma(b.permute((1, 0)), p_tail, dv_t, is_async=True)
+            dk_t = warpgroup_mma(q_tile.permute((1, 0)), ds_tail, dk_t, is_async=True)
+            dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         barrier()
         if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
             if tile + 1 < full:
-                fetch_rows(a, q_view, first + 64, N, D, RAGGED, BLOCKED)
-        put_rows(dq_view, dq * scale, b, first, N, D, RAGGED, BLOCKED)
+                fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
+        put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
-            fetch_rows(b, grad_view, first + 64, N, D, RAGGED, BLOCKED)
+            fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
             commit_copies()
             wait_copies(0)
             if is_large:
                 barrier()
-                correct(b, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
+                correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
             fence_async_shared()
             barrier()
 
     if T > 0:
         # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
-        fetch_rows(x_tail, q_view, full * 64, N, D, True, BLOCKED)
-        fetch_rows(y_tail, grad_view, full * 64, N, D, True, BLOCKED)
-        fetch_rows(a, k_view, full * 64, limit, D, True, BLOCKED)
-        fetch_rows(b, v_view, full * 64, limit, D, True, BLOCKED)
+        q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
+        fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
+        fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
         commit_copies()
         wait_copies(0)
         if is_large:
             barrier()
-            correct(y_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
+            correct(do_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -340,30 +341,27 @@ def _hopper_bwd_kernel(
         delta_t = deltas.index(full).slice(0, T)
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
         for n in gl.static_range(FULL):
-            s_t, dp_t = _start_products(xs.index(n), ys.index(n), x_tail, y_tail, zero_t)
+            s_t, dp_t = _start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N)
+            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
             p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
             dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
-            if HIDES:
-                ds_t = gl.where(keys < limit, ds_t, 0.0)
+            ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
             # By turns: the warps meet once before one of the two is written again.
             turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
             fence_async_shared()
             barrier()
-            dq_t = warpgroup_mma(xs.index(n).permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), turn, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()
-        s, dp = _start_products(a, b, x_tail, y_tail, zero_t)
+        s, dp = _start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-        s = wait_for_scores(s, 1, mask, queries, keys, N)
-        visible = keys < limit
-        if CAUSAL:
-            visible = visible & (keys <= queries)
-        p = gl.where(visible, gl.exp2(exponents_of(s, lse_t, factor, SCALED)), 0.0)
+        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(exponents_of(s, lse_t, factor, SCALED))
+        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
         dp = warpgroup_mma_wait(0, [dp])
         dp, weight = dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))
@@ -371,19 +369,21 @@ def _hopper_bwd_kernel(
         fence_async_shared()
         barrier()
         own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
-        dq_t = warpgroup_mma(a.permute((1, 0)), ds_tail, dq_t, is_async=True)
-        dk_t = warpgroup_mma(x_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
-        dv_t = warpgroup_mma(y_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dq_t = warpgroup_mma(k_tile.permute((1, 0)), ds_tail, dq_t, is_async=True)
+        dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
+        dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
         barrier()
 
+    qs, dos, v_tile = ks, vs, do_tile
     if IN_REGISTERS:
         following = left_rows(k_view, 0, limit, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(a, k_view, 0, limit, D, HIDES, BLOCKED)
-    fetch_rows(b, v_view, 0, limit, D, HIDES, BLOCKED)
-    fetch_tiles(xs, q_view, N, D, RAGGED, BLOCKED)
-    fetch_tiles(ys, grad_view, N, D, RAGGED, BLOCKED)
+        k_tile = q_tile
+        fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
+    fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
+    fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
+    fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
     commit_copies()
     if T > 0:
         put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
@@ -395,13 +395,13 @@ def _hopper_bwd_kernel(
     if is_large:
         barrier()
         for i in range(full):
-            correct(ys.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
+            correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     for tile in range(0, full):
         first = tile * 64
         if IN_REGISTERS:
-            a = following
+            k_tile = following
             following = left_rows(k_view, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -409,18 +409,18 @@ def _hopper_bwd_kernel(
         if CAUSAL:
             start = tile + 1
             dk, dv = _keys_step(
-                dk, dv, a, b, xs.index(tile), ys.index(tile), zero, lses.index(tile),
+                dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
                 True,
             )  # fmt: skip
         for i in range(start, full):
             dk, dv = _keys_step(
-                dk, dv, a, b, xs.index(i), ys.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
+                dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
+                deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )  # fmt: skip
         if T > 0:
             dk, dv = _keys_step(
-                dk, dv, a, b, x_tail, y_tail, zero_t, lses.index(full).slice(0, T),
+                dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
                 deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
                 LEFT, False,
             )  # fmt: skip
@@ -430,15 +430,15 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            put_rows(dk_view, dk * scale, b, first, N, D, RAGGED, BLOCKED)
+            put_rows(dk_view, dk * scale, v_tile, first, N, D, RAGGED, BLOCKED)
             barrier()
         else:
-            put_rows(dk_view, dk * scale, a, first, N, D, RAGGED, BLOCKED)
+            put_rows(dk_view, dk * scale, k_tile, first, N, D, RAGGED, BLOCKED)
             if tile + 1 < full:
-                fetch_rows(a, k_view, first + 64, limit, D, HIDES, BLOCKED)
-        put_rows(dv_view, dv, b, first, N, D, RAGGED, BLOCKED)
+                fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
+        put_rows(dv_view, dv, v_tile, first, N, D, RAGGED, BLOCKED)
         if tile + 1 < full:
-            fetch_rows(b, v_view, first + 64, limit, D, HIDES, BLOCKED)
+            fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
         commit_copies()
         wait_copies(0)
         fence_async_shared()
@@ -458,11 +458,11 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
-    others = {"grad": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
     # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
     crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
-    full, tail = cut(tokens, ()) if crowded else cut_for_hopper(tokens, dim)
+    full, tail = tiles_and_tail(tokens, ()) if crowded else hopper_tiles_and_tail(tokens, dim)
     arguments |= dict(
         **tile.options,
         max_log_sum_ptr=max_log_sum,

@@ -26,27 +26,32 @@ from ..._gluon import (
 )
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
-from ..._triton import LN_2, LOG2_E
+from ..._triton import LOG2_E
 from ..call import Call
 from .gluon_tiles import (
+    add_sums,
     arguments_of,
-    cut_for_hopper,
     divisor_of,
     exponents_of,
     fetch_rows,
     fetch_tiles,
+    hopper_tiles_and_tail,
     joined,
     kept,
+    masked,
+    no_sums,
     number_of_keys,
     own_products,
     own_sum,
     pivot_of,
     put_columns,
+    put_max_log_sum,
     put_own,
     put_rows,
+    reduce_sums,
     shift_of,
-    store_max_log_sum,
     store_statistics,
+    sums_of_rows,
     visible_tiles,
     wait_for_scores,
 )
@@ -84,16 +89,16 @@ STATISTICS_TILES = Tiles(
 
 
 @gluon.jit
-def _start_scores(x, y, zero):
-    """Start x y^T; ``x`` may be in registers."""
-    if not isinstance(x, gl.shared_memory_descriptor):
-        x = gl.convert_layout(x, gl.DotOperandLayout(0, zero.type.layout, 2))
-    return warpgroup_mma(x, y.permute((1, 0)), zero, use_acc=False, is_async=True)
+def _start_scores(left, right, zero):
+    """Start left right^T; ``left`` may be in registers."""
+    if not isinstance(left, gl.shared_memory_descriptor):
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, zero.type.layout, 2))
+    return warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _start_step(
-    state, s, y, first, start, limit, factor, dropout, MASK: gl.constexpr,
+    state, s, v, first, start, limit, factor, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see the keys of scores ``s``; the product with V is then under way."""
@@ -103,14 +108,12 @@ def _start_step(
     SCALED: gl.constexpr = MASK == "additive"
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
-    cols = gl.arange(0, y.shape[0], gl.SliceLayout(0, SCORES))
+    cols = gl.arange(0, v.shape[0], gl.SliceLayout(0, SCORES))
     # Bits 1 and 2 of a column are the lane's; the rest is a constant of the comparison.
     known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
-    if HIDES:
-        s = gl.where(known < limit - start - lanes, s, float("-inf"))
-    if CAUSAL:
-        rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
-        s = gl.where(known <= rows - lanes, s, float("-inf"))
+    rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
+    end = limit - start - lanes
+    s = masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     pivot = pivot_of(new_max, factor, MASKED, SCALED)
     shift = shift_of(row_max, pivot, factor, SCALED)
@@ -124,8 +127,8 @@ def _start_step(
         rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
         weight = gl.where(keep, p, 0.0)
-    left = gl.convert_layout(weight.to(y.dtype), gl.DotOperandLayout(0, OUT, 2))
-    acc = warpgroup_mma(left, y, acc, is_async=True)
+    left = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    acc = warpgroup_mma(left, v, acc, is_async=True)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
@@ -141,36 +144,36 @@ def _start_step(
 
 @gluon.jit
 def _step(
-    state, q, x, y, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
+    state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """Let a tile of rows see a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
-    s = _start_scores(q, x, zero)
-    cols = (start + gl.arange(0, x.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    s = _start_scores(q, k, zero)
+    cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 0, mask, rows, cols, N)
+    s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
     state = _start_step(
-        state, s, y, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
+        state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
     )
     return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
 
 
 @gluon.jit
 def _paired_step(
-    state, state_b, q, q_b, x, y, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
+    state, next_state, q, next_q, k, v, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
 ):
     """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
-    s, s_b = _start_scores(q, x, zero), _start_scores(q_b, x, zero)
+    s, next_s = _start_scores(q, k, zero), _start_scores(next_q, k, zero)
     s = warpgroup_mma_wait(1, [s])
-    state = _start_step(state, s, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
-    s_b = warpgroup_mma_wait(1, [s_b])
-    state_b = _start_step(
-        state_b, s_b, y, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
+    state = _start_step(state, s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    next_s = warpgroup_mma_wait(1, [next_s])
+    next_state = _start_step(
+        next_state, next_s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
     )
-    acc, acc_b = warpgroup_mma_wait(0, [state[0], state_b[0]])
+    acc, next_acc = warpgroup_mma_wait(0, [state[0], next_state[0]])
     state = acc, state[1], state[2], state[3], state[4]
-    return state, (acc_b, state_b[1], state_b[2], state_b[3], state_b[4])
+    return state, (next_acc, next_state[1], next_state[2], next_state[3], next_state[4])
 
 
 @gluon.jit
@@ -178,23 +181,15 @@ def _turned_scores(
     s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
     SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return (keys, rows) scores of the tail's rows, -inf where hidden.
-
-    ``PENDING`` products that were started since are still under way.
-    """
+    """Return (keys, rows) scores of the tail's rows; see ``wait_for_scores``."""
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
-    s = wait_for_scores(s, PENDING, mask, rows, keys, N)
-    if HIDES:
-        s = gl.where(keys < limit, s, float("-inf"))
-    if CAUSAL:
-        s = gl.where(keys <= rows, s, float("-inf"))
-    return s
+    return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
 
 
 @gluon.jit
 def _turned_step(
-    acc, total, centred, square, s, y, turn, pivot, factor, first, start, dropout,
+    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
     SCALED: gl.constexpr, STATS: gl.constexpr,
 ):  # fmt: skip
     """Let the tail's rows see the keys of ``s``, by way of shared memory."""
@@ -209,11 +204,11 @@ def _turned_step(
         keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
         p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
-    turn.store(p.to(y.dtype))
+    turn.store(p.to(v.dtype))
     fence_async_shared()
     barrier()
-    KEYS: gl.constexpr = y.shape[0]
-    acc = warpgroup_mma(y.permute((1, 0)), turn.slice(0, KEYS), acc, is_async=True)
+    KEYS: gl.constexpr = v.shape[0]
+    acc = warpgroup_mma(v.permute((1, 0)), turn.slice(0, KEYS), acc, is_async=True)
     return warpgroup_mma_wait(0, [acc]), total, centred, square
 
 
@@ -226,10 +221,7 @@ def _hopper_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     H,
     N,
     full,
@@ -256,8 +248,8 @@ def _hopper_fwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
-    STATS: gl.constexpr = max_logit_ptr is not None
-    # Heads of 32 are stored by the threads that hold them: two barriers less than by way of ``b``.
+    STATS: gl.constexpr = stats_ptr is not None
+    # Heads of 32 are stored by the threads that hold them: two barriers less than by ``stage``.
     DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # With a scale of its own, where one is added: the scores are then scaled from the start.
@@ -266,28 +258,28 @@ def _hopper_fwd_kernel(
     SCALED: gl.constexpr = MASK == "additive"
     unit = 1.0 if SCALED else scale
     gain = 1.0 if seed_ptr is None else keep_scale
-    xs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
-    ys = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
-    a = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     if PAIRED:
-        a_b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     if not DIRECT:
-        b = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        stage = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
-    fetch_rows(a, q_view, 0, N, D, False, BLOCKED)
+    fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
     if PAIRED:
-        fetch_rows(a_b, q_view, 64, N, D, True, BLOCKED)
-    fetch_tiles(xs, k_view, limit, D, HIDES, BLOCKED, GROUP)
-    fetch_tiles(ys, v_view, limit, D, HIDES, BLOCKED, GROUP)
+        fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
+    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
+    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
-        x_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        y_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(x_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
-        fetch_rows(y_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
         turns = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
@@ -303,65 +295,63 @@ def _hopper_fwd_kernel(
     OWN: gl.constexpr = own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
-        top = gl.full([64], float("-inf"), gl.float32, ROWS)
-        entropy = gl.zeros([64], gl.float32, ROWS)
-        prob_square = gl.zeros([64], gl.float32, ROWS)
-        head_square = gl.zeros([64], gl.float32, ROWS)
+        sums = no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
-        q = a.load(gl.DotOperandLayout(0, OUT, 2))
+        q = q_tile.load(gl.DotOperandLayout(0, OUT, 2))
         if PAIRED:
-            q_b = a_b.load(gl.DotOperandLayout(0, OUT, 2))
+            next_q = next_q_tile.load(gl.DotOperandLayout(0, OUT, 2))
         barrier()
         if tile + AT_ONCE < full:
-            fetch_rows(a, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+            fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
             if PAIRED:
-                fetch_rows(a_b, q_view, first + 192, N, D, True, BLOCKED)
+                fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
         elif T > 0:
-            fetch_rows(a, k_view, first + 64, limit, D, True, BLOCKED, GROUP)
+            fetch_rows(q_tile, k_view, first + 64, limit, D, True, BLOCKED, GROUP)
         commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         if PAIRED:
-            state_b = state
+            next_state = state
             second = first + 64
-            seen_b, last_b = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            next_seen, next_last = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
             for i in range(seen):
-                state, state_b = _paired_step(
-                    state, state_b, q, q_b, xs.index(i), ys.index(i), zero, factor, STATS, ROWS
-                )
-            for i in range(seen, seen_b):
-                state_b = _step(
-                    state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit, factor,
-                    N, mask, dropout, MASK, False, False, STATS, ROWS,
+                state, next_state = _paired_step(
+                    state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
+                    ROWS,
+                )  # fmt: skip
+            for i in range(seen, next_seen):
+                next_state = _step(
+                    next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
+                    factor, N, mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
             if HIDES or CAUSAL:
-                for i in range(seen_b, last_b):
-                    state_b = _step(
-                        state_b, q_b, xs.index(i), ys.index(i), zero, second, i * 64, limit,
+                for i in range(next_seen, next_last):
+                    next_state = _step(
+                        next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
                         factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                     )  # fmt: skip
         else:
             for i in range(seen):
                 state = _step(
-                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
                     mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 state = _step(
-                    state, q, xs.index(i), ys.index(i), zero, first, i * 64, limit, factor, N,
+                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
                     mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             state = _step(
-                state, q, x_tail, y_tail, zero_t, first, full * 64, limit, factor, N, mask,
+                state, q, k_tail, v_tail, zero_t, first, full * 64, limit, factor, N, mask,
                 dropout, MASK, True, False, STATS, ROWS,
             )  # fmt: skip
         states = (state,)
         if PAIRED:
-            states = (state, state_b)
+            states = (state, next_state)
         for n in gl.static_range(AT_ONCE):
             acc, row_max, row_sum, centred, square = states[n]
             start = first + n * 64
@@ -370,32 +360,30 @@ def _hopper_fwd_kernel(
             if DIRECT:
                 put_own(out_view, acc, start, N, D, RAGGED or n > 0, OUT)
             else:
-                put_rows(out_view, acc, b, start, N, D, RAGGED or n > 0, BLOCKED)
+                put_rows(out_view, acc, stage, start, N, D, RAGGED or n > 0, BLOCKED)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
-            log_sum = store_max_log_sum(
+            log_sum = put_max_log_sum(
                 max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
-                top = gl.maximum(top, gl.where(inside, row_max, float("-inf")))
-                row_entropy = gl.log(divisor) - LN_2 * joined(centred, ROWS) / divisor
-                entropy += gl.where(inside, row_entropy, 0.0)
-                prob_square += gl.where(inside, joined(square, ROWS) / (divisor * divisor), 0.0)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
-                head_square += gl.where(inside, norm, 0.0)
+                rows_sums = sums_of_rows(
+                    row_max, divisor, joined(centred, ROWS), joined(square, ROWS), norm, inside
+                )
+                sums = add_sums(sums, rows_sums)
         wait_copies(0)
         fence_async_shared()
         barrier()
     if STATS:
-        largest, total = gl.max(top, 0), gl.sum(entropy, 0)
-        prob_total, head_total = gl.sum(prob_square, 0), gl.sum(head_square, 0)
+        sums = reduce_sums(sums)
     if T > 0:
         # The tail's rows, in columns: their maxima, then the rest.
         started, scores = (), ()
         for i in gl.static_range(FULL):
-            started = started + (_start_scores(xs.index(i), q_tail, zero_t),)  # noqa: RUF005
-        started = started + (_start_scores(a, q_tail, zero_t),)  # noqa: RUF005
+            started = started + (_start_scores(ks.index(i), q_tail, zero_t),)  # noqa: RUF005
+        started = started + (_start_scores(q_tile, q_tail, zero_t),)  # noqa: RUF005
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             s_t = _turned_scores(
@@ -410,11 +398,11 @@ def _hopper_fwd_kernel(
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
-                acc_t, total_t, centred_t, square_t, scores[i], ys.index(i), turns.index(i % 2),
+                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
                 pivot_t, factor, full * 64, i * 64, dropout, SCALED, STATS,
             )  # fmt: skip
         acc_t, total_t, centred_t, square_t = _turned_step(
-            acc_t, total_t, centred_t, square_t, scores[FULL], y_tail, turns.index(FULL % 2),
+            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
             pivot_t, factor, full * 64, full * 64, dropout, SCALED, STATS,
         )  # fmt: skip
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
@@ -422,22 +410,18 @@ def _hopper_fwd_kernel(
         put_columns(out_view, acc_t, full * 64, N, D, TAIL)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        log_sum_t = store_max_log_sum(
+        log_sum_t = put_max_log_sum(
             max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            largest = gl.maximum(largest, gl.max(gl.where(inside_t, max_t, float("-inf")), 0))
-            entropy_t = gl.log(divisor_t) - LN_2 * gl.sum(centred_t, 0) / divisor_t
-            total += gl.sum(gl.where(inside_t, entropy_t, 0.0), 0)
-            square_t = gl.sum(square_t, 0) / (divisor_t * divisor_t)
-            prob_total += gl.sum(gl.where(inside_t, square_t, 0.0), 0)
-            head_total += gl.sum(gl.where(inside_t, gl.sum(acc_t * acc_t, 0), 0.0), 0)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
     if STATS:
-        store_statistics(
-            max_logit_ptr, entropy_ptr, prob_norm_ptr, head_norm_ptr, head, largest, total,
-            prob_total, head_total, unit, N,
-        )  # fmt: skip
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare(
@@ -445,22 +429,23 @@ def prepare(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
-    full, tail = cut_for_hopper(tokens, arguments["BLOCK_D"])
+    full, tail = hopper_tiles_and_tail(tokens, arguments["BLOCK_D"])
     paired = tile.constexprs.get("PAIRED", False)
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments |= dict(
-        **dict(zip(names, stats or (None,) * 5, strict=True)),
         **tile.options,
         PAIRED=paired and tail == 0 and call.attn_mask is None and call.seed is None,
         max_log_sum_ptr=max_log_sum,
+        lse_ptr=lse,
+        stats_ptr=stats,
         full=full,
         FULL=full,
         T=tail,

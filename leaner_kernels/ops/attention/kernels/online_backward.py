@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch_cache import Launch, LaunchCache, check_tile
-from ..._tiles import ARCHITECTURES, Tiles, rule
+from ..._launch_cache import Launch, check_tile
+from ..._tiles import ARCHITECTURES, Tile, Tiles, rule
 from ..._triton import (
     PRECISION,
     add_product,
@@ -25,25 +25,21 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
-    Sequences,
-    kind_of,
-    online_tile,
-    sequence_arguments,
-    sequence_kind,
-    sequence_tensors,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    band_of,
+    exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
     load_max_log_sum,
-    product_tile,
+    mask_start,
+    online_arguments,
     score_tile,
+    visible_cols,
+    visible_rows,
 )
 
 # The same takes registers as in the forward.
@@ -84,24 +80,24 @@ TILES = Tiles(
 
 
 @triton.jit
-def _load_output_gradient(
-    grad_ptr, out_ptr, start, stride_grad_n, stride_out_n, N,
+def _load_do(
+    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Return dO and delta of a tile of query rows."""
-    grad = load_rows(grad_ptr, start, stride_grad_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    do = load_rows(do_ptr, start, stride_do_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    return grad, tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
 
 
 @triton.jit
 def _gradient_tile(
-    exponent, v, grad, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
+    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
-    p = exponential(exponent, grad.dtype)  # (BLOCK_M, BLOCK_N)
-    dp = tl.dot(grad, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+    p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
+    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     dropped = p
     if seed_ptr is not None:
         rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
@@ -111,7 +107,7 @@ def _gradient_tile(
     return dropped, p * (dp - delta[:, None])
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
     q_view,
     k_view,
@@ -121,7 +117,7 @@ def _attention_bwd_kernel(
     seed_ptr,
     starts_ptr,
     key_starts_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -137,6 +133,8 @@ def _attention_bwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -147,7 +145,7 @@ def _attention_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
@@ -172,13 +170,9 @@ def _attention_bwd_kernel(
         kv = pid // num_col_tiles % num_kv_heads
         b = pid // num_col_tiles // num_kv_heads
         b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
-        if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         col_start = tile * BLOCK_N
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
@@ -186,9 +180,8 @@ def _attention_bwd_kernel(
         v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
-        first = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
-        last = tl.where(col_start < limit, num_rows, 0)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        first, last = visible_rows(col_start, num_rows, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
@@ -196,20 +189,17 @@ def _attention_bwd_kernel(
             row_stats = (b_64 * H + h) * N
             if starts_ptr is not None:
                 row_stats = h_64 * TOKENS + row_b
-            mask_start = mask_view.ptr
-            if MASK != "none":
-                mask_start = head_of(mask_view, b_64, h_64)
+            mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
                 q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-                grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-                    head_of(grad_view, row_b, h_64),
+                do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+                    head_of(do_view, row_b, h_64),
                     head_of(out_view, row_b, h_64),
-                    row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+                    row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
                 )  # fmt: skip
-                s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-                s = score_tile(
-                    s, row_start, col_start, limit, mask_start, mask_view.stride_n,
-                    mask_view.stride_m, N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+                s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
+                    softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
@@ -217,10 +207,10 @@ def _attention_bwd_kernel(
                 )
                 exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
                 p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
-                    exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                    exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
-                dv = add_product(dv, tl.trans(p.to(grad.dtype)), grad)
+                dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
                 ds = ds if softcap is None else ds * slope
                 dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
         dk_start = head_of(dk_view, col_b, kv_64)
@@ -232,49 +222,43 @@ def _attention_bwd_kernel(
         h = (pid - num_col_programs) // num_row_tiles % H
         b = (pid - num_col_programs) // num_row_tiles // H
         b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-        row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+        row_b, col_b, num_rows, num_cols, limit = extents(
+            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        )
         row_stats = (b_64 * H + h) * N
         if starts_ptr is not None:
-            row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-            col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
             row_stats = h_64 * TOKENS + row_b
-        limit = num_cols
-        if lengths_ptr is not None:
-            limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
         row_start = tile * BLOCK_M
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
         q_start = head_of(q_view, row_b, h_64)
-        mask_start = mask_view.ptr
-        if MASK != "none":
-            mask_start = head_of(mask_view, b_64, h_64)
+        mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
         q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
-        grad, delta = _load_output_gradient(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-            head_of(grad_view, row_b, h_64),
+        do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
+            head_of(do_view, row_b, h_64),
             head_of(out_view, row_b, h_64),
-            row_start, grad_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
+            row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
             max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        end = limit
-        if CAUSAL:
-            end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+        band = band_of(window_left, window_right, num_rows, num_cols)
+        begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
-        for col_start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+        for col_start in range(begin, end, BLOCK_N):
             k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
             v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-            s, slope = product_tile(q, k, scale, softcap, MASK, SCALED)  # s: (BLOCK_M, BLOCK_N)
-            s = score_tile(
-                s, row_start, col_start, limit, mask_start, mask_view.stride_n, mask_view.stride_m,
-                N, M, scale, softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+            s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
+                q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
+                softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
             )  # fmt: skip
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
-                exponent, v, grad, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
+                exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             unbounded = ds if softcap is None else ds * slope
@@ -289,6 +273,7 @@ def _attention_bwd_kernel(
 
 
 def prepare(
+    tile: Tile,
     grad: Tensor,
     call: Call,
     out: Tensor,
@@ -297,57 +282,30 @@ def prepare(
     dk: Tensor,
     dv: Tensor,
     ds: Tensor | None,
-    sequences: Sequences | None = None,
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
     ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
-    With ``sequences`` the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
     """
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = online_arguments(call)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    tile = online_tile(TILES, call, varlen=sequences is not None)
     if ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
-    num_col_programs = batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
-    num_row_programs = batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
+    num_col_programs = call.batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
+    num_row_programs = call.batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),
         dv_view=view_of("dv", dv),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
     )
     grid = (num_col_programs + num_row_programs + spare,)
     return Launch(_attention_bwd_kernel, grid, arguments)
-
-
-_RESULTS = "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view"
-_varlen_cache = LaunchCache((*CALL_POINTERS, "grad_view", *_RESULTS))
-
-
-def launch(
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    sequences: Sequences,
-) -> None:
-    """Write the gradients of a varlen batch as ``prepare`` states."""
-    results = out, max_log_sum, dq, dk, dv
-    tensors = *call[:6], *sequence_tensors(sequences), grad, *results
-    kind = kind_of(call, sequence_kind(sequences), grad.stride(), grad.dtype)
-    _varlen_cache.launch(kind, tensors, lambda: prepare(grad, call, *results, None, sequences))

@@ -14,15 +14,13 @@ launch: as a branch it would tax the registers of every program.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
 
-from collections.abc import Callable
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._launch_cache import Launch, LaunchCache
-from ..._tiles import Tiles, rule
+from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
+from ..._launch_cache import Launch
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import (
     add_product,
     exponential,
@@ -35,27 +33,21 @@ from ..._triton import (
     store_rows,
 )
 from ..call import (
-    CALL_POINTERS,
     Call,
-    Sequences,
-    counted,
-    kind_of,
-    online_tile,
-    sequence_arguments,
-    sequence_kind,
-    sequence_tensors,
-    shared_arguments,
     view_of,
 )
 from .scores import (
     SPARE_PROGRAMS,
-    exponents_of,
+    band_of,
+    exponent_factor,
+    extents,
     fill_outside,
-    find_sequence,
-    product_tile,
+    mask_start,
+    online_arguments,
     row_lse,
     score_tile,
     store_max_log_sum,
+    visible_cols,
 )
 
 # A mask, dropout, a scale that is not positive, a head dimension that does not fill its tile and
@@ -106,7 +98,7 @@ TILES = Tiles(
 )
 
 
-@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "threshold"])
+@triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_fwd_kernel(
     q_view,
     k_view,
@@ -120,7 +112,7 @@ def _attention_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    partial_ptr,
+    parts_ptr,
     B,
     H,
     GROUP,
@@ -130,6 +122,8 @@ def _attention_fwd_kernel(
     KEY_TOKENS,
     scale,
     softcap,
+    window_left,
+    window_right,
     keep_scale,
     threshold,
     D: tl.constexpr,
@@ -163,29 +157,23 @@ def _attention_fwd_kernel(
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
-    row_b, col_b, num_rows, num_cols = b_64, b_64, N, M
+    row_b, col_b, num_rows, num_cols, limit = extents(
+        starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+    )
     lse_start = (b_64 * H + h) * N
     if starts_ptr is not None:
-        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
-        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
         lse_start = h_64 * TOKENS + row_b
         if not STATS and not CAPTURE and first >= num_rows:
             return
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    limit = num_cols
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
-    end = limit
-    if CAUSAL:
-        end = tl.minimum(limit, (tile + 1) * BLOCK_M)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    band = band_of(window_left, window_right, num_rows, num_cols)
+    begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
-    factor = exponents_of(scale, SCALED, q_view.ptr.dtype.element_ty)
+    factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
     q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -194,12 +182,11 @@ def _attention_fwd_kernel(
     row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
     row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
 
-    for start in range(0, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
+    for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        s, _ = product_tile(q, k, scale, softcap, MASK, SCALED)  # (BLOCK_M, BLOCK_N)
-        s = score_tile(
-            s, first, start, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
-            softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK,
+        s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
+            q, k, first, start, limit, band, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M,
+            BLOCK_N, CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row that has seen no key yet has no maximum to subtract.
@@ -253,140 +240,62 @@ def _attention_fwd_kernel(
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
-        partial_ptr += tl.program_id(0).to(tl.int64) * 4
         # A row that sees no key has p = 0 everywhere: no entropy, no norm.
-        entropy = tl.log(divisor) - nats(q.dtype) * row_centred / divisor  # (BLOCK_M,)
-        norm = row_square / (divisor * divisor)
-        square = tl.sum(tl.where(inside[:, None], a * a, 0.0), axis=1)  # (BLOCK_M,)
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        max_logit = tl.max(tl.where(inside, row_max, float("-inf")))  # a scalar
-        if not SCALED:
-            max_logit *= scale
-        total = tl.sum(tl.where(inside, row_sum, 0.0))
-        tl.store(partial_ptr, tl.where(total == total, max_logit, float("nan")))
-        mean_entropy = tl.sum(tl.where(inside, entropy, 0.0)) / tl.maximum(num_rows, 1)
-        tl.store(partial_ptr + 1, mean_entropy)
-        tl.store(partial_ptr + 2, tl.sum(tl.where(inside, norm, 0.0)))
-        tl.store(partial_ptr + 3, tl.sum(square))
-
-
-_cache = LaunchCache(
-    (*CALL_POINTERS, "out_view", "max_log_sum_ptr", "lse_ptr"), scratch="partial_ptr"
-)
-_capture_cache = LaunchCache((*CALL_POINTERS, "sample_ptr", "out_view"))
+        sums = sums_of_rows(
+            row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+        )
+        rest = 1.0 if SCALED else scale
+        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
 
 def prepare(
+    tile: Tile,
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    lse: Tensor | None = None,
-    partial: Callable[[int], Tensor] | None = None,
-    sequences: Sequences | None = None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``lse`` (B, H, N), it is written too, and the statistics' sums (B, H, T, 4), which
-    ``partial`` makes from T. With ``sequences`` the tensors are (T, H, D), max_log_sum is (H, T, 2)
-    and lse (H, T), and all are contiguous.
+    With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), lse is written too, and the parts of
+    the statistics, (B, H, T, NUM_SUMS) of T row tiles. In a varlen batch the tensors are (T, H, D),
+    max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
-    tile = online_tile(TILES, call, varlen=sequences is not None)
+    arguments = online_arguments(call)
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
-    spare = 0 if sequences is None else SPARE_PROGRAMS
+    spare = 0 if call.sequences is None else SPARE_PROGRAMS
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         out_view=view_of("out", out),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         sample_ptr=None,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
-        partial_ptr=None if partial is None else partial(num_tiles),
-        STATS=partial is not None,
+        parts_ptr=None if stats is None else stats.new_empty(*stats.shape[1:], num_tiles, NUM_SUMS),
+        STATS=stats is not None,
         CAPTURE=False,
     )
-    grid = (batch * arguments["H"] * num_tiles + spare,)
+    grid = (call.batch * arguments["H"] * num_tiles + spare,)
     return Launch(_attention_fwd_kernel, grid, arguments)
 
 
-def launch(
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    stats: list[Tensor] | None = None,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write out and max_log_sum as ``prepare`` states; with ``stats``, lse and the four (B, H)."""
-    call = counted(call)
-    tensors = *call[:6], *sequence_tensors(sequences), out, max_log_sum, *(stats or ())[:1]
-    kind = kind_of(call, sequence_kind(sequences), out.stride(), stats is None)
-    if stats is None:
-        _cache.launch(kind, tensors, lambda: prepare(call, out, max_log_sum, sequences=sequences))
-        return
-    lse, max_logit, entropy, prob_norm, head_norm = stats
+def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -> Launch:
+    """Return the launch that writes heads (S, N, H * D) float32 of the entries of ``sample``.
 
-    # Sums per row tile, joined below in a fixed order: deterministic, as atomics are not.
-    def new_partial(num_tiles: int) -> Tensor:
-        return max_logit.new_empty(*max_logit.shape, num_tiles, 4)
-
-    partial = _cache.launch(
-        kind, tensors, lambda: prepare(call, out, max_log_sum, lse, new_partial, sequences)
-    )
-    assert partial is not None
-    torch.amax(partial[..., 0], dim=-1, out=max_logit)
-    sums = partial[..., 1:].sum(dim=2)
-    entropy.copy_(sums[..., 0])
-    torch.sqrt(sums[..., 1], out=prob_norm)
-    torch.sqrt(sums[..., 2], out=head_norm)
-
-
-def launch_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> None:
-    """Write heads (S, N, H * D) float32 of the batch entries that ``sample`` (S,) int32 names.
-
-    With ``sequences`` the tensors are (T, H, D), and N is the longest: zeros follow the others.
+    ``sample`` is contiguous. In a varlen batch N is the longest sequence: zeros follow the others.
     """
-    if len(sample) == 0:
-        return
-    call, sample = counted(call), sample.contiguous()
-    tensors = *call[:6], *sequence_tensors(sequences), sample, heads_out
-    kind = kind_of(call, sequence_kind(sequences), len(sample))
-    _capture_cache.launch(
-        kind, tensors, lambda: prepare_capture(call, sample, heads_out, sequences)
-    )
-
-
-def prepare_capture(
-    call: Call,
-    sample: Tensor,
-    heads_out: Tensor,
-    sequences: Sequences | None = None,
-) -> Launch:
-    """Return the launch that writes heads as ``launch_capture`` does; ``sample`` is contiguous."""
-    arguments = shared_arguments(call, sequences)
-    batch = call.query.shape[0] if sequences is None else len(sequences.starts) - 1
+    arguments = online_arguments(call)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    tile = online_tile(TILES, call, "capture", varlen=sequences is not None)
     slots = sample.shape[0]
     arguments = dict(
         **arguments,
-        **sequence_arguments(call.query, call.key, sequences),
         out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
         **tile.arguments,
-        B=batch,
-        softcap=call.softcap or None,
         sample_ptr=sample,
         lse_ptr=None,
         max_log_sum_ptr=None,
-        partial_ptr=None,
+        parts_ptr=None,
         STATS=False,
         CAPTURE=True,
     )

@@ -1,11 +1,14 @@
 """What the forward and the backward kernels share: one tile of scores."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._triton import LOG2_E, PRECISION, units
+from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
+from ..call import Call, sequence_arguments, shared_arguments
 
 # Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
 SPARE_PROGRAMS = 128
@@ -21,6 +24,28 @@ def find_sequence(starts_ptr, b, num_tokens, longest):
     start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), num_tokens)
     stop = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), num_tokens)
     return start.to(tl.int64), tl.minimum(stop - start, longest)
+
+
+@triton.jit
+def extents(starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS):
+    """Return of batch entry, or sequence, ``b``: where rows and columns start, and their numbers.
+
+    Last comes how many columns are no padding. A start is an entry, or in a varlen batch a token.
+    """
+    row_b, col_b, num_rows, num_cols = b.to(tl.int64), b.to(tl.int64), N, M
+    if starts_ptr is not None:
+        row_b, num_rows = find_sequence(starts_ptr, b, TOKENS, N)
+        col_b, num_cols = find_sequence(key_starts_ptr, b, KEY_TOKENS, M)
+    return row_b, col_b, num_rows, num_cols, visible_keys(lengths_ptr, b, num_cols)
+
+
+@triton.jit
+def mask_start(mask_view, b, h, MASK: tl.constexpr):
+    """Return where the mask of a head starts, if there is one."""
+    ptr = mask_view.ptr
+    if MASK != "none":
+        ptr = head_of(mask_view, b, h)
+    return ptr
 
 
 @triton.jit
@@ -55,21 +80,42 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
         _fill_outside_kernel[(SPARE_PROGRAMS,)](t, starts, *sizes)
 
 
-@triton.jit
-def product_tile(q, k, scale, softcap, MASK: tl.constexpr, SCALED: tl.constexpr):
-    """Return (BLOCK_M, BLOCK_N) products, and what their gradient is of that of the scores.
+def online_arguments(call: Call) -> dict[str, Any]:
+    """Return the arguments by name of a kernel that walks over any length."""
+    left, right = call.window
+    return dict(
+        **shared_arguments(call, call.sequences),
+        **sequence_arguments(call.query, call.key, call.sequences),
+        B=call.batch,
+        softcap=call.softcap or None,
+        window_left=None if left < 0 else left,
+        window_right=None if right < 0 else right,
+    )
 
-    Scaled where ``SCALED``, unless a mask is yet to be added; without a ``softcap`` (None) the
-    second is 1, and nobody reads it.
+
+@triton.jit
+def score_tile(
+    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale, softcap,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    SCALED: tl.constexpr, RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Return (BLOCK_M, BLOCK_N) scores, masked, and what their gradient is of that of products.
+
+    Scaled where ``SCALED`` or where a mask is added; see ``exponent_factor``. Without a ``softcap``
+    (None) the second is 1, and nobody reads it. The rest is as ``mask_scores`` takes it.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-    slope = 1.0
+    slope, mask_scale = 1.0, scale
     if softcap is not None:
         # As in ``biased`` the order is written out.
         bounded, slope = tanh(tl.fma(s, scale, 0.0) * (1.0 / softcap))
-        s = tl.fma(bounded, softcap, 0.0)
+        s, mask_scale = tl.fma(bounded, softcap, 0.0), 1.0
     elif SCALED and MASK != "additive":
         s = tl.fma(s, scale, 0.0)
+    s = mask_scores(
+        s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M,
+        BLOCK_N, CAUSAL, MASK, RESIDENT, RAGGED,
+    )  # fmt: skip
     return s, slope
 
 
@@ -92,39 +138,95 @@ def tanh(x):
 
 
 @triton.jit
-def score_tile(
-    s,
-    row_start,
-    col_start,
-    limit,
-    mask_ptr,
-    stride_mask_n,
-    stride_mask_m,
-    N,
-    M,
-    scale,
-    softcap,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-):
-    """Return the scores of a ``product_tile``, -inf where something hides."""
+def mask_scores(
+    s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of scores (BLOCK_M, BLOCK_N), -inf where anything hides a key from a row.
+
+    Every kind of mask is applied here and nowhere else. ``mask_ptr`` is where the mask of this head
+    starts, ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden,
+    which a tile that is not ``RAGGED`` does not reach. ``band`` is what ``band_of`` returns, which
+    ``RESIDENT`` tiles, those of segments.py, do not have.
+    """
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    seen = (col_start + cols < limit)[None, :]  # (1, BLOCK_N)
-    if CAUSAL:
-        seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])  # (BLOCK_M, BLOCK_N)
     if MASK != "none":
-        mask_ptr += tl.cast(row_start, tl.int64) * stride_mask_n
-        mask_ptr += tl.cast(col_start, tl.int64) * stride_mask_m
-        ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
+        mask_ptr += tl.cast(row_start, tl.int64) * mask_view.stride_n
+        mask_ptr += tl.cast(col_start, tl.int64) * mask_view.stride_m
+        ptrs = mask_ptr + rows[:, None] * mask_view.stride_n + cols[None, :] * mask_view.stride_m
         inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
         tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
-        if MASK == "boolean":
-            seen = seen & (tile != 0)
-        else:
-            s = biased(s, scale if softcap is None else 1.0, tile)
-    return tl.where(seen, s, float("-inf"))
+        s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
+    if CAUSAL and RESIDENT:
+        # Where all scores of a row are in registers, one bound for each row takes 83 registers
+        # instead of 99; in a loop over tiles it takes 139 instead of 128 (sm_80).
+        last = row_start - col_start + rows  # (BLOCK_M,), of this tile's columns
+        last = tl.minimum(last, limit - col_start - 1) if RAGGED else last
+        s = tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
+    elif CAUSAL or RAGGED:
+        seen = (col_start + cols < limit)[None, :]  # (1, BLOCK_N)
+        if CAUSAL:
+            seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
+        if band[0] is not None:
+            lowest = _inside_tile(row_start + band[0] - col_start)
+            seen = seen & (cols[None, :] >= lowest + rows[:, None])
+        if band[1] is not None:
+            highest = _inside_tile(row_start + band[1] - col_start)
+            seen = seen & (cols[None, :] <= highest + rows[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def band_of(window_left, window_right, num_rows, num_cols):
+    """Return (low, high), int64 or None: row i sees columns i + low to i + high.
+
+    The window is aligned bottom right: the last row's is around the last column.
+    """
+    low, high = None, None
+    if window_left is not None:
+        low = tl.cast(num_cols, tl.int64) - num_rows - window_left
+    if window_right is not None:
+        high = tl.cast(num_cols, tl.int64) - num_rows + window_right
+    return low, high
+
+
+@triton.jit
+def _inside_tile(distance):
+    """Return a distance in 32 bits, cut off where it is longer than any tile."""
+    return tl.minimum(tl.maximum(distance, -65536), 65536).to(tl.int32)
+
+
+@triton.jit
+def visible_cols(
+    row_start, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Return from and to where columns are seen by rows of a tile, from a tile's first on."""
+    start, end = 0, limit
+    if CAUSAL:
+        end = tl.minimum(limit, row_start + BLOCK_M)
+    if band[0] is not None:
+        start = (tl.maximum(row_start + band[0], 0) // BLOCK_N * BLOCK_N).to(tl.int32)
+    if band[1] is not None:
+        end = tl.maximum(tl.minimum(row_start + BLOCK_M + band[1], end), 0).to(tl.int32)
+    return start, end
+
+
+@triton.jit
+def visible_rows(
+    col_start, num_rows, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Return from and to where rows see columns of a tile, from a tile's first on."""
+    # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
+    start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
+    end = tl.where(col_start < limit, num_rows, 0)
+    if band[1] is not None:
+        start = (tl.maximum(col_start - band[1], start) // BLOCK_M * BLOCK_M).to(tl.int32)
+    if band[0] is not None:
+        end = tl.maximum(tl.minimum(col_start + BLOCK_N - band[0], end), 0).to(tl.int32)
+    return start, end
 
 
 @triton.jit
@@ -140,7 +242,7 @@ def biased(s, scale, tile):
 
 
 @triton.jit
-def exponents_of(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+def exponent_factor(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """Return the positive factor that makes exponents, for ``exponential``, of scores.
 
     Scores are scaled from the start (``SCALED``) where a mask is added to them, where a softcap

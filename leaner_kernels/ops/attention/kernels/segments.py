@@ -15,8 +15,8 @@ with the change of base folded into the scale. In float32 that costs a bit of ev
 import triton
 import triton.language as tl
 
-from ..._triton import PRECISION, load_rows
-from .scores import biased
+from ..._triton import load_rows
+from .scores import score_tile
 
 
 def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
@@ -58,47 +58,21 @@ def zero_tile(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def score_segment(
-    q, k, row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-    col_start, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr,
-    MASK: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Return (BLOCK_M, BLOCK_N) scores, -inf where hidden; see ``score_segments``."""
-    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-    s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
-    if MASK != "none":
-        mask_ptr += tl.cast(row_start, tl.int64) * stride_mask_n
-        mask_ptr += tl.cast(col_start, tl.int64) * stride_mask_m
-        ptrs = mask_ptr + rows[:, None] * stride_mask_n + cols[None, :] * stride_mask_m
-        inside = (row_start + rows < N)[:, None] & (col_start + cols < M)[None, :]
-        tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
-        s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
-    if CAUSAL:
-        last = row_start - col_start + rows  # (BLOCK_M,), of this segment's columns
-        last = tl.minimum(last, limit - col_start - 1) if RAGGED else last
-        s = tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
-    elif RAGGED:
-        s = tl.where((col_start + cols < limit)[None, :], s, float("-inf"))
-    return s
-
-
-@triton.jit
 def score_segments(
-    q, keys, row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-    SEGMENTS: tl.constexpr, BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    RAGGED: tl.constexpr,
+    q, ks, row_start, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
 
-    They are not scaled, unless an additive mask is added to them: ``exponents_of`` goes with both.
+    They are not scaled, unless an additive mask is added to them; see ``exponent_factor``.
     Unless it is ``RAGGED``, keys are missing in the last segment only.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     scores = ()
-    for i in tl.static_range(len(SEGMENTS)):  # keys[i]: (size, BLOCK_D)
-        s = score_segment(  # (BLOCK_M, size)
-            q, keys[i], row_start, limit, mask_ptr, stride_mask_n, stride_mask_m, N, M, scale,
-            SEGMENTS[i][0], SEGMENTS[i][1], BLOCK_M, CAUSAL, MASK,
+    for i in tl.static_range(len(SEGMENTS)):  # ks[i]: (size, BLOCK_D)
+        s, _ = score_tile(  # (BLOCK_M, size)
+            q, ks[i], row_start, SEGMENTS[i][0], limit, (None, None), mask_view, mask_ptr, N, M,
+            scale, None, BLOCK_M, SEGMENTS[i][1], CAUSAL, MASK, False, True,
             RAGGED or i == len(SEGMENTS) - 1,
         )  # fmt: skip
         row_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)

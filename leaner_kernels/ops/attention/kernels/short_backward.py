@@ -22,15 +22,10 @@ from torch import Tensor
 
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
-from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows
+from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
-from .scores import exponents_of, load_max_log_sum
-from .segments import (
-    cut,
-    load_segments,
-    score_segment,
-    zero_tile,
-)
+from .scores import exponent_factor, load_max_log_sum, mask_start, score_tile
+from .segments import cut, load_segments, zero_tile
 
 # ``BLOCK`` is keys of a tile; Q and dO are cut into segments as K and V are in short_forward.py.
 _PADDED = "padded_dim", "unaligned"
@@ -123,7 +118,7 @@ def _short_bwd_kernel(
     mask_view,
     lengths_ptr,
     seed_ptr,
-    grad_view,
+    do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
@@ -147,27 +142,23 @@ def _short_bwd_kernel(
 ):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
-    limit = M
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    limit = visible_keys(lengths_ptr, b, M)
     q_ptr = head_of(q_view, b_64, h_64)
     k_ptr = head_of(k_view, b_64, h_64)
     v_ptr = head_of(v_view, b_64, h_64)
-    grad_ptr = head_of(grad_view, b_64, h_64)
+    do_ptr = head_of(do_view, b_64, h_64)
     dq_ptr = head_of(dq_view, b_64, h_64)
     dk_ptr = head_of(dk_view, b_64, h_64)
     dv_ptr = head_of(dv_view, b_64, h_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
-    queries = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
-    grads = load_segments(grad_ptr, grad_view.stride_n, N, SEGMENTS, D, BLOCK_D)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
+    qs = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
+    dos = load_segments(do_ptr, do_view.stride_n, N, SEGMENTS, D, BLOCK_D)
     dqs = ()  # tuple of (size, BLOCK_D)
-    new_grads = ()  # tuple of (size, BLOCK_D)
+    new_dos = ()  # tuple of (size, BLOCK_D)
     pivots = ()  # tuple of (size,)
     deltas = ()  # tuple of (size,)
-    for i in tl.static_range(len(SEGMENTS)):  # queries[i], grads[i]: (size, BLOCK_D)
+    for i in tl.static_range(len(SEGMENTS)):  # qs[i], dos[i]: (size, BLOCK_D)
         dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
         if not WHOLE:
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
@@ -179,17 +170,17 @@ def _short_bwd_kernel(
             pivot = row_max + log_sum * (1.0 / factor)  # (size,)
             rest = tl.exp2((pivot - row_max) * factor - log_sum)
             rest = tl.where(pivot == float("inf"), 1.0, rest)
-            grad = (grads[i].to(tl.float32) * rest[:, None]).to(grad_ptr.dtype.element_ty)
+            do = (dos[i].to(tl.float32) * rest[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
             out = load_rows(  # (size, BLOCK_D)
                 out_start, SEGMENTS[i][0], out_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
             )
-            delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
-            new_grads = new_grads + (grad,)  # noqa: RUF005
+            delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
+            new_dos = new_dos + (do,)  # noqa: RUF005
             pivots = pivots + (pivot,)  # noqa: RUF005
             deltas = deltas + (delta,)  # noqa: RUF005
     if not WHOLE:
-        grads = new_grads
+        dos = new_dos
 
     for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
@@ -200,11 +191,11 @@ def _short_bwd_kernel(
         new_dqs = ()
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            s = score_segment(  # (size, BLOCK_N)
-                queries[i], k, SEGMENTS[i][0], limit, mask_ptr, mask_view.stride_n,
-                mask_view.stride_m, N, M, scale, first, BLOCK_N, SEGMENTS[i][1], CAUSAL, MASK, True,
+            s, _ = score_tile(  # (size, BLOCK_N)
+                qs[i], k, SEGMENTS[i][0], first, limit, (None, None), mask_view, mask_ptr, N, M,
+                scale, None, SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
             )  # fmt: skip
-            dp = tl.dot(grads[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
+            dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -227,9 +218,9 @@ def _short_bwd_kernel(
                 tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
             if seed_ptr is not None:
                 p = tl.where(keep, p * keep_scale, 0.0)
-            dv = tl.dot(tl.trans(p.to(v.dtype)), grads[i], dv, input_precision=PRECISION)
+            dv = tl.dot(tl.trans(p.to(v.dtype)), dos[i], dv, input_precision=PRECISION)
             narrow = ds.to(k.dtype)
-            dk = tl.dot(tl.trans(narrow), queries[i], dk, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(narrow), qs[i], dk, input_precision=PRECISION)
             dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
@@ -259,7 +250,7 @@ def prepare(
     segments = cut(tile["tokens"], tile["largest_segment"])
     arguments = dict(
         **arguments,
-        grad_view=view_of("grad", grad),
+        do_view=view_of("grad", grad),
         out_view=view_of("out", out),
         dq_view=view_of("dq", dq),
         dk_view=view_of("dk", dk),

@@ -17,11 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import _tiles
+from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
-from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows
+from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
-from .scores import exponents_of, row_lse, store_max_log_sum
+from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
 # ``BLOCK`` is rows of a tile; K and V are cut into segments of at most ``largest_segment`` for the
@@ -75,10 +76,7 @@ def _short_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     H,
     GROUP,
     N,
@@ -102,29 +100,22 @@ def _short_fwd_kernel(
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     q_ptr = head_of(q_view, b_64, h_64)
     out_ptr = head_of(out_view, b_64, h_64)
-    mask_ptr = mask_view.ptr
-    if MASK != "none":
-        mask_ptr = head_of(mask_view, b_64, h_64)
-    limit = M
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
+    mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
+    limit = visible_keys(lengths_ptr, b, M)
     k_start = head_of(k_view, b_64, kv_64)
     v_start = head_of(v_view, b_64, kv_64)
-    keys = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
-    values = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
-    factor = exponents_of(scale, SCALED, q_ptr.dtype.element_ty)
-    if max_logit_ptr is not None:
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        entropy = tl.zeros([BLOCK_M], tl.float32)
-        prob_square = tl.zeros([BLOCK_M], tl.float32)
-        head_square = tl.zeros([BLOCK_M], tl.float32)
+    ks = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
+    vs = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
+    factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
+    if stats_ptr is not None:
+        sums = no_sums(BLOCK_M)
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
-            q, keys, first, limit, mask_ptr, mask_view.stride_n, mask_view.stride_m, N, M, scale,
-            SEGMENTS, BLOCK_M, CAUSAL, MASK, RAGGED,
+            q, ks, first, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS, BLOCK_M, CAUSAL, MASK,
+            RAGGED,
         )  # fmt: skip
         # A row that sees no key has no maximum to subtract.
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max)  # (BLOCK_M,)
@@ -132,11 +123,11 @@ def _short_fwd_kernel(
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_centred = tl.zeros([BLOCK_M], tl.float32)
         row_square = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.static_range(len(SEGMENTS)):  # values[i]: (size, BLOCK_D)
+        for i in tl.static_range(len(SEGMENTS)):  # vs[i]: (size, BLOCK_D)
             exponent = (scores[i] - pivot[:, None]) * factor  # (BLOCK_M, size)
             p = tl.exp2(exponent)
             row_sum += tl.sum(p, axis=1)  # (BLOCK_M,)
-            if max_logit_ptr is not None:
+            if stats_ptr is not None:
                 centred = tl.where(exponent == float("-inf"), 0.0, exponent)
                 row_centred += tl.sum(p * centred, axis=1)
                 row_square += tl.sum(p * p, axis=1)
@@ -144,31 +135,23 @@ def _short_fwd_kernel(
                 cols = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
                 p = tl.where(keep, p, 0.0)
-            acc = tl.dot(p.to(values[i].dtype), values[i], acc, input_precision=PRECISION)
+            acc = tl.dot(p.to(vs[i].dtype), vs[i], acc, input_precision=PRECISION)
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
         store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
-        if max_logit_ptr is not None:
+        if stats_ptr is not None:
             lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
-            top = tl.maximum(top, tl.where(inside, row_max, float("-inf")))
-            row_entropy = tl.log(divisor) - LN_2 * row_centred / divisor  # (BLOCK_M,)
-            entropy += tl.where(inside, row_entropy, 0.0)
-            prob_square += tl.where(inside, row_square / (divisor * divisor), 0.0)
-            head_square += tl.where(inside, tl.sum(a * a, axis=1), 0.0)
-    if max_logit_ptr is not None:
-        total = tl.sum(entropy)  # a scalar
-        largest = tl.max(top)
-        if not SCALED:
-            largest *= scale
-        # A maximum passes nan over; a sum does not, and a diverged model must show.
-        tl.store(max_logit_ptr + head, tl.where(total == total, largest, float("nan")))
-        tl.store(entropy_ptr + head, total / N)
-        tl.store(prob_norm_ptr + head, tl.sqrt(tl.sum(prob_square)))
-        tl.store(head_norm_ptr + head, tl.sqrt(tl.sum(head_square)))
+            rows_sums = sums_of_rows(
+                row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, LN_2
+            )
+            sums = add_sums(sums, rows_sums)
+    if stats_ptr is not None:
+        rest = 1.0 if SCALED else scale
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, rest)
 
 
 def prepare(
@@ -176,30 +159,29 @@ def prepare(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and any statistics.
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    ``stats`` are lse (B, H, N), and max_logit, entropy, prob_norm and head_norm, (B, H) each.
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
     batch, heads, rows, _ = call.query.shape
     segments = cut(tile["tokens"], tile["largest_segment"])
-    lse, max_logit, entropy, prob_norm, head_norm = stats or [None] * 5
-    parts = 1 if stats else split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
+    parts = 1  # with statistics, which a program then sees all of
+    if stats is None:
+        parts = split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = dict(
         **shared_arguments(call),
         out_view=view_of("out", out),
         **tile.options,
         lse_ptr=lse,
         max_log_sum_ptr=max_log_sum,
-        max_logit_ptr=max_logit,
-        entropy_ptr=entropy,
-        prob_norm_ptr=prob_norm,
-        head_norm_ptr=head_norm,
+        stats_ptr=stats,
         PARTS=parts,
         BLOCK_M=tile["BLOCK"],
         SEGMENTS=segments,
-        # Elsewhere only the last segment has columns that are no keys.
+        # Elsewhere only the last segment has columns that are no ks.
         RAGGED=call.key_lengths is not None or call.key.shape[2] <= segments[-1][0],
     )
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)

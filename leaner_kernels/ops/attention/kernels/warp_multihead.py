@@ -30,7 +30,14 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ..call import Call
-from .gluon_tiles import arguments_of
+from .gluon_tiles import (
+    arguments_of,
+    masked,
+    reduce_sums,
+    store_statistics,
+    sums_of_entropies,
+    with_output,
+)
 
 # HEADS are the most of a warp.
 _RULES = (
@@ -143,7 +150,7 @@ def _of_head(
 
 @gluon.jit
 def _scores(
-    xs, ys, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
+    lefts, rights, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
     """Return (WARPS, 16, 16): x y^T of a head, of tiles of words."""
@@ -151,8 +158,8 @@ def _scores(
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
-        x = gl.convert_layout(_of_head(xs[c], c, HEAD, D, HEADS, DTYPE), LEFT)
-        y = _of_head(ys[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        x = gl.convert_layout(_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
         s = mma(x, gl.convert_layout(y, RIGHT), s)
     return s
 
@@ -174,7 +181,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Put a x into the columns from a head's first on, of the tiles that it touches.
 
     What the next heads own there they put by turns, so that no head adds to the numbers of another.
@@ -186,7 +193,7 @@ def _put(sums, a, xs, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     for c in gl.static_range(len(sums)):
         total = sums[c]
         if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
-            total = mma(a, xs[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
+            total = mma(a, lefts[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
             if c * 16 < HEAD * D:
                 total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
         found = found + (total,)  # noqa: RUF005
@@ -202,7 +209,7 @@ def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _store_max_log_sum(
+def _put_pairs(
     ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
 ):  # fmt: skip
     both = gl.join(row_max, log_sum)  # (WARPS, 16, 2)
@@ -216,34 +223,25 @@ def _store_max_log_sum(
 
 
 @gluon.jit
-def _store_number(ptr, x, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
-    """Store one number of a head for each warp, (WARPS,)."""
-    x = x[:, None, None]  # (WARPS, 1, 1)
-    LAYOUT: gl.constexpr = x.type.layout
-    warp, _, _ = _axes(LAYOUT, 1)
-    gl.store(ptr + (warp.to(gl.int64) * HEADS + HEAD), x, mask=warp < owners)
+def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
+    """Return head number HEAD of each warp, and whether there is one, (WARPS,) each."""
+    WARPS: gl.constexpr = gl.num_warps()
+    warp = gl.program_id(0) * WARPS + gl.arange(0, WARPS, LAYOUT)
+    return warp.to(gl.int64) * HEADS + HEAD, warp < owners
 
 
 @gluon.jit
-def _store_statistics(
-    lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies, squares, scale,
-    owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr,
+def _sums_of_head(
+    lse_ptr, row_max, log_sum, entropies, squares, scale, owners, HEAD: gl.constexpr,
+    N: gl.constexpr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Store what the rows (WARPS, 16) of a head say of it, all but the norm of its output."""
-    row_max, log_sum = row_max[:, :, None], log_sum[:, :, None]  # (WARPS, 16, 1) each
+    """Store the log-sum-exp of a head's rows (WARPS, 16); return their sums, (WARPS,) each."""
     LAYOUT: gl.constexpr = row_max.type.layout
-    warp, rows, _ = _axes(LAYOUT, 1)
-    head = warp.to(gl.int64) * HEADS + HEAD
-    inside = rows < N
-    gl.store(lse_ptr + (head * N + rows), row_max * scale + log_sum, mask=inside & (warp < owners))
-    largest = gl.max(gl.max(gl.where(inside, row_max, float("-inf")), 2), 1)  # (WARPS,)
-    total = gl.sum(gl.sum(gl.where(inside, entropies[:, :, None], 0.0), 2), 1)  # (WARPS,)
-    square = gl.sum(gl.sum(gl.where(inside, squares[:, :, None], 0.0), 2), 1)
-    # A maximum passes nan over; a sum does not, and a diverged model must show.
-    largest = gl.where(total == total, largest * scale, float("nan"))
-    _store_number(max_logit_ptr, largest, owners, HEAD, HEADS)
-    _store_number(entropy_ptr, total / N, owners, HEAD, HEADS)
-    _store_number(prob_norm_ptr, gl.sqrt(square), owners, HEAD, HEADS)
+    rows = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]  # (1, 16)
+    head, exists = _owned_heads(gl.SliceLayout(1, LAYOUT), owners, HEAD, HEADS)
+    inside = (rows < N) & exists[:, None]
+    gl.store(lse_ptr + (head[:, None] * N + rows), row_max * scale + log_sum, mask=inside)
+    return reduce_sums(sums_of_entropies(row_max, entropies, squares, 0.0, rows < N), 1)
 
 
 @gluon.jit
@@ -269,10 +267,7 @@ def _warp_multihead_fwd_kernel(
     out_view,
     lse_ptr,
     max_log_sum_ptr,
-    max_logit_ptr,
-    entropy_ptr,
-    prob_norm_ptr,
-    head_norm_ptr,
+    stats_ptr,
     owners,
     scale,
     N: gl.constexpr,
@@ -295,12 +290,10 @@ def _warp_multihead_fwd_kernel(
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
+    head_sums = ()
     for h in gl.static_range(HEADS):
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        if HIDES:
-            s = gl.where(cols < limit, s, float("-inf"))
-        if CAUSAL:
-            s = gl.where(cols <= rows, s, float("-inf"))
+        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         row_max = gl.max(s, 2)  # (WARPS, 16)
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
@@ -309,19 +302,22 @@ def _warp_multihead_fwd_kernel(
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # What rounding the pivot lost goes to the sum.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
-        _store_max_log_sum(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
-        if max_logit_ptr is not None:
+        _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+        if stats_ptr is not None:
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
-            _store_statistics(
-                lse_ptr, max_logit_ptr, entropy_ptr, prob_norm_ptr, row_max, log_sum, entropies,
-                gl.sum(p * p, 2), scale, owners, h, N, HEADS,
-            )  # fmt: skip
+            sums = _sums_of_head(
+                lse_ptr, row_max, log_sum, entropies, gl.sum(p * p, 2), scale, owners, h, N, HEADS
+            )
+            head_sums = head_sums + (sums,)  # noqa: RUF005
     _store(out_view, outs, 1.0, owners, N, D, HEADS, GROUPS)
-    if max_logit_ptr is not None:
+    if stats_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
-            _store_number(head_norm_ptr, gl.sqrt(square), owners, h, HEADS)
+            head, exists = _owned_heads(square.type.layout, owners, h, HEADS)
+            store_statistics(
+                stats_ptr, with_output(head_sums[h], square), head, owners * HEADS, N, scale, exists
+            )
 
 
 @gluon.jit(do_not_specialize=["owners"])
@@ -330,7 +326,7 @@ def _warp_multihead_bwd_kernel(
     k_view,
     v_view,
     lengths_ptr,
-    grad_view,
+    do_view,
     dq_view,
     dk_view,
     dv_view,
@@ -349,27 +345,24 @@ def _warp_multihead_bwd_kernel(
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
     ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
-    grads = _load(grad_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)
+    dos = _load(do_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
     q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
-    grad_rows = _for_sum_over_rows(grads, DTYPE, MMA)
+    do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
     dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        if HIDES:
-            s = gl.where(cols < limit, s, float("-inf"))
-        if CAUSAL:
-            s = gl.where(cols <= rows, s, float("-inf"))
+        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
-        dp = _scores(grads, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
+        dp = _scores(dos, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
-        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), grad_rows, h, D, MMA)
+        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
         dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
     _store(dq_view, dqs, scale, owners, N, D, HEADS, GROUPS)
@@ -397,16 +390,15 @@ def prepare_forward(
     call: Call,
     out: Tensor,
     max_log_sum: Tensor,
-    stats: list[Tensor] | None,
+    lse: Tensor | None,
+    stats: Tensor | None,
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats``, also lse (B, H, N) and the four (B, H).
+    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
     """
-    names = "lse_ptr", "max_logit_ptr", "entropy_ptr", "prob_norm_ptr", "head_norm_ptr"
     arguments = _arguments(_warp_multihead_fwd_kernel, tile, call, {"out": out})
-    arguments |= dict(zip(names, stats or (None,) * 5, strict=True))
-    arguments["max_log_sum_ptr"] = max_log_sum
+    arguments |= {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
     grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_fwd_kernel, grid, arguments)
 
@@ -415,7 +407,7 @@ def prepare_backward(
     tile: Tile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
-    tensors = {"grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    tensors = {"do": grad, "dq": dq, "dk": dk, "dv": dv}
     arguments = _arguments(_warp_multihead_bwd_kernel, tile, call, tensors)
     grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
     return Launch(_warp_multihead_bwd_kernel, grid, arguments)

@@ -7,40 +7,13 @@ holds, or gathered on every rank.
 
 import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .._ops import ops
 from ._checks import ArgumentError
-
-Pair = tuple[int | None, int | None]
-
-
-class Sharding(NamedTuple):
-    """Which axes of an operator's tensors are (batch entries, heads); None for one without.
-
-    Attributes:
-        inputs: of the tensors that have gradients, in order.
-        out: of the output.
-        lse: of the log-sum-exp of each row, and of what a backward needs of it.
-    """
-
-    inputs: dict[str, Pair]
-    out: Pair
-    lse: Pair = (0, 1)
-
-
-SHARDINGS: dict[str, Sharding] = {}  # by operator
-# Beside those, whatever the operator; what is not named here has neither axis.
-_OTHERS: dict[str, Pair] = {
-    "key_lengths": (0, None),
-    "max_logit": (0, 1),
-    "entropy": (0, 1),
-    "prob_norm": (0, 1),
-    "head_norm": (0, 1),
-    "heads": (None, 2),
-}
+from .transforms import BATCH, BROADCAST, DECLARATIONS, HEADS, Declaration
 
 
 def register() -> None:
@@ -56,21 +29,23 @@ def register() -> None:
     except (ImportError, AttributeError) as error:
         warnings.warn(f"DTensor will not know leaner_kernels' operators: {error}", stacklevel=2)
         return
-    for name, axes in SHARDINGS.items():
+    for name, declared in DECLARATIONS.items():
         for suffix in ("", "_with_stats", "_backward"):
             operator = getattr(ops, name + suffix).default
-            register_sharding(operator)(partial(acceptable, operator, axes))
+            register_sharding(operator)(partial(acceptable, operator, declared))
             # Decisions are remembered by the arguments from this one on: by default by the tensors
             # alone, so that one decided without dropout, say, would serve a call with it.
             propagator.op_to_schema_info[operator] = RuntimeSchemaInfo(0, needs_pytree=True)
 
 
-def acceptable(operator: Any, axes: Sharding, *args: Any) -> list[tuple[list[Any], list[Any]]]:
+def acceptable(
+    operator: Any, declared: Declaration, *args: Any
+) -> list[tuple[list[Any], list[Any]]]:
     """Return what ``register_sharding`` takes: placements of the outputs and of the inputs.
 
     Args:
         operator: of ``leaner_kernels``.
-        axes: of it.
+        declared: of it.
         *args: what it is called with, with a specification (``shape``, ``mesh``) for each tensor.
 
     Raises:
@@ -87,51 +62,51 @@ def acceptable(operator: Any, axes: Sharding, *args: Any) -> list[tuple[list[Any
         )
     tensors = {name: value for name, value in named.items() if hasattr(value, "placements")}
     backward = schema.name.endswith("_backward")
-    # The gradient of an input lies as the input does, and that of the output as the output.
-    returned = list(axes.inputs) if backward else [each.name for each in schema.returns]
-    rows = dict.fromkeys(("lse", "max_log_sum"), axes.lse)
-    places = _OTHERS | axes.inputs | rows | {"out": axes.out, "grad": axes.out}
-    if "attn_mask" in tensors:
-        places["attn_mask"] = _mask_axes(tensors["attn_mask"].shape)
+    returned = [result.name for result in schema.returns]
+
+    def axis_of(name: str, kind: int) -> int | None:
+        axis = declared.pair(name)[kind]
+        if axis == BROADCAST:
+            mask = tensors.get("attn_mask")
+            return None if mask is None else _mask_axes(mask.shape)[kind]
+        # What is sampled is named by its number in the whole batch.
+        return axis if isinstance(axis, int) and (name, kind) != ("heads", BATCH) else None
 
     def along(kind: int) -> tuple[list[Any], list[Any]]:
         def placed(name: str, otherwise: Any) -> Any:
-            axis = places.get(name, (None, None))[kind]
+            axis = axis_of(name, kind)
             return otherwise if axis is None else Shard(axis)
 
         def placed_output(name: str) -> Any:
             # An empty tensor stands for the gradient of a mask that has none.
-            if name == "attn_mask" and not (name in tensors and named["mask_grad"]):
+            if name == "dattn_mask" and not ("attn_mask" in tensors and named["mask_grad"]):
                 return Replicate()
             return placed(name, Partial() if backward else Replicate())
 
         inputs = [placed(n, Replicate()) if n in tensors else None for n in named]
         return [placed_output(name) for name in returned], inputs
 
+    def may_split(kind: int) -> bool:
+        """Whether the operator's work falls apart along the batch or the heads."""
+        axes = {n: axis for n in declared.axes if (axis := axis_of(n, kind)) is not None}
+        split = {n: axis for n, axis in axes.items() if n in tensors and n not in ("out", "lse")}
+        # The published start of Nystroem's pseudo-inverse is a maximum over all matrices.
+        if not split or named.get("whole_batch"):
+            return False
+        sampled = "sample" in tensors
+        if kind == BATCH:
+            return not sampled
+        counts = {tensors[n].shape[axis] for n, axis in split.items() if n != "attn_mask"}
+        # Equal heads stay together however they are dealt out; groups of heads, and the heads of a
+        # sample side by side, where every rank gets as many.
+        ranks = next(iter(tensors.values())).mesh.size()
+        return (len(counts) == 1 and not sampled) or all(count % ranks == 0 for count in counts)
+
     nowhere = [Replicate()] * len(returned), [Replicate() if n in tensors else None for n in named]
-    kinds = [kind for kind in (0, 1) if _may_split(kind, axes, tensors, named)]
-    return [nowhere, *map(along, kinds)]
+    return [nowhere, *(along(kind) for kind in (BATCH, HEADS) if may_split(kind))]
 
 
-def _may_split(kind: int, axes: Sharding, tensors: dict[str, Any], named: dict[str, Any]) -> bool:
-    """Whether the operator's work falls apart along the batch (0) or the heads (1)."""
-    split = {name: axis for name, pair in axes.inputs.items() if (axis := pair[kind]) is not None}
-    # The published start of Nystroem's pseudo-inverse is a maximum over all matrices.
-    if not split or named.get("whole_batch"):
-        return False
-    sampled = "sample" in tensors
-    if kind == 0:  # what is sampled is named by its number in the whole batch
-        return not sampled
-    counts = {
-        tensors[n].shape[axis] for n, axis in split.items() if n in tensors and n != "attn_mask"
-    }
-    # Equal heads stay together however they are dealt out; groups of heads, and the heads of a
-    # sample side by side, where every rank gets as many.
-    ranks = next(iter(tensors.values())).mesh.size()
-    return (len(counts) == 1 and not sampled) or all(count % ranks == 0 for count in counts)
-
-
-def _mask_axes(shape: torch.Size) -> Pair:
+def _mask_axes(shape: torch.Size) -> tuple[int | None, int | None]:
     missing = 4 - len(shape)
     batch, heads = (
         axis - missing if axis >= missing and shape[axis - missing] > 1 else None for axis in (0, 1)

@@ -1,0 +1,362 @@
+"""What softmax attention may be given: each refusal is one line that shows what arrived."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import (
+    MAX_HEAD_DIM,
+    MAX_ROW_STRIDE,
+    ArgumentError,
+    check_layout,
+    check_sample,
+    check_tensor,
+    checked_lengths,
+    described,
+    has_values,
+    int32_of,
+    moved,
+    shown,
+)
+
+# Inside a tile of 256 by 128 mask elements the kernels count in 32 bits.
+MAX_MASK_STRIDE = 2**22 - 1
+# The starts of sequences are int32.
+MAX_SEQLEN = 2**31 - 1
+_ROWS = {3: 0, 4: 2, 5: 1}  # which axis is the rows', by how many there are
+NO_WINDOW = -1, -1
+MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
+
+
+def check_query_key_value(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    key_lengths: Any,
+    sample: Tensor | None = None,
+    max_head_dim: int = MAX_HEAD_DIM,
+) -> Tensor | None:
+    """Return the lengths as int32; raise ValueError unless all fits, and is what kernels run."""
+    _check_three(query, key, value, ("B", "H", "N", "D"), max_head_dim)
+    (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
+    if (batch, dim) != (key_batch, key_dim):
+        raise ArgumentError(
+            f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    # So many heads of so few tokens are another library's tokens and heads.
+    turned = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
+    turned = turned if heads > rows == cols else ""
+    _check_heads(heads, key_heads, enable_gqa, turned)
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (batch, heads, rows, cols))
+        if is_causal:
+            raise ArgumentError(MASK_AND_CAUSAL)
+    if sample is not None:
+        check_sample(sample, batch, query.device)
+    return checked_lengths(key_lengths, batch, cols, query.device)
+
+
+def four_axes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return (B, H, N, D) for what has fewer axes or more: of size 1, or folded into B.
+
+    Raises:
+        ValueError: no such shapes, or ``key_lengths``, for which there is no B.
+    """
+    _check_dense("query", query)
+    rank, outer = query.dim(), query.shape[:-3]
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_dense(name, t)
+        if t.dim() != rank or rank < 2:
+            axes = "" if t is query else f" with a {name} of {t.dim()} axes"
+            raise ArgumentError(f"query must be (B, H, N, D), got {tuple(query.shape)}{axes}")
+        if t.shape[:-3] != outer:
+            raise ArgumentError(
+                f"{name} must have the outer axes of query, {tuple(outer)}, got {tuple(t.shape)}"
+            )
+    if key_lengths is not None:
+        raise ArgumentError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
+    if rank < 4:
+        query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
+        return query, key, value, attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        _check_dense("attn_mask", attn_mask)
+        shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
+        if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
+            raise ArgumentError(
+                f"attn_mask must broadcast to (..., H, N, M) with outer axes {tuple(outer)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+        attn_mask = attn_mask.expand(*outer, *shape[-3:]).flatten(0, -4)
+    return query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4), attn_mask
+
+
+def check_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    cu_seqlens_k: Any,
+    max_seqlen_k: int | None,
+    enable_gqa: bool,
+    sample: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return both starts as int32; raise ValueError unless (T, H, D) tensors and sequences fit."""
+    _check_three(query, key, value, ("T", "H", "D"))
+    (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
+    if dim != key_dim:
+        raise ArgumentError(
+            f"query and key must agree in D, got {tuple(query.shape)} and {tuple(key.shape)}"
+        )
+    _check_heads(heads, key_heads, enable_gqa)
+    if (cu_seqlens_k is None) != (max_seqlen_k is None):
+        raise ArgumentError(
+            "cu_seqlens_k and max_seqlen_k go together, got "
+            f"{'no ' if cu_seqlens_k is None else ''}cu_seqlens_k and max_seqlen_k={max_seqlen_k}"
+        )
+    if cu_seqlens_k is None and rows != cols:
+        raise ArgumentError(
+            f"key must have the {rows} tokens of query unless cu_seqlens_k is given, got {cols}"
+        )
+    starts, key_starts = _checked_starts("", cu_seqlens, max_seqlen, rows, query.device), None
+    if cu_seqlens_k is not None:
+        key_starts = _checked_starts("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
+        if key_starts.shape != starts.shape:
+            raise ArgumentError(
+                f"cu_seqlens_k must have {starts.shape[0]} entries as cu_seqlens has, "
+                f"got {key_starts.shape[0]}"
+            )
+    if sample is not None:
+        check_sample(sample, starts.shape[0] - 1, query.device)
+    return starts, key_starts
+
+
+def check_packed(
+    qkv: Tensor, key_lengths: Any, sample: Tensor | None = None, max_head_dim: int = MAX_HEAD_DIM
+) -> Tensor | None:
+    """Return the lengths as int32; raise ValueError unless (B, N, 3, H, D) and all else fit."""
+    check_tensor("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+    _check_layout("qkv", qkv, max_head_dim)
+    if sample is not None:
+        check_sample(sample, qkv.shape[0], qkv.device)
+    return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+
+
+def check_params(
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = NO_WINDOW,
+) -> None:
+    """Raise ValueError for a dropout that leaves nothing, what is no flag, or no window."""
+    if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        raise ArgumentError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool | torch.SymBool):
+            raise ArgumentError(f"{name} must be True or False, got {shown(flag)}")
+    if window_size is NO_WINDOW:
+        return
+    both = window_size if isinstance(window_size, tuple | list) else ()
+    # The kernels count columns in 32 bits.
+    if len(both) != 2 or any(type(n) is not int or not -1 <= n <= MAX_SEQLEN for n in both):
+        raise ArgumentError(
+            f"window_size must be (left, right), each -1 for no limit, got {shown(window_size)}"
+        )
+
+
+def check_softcap(softcap: float) -> float:
+    """Return the softcap; raise ValueError unless it is 0 or a number whose inverse is one too."""
+    number = isinstance(softcap, int | float | torch.SymInt | torch.SymFloat)
+    if not number or isinstance(softcap, bool) or not (softcap == 0 or 1e-30 <= softcap <= 1e30):
+        raise ArgumentError(
+            f"softcap must be 0, for none, or from 1e-30 to 1e30, got {shown(softcap)}"
+        )
+    return float(softcap)
+
+
+def _check_three(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    axes: tuple[str, ...],
+    max_head_dim: int = MAX_HEAD_DIM,
+) -> None:
+    rank = len(axes)
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_dense(name, t)
+        if t.dim() != rank:
+            raise ArgumentError(f"{name} must be ({', '.join(axes)}), got {tuple(t.shape)}")
+        if t is not query and (t.dtype != query.dtype or t.device != query.device):
+            raise ArgumentError(
+                f"{name} must be {query.dtype} on {query.device} as query is, "
+                f"got {t.dtype} on {t.device}"
+            )
+        _check_layout(name, t, max_head_dim)
+    if key.shape != value.shape:
+        raise ArgumentError(
+            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
+def _check_dense(name: str, t: Tensor) -> None:
+    if not isinstance(t, Tensor) or t.layout is not torch.strided or t.is_nested:
+        if isinstance(t, Tensor) and t.is_nested:
+            raise ArgumentError(
+                f"{name} must not be nested: attention_varlen takes varlen sequences"
+            )
+        check_tensor(name, t)
+
+
+def _check_heads(heads: int, key_heads: int, enable_gqa: bool, hint: str = "") -> None:
+    if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
+        raise ArgumentError(
+            f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
+            f"with enable_gqa=True, divide (enable_gqa={enable_gqa}){hint}"
+        )
+
+
+def _checked_starts(
+    suffix: str, given: Any, longest: int | None, num_tokens: int, device: torch.device
+) -> Tensor:
+    name = f"cu_seqlens{suffix}"
+    starts = int32_of(name, given)
+    check_tensor(name, starts)
+    if starts.dim() != 1 or starts.shape[0] < 1 or starts.dtype != torch.int32:
+        raise ArgumentError(f"{name} must be (S + 1,) integers, got {described(given)}")
+    if starts.device != device and isinstance(given, Tensor):
+        raise ArgumentError(f"{name} must be on {device} as query is, got {starts.device}")
+    if not isinstance(longest, int | torch.SymInt) or longest < 0:
+        raise ArgumentError(
+            f"max_seqlen{suffix} must be an int of at least 0, got {shown(longest)}"
+        )
+    # A size that only the data tell must not be asked about while compiling.
+    if not torch.compiler.is_compiling() and longest > MAX_SEQLEN:
+        raise ArgumentError(
+            f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}"
+        )
+    if not has_values(starts):
+        return moved(starts, device)
+    values = starts.tolist()
+    lengths = [stop - start for start, stop in pairwise(values)]
+    if min(lengths, default=0) < 0:
+        raise ArgumentError(f"{name} must not decrease, got a sequence of {min(lengths)} tokens")
+    if values[0] < 0 or values[-1] > num_tokens:
+        raise ArgumentError(
+            f"{name} must stay in [0, {num_tokens}], got {values[0]} to {values[-1]}"
+        )
+    if max(lengths, default=0) > longest:
+        raise ArgumentError(
+            f"max_seqlen{suffix} must be the length of the longest sequence or more, "
+            f"got {longest} for {max(lengths)}"
+        )
+    return moved(starts, device)
+
+
+def _check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
+    check_layout(name, t, max_head_dim)
+    strides = t.stride()
+    apart = strides[_ROWS[len(strides)]]
+    if apart > MAX_ROW_STRIDE:
+        raise ArgumentError(
+            f"{name} must have rows at most {MAX_ROW_STRIDE} elements apart, got {apart}"
+        )
+
+
+def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
+    check_tensor("attn_mask", mask)
+    wide = mask.dtype == torch.float32  # beside any query, as PyTorch's function takes it
+    if not (wide or mask.dtype in (torch.bool, query.dtype)) or mask.device != query.device:
+        wider = "" if query.dtype == torch.float32 else "torch.float32 or "
+        raise ArgumentError(
+            f"attn_mask must be bool or {wider}{query.dtype} on {query.device}, "
+            f"got {mask.dtype} on {mask.device}"
+        )
+    shape = tuple(mask.shape)
+    padded = (1,) * (4 - len(shape)) + shape
+    if len(padded) != 4 or any(m not in (1, s) for m, s in zip(padded, scores, strict=True)):
+        raise ArgumentError(f"attn_mask must broadcast to (B, H, N, M) = {scores}, got {shape}")
+    if any(stride > MAX_MASK_STRIDE for stride in mask.stride()[-2:]):
+        raise ArgumentError(
+            f"attn_mask must have strides up to {MAX_MASK_STRIDE} along its last two axes, "
+            f"got {mask.stride()}"
+        )
+
+
+# --- PyTorch's CausalBias: a mask by its name, whose memory means nothing -------------------------
+
+
+def is_causal_bias(attn_mask: object) -> bool:
+    """Whether a mask is ``torch.nn.attention.bias.CausalBias``, by its attributes.
+
+    Importing its class imports a compiler.
+    """
+    return hasattr(attn_mask, "seq_len_q")
+
+
+def plain_mask(
+    attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
+) -> tuple[Tensor | None, bool]:
+    """Return the mask and whether to be causal, without a CausalBias.
+
+    Args:
+        attn_mask: a CausalBias, or anything else, which is returned as it is.
+        is_causal: row i sees columns 0 to i; not together with a CausalBias.
+        query: (..., N, D).
+        key: (..., M, D).
+
+    Returns:
+        Nothing and True where row i sees columns 0 to i: of a bias of the upper left, whose size
+        does not matter, and of the lower right where N = M. Otherwise (N, M), True is seen, on
+        the device of ``query`` and, where that is a DTensor, on every rank.
+
+    Raises:
+        ValueError: a bias of the lower right of another size, or with ``is_causal``.
+    """
+    if not is_causal_bias(attn_mask):
+        return attn_mask, is_causal
+    if is_causal:
+        raise ArgumentError(MASK_AND_CAUSAL)
+    bias: Any = attn_mask
+    if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() > 1 for t in (query, key)):
+        return None, False  # The checks that follow say what is wrong with these.
+    rows, cols = query.shape[-2], key.shape[-2]
+    if bias.variant.name == "UPPER_LEFT":
+        return None, True
+    if (bias.seq_len_q, bias.seq_len_kv) != (rows, cols):
+        raise ArgumentError(
+            f"attn_mask must be a lower right bias of (N, M) = {(rows, cols)}, "
+            f"got one of {(bias.seq_len_q, bias.seq_len_kv)}"
+        )
+    if rows == cols:
+        return None, True
+    seen = _triangle(rows, cols, cols - rows, query.device)
+    mesh = getattr(query, "device_mesh", None)
+    if mesh is not None:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        seen = DTensor.from_local(seen, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return seen, False
+
+
+def boolean_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Return a CausalBias as (N, M), True is seen; arguments and errors as of ``plain_mask``."""
+    seen, _ = plain_mask(attn_mask, False, query, key)
+    return _triangle(query.shape[-2], key.shape[-2], 0, query.device) if seen is None else seen
+
+
+def _triangle(rows: int, cols: int, past: int, device: torch.device) -> Tensor:
+    """Return (rows, cols), in which row i sees columns 0 to i + past."""
+    return torch.ones(rows, cols, dtype=torch.bool, device=device).tril(past)

@@ -1,0 +1,405 @@
+"""Which library, or which kernel with which tile, computes a call of softmax attention.
+
+``warp_multihead``: a warp owns one head or several, of up to 16 tokens. ``short``, and ``hopper``
+or ``ampere`` by the GPU: a program owns a head of up to a few hundred tokens. ``online``: programs
+own tiles and walk over any length. A table in each kernel's file holds which calls it takes; all
+but the last are half precision. ``library.toml`` holds the lengths at which PyTorch's attention is
+faster, for each GPU what was measured or predicted on it.
+"""
+
+import tomllib
+from importlib import import_module, resources
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import _tiles
+from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
+from .._launch_cache import LARGEST_OFFSET, TENSORS, recorded, unaligned
+from .._tiles import Tile, Tiles, block_dim
+from .call import LEAST_SCALE, Call
+
+LEAST_TOKENS = 64  # above them programs in Gluon own a head
+SHORT_TOKENS = 256  # the most that they have however few the heads are, in the backward
+MAX_ENTRIES = 65_535  # of a grid's second axis
+
+
+class Choice(NamedTuple):
+    """The kernel that runs a call, as its table is named, and its tile."""
+
+    kernel: str
+    tile: Tile
+
+
+def choose_forward(call: Call, with_stats: bool = False) -> Choice:
+    """Return what computes a call on a GPU; of several kernels that take it, the first here."""
+    if call.sequences is not None or max(call.window) >= 0:
+        return Choice("online_forward", online_tile("online_forward", call))
+    query, key, value, attn_mask = call[:4]
+    wanted = features(
+        attn_mask, call.seed, query, key, value, softcap=call.softcap, scale=call.scale
+    )
+    name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
+    if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
+        return Choice(f"warp_multihead_{name}", tile)
+    if _copies_whole_rows(call):
+        kernel = f"{_family(query)}_{name}"
+        if tile := gluon_tile(kernel, *shape):
+            return Choice(kernel, tile)
+    if tile := short_tile(f"short_{name}", *shape):
+        return Choice(f"short_{name}", tile)
+    return Choice("online_forward", online_tile("online_forward", call))
+
+
+def choose_backward(
+    call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
+) -> Choice:
+    """Return what computes the gradients; of several kernels that take a call, the first here."""
+    if call.sequences is not None or max(call.window) >= 0:
+        return Choice("online_backward", online_tile("online_backward", call))
+    query, key, value, attn_mask, _, seed, *_ = call
+    wanted = features(
+        attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
+    )
+    # A key head that several query heads share has no single owner.
+    if query.shape[1] == key.shape[1]:
+        shape = query, key, wanted
+        if _pairs_elements(call, grad, dq, dk, dv) and (
+            tile := warp_multihead_tile("warp_multihead_backward", *shape)
+        ):
+            return Choice("warp_multihead_backward", tile)
+        if _copies_whole_rows(call, grad, out, dq, dk, dv):
+            from .. import _gluon
+
+            kernel = f"{_family(query)}_backward"
+            fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
+            if (fenced or kernel != "hopper_backward") and (tile := gluon_tile(kernel, *shape)):
+                return Choice(kernel, tile)
+        if tile := short_tile("short_backward", *shape):
+            return Choice("short_backward", tile)
+    return Choice("online_backward", online_tile("online_backward", call))
+
+
+def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
+    """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
+    return len(call.query) <= MAX_ENTRIES and _fits_gluon(call, *others)
+
+
+def _pairs_elements(call: Call, *others: Tensor) -> bool:
+    """Return whether a warp can own heads: their rows are words of 32 bits."""
+    batch, heads, _, dim = call.query.shape
+    strides = (stride for t in (*call[:3], *others) for stride in t.stride()[:3])
+    words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
+    return words and batch * heads <= LARGEST_OFFSET // 2 and _fits_gluon(call, *others)
+
+
+def _fits_gluon(call: Call, *others: Tensor) -> bool:
+    """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
+    from .. import _gluon  # which imports Triton
+
+    _, heads, tokens, dim = call.query.shape
+    width = heads * dim  # from row to row of the output
+    old = _tiles.capability(call.query.device) < 80
+    if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
+        return False
+    tensors = *call[:3], *others
+    alike = all(t.dtype == call.query.dtype for t in tensors)
+    strides = [width, *(t.stride(2) for t in tensors)]
+    if call.attn_mask is not None:
+        strides.append(sum(call.attn_mask.stride()[-2:]))
+    reached = max(strides) * tokens <= LARGEST_OFFSET
+    return alike and reached and not unaligned(tensors)
+
+
+# --- The tile of a kernel, None where no rule takes the call --------------------------------------
+
+
+def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a short-sequence kernel, with the most tokens that its rule takes."""
+    rows, cols = query.shape[2], key.shape[2]
+    if _tiles.capability(query.device) < 80:
+        return None
+    if rows != cols and max(rows, cols) > LEAST_TOKENS:
+        return None  # a class token's row, say: most of what is on chip would be padding
+    rule = find_rule(kernel, query, max(rows, cols), features)
+    return None if rule is None else rule.tile.replace(tokens=rule.tokens)
+
+
+def gluon_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a kernel for Hopper or Ampere whose programs own a head."""
+    batch, heads, tokens, _ = query.shape
+    if key.shape[2] != tokens or tokens <= LEAST_TOKENS:
+        return None
+    # A program each, a few heads would leave most of a GPU idle. The kernels for any length spread
+    # a head over several.
+    spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
+    if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
+        return None
+    if key.shape[1] != heads:
+        features |= {"shared"}
+    rule = find_rule(kernel, query, tokens, features)
+    return None if rule is None else rule.tile
+
+
+def _family(query: Tensor) -> str:
+    """Return whose programs own a head: with wgmma on Hopper, with mma on other GPUs."""
+    return "hopper" if _tiles.capability(query.device) == 90 else "ampere"
+
+
+def warp_multihead_tile(
+    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
+) -> Tile | None:
+    """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
+    if key.shape != query.shape:
+        return None
+    rule = find_rule(kernel, query, query.shape[2], features)
+    return None if rule is None else rule.tile
+
+
+def online_tile(kernel: str, call: Call, *others: str) -> Tile:
+    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
+    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call[:10]
+    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
+    wanted = wanted.union(others, ["varlen"] * (call.sequences is not None))
+    rule = find_rule(kernel, query, 0, wanted)
+    assert rule is not None, (kernel, query.shape, wanted)
+    return rule.tile
+
+
+# --- Tiles: a table in each kernel's file (``ops._tiles``) ----------------------------------------
+
+
+def features(
+    attn_mask: Tensor | None,
+    seed: Tensor | None,
+    query: Tensor,
+    *others: Tensor,
+    softcap: float = 0.0,
+    scale: float = 1.0,
+) -> frozenset[str]:
+    """Return what a call needs beyond causal or shortened rows: it takes registers.
+
+    ``padded_dim`` is a head dimension that does not fill its tile; ``unaligned`` is one, or a
+    stride of the ``query`` or ``others``, that is no multiple of 16: rows are then not known to
+    start where 16 bytes can be copied at once. ``scale`` is one that is not positive, or not a
+    number that float32 can hold: the maximum of a row cannot be found before it is scaled.
+    """
+    dim = query.shape[-1]
+    strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
+    wanted = {
+        "mask": attn_mask is not None,
+        "dropout": seed is not None,
+        "softcap": softcap != 0,
+        "scale": scale < LEAST_SCALE,
+        "padded_dim": dim != block_dim(dim),
+        "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
+    }
+    return frozenset(name for name, present in wanted.items() if present)
+
+
+def find_rule(
+    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
+) -> _tiles.Rule | None:
+    """Return the first rule of a kernel's table that takes a call, None where none does."""
+    return tiles_of(kernel).find(
+        query.device,
+        size=query.element_size(),
+        dim=block_dim(query.shape[-1]),
+        tokens=tokens,
+        features=features,
+    )
+
+
+def tiles_of(kernel: str) -> Tiles:
+    """Return the table of a kernel, from its file, which imports Triton."""
+    file = kernel.removesuffix("_statistics")
+    name = "TILES" if file == kernel else "STATISTICS_TILES"
+    if kernel.startswith("warp_multihead"):
+        file, name = "warp_multihead", "BACKWARD_TILES" if kernel.endswith("backward") else name
+    return getattr(import_module(f"{__package__}.kernels.{file}"), name)
+
+
+# --- PyTorch's attention, where it is faster ------------------------------------------------------
+
+
+class Rule(NamedTuple):
+    """The lengths at which PyTorch's attention is faster, and what says so.
+
+    Attributes:
+        first: the fewest tokens; of a varlen batch, the mean over its sequences.
+        last: the most, None without end.
+        source: a file under bench/results, or a sentence that begins with "predicted" or "assumed".
+    """
+
+    first: int
+    last: int | None
+    source: str
+
+    @property
+    def reason(self) -> str:
+        """Why a call goes to PyTorch."""
+        last = "tokens on" if self.last is None else f"to {self.last} tokens"
+        start = f"from {self.first} {last}" if self.last is None else f"at {self.first} {last}"
+        return f"faster {start} ({self.source})"
+
+
+# (varlen, causal, with a backward) -> head dimensions, ascending, each with its rules.
+_Rules = dict[tuple[bool, bool, bool], list[tuple[int, list[Rule]]]]
+
+
+def read_rules(text: str) -> tuple[dict[int, _Rules], _Rules]:
+    """Return what ``library.toml`` holds: by capability, and for every other GPU."""
+    by_capability: dict[int, _Rules] = {}
+    others: _Rules = {}
+    for gpus in tomllib.loads(text)["gpus"]:
+        rules: _Rules = {}
+        for row in gpus["rules"]:
+            lengths = [Rule(first, last or None, gpus["source"]) for first, last in row["tokens"]]
+            key = row["varlen"], row["causal"], row["backward"]
+            rules.setdefault(key, []).append((row["head_dim"], lengths))
+        by_capability |= dict.fromkeys(gpus["capabilities"], rules)
+        others = others if gpus["capabilities"] else rules
+    return by_capability, others
+
+
+# Read now, not at a first call that torch.compile may be tracing.
+RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_text("utf-8"))
+
+
+def find_rule_of_library(
+    gpu: int, varlen: bool, causal: bool, backward: bool, head_dim: int, tokens: float
+) -> Rule | None:
+    """Return the rule that sends a call to PyTorch, None where a kernel of ours is faster.
+
+    Args:
+        gpu: its capability, as ``capability`` returns it.
+        varlen: whether sequences lie end to end.
+        causal: whether rows see no later columns.
+        backward: whether a backward will follow.
+        head_dim: up to 128; of those that have rules, the next that is no smaller counts.
+        tokens: of a sequence, or their mean.
+    """
+    by_capability, others = RULES
+    rules = by_capability.get(gpu, others)
+    for dim, lengths in rules.get((varlen, causal, backward), ()):
+        if head_dim <= dim:
+            for rule in lengths:
+                if rule.first <= tokens and (rule.last is None or tokens <= rule.last):
+                    return rule
+            return None
+    return None
+
+
+class Library(NamedTuple):
+    """What computes a call in place of our kernels.
+
+    Attributes:
+        name: ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
+            ``torch.nn.attention.varlen``; or ``reference``, with all scores in memory.
+        reason: why, in one line.
+    """
+
+    name: str
+    reason: str
+
+
+def library_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    backward: bool | None = None,
+) -> Library | None:
+    """Return the library that computes a checked call without statistics, None for our kernels.
+
+    PyTorch gets self-attention in half precision with a head dimension that is a multiple of 8 and
+    a positive scale, since it finds the maximum of a row before it scales it. Its gradients are
+    sums in no fixed order, so deterministic algorithms rule it out.
+
+    Args: as of the operator, and ``backward``, whether one will follow; by default, whether
+    autograd records the call.
+    """
+    rows, dim = query.shape[-2:]
+    if dim > MAX_HEAD_DIM:
+        return Library("sdpa", f"head dimension {dim} is above {MAX_HEAD_DIM}")
+    if not on_gpu(query):
+        if transformed(query):  # the operator has derivatives that libraries have not
+            return None
+        reason = f"the kernels run on CUDA, not on {query.device}"
+        return Library("reference" if softcap else "sdpa", reason)
+    windowed = (window_left, window_right) != (-1, -1)
+    if attn_mask is not None or key_lengths is not None or dropout_p or softcap or windowed:
+        return None
+    if rows != key.shape[2] or 0 in query.shape or not _suits(query, scale):
+        return None
+    if backward is None:
+        backward = recorded(query, key, value)
+    gpu = _tiles.capability(query.device)
+    rule = find_rule_of_library(gpu, False, bool(is_causal), backward, dim, rows)
+    return None if rule is None else Library("sdpa", rule.reason)
+
+
+def varlen_library_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    dropout_p: float,
+    window_size: tuple[int, int],
+    backward: bool | None = None,
+) -> Library | None:
+    """Return the library that computes a checked varlen batch, as ``library_of``.
+
+    PyTorch's has no rule for DTensors, and takes no tensors without memory.
+    """
+    if not on_gpu(query) or key_starts is not None or torch.compiler.is_compiling():
+        return None
+    sequences, tensors = starts.shape[0] - 1, (query, key, value, starts)
+    if dropout_p or sequences < 1 or tuple(window_size) != (-1, -1):
+        return None
+    if not TENSORS.issuperset(map(type, tensors)) or not torch.backends.cuda.flash_sdp_enabled():
+        return None
+    if query.shape != key.shape or 0 in query.shape or not _suits(query, scale):
+        return None
+    gpu = _tiles.capability(query.device)
+    if gpu < 80:  # PyTorch's needs more
+        return None
+    if backward is None:
+        backward = recorded(query, key, value)
+    size = query.shape[-1], query.shape[0] / sequences
+    rule = find_rule_of_library(gpu, True, bool(is_causal), backward, *size)
+    return None if rule is None else Library("varlen_attn", rule.reason)
+
+
+def on_gpu(query: Tensor) -> bool:
+    """Whether a call is computed on a GPU, or explained as on one."""
+    return query.device.type == "cuda" or _tiles.assumed() is not None
+
+
+def _suits(query: Tensor, scale: float | None) -> bool:
+    if query.dtype == torch.float32 or query.shape[-1] % 8:
+        return False
+    if scale is not None and scale < LEAST_SCALE:
+        return False
+    return not torch.are_deterministic_algorithms_enabled() and not transformed(query)
+
+
+def transformed(query: Tensor) -> bool:
+    """Whether torch.func or forward mode is at work: libraries have no second derivatives."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+        return False
+    return query.device.type in ("cpu", "cuda")

@@ -1,0 +1,637 @@
+"""The operators of softmax attention: schemas, devices, fakes and one autograd Function.
+
+There are three, for the three ways in which query, key and value lie in memory: ``attention``,
+``attention_qkvpacked`` and ``attention_varlen``. Each makes one ``Call`` of its arguments and
+allocates what it returns; ``reference`` on the CPU and ``launch`` on a GPU fill it, and do not see
+which operator it was.
+
+``NAME`` returns (out, max_log_sum), ``NAME_with_stats`` (out, lse, stats, heads, max_log_sum), and
+``NAME_backward`` the gradient of each input that may have one. What torch.func, DTensor and FLOP
+counters need is declared at the end.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._ops import ops
+from .. import dispatcher, transforms
+from .._checks import MAX_ROW_STRIDE
+from .._launch_cache import (
+    ALIGNMENT,
+    MAX_CACHED,
+    CachedLaunch,
+    Signature,
+    key_of,
+    on_current_device,
+    rows_contiguous,
+    seen_by_autograd_alone,
+    unaligned_bits,
+)
+from ..dispatcher import library
+from ..statistics import STATISTICS
+from ..transforms import BROADCAST, HEADS, Declaration, Products
+from . import cpu
+from .call import Call, Plan, Results, Sequences
+
+
+class Dense:
+    """Query, key and value (B, H, N, D)."""
+
+    name = "attention"
+    inputs = (
+        "Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? key_lengths, "
+        "Tensor? seed"
+    )
+    numbers = "float dropout_p, bool is_causal, float? scale, float softcap"
+    gradients = "Tensor dquery, Tensor dkey, Tensor dvalue, Tensor dattn_mask"
+    count, differentiable = 6, 4  # tensors, and those that may have a gradient
+    integers, dropout = slice(4, 5), 0  # places of lengths or starts, and of dropout_p
+
+    @staticmethod
+    def call(
+        query, key, value, attn_mask, key_lengths, seed,
+        dropout_p, is_causal, scale, softcap, window_left, window_right,
+    ) -> Call:  # fmt: skip
+        """Return the call of these arguments."""
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        tensors = query, key, value, attn_mask, key_lengths, seed
+        return Call(*tensors, dropout_p, is_causal, scale, softcap, (window_left, window_right))
+
+    @staticmethod
+    def new_out(query: Tensor) -> Tensor:
+        """Allocate the output, in the dtype of the first tensor."""
+        return new_out(query)
+
+    @staticmethod
+    def as_query(out: Tensor) -> Tensor:
+        """Return an output, or its gradient, with the axes of the call's query."""
+        return out
+
+    @staticmethod
+    def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
+        """Allocate the gradients; that of the mask is empty where it is not wanted."""
+        query, key, value, mask = tensors[:4]
+        dmask = mask.new_empty(mask.shape) if mask_grad else query.new_empty(0)
+        return new_out(query), new_out(key), new_out(value), dmask
+
+    @staticmethod
+    def separate(gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Return dq, dk and dv with the axes of the call's tensors."""
+        return gradients[:3]
+
+    @staticmethod
+    def addresses(tensors: list[int], query: Tensor) -> list[int]:
+        """Return where the operands of kernels begin (``CALL_POINTERS``), from the tensors'."""
+        return [*tensors, 0, 0]
+
+    @staticmethod
+    def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
+        """Return where dq, dk and dv begin."""
+        dq, dk, dv, _ = gradients
+        return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
+
+
+class Packed:
+    """One projection (B, N, 3, H, D), whose gradient is written as one."""
+
+    name = "attention_qkvpacked"
+    inputs = "Tensor qkv, Tensor? key_lengths, Tensor? seed"
+    numbers = "float dropout_p, bool is_causal, float? scale"
+    gradients = "Tensor dqkv"
+    count, differentiable = 3, 1
+    integers, dropout = slice(1, 2), 0
+
+    @staticmethod
+    def call(
+        qkv, key_lengths, seed, dropout_p, is_causal, scale, window_left, window_right
+    ) -> Call:
+        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
+        tensors = *split_qkv(qkv), None, key_lengths, seed
+        return Call(*tensors, dropout_p, is_causal, scale, 0.0, (window_left, window_right))
+
+    @staticmethod
+    def new_out(qkv: Tensor) -> Tensor:
+        batch, rows, _, heads, dim = qkv.shape
+        return qkv.new_empty((batch, rows, heads, dim))
+
+    @staticmethod
+    def as_query(out: Tensor) -> Tensor:
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
+        return (tensors[0].new_empty(tensors[0].shape),)
+
+    @staticmethod
+    def separate(gradients: tuple[Tensor, ...]) -> Any:
+        # One at a time: autograd lets nothing be written to what unbind gives.
+        return (gradients[0].select(2, i).transpose(1, 2) for i in range(3))
+
+    @staticmethod
+    def addresses(tensors: list[int], qkv: Tensor) -> list[int]:
+        query, lengths, seed = tensors
+        step = qkv.stride(2) * qkv.element_size()
+        return [query, query + step, query + 2 * step, 0, lengths, seed, 0, 0]
+
+    @staticmethod
+    def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
+        (dqkv,) = gradients
+        dq, step = dqkv.data_ptr(), dqkv.stride(2) * dqkv.element_size()
+        return [dq, dq + step, dq + 2 * step]
+
+
+class Varlen:
+    """Sequences side by side: query, key and value (T, H, D)."""
+
+    name = "attention_varlen"
+    inputs = (
+        "Tensor query, Tensor key, Tensor value, Tensor cu_seqlens, Tensor cu_seqlens_k, "
+        "Tensor? seed"
+    )
+    numbers = (
+        "SymInt max_seqlen, SymInt max_seqlen_k, float dropout_p, bool is_causal, float? scale"
+    )
+    gradients = "Tensor dquery, Tensor dkey, Tensor dvalue"
+    count, differentiable = 6, 3
+    integers, dropout = slice(3, 5), 2
+
+    @staticmethod
+    def call(
+        query, key, value, cu_seqlens, cu_seqlens_k, seed,
+        max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_left, window_right,
+    ) -> Call:  # fmt: skip
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        # Free unless strided: the kernels count along them.
+        starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
+        sequences = Sequences(*starts, max_seqlen, max_seqlen_k)
+        tensors, window = (query, key, value, None, None, seed), (window_left, window_right)
+        return Call(*tensors, dropout_p, is_causal, scale, 0.0, window, sequences)
+
+    @staticmethod
+    def new_out(query: Tensor) -> Tensor:
+        return query.new_empty(query.shape)
+
+    as_query = Dense.as_query
+
+    @staticmethod
+    def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
+        query, key, value = tensors[:3]
+        return (
+            query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+        )  # fmt: skip
+
+    separate = Dense.separate
+
+    @staticmethod
+    def addresses(tensors: list[int], query_tensor: Tensor) -> list[int]:
+        query, key, value, starts, key_starts, seed = tensors
+        return [query, key, value, 0, 0, seed, starts, key_starts]
+
+    @staticmethod
+    def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
+        dq, dk, dv = gradients
+        return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
+
+
+Form = type[Dense] | type[Packed] | type[Varlen]
+
+
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def new_out(like: Tensor) -> Tensor:
+    """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads.
+
+    Of so many heads that its rows would lie further apart than kernels reach, it is contiguous.
+    """
+    batch, heads, rows, dim = like.shape
+    width = heads * dim
+    strides = rows * width, dim, width, 1
+    if width > MAX_ROW_STRIDE:
+        strides = rows * width, rows * dim, dim, 1
+    return like.new_empty_strided((batch, heads, rows, dim), strides)
+
+
+def new_results(
+    call: Call, out: Tensor, stats: bool = False, sample: Tensor | None = None
+) -> Results:
+    """Allocate what is filled beside ``out``, which has the axes of the call's query."""
+    query, sequences = call.query, call.sequences
+    heads, dim = query.shape[1], query.shape[-1]
+    rows = (heads, query.shape[0]) if sequences is not None else tuple(query.shape[:3])
+    tokens = query.shape[2] if sequences is None else sequences.rows
+
+    def float32(*shape: int) -> Tensor:
+        return query.new_empty(shape, dtype=torch.float32)
+
+    if not stats:
+        return Results(out, float32(*rows, 2))
+    slots = 0 if sample is None else sample.shape[0]
+    per_head = float32(len(STATISTICS), call.batch, heads)
+    captured = float32(slots, tokens, heads * dim)
+    return Results(out, float32(*rows, 2), float32(*rows), per_head, captured, sample)
+
+
+# --- Implementations: ``fill`` computes into what they allocate -----------------------------------
+
+
+def attend(form: Form, fill: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
+    """Compute ``NAME``."""
+    out, call = form.new_out(args[0]), form.call(*args)
+    results = new_results(call, form.as_query(out))
+    fill(call, results)
+    return out, results.max_log_sum
+
+
+def attend_with_stats(form: Form, fill: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """Compute ``NAME_with_stats``, whose sample comes after the other tensors."""
+    inputs, sample = (*args[: form.count], *args[form.count + 1 :]), args[form.count]
+    out, call = form.new_out(inputs[0]), form.call(*inputs)
+    results = new_results(call, form.as_query(out), stats=True, sample=sample)
+    fill(call, results)
+    return out, results.lse, results.stats, results.heads, results.max_log_sum
+
+
+def differentiate(form: Form, compute: Any, grad: Tensor, *args: Any) -> Any:
+    """Compute ``NAME_backward``."""
+    saved, numbers, mask_grad = _parts(form, args)
+    tensors = saved[: form.count]
+    gradients = form.new_gradients(tensors, mask_grad)
+    computed = compute(form.as_query(grad), form.call(*tensors, *numbers))
+    if computed is not None:
+        *three, ds = computed
+        for slot, gradient in zip(form.separate(gradients), three, strict=True):
+            slot.copy_(gradient)
+        if mask_grad:
+            gradients[3].copy_(ds.sum_to_size(gradients[3].shape))
+    return gradients if len(gradients) > 1 else gradients[0]
+
+
+def _parts(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], bool]:
+    """Return what was saved, numbers, and whether a mask's gradient is wanted."""
+    *args, mask_grad = args if form is Dense else (*args, False)
+    return args[: form.count + 2], args[form.count + 2 :], mask_grad
+
+
+def _nothing(*_: Any) -> None:
+    """Fill nothing: fake tensors have no memory."""
+
+
+# --- On a GPU: what was launched for a signature is launched again --------------------------------
+
+_plans: dict[Hashable, Plan] = {}
+_backwards: dict[Hashable, dict[Hashable, CachedLaunch]] = {}
+
+
+def attend_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
+    """Launch ``NAME``."""
+    signature = key_of(args[: form.count], (form.name, *args[form.count :]))
+    plan = _plans.get(signature.key)
+    if plan is not None:
+        return _run(form, plan, signature.addresses, args[0])
+    return _launch_first(form, signature.key, args)[1]
+
+
+def attend_with_stats_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
+    """Launch ``NAME_with_stats``."""
+    tensors, sample, numbers = args[: form.count], args[form.count], args[form.count + 1 :]
+    signature = key_of((*tensors, sample), (form.name, "statistics", *numbers))
+    plan = _plans.get(signature.key)
+    if plan is not None:
+        return _run(form, plan, signature.addresses, args[0], sample)
+    return _launch_first(form, signature.key, (*tensors, *numbers), True, sample)[1]
+
+
+def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
+    """Launch ``NAME_backward``."""
+    saved, numbers, mask_grad = _parts(form, args)
+    key = key_of(saved, (form.name, "backward", *numbers)).key
+    if len(_backwards) >= MAX_CACHED:
+        _backwards.clear()
+    launches = _backwards.setdefault(key, {})
+    gradients = _launch_backward(form, launches, grad, saved, numbers, mask_grad)
+    return gradients if len(gradients) > 1 else gradients[0]
+
+
+def _run(
+    form: Form, plan: Plan, addresses: list[int], first: Tensor, sample: Tensor | None = None
+) -> tuple[Any, ...]:
+    """Return what the operator does, by the launches that a call of this signature left."""
+    out = first.new_empty_strided(plan.out_shape, plan.out_strides)
+    max_log_sum = first.new_empty(plan.rows, dtype=torch.float32)
+    pointers = form.addresses(addresses, first)
+    pointers += out.data_ptr(), max_log_sum.data_ptr()
+    if plan.statistics is None:
+        plan.forward.run(pointers)
+        return out, max_log_sum
+    from . import launch
+
+    lse, stats, heads = (first.new_empty(s, dtype=torch.float32) for s in plan.statistics)
+    launch.repeat_with_stats(plan, pointers, lse, stats, heads, sample)
+    return out, lse, stats, heads, max_log_sum
+
+
+def _launch_first(
+    form: Form,
+    key: Hashable,
+    inputs: Sequence[Any],
+    stats: bool = False,
+    sample: Tensor | None = None,
+) -> tuple[Plan | None, tuple[Any, ...]]:
+    """Return what the operator does, and the plan that it leaves for others of this key."""
+    out, call, plan = form.new_out(inputs[0]), form.call(*inputs), None
+    results = new_results(call, form.as_query(out), stats, sample)
+    statistics = results.lse, results.stats, results.heads
+    if call.is_empty():  # nothing can be launched of nothing
+        cpu.forward(call, results)
+    else:
+        from . import launch
+
+        forward, capture = launch.forward(call, results)
+        # What was copied to lie side by side is not where the caller's addresses say.
+        beside = all(t is None or t.is_contiguous() for t in (*inputs[form.integers], sample))
+        if forward is not None and beside:
+            plan = Plan(
+                forward, capture, out.shape, out.stride(), results.max_log_sum.shape,
+                [t.shape for t in statistics] if stats else None, inputs[form.count :], {},
+            )  # fmt: skip
+            if len(_plans) >= MAX_CACHED:
+                _plans.clear()
+            _plans[key] = plan
+    others = statistics if stats else ()
+    return plan, (out, *others, results.max_log_sum)
+
+
+def _launch_backward(
+    form: Form,
+    launches: dict[Hashable, CachedLaunch],
+    grad: Tensor,
+    saved: Sequence[Any],
+    numbers: Sequence[Any],
+    mask_grad: bool,
+) -> tuple[Tensor, ...]:
+    """Return the gradients; ``launches`` are those of like calls, by layouts."""
+    # Of what was saved too: hooks may have made other tensors of it.
+    layouts, addresses, low_bits = [mask_grad, grad.dtype, grad.stride()], [], grad.data_ptr()
+    for t in saved:
+        if t is None:
+            addresses.append(0)
+            continue
+        address = t.data_ptr()
+        addresses.append(address)
+        low_bits |= address
+        layouts += t.dtype, t.stride()
+    if low_bits % ALIGNMENT:
+        layouts.append(unaligned_bits((grad.data_ptr(), *addresses)))
+    key, (*tensors, out, max_log_sum) = tuple(layouts), addresses
+    gradients = form.new_gradients(saved, mask_grad)
+    ds = None
+    if mask_grad:
+        # Tiles that no row may see are not visited by every kernel.
+        ds = grad.new_zeros((*saved[0].shape[:3], saved[1].shape[2]), dtype=torch.float32)
+    entry = launches.get(key)
+    if entry is not None:
+        pointers = form.addresses(tensors, saved[0])
+        pointers += grad.data_ptr(), out, max_log_sum, *form.gradient_addresses(gradients)
+        entry.run([*pointers, 0 if ds is None else ds.data_ptr()])
+    else:
+        *inputs, out, max_log_sum = saved
+        mask = (mask_grad,) if form is Dense else ()
+        call, results = form.call(*inputs, *numbers), Results(form.as_query(out), max_log_sum)
+        if call.is_empty():
+            gradients = differentiate(form, cpu.backward, grad, *saved, *numbers, *mask)
+            return gradients if isinstance(gradients, tuple) else (gradients,)
+        from . import launch
+
+        parts = *form.separate(gradients), ds
+        entry = launch.backward(form.as_query(grad), call, results, *parts)
+        if entry is not None:
+            launches[key] = entry
+    if ds is not None:
+        gradients[3].copy_(ds.sum_to_size(gradients[3].shape))
+    return gradients
+
+
+def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
+    """Return what launches ``NAME``, ``NAME_with_stats`` and ``NAME_backward``."""
+    launches = attend_cuda, attend_with_stats_cuda, differentiate_cuda
+    return tuple(partial(launch, form) for launch in launches)
+
+
+# --- Autograd -------------------------------------------------------------------------------------
+
+
+class Attention(dispatcher.SingleLevelFunction):
+    """Put results on the graph that were computed already, and differentiate them."""
+
+    @staticmethod
+    def forward(ctx, form, plan, results, *inputs):
+        ctx.form, ctx.plan, ctx.numbers = form, plan, inputs[form.count :]
+        ctx.save_for_backward(*inputs[: form.count], results[0], results[-1])
+        # Zeros for the others would be a launch each.
+        ctx.set_materialize_grads(False)
+        if plan is not None and len(results) == 2:
+            return results[0]  # a plain call wants no more
+        ctx.mark_non_differentiable(*results[1:])
+        return results
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        form, plan, saved, numbers = ctx.form, ctx.plan, ctx.saved_tensors, ctx.numbers
+        others = form.count + len(numbers)
+        if grad is None:
+            return (None,) * (3 + others)
+        mask_grad = form is Dense and ctx.needs_input_grad[6]
+        grad = rows_contiguous(grad)
+        args = (*saved, *numbers, mask_grad) if form is Dense else (*saved, *numbers)
+        alone = not torch.is_grad_enabled() and seen_by_autograd_alone((grad, *args))
+        if alone and plan is not None and on_current_device(grad) and not grad.is_neg():
+            gradients = _launch_backward(form, plan.backward, grad, saved, numbers, mask_grad)
+        else:
+            gradients = getattr(ops, f"{form.name}_backward").default(grad, *args)
+            gradients = (gradients,) if form is Packed else gradients
+        if form is Dense and not mask_grad:
+            gradients = gradients[:3]
+        return None, None, None, *gradients, *(None,) * (others - len(gradients))
+
+
+# --- Plain calls, which need no dispatcher --------------------------------------------------------
+
+
+def repeat(
+    form: Form, signature: Signature, tensors: Sequence[Any], sample: Tensor | None = None
+) -> tuple[Any, ...] | None:
+    """Return what the operator does where a call of this signature was made before, else None.
+
+    Args:
+        form: of the operator.
+        signature: of a call by a user: what checks and the choice of a kernel depend on.
+        tensors: the operator's, less the seed, which comes last.
+        sample: of a call with statistics.
+    """
+    plan = _plans.get(signature.key)
+    if plan is None:
+        return None
+    first, dropout_p = tensors[0], plan.numbers[form.dropout]
+    seed = draw_seed(dropout_p, first.device)
+    addresses = [*signature.addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
+    results = _run(form, plan, addresses, first, sample)
+    if signature.recorded:
+        results = Attention.apply(form, plan, results, *tensors, seed, *plan.numbers)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def attend_first(
+    form: Form,
+    signature: Signature | None,
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    stats: bool = False,
+    sample: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Return what the operator does of a checked call; one with a signature is kept for ``repeat``.
+
+    Args:
+        form: of the operator.
+        signature: as for ``repeat``; None where more than autograd may see the call.
+        tensors: as for ``repeat``.
+        numbers: the operator's.
+        stats: whether it is the operator with statistics.
+        sample: of that.
+    """
+    if signature is not None and (known := repeat(form, signature, tensors, sample)):
+        return known  # of a user's other call, whose integers were converted too
+    inputs = *tensors, draw_seed(numbers[form.dropout], tensors[0].device), *numbers
+    if signature is None:
+        if not stats:
+            return getattr(ops, form.name).default(*inputs)
+        arguments = *inputs[: form.count], sample, *numbers
+        return getattr(ops, f"{form.name}_with_stats").default(*arguments)
+    plan, results = _launch_first(form, signature.key, inputs, stats, sample)
+    if signature.recorded:
+        results = Attention.apply(form, plan, results, *inputs)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
+    if dropout_p == 0:
+        return None
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
+
+
+# --- Registration ---------------------------------------------------------------------------------
+
+
+def _register(form: Form) -> None:
+    name, tensors = form.name, form.inputs
+    numbers = f"{form.numbers}, int window_left, int window_right"
+    mask_grad = ", bool mask_grad" if form is Dense else ""
+    library.define(f"{name}({tensors}, {numbers}) -> (Tensor out, Tensor max_log_sum)")
+    library.define(
+        f"{name}_with_stats({tensors}, Tensor? sample, {numbers}) -> "
+        "(Tensor out, Tensor lse, Tensor stats, Tensor heads, Tensor max_log_sum)"
+    )
+    library.define(
+        f"{name}_backward(Tensor grad, {tensors}, Tensor out, Tensor max_log_sum, {numbers}"
+        f"{mask_grad}) -> ({form.gradients})"
+    )
+    computed_by = (
+        ("", attend, cpu.forward),
+        ("_with_stats", attend_with_stats, cpu.forward),
+        ("_backward", differentiate, cpu.backward),
+    )
+    for (suffix, run, fill), cuda in zip(computed_by, on_gpu(form), strict=True):
+        dispatcher.implement(
+            name + suffix,
+            cpu=partial(run, form, fill),
+            cuda=cuda,
+            fake=partial(run, form, _nothing),
+        )
+
+    def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        if len(results) > 2:  # with statistics: the sample is no input of the backward
+            args = *args[: form.count], *args[form.count + 1 :]
+        return dispatcher.apply(Attention, form, None, results, *args)
+
+    decompositions = (
+        partial(attend, form, cpu.forward),
+        partial(attend_with_stats, form, cpu.forward),
+    )
+    for overload, decomposition in zip((name, f"{name}_with_stats"), decompositions):
+        dispatcher.register_autograd(overload, record, decomposition, form.differentiable)
+
+
+for _form in (Dense, Packed, Varlen):
+    _register(_form)
+
+
+# --- What torch.func, DTensor and FLOP counters read ----------------------------------------------
+
+
+def _flops(query: Tensor, key: Tensor, *rest: Any) -> Products:
+    batch, heads, rows, dim = query.shape
+    product = 2 * batch * heads * rows * key.shape[2] * dim
+    return Products(product, product)
+
+
+def _packed_flops(qkv: Tensor, *rest: Any) -> Products:
+    batch, tokens, _, heads, dim = qkv.shape
+    product = 2 * batch * heads * tokens**2 * dim
+    return Products(product, product)
+
+
+def _varlen_flops(query, key, value, cu_seqlens, cu_seqlens_k, *others: Any) -> Products:
+    max_seqlen, max_seqlen_k = others[-7:-5]
+    _, heads, dim = query.shape
+    lengths = zip(_lengths(cu_seqlens, max_seqlen), _lengths(cu_seqlens_k, max_seqlen_k))
+    product = 2 * heads * dim * sum(rows * cols for rows, cols in lengths)
+    return Products(product, product)
+
+
+def _lengths(starts: Tensor, longest: int) -> list[int]:
+    """Return the tokens of each sequence, all of the longest where values cannot be read."""
+    if starts.device.type == "meta" or isinstance(starts, torch._subclasses.FakeTensor):
+        return [longest] * (starts.shape[0] - 1)
+    return starts.diff().clamp(max=longest).tolist()
+
+
+_TENSORS = dict.fromkeys(("query", "key", "value", "out", "lse"), (0, 1))
+transforms.declare(
+    Declaration(
+        "attention",
+        _TENSORS | {"attn_mask": (BROADCAST, BROADCAST)},
+        backward=partial(differentiate, Dense, cpu.backward),
+        variables=5,
+        flops=_flops,
+        loop="seed",  # places in the mask of dropout are places in the batch
+    )
+)
+transforms.declare(
+    Declaration(
+        "attention_qkvpacked",
+        {"qkv": (0, 3), "out": (0, 2), "lse": (0, 1)},
+        backward=partial(differentiate, Packed, cpu.backward),
+        variables=2,
+        flops=_packed_flops,
+        loop="seed",
+    )
+)
+transforms.declare(
+    Declaration(
+        "attention_varlen",
+        dict.fromkeys(("query", "key", "value", "out"), (None, 1)) | {"lse": (None, 0)},
+        backward=partial(differentiate, Varlen, cpu.backward),
+        variables=4,
+        flops=_varlen_flops,
+        fold=HEADS,  # which every sequence has
+        loop="seed",
+    )
+)

@@ -1,0 +1,187 @@
+"""Attention by PyTorch: where the kernels do not run, and where PyTorch's are faster."""
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Bound here, so that attention may itself be put in the place of PyTorch's function.
+from torch.nn.functional import scaled_dot_product_attention as _sdpa
+
+from ..._ops import ops
+from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
+from .dispatch import transformed
+from .op import draw_seed
+from .reference import visible, without_padding
+
+# Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
+LOWEST_MAXIMUM = -1e3
+
+
+def library_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    key_lengths: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    softcap: float,
+    window_left: int,
+    window_right: int,
+    enable_gqa: bool,
+) -> Tensor:
+    """Return (B, H, N, D) of a checked call, with lengths and what is hidden as one mask.
+
+    Raises:
+        ValueError: wider heads than kernels take, with a softcap or as a DTensor on a GPU.
+    """
+    numbers = dropout_p, is_causal, scale, softcap, window_left, window_right
+    if query.shape[-1] > MAX_HEAD_DIM:
+        check_wide(query, softcap)
+        if not torch.compiler.is_compiling():
+            _warn_of_width(query.shape[-1])
+        if transformed(query):
+            # PyTorch's fused kernels have neither forward mode nor second derivatives.
+            with sdpa_kernel(SDPBackend.MATH):
+                return _sdpa_of(query, key, value, attn_mask, key_lengths, *numbers, enable_gqa)
+    return _sdpa_of(query, key, value, attn_mask, key_lengths, *numbers, enable_gqa)
+
+
+def _sdpa_of(
+    query, key, value, attn_mask, key_lengths, dropout_p, is_causal, scale, softcap,
+    window_left, window_right, enable_gqa,
+) -> Tensor:  # fmt: skip
+    def with_all_scores() -> Tensor:
+        seed = draw_seed(dropout_p, query.device)
+        numbers = dropout_p, is_causal, scale, softcap, window_left, window_right
+        return ops.attention(query, key, value, attn_mask, key_lengths, seed, *numbers)[0]
+
+    on_gpu = query.device.type == "cuda"
+    # A DTensor, for which PyTorch's function has no rule here, or what it does not compute at all.
+    if (hasattr(query, "device_mesh") and not on_gpu) or softcap:
+        return with_all_scores()
+    # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
+    if is_causal and scale is not None and scale <= 0:
+        query, scale = (-query, -scale) if scale else (0 * query, 1.0)
+    seen, window = None, (window_left, window_right)
+    if key_lengths is not None or max(window) >= 0:
+        shape = query.shape[2], key.shape[2]
+        seen = visible(*shape, key_lengths, is_causal, query.device, window)
+        key, value = (without_padding(t, key_lengths) for t in (key, value))
+    mask = attn_mask
+    if seen is not None:
+        if mask is None:
+            mask = seen
+        elif mask.dtype == torch.bool:
+            mask = mask & seen
+        else:
+            mask = mask.masked_fill(~seen, float("-inf"))
+    if mask is not None:
+        if query.dtype == torch.float64 != mask.dtype and mask.dtype != torch.bool:
+            mask = mask.double()  # PyTorch's fused function on the CPU misreads a float32 one
+        mask = torch.atleast_2d(mask)
+        leaves = query, key, value
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in leaves)
+        if not on_gpu:
+            if recorded and _sinks(mask):
+                return with_all_scores()
+        elif mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
+    # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
+    causal = True if is_causal and seen is None else False  # noqa: SIM210
+    return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _sinks(mask: Tensor) -> bool:
+    """Whether a row of an additive mask may be all large negative numbers, finite ones among them.
+
+    PyTorch's backward on the CPU computes P from the log-sum-exp, which in such a row has lost the
+    log of how many keys share it: its gradient of the values is as many times too large.
+    """
+    if mask.dtype == torch.bool:
+        return False
+    if not has_values(mask):
+        return True
+    largest = mask.detach().amax(dim=-1)
+    return bool(((largest < LOWEST_MAXIMUM) & (largest > float("-inf"))).any())
+
+
+def check_wide(query: Tensor, softcap: float) -> None:
+    """Raise ValueError for what ``wide_attention`` does not take."""
+    what = "softcap" if softcap else None
+    if hasattr(query, "device_mesh") and query.device.type == "cuda":
+        what = "a DTensor on cuda"
+    if what is not None:
+        raise ArgumentError(
+            f"{what} needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
+        )
+
+
+@cache
+def _warn_of_width(head_dim: int) -> None:
+    warnings.warn(
+        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
+        "scaled_dot_product_attention, and gives no statistics",
+        stacklevel=5,  # past the functions between here and who called attention
+    )
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    max_seqlen: int,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Return (T, H, D) of PyTorch's varlen attention, zero outside every sequence.
+
+    So are the gradients. PyTorch leaves what no sequence owns as its memory was, and follows
+    ``starts`` wherever they lead: here they are brought into order inside the tensors.
+    """
+    starts = starts.clamp(0, query.shape[0]).cummax(dim=0).values
+    query, key, value = _ZeroGradientsOutside.apply(starts, query, key, value)
+    window = (-1, 0) if is_causal else (-1, -1)
+    ends = starts, starts, max_seqlen, max_seqlen
+    out = _varlen_attn()(query, key, value, *ends, scale=scale, window_size=window).contiguous()
+    _fill_with_zeros(starts, out)
+    return out
+
+
+@cache
+def _varlen_attn() -> Any:
+    # Imported at the first call: it imports Triton, by way of FLOP counters.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+class _ZeroGradientsOutside(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, starts: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(starts)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        (starts,) = ctx.saved_tensors
+        whole = [None if grad is None else grad.contiguous() for grad in grads]
+        for grad in whole:
+            if grad is not None:
+                _fill_with_zeros(starts, grad)
+        return None, *whole
+
+
+def _fill_with_zeros(starts: Tensor, t: Tensor) -> None:
+    # By a kernel: autograd has saved the output, and would refuse one that PyTorch writes to.
+    from .kernels.scores import launch_fill
+
+    launch_fill(starts, t)

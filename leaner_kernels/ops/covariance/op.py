@@ -1,0 +1,101 @@
+"""The operators of attention between channels: schemas, results, the reference on the CPU."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..operator import Operator, Shapes, register
+from ..transforms import HEADS, Products
+from . import reference
+
+
+def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    return query, key, value
+
+
+def _packed(*gradients: Tensor) -> Tensor:
+    return torch.stack([gradient.transpose(1, 2) for gradient in gradients], dim=2)
+
+
+def _results(s: Tensor, values: Tensor) -> Any:
+    a, p, lse = reference.attend(s, values)
+    return a.transpose(1, 2), lse, partial(reference.statistics, p, s, a)
+
+
+class ChannelAttention(Operator):
+    """Attention between the channels of a head; the projection is (B, N, 3, H, D)."""
+
+    name = "channel_attention"
+    inputs, differentiable, cast = "Tensor qkv", 1, 1
+    numbers, gradients = "float scale", "Tensor dqkv"
+    axes = {"qkv": (0, 3), "out": (0, 2), "lse": (0, 1)}  # noqa: RUF012
+
+    @staticmethod
+    def shapes(qkv: Tensor, *_: Any) -> Shapes:
+        batch, tokens, _, heads, dim = qkv.shape
+        out, lse = (batch, tokens, heads, dim), (batch, heads, dim)
+        return Shapes(out, lse, (batch, heads), (tokens, heads * dim))
+
+    @staticmethod
+    def attend(qkv: Tensor, scale: float) -> Any:
+        q, k, v = split_qkv(qkv)
+        return _results(reference.channel_scores(k, v, scale), q)
+
+    @staticmethod
+    def differentiate(grad: Tensor, qkv: Tensor, scale: float) -> tuple[Tensor, ...]:
+        q, k, v = split_qkv(qkv)
+        p = torch.softmax(reference.channel_scores(k, v, scale), dim=-1)
+        ds, dq = reference.attend_backward(grad.transpose(1, 2), p, q)
+        dk, dv = reference.channel_backward(ds, k, v, scale)
+        return (_packed(dq, dk, dv),)
+
+    @staticmethod
+    def launcher() -> Any:
+        from .launch import channel
+
+        return channel
+
+    @staticmethod
+    def flops(qkv: Tensor, *_: Any) -> Products:
+        batch, tokens, _, heads, dim = qkv.shape
+        product = 2 * batch * heads * dim**2 * tokens
+        return Products(product, product)
+
+
+class CrossCovarianceAttention(ChannelAttention):
+    """The same of channels of unit length, with a temperature (H,) for each head."""
+
+    name = "cross_covariance_attention"
+    inputs, differentiable = "Tensor qkv, Tensor temperature", 2
+    numbers, gradients = "float eps", "Tensor dqkv, Tensor dtemperature"
+    axes = ChannelAttention.axes | {"temperature": (None, 0)}
+    fold = HEADS  # the temperature has one for each, and so has its gradient
+
+    @staticmethod
+    def attend(qkv: Tensor, temperature: Tensor, eps: float) -> Any:
+        q, k, v = split_qkv(qkv)
+        return _results(reference.cross_covariance_scores(q, k, temperature, eps), v)
+
+    @staticmethod
+    def differentiate(
+        grad: Tensor, qkv: Tensor, temperature: Tensor, eps: float
+    ) -> tuple[Tensor, ...]:
+        q, k, v = split_qkv(qkv)
+        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, eps), dim=-1)
+        ds, dv = reference.attend_backward(grad.transpose(1, 2), p, v)
+        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, eps)
+        return _packed(dq, dk, dv), dtau
+
+    @staticmethod
+    def launcher() -> Any:
+        from .launch import cross_covariance
+
+        return cross_covariance
+
+
+register(CrossCovarianceAttention)
+register(ChannelAttention)

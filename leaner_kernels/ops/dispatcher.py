@@ -1,0 +1,164 @@
+"""What operators tell PyTorch's dispatcher, as plain functions; no operator is named here.
+
+``define`` and ``impl`` with a thin autograd Function cost less than half of what ``custom_op`` with
+``register_autograd`` costs a call; short-sequence kernels are launch-bound, so that is what users
+would feel.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+
+# The autograd Function of operators: transforms of torch.func have been dealt with above them.
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction  # noqa: F401
+
+from .._ops import add_op_namespace_prefix, ops
+from ._checks import autocast
+from ._launch_cache import on_current_device, rows_contiguous, seen_by_autograd_alone
+
+library = torch.library.Library(ops.name, "FRAGMENT")
+
+
+def implement(
+    name: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """Register what computes an operator that is defined, on each device.
+
+    Args:
+        name: of the operator.
+        cpu: computes it on the CPU, and by operations that PyTorch can differentiate.
+        cuda: launches it on the GPU that is current.
+        fake: allocates its results, for tensors without memory.
+    """
+    library.impl(name, on_cpu(cpu), "CPU")
+    library.impl(name, on_device(cuda), "CUDA")
+    torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
+
+
+def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute as written: a region of autocast reaches into implementations, and would round."""
+
+    def compute(*args: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            return run(*args)
+
+    return compute
+
+
+def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the GPU of the first tensor: Triton launches on the current one."""
+
+    def launch_there(tensor: Tensor, *args: Any) -> Any:
+        if on_current_device(tensor):  # which costs less than entering and leaving it
+            return launch(tensor, *args)
+        with torch.cuda.device(tensor.device):
+            return launch(tensor, *args)
+
+    return launch_there
+
+
+def register_autograd(
+    name: str,
+    record: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
+    decomposition: Callable[..., Any],
+    count: int,
+) -> None:
+    """Register the derivatives of an operator whose first result alone has any.
+
+    Args:
+        name: of the operator.
+        record: puts results on the graph, by an autograd Function; called with the results and the
+            operator's arguments, where a gradient is wanted.
+        decomposition: computes the operator by operations that PyTorch can differentiate, for
+            derivatives in forward mode.
+        count: how many leading arguments a region of autocast casts.
+    """
+    op = getattr(ops, name).default
+
+    def differentiable(keyset: Any, *args: Any) -> Any:
+        if in_forward_mode():
+            out, *others = without_autocast(decomposition, args)
+            return out, *(t.detach() for t in others)
+        with torch._C._AutoDispatchBelowAutograd():
+            results = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        return record(tuple(results), args) if wants_gradient(args) else results
+
+    library.impl(name, differentiable, "Autograd", with_keyset=True)
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        after = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, key))
+
+        def cast(keyset: Any, *args: Any, after: Any = after) -> Any:
+            return op.redispatch(keyset & after, *autocast(*args[:count]), *args[count:])
+
+        library.impl(name, cast, key, with_keyset=True)
+
+
+def apply(function: Any, *args: Any) -> Any:
+    """Apply a Function at one level of the transforms of torch.func."""
+    if not torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with enable_single_level_autograd_function():
+        return function.apply(*args)
+
+
+def save(ctx: Any, results: tuple[Tensor, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Save tensors for the backward, and return results of which the first has a gradient."""
+    ctx.save_for_backward(*tensors)
+    ctx.mark_non_differentiable(*results[1:])
+    # Zeros for the others would be a launch each.
+    ctx.set_materialize_grads(False)
+    return results
+
+
+def run_backward(op: Any, launch: Callable[..., Any], grad: Tensor, *args: Any) -> Any:
+    """Run the backward of an operator: on a GPU mostly by ``launch``, without the dispatcher."""
+    grad = rows_contiguous(grad)
+    if torch.is_grad_enabled() or not seen_by_autograd_alone((grad, *args)) or grad.is_neg():
+        return op(grad, *args)
+    return on_device(launch)(grad, *args)
+
+
+def wants_gradient(args: Sequence[Any]) -> bool:
+    """Whether autograd is to record an operator that is called with these."""
+    return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
+
+
+def upcast(t: Tensor) -> Tensor:
+    """Return half precision as float32, anything else as it is."""
+    return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
+
+
+def in_forward_mode() -> bool:
+    """Whether there may be tangents, which ride on tensors that require no gradient."""
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    # Compiled code enters a jvp without the level above.
+    levels = get_interpreter_stack() or ()
+    return any(level.key() == TransformType.Jvp for level in levels)
+
+
+def without_autocast(run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Compute as written, at every level of torch.func."""
+    if torch._C._are_functorch_transforms_active():
+        args = _mapped_alike(args)
+    with torch.autocast(args[0].device.type, enabled=False):
+        return run(*args)
+
+
+def _mapped_alike(args: Sequence[Any]) -> list[Any]:
+    """Map every floating-point tensor over what any tensor is mapped over.
+
+    vmap refuses to write what is mapped to what is not, and results are allocated like an input.
+    """
+    zero = sum(a.new_zeros((), dtype=args[0].dtype) for a in args if isinstance(a, Tensor))
+    assert isinstance(zero, Tensor)
+    return [
+        a + zero.to(a.dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]

@@ -1,0 +1,254 @@
+"""Operators whose backward needs their inputs and the log-sum-exp of each row of softmax.
+
+``NAME`` returns (out, lse), ``NAME_with_stats`` (out, lse, stats, heads) and ``NAME_backward`` the
+gradient of each input that may have one. An operator is a class that says what is its own.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._ops import ops
+from . import dispatcher, transforms
+from ._checks import check_device, check_sample
+from ._launch_cache import rows_contiguous, seen_by_autograd_alone
+from .dispatcher import library, upcast
+from .statistics import STATISTICS, AttentionStats, attention_stats
+from .transforms import BATCH, Pair, Products
+
+
+class Shapes(NamedTuple):
+    """Shapes of what an operator returns.
+
+    Attributes:
+        out: of the output, which has the dtype of the first input.
+        lse: of the log-sum-exp of each softmax row, float32.
+        per_head: (B, H), of each statistic.
+        heads: (tokens, H * D), of one captured sample.
+    """
+
+    out: tuple[int, ...]
+    lse: tuple[int, ...]
+    per_head: tuple[int, int]
+    heads: tuple[int, int]
+
+
+class Operator:
+    """What is an operator's own; its methods take the operator's arguments, in order.
+
+    Attributes:
+        name: of the operator.
+        inputs: its tensors, as in a schema; those that may have a gradient first.
+        numbers: its numbers, as in a schema.
+        gradients: what its backward returns, as in a schema: ``dNAME`` of an input.
+        differentiable: how many inputs may have a gradient.
+        axes: as in ``transforms.Declaration``, and so are the next two.
+        fold: as there.
+        loop: as there.
+        cast: how many inputs a region of autocast casts.
+    """
+
+    name: str
+    inputs: str
+    numbers: str
+    gradients: str
+    differentiable: int
+    axes: Mapping[str, Pair]
+    fold: int = BATCH
+    loop: str = ""
+    cast: int
+
+    @staticmethod
+    def shapes(*args: Any) -> Shapes:
+        """Return the shapes of the results."""
+        raise NotImplementedError
+
+    @staticmethod
+    def attend(*args: Any) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, ...]]]:
+        """Return output, lse and what computes the statistics (B, H), by the reference."""
+        raise NotImplementedError
+
+    @staticmethod
+    def differentiate(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+        """Return the gradients, by the reference."""
+        raise NotImplementedError
+
+    @staticmethod
+    def launcher() -> Any:
+        """Import and return what has ``forward`` and ``backward`` on a GPU."""
+        raise NotImplementedError
+
+    @staticmethod
+    def flops(*args: Any) -> Products:
+        """Return the FLOPs of the products."""
+        raise NotImplementedError
+
+
+def run_with_stats(
+    operator: Callable[..., Any], inputs: tuple[Any, ...], sample: Tensor | None, *numbers: Any
+) -> AttentionStats:
+    """Return what ``NAME_with_stats`` gives of checked inputs, batches first, and a sample."""
+    first = inputs[0]
+    if sample is not None:
+        check_sample(sample, first.shape[0], first.device)
+    check_device(first.device)
+    out, lse, stats, heads = operator(*inputs, sample, *numbers)
+    return attention_stats(out, lse, stats, None if sample is None else heads)
+
+
+class _Attention(dispatcher.SingleLevelFunction):
+    """Put results on the graph that were computed already, and differentiate them."""
+
+    @staticmethod
+    def forward(ctx, of, count, results, *args):
+        ctx.of, ctx.numbers = of, args[count:]
+        ctx.save_for_backward(*args[:count], results[1])
+        ctx.mark_non_differentiable(*results[1:])
+        # Zeros for the others would be a launch each.
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx, grad, *_):
+        saved, numbers = ctx.saved_tensors, ctx.numbers
+        others = len(saved) - 1 + len(numbers)
+        if grad is None:
+            return (None,) * (3 + others)
+        grad, args = rows_contiguous(grad), (*saved, *numbers)
+        if torch.is_grad_enabled() or not seen_by_autograd_alone((grad, *args)) or grad.is_neg():
+            run = getattr(ops, f"{ctx.of.name}_backward").default
+        else:  # the dispatcher has no part in it
+            run = dispatcher.on_device(partial(_differentiate, ctx.of, len(saved) - 1, True))
+        gradients = run(grad, *args)
+        gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
+        return None, None, None, *gradients, *(None,) * (others - len(gradients))
+
+
+def _attend(of: type[Operator], count: int, on_gpu: bool | None, *args: Any) -> tuple[Any, ...]:
+    """Compute ``NAME``; with neither device, allocate its results."""
+    results = _new_results(of, args)
+    _fill(of, count, on_gpu, args, *results, None, None, None)
+    return results
+
+
+def _attend_with_stats(of: type[Operator], count: int, on_gpu: bool | None, *args: Any) -> Any:
+    """Compute ``NAME_with_stats``, whose sample comes after the other tensors."""
+    sample, args = args[count], (*args[:count], *args[count + 1 :])
+    shapes, first = of.shapes(*args), args[0]
+    slots = 0 if sample is None else sample.shape[0]
+    stats = first.new_empty((len(STATISTICS), *shapes.per_head), dtype=torch.float32)
+    heads = first.new_empty((slots, *shapes.heads), dtype=torch.float32)
+    results = *_new_results(of, args), stats, heads
+    _fill(of, count, on_gpu, args, *results, sample)
+    return results
+
+
+def _new_results(of: type[Operator], args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+    shapes, first = of.shapes(*args), args[0]
+    return first.new_empty(shapes.out), first.new_empty(shapes.lse, dtype=torch.float32)
+
+
+def _fill(
+    of: type[Operator],
+    count: int,
+    on_gpu: bool | None,
+    args: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor,
+    stats: Tensor | None,
+    heads: Tensor | None,
+    sample: Tensor | None,
+) -> None:
+    if on_gpu is None:
+        return
+    tensors, numbers = args[:count], args[count:]
+    if on_gpu and not _empty(tensors):
+        of.launcher().forward(tensors, numbers, out, lse, stats, heads, sample)
+        return
+    a, row_lse, statistics = of.attend(*map(_upcast, tensors), *numbers)
+    out.copy_(a)
+    lse.copy_(row_lse)
+    if stats is None or heads is None:
+        return
+    stats.copy_(torch.stack(statistics()))
+    if sample is not None:
+        wanted = sample >= 0
+        heads[wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(heads.dtype)
+
+
+def _differentiate(
+    of: type[Operator], count: int, on_gpu: bool | None, grad: Tensor, *args: Any
+) -> Any:
+    """Compute ``NAME_backward``; with neither device, allocate its results."""
+    tensors, lse, numbers = args[:count], args[count], args[count + 1 :]
+    gradients = [t.new_empty(t.shape) for t in tensors[: of.differentiable]]
+    if on_gpu and not _empty(tensors):
+        of.launcher().backward(grad, tensors, numbers, lse, gradients)
+    elif on_gpu is not None:
+        computed = of.differentiate(*map(_upcast, (grad, *tensors)), *numbers)
+        for slot, gradient in zip(gradients, computed, strict=True):
+            slot.copy_(gradient)
+    return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+
+def _empty(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether there is nothing to launch."""
+    return any(t is not None and 0 in t.shape for t in tensors)
+
+
+def _upcast(t: Tensor | None) -> Tensor | None:
+    return None if t is None else upcast(t)
+
+
+OPERATORS: dict[str, type[Operator]] = {}
+
+
+def computed_by(of: type[Operator], on_gpu: bool | None) -> tuple[Callable[..., Any], ...]:
+    """Return what computes ``NAME``, ``NAME_with_stats`` and ``NAME_backward``.
+
+    ``on_gpu`` is None where they only allocate.
+    """
+    count = len(of.inputs.split(","))
+    return tuple(
+        partial(run, of, count, on_gpu) for run in (_attend, _attend_with_stats, _differentiate)
+    )
+
+
+def register(of: type[Operator]) -> None:
+    """Register an operator for every device, autograd, autocast and transform."""
+    name, count = of.name, len(of.inputs.split(","))
+    library.define(f"{name}({of.inputs}, {of.numbers}) -> (Tensor out, Tensor lse)")
+    library.define(
+        f"{name}_with_stats({of.inputs}, Tensor? sample, {of.numbers}) -> "
+        "(Tensor out, Tensor lse, Tensor stats, Tensor heads)"
+    )
+    library.define(
+        f"{name}_backward(Tensor grad, {of.inputs}, Tensor lse, {of.numbers}) -> ({of.gradients})"
+    )
+    OPERATORS[name] = of
+    by_place = zip(*(computed_by(of, on_gpu) for on_gpu in (False, True, None)), strict=True)
+    for suffix, (cpu, cuda, fake) in zip(("", "_with_stats", "_backward"), by_place):
+        dispatcher.implement(name + suffix, cpu=cpu, cuda=cuda, fake=fake)
+
+    def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> Any:
+        if len(results) > 2:  # with statistics: the sample is no input of the backward
+            args = *args[:count], *args[count + 1 :]
+        return dispatcher.apply(_Attention, of, count, results, *args)
+
+    attend, with_stats, differentiate = computed_by(of, on_gpu=False)
+    dispatcher.register_autograd(name, record, attend, of.cast)
+    dispatcher.register_autograd(f"{name}_with_stats", record, with_stats, of.cast)
+    transforms.declare(
+        transforms.Declaration(
+            name,
+            of.axes,
+            backward=differentiate,
+            variables=1 + of.differentiable,
+            flops=of.flops,
+            fold=of.fold,
+            loop=of.loop,
+        )
+    )

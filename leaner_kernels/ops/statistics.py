@@ -1,0 +1,148 @@
+"""Per-head statistics of attention: one table, which all who compute or read them share.
+
+Operators fill a float32 buffer (len(STATISTICS), B, H) in the order of ``STATISTICS``, which is
+that of the fields of ``AttentionStats`` too. The monitor reads here how each is reduced over batch
+entries, ranks and heads, and which columns of its rows, charts and printed tables that gives.
+"""
+
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class AttentionStats(NamedTuple):
+    """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
+
+    The shapes below are those of ``attention``; the other operators say where theirs differ. From
+    ``attention_varlen_with_stats``, with T tokens in S' sequences: out is (T, H, D), lse (H, T),
+    the statistics (S', H) and heads (S, max_seqlen, H * D), zero past a sequence's end. An empty
+    sequence has a max_logit of -inf and zeros.
+
+    Attributes:
+        out: (B, H, N, D), in the dtype of the query.
+        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf where a row sees no key.
+        max_logit: (B, H), the largest visible score, scaled and with an additive mask included.
+        entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
+        prob_norm: (B, H), Frobenius norm of P before dropout.
+        head_norm: (B, H), Frobenius norm of the head's output.
+        heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
+            as accurate as float32 products allow; None when nothing was sampled.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_logit: Tensor
+    entropy: Tensor
+    prob_norm: Tensor
+    head_norm: Tensor
+    heads: Tensor | None
+
+
+class Statistic(NamedTuple):
+    """A statistic of one batch entry and head, float32 (B, H).
+
+    Attributes:
+        name: field of ``AttentionStats``.
+        unit: empty for a number without one.
+        over_rows: reduction over blocks of rows of P; the norm of several is that of their norms.
+        over_samples: reduction over batch entries. A maximum also spans all forwards of a step;
+            otherwise the newest forward counts.
+        over_ranks: reduction over the ranks that measured a layer.
+    """
+
+    name: str
+    unit: str
+    over_rows: Literal["mean", "max", "norm"]
+    over_samples: Literal["mean", "max"]
+    over_ranks: Literal["mean", "max"]
+
+
+class Column(NamedTuple):
+    """A column of ``KappaMonitor``'s rows: a statistic, reduced over the heads of a layer.
+
+    Attributes:
+        name: key of the row.
+        statistic: name of the statistic.
+        over_heads: the reduction; "each" keeps a list with one number per head.
+        doc: meaning, as in the table of docs/kappa.md.
+        written: whether TensorBoard and W&B get it.
+        title: of its chart on a page; without one it is neither drawn nor printed.
+        caption: of that chart.
+    """
+
+    name: str
+    statistic: str
+    over_heads: Literal["mean", "min", "max", "each"]
+    doc: str
+    written: bool = False
+    title: str = ""
+    caption: str = ""
+
+
+STATISTICS = (
+    Statistic("max_logit", "logit", over_rows="max", over_samples="max", over_ranks="max"),
+    Statistic("entropy", "nats", over_rows="mean", over_samples="mean", over_ranks="mean"),
+    Statistic("prob_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
+    Statistic("head_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
+)
+UNITS = {statistic.name: statistic.unit for statistic in STATISTICS}
+COLUMNS = (
+    Column(
+        "entropy",
+        "entropy",
+        "mean",
+        "entropy of the attention in nats, mean over heads",
+        written=True,
+        title="Entropy of attention",
+    ),
+    Column("entropy_min", "entropy", "min", "entropy of the head with the smallest", written=True),
+    Column(
+        "max_logit",
+        "max_logit",
+        "max",
+        "the largest score",
+        written=True,
+        title="Largest attention score (logit)",
+        caption="Before the softmax; growth without end warns of instability",
+    ),
+    Column("prob_norm", "prob_norm", "mean", "‖P‖_F, mean over heads"),
+    Column("head_norm", "head_norm", "mean", "‖A_i‖_F, mean over heads", written=True),
+    Column("head_norms", "head_norm", "each", "‖A_i‖_F of each head"),
+)
+
+
+def newest_statistics(
+    stats: AttentionStats, before: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the statistics of a forward, joined with those of forwards ``before`` in its step.
+
+    They are (B, H) of this forward, or the maximum (H,) over the batch and all forwards.
+    """
+    statistics = {}
+    for statistic in STATISTICS:
+        values = getattr(stats, statistic.name)
+        if statistic.over_samples == "max":
+            values = values.amax(dim=0)
+            if before is not None and before[statistic.name].shape == values.shape:
+                values = values.maximum(before[statistic.name])
+        statistics[statistic.name] = values
+    return statistics
+
+
+def attention_stats(
+    out: Tensor, lse: Tensor, per_head: Tensor, heads: Tensor | None
+) -> AttentionStats:
+    """Return the results of an operator by name.
+
+    ``per_head`` is (len(STATISTICS), B, H), float32; the statistics returned are views of it.
+    """
+    return AttentionStats._make((out, lse, *per_head.unbind(), heads))
+
+
+def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
+    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
+    samples = min(samples, batch)
+    ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
+    return ends // samples
