@@ -27,8 +27,8 @@ from ..ops import _hooks
 from ..ops._checks import autocast
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
-from ..ops.attention.reference import attend, probabilities, statistics
-from ..ops.statistics import AttentionStats, evenly_spaced
+from ..ops.attention.reference import attend, probabilities
+from ..ops.statistics import AttentionStats, evenly_spaced, per_head
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
@@ -511,8 +511,8 @@ def attention_statistics(
             )
     captured, max_logit, entropy, prob_norm, head_norm = map(torch.stack, zip(*found, strict=True))
     nothing = captured.new_empty(0)
-    per_head = max_logit.float(), entropy.float(), prob_norm.float(), head_norm.float()
-    return AttentionStats(nothing, nothing, *per_head, captured)
+    stats = max_logit.float(), entropy.float(), prob_norm.float(), head_norm.float()
+    return AttentionStats(nothing, nothing, *stats, captured)
 
 
 def _attend_one(
@@ -536,7 +536,7 @@ def _attend_one(
             seen = past if seen is None else seen & past
         p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
         a = attend(p, value, None, 0.0)
-        max_logit, entropy, prob_norm, head_norm = statistics(p, s, a)
+        max_logit, entropy, prob_norm, head_norm = per_head(p, s, a)
         share = (block.stop - block.start) / rows
         found.append((max_logit, share * entropy, prob_norm.square(), head_norm.square()))
         outputs.append(a[0].transpose(0, 1).flatten(1))

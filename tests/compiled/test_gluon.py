@@ -15,8 +15,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
-from leaner_kernels.ops.attention import launch
-from leaner_kernels.ops.attention.call import features
+from leaner_kernels.ops.attention import dispatch
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
 
@@ -114,9 +113,9 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-    wanted = features(None, None, query)
+    wanted = dispatch.features(None, None, query)
     family = GPUS[gpu]
-    choose = getattr(launch, f"{family}_tile")
+    choose = getattr(dispatch, f"{family}_tile")
     for way, kernel, names in WAYS:
         rule = choose(f"{family}_{way}", query, query, wanted)
         for name in names:
