@@ -24,7 +24,7 @@ def _entry(row: str) -> _Callable[..., _nn.Module]:
 
     Lean: {lean.audited_params:,} parameters, {lean.config}; original:
     {original.audited_params:,}, {original.config}. ``overrides`` replace these arguments
-    of ``{_papers.MODELS[original.architecture].__name__}``, e.g. ``depth=4``.
+    of ``{_papers.MODELS[original.architecture]}``, e.g. ``depth=4``.
     """
     return build
 

@@ -87,7 +87,7 @@ def compared(measured: str, unit: str, ours: Figures, peers: dict[str, Figures])
 
 def loop(folder: Path) -> Iterator[Row]:
     """Yield the processor's time of a step of a small model, beside that of a bare loop."""
-    from train.config.architecture import SmallTransformer
+    from models.vit import SmallTransformer
     from train.loop import parallel
     from train.loop import train as loop_of
     from train.vit import main

@@ -171,12 +171,9 @@ class RiseDetector:
     floor. Spread is the median distance from the median times 1.48, of a normal distribution its
     standard deviation. Neither minds a spike among them. A rise is returned once; the next one only
     when a value was below the middle between median and limit, which after a lasting rise it is
-    when the new level has become the median, and at least ``window / 2`` values later.
-
-    Args:
-        deviations: how many.
-        window: values that count. There is no limit before half of it is filled.
-        patience: only so many values above the limit, one after another, are a rise.
+    when the new level has become the median, and at least ``window / 2`` values later. There is
+    no limit before half of the window is filled, and only ``patience`` values above it, one after
+    another, are a rise.
     """
 
     def __init__(self, deviations: float, window: int, patience: int):
@@ -185,11 +182,9 @@ class RiseDetector:
         self._armed, self._since, self._above = True, window, 0
 
     def take(self, value: float, floor: float) -> Rise | None:
-        """Add the next value, and return the rise if it is one.
+        """Add the next value, finite, and return the rise if it is one.
 
-        Args:
-            value: finite.
-            floor: how far above the median it must be in any case.
+        ``floor`` is how far above the median it must be in any case.
         """
         known, least = list(self.newest), self.window / 2
         self.newest.append(value)

@@ -66,10 +66,7 @@ class QKClip:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        threshold: float = 100.0,
-        group: "dist.ProcessGroup | None" = None,
+        self, model: nn.Module, threshold: float = 100.0, group: "dist.ProcessGroup | None" = None
     ) -> None:
         if not isinstance(threshold, Real) or not 0 < threshold <= LARGEST:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")

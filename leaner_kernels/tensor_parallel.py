@@ -134,12 +134,11 @@ class _SplitHeads(ManyHeadAttention):
         if sample is None and not self.track_logits:
             return
         *per_head, heads = stats[2:]
+        per_head = [*map(_gathered, per_head)]
         # The output and its lse are not used, and are as large as activations.
-        max_logit, entropy, prob_norm, head_norm = map(_gathered, per_head)
+        unused = per_head[0]
         heads = None if heads is None else _gathered(heads)
-        stats = AttentionStats(
-            max_logit, max_logit, max_logit, entropy, prob_norm, head_norm, heads
-        )
+        stats = AttentionStats._make((unused, unused, *per_head, heads))
         if sample is not None:
             sample, output = _gathered(sample), _gathered(output)
             skip = None if skip is None else _gathered(skip)

@@ -15,30 +15,33 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from models.bert import BERT
-from models.davit import DaViT
-from models.gpt import GPT
-from models.nystromformer import Nystromformer
-from models.tnt import TNT
-from models.vit import VisionTransformer
-from models.volo import VOLO
-from models.xcit import XCiT
-
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "vit": VisionTransformer,
-    "xcit": XCiT,
-    "tnt": TNT,
-    "volo": VOLO,
-    "davit": DaViT,
-    "bert": BERT,
-    "gpt": GPT,
-    "nystromformer": Nystromformer,
+# The class of each architecture, in the module of its name.
+MODELS = {
+    "vit": "VisionTransformer",
+    "xcit": "XCiT",
+    "tnt": "TNT",
+    "volo": "VOLO",
+    "davit": "DaViT",
+    "bert": "BERT",
+    "gpt": "GPT",
+    "nystromformer": "Nystromformer",
 }
+
+
+def constructor(architecture: str, name: str | None = None) -> Callable[..., Any]:
+    """Import an architecture, and return its class.
+
+    Args:
+        architecture: key of ``MODELS``.
+        name: of another class in its module.
+    """
+    return getattr(import_module(f"models.{architecture}"), name or MODELS[architecture])
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def build(row: str, variant: str, **overrides: Any) -> nn.Module:
         variants = ", ".join(r.variant for r in ROWS.values() if r.row == row)
         raise ValueError(f"variant of {row} must be one of {variants}, got {variant!r}")
     entry = ROWS[row, variant]
-    return MODELS[entry.architecture](**entry.config | overrides)
+    return constructor(entry.architecture)(**entry.config | overrides)
 
 
 def names() -> dict[str, PaperRow]:

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.monitor.command_line import as_path, command
-from leaner_kernels.monitor.writing import check_folder
+from leaner_kernels.monitor.files import check_folder
 from models import papers
 from models.layers import VisionModel
 from models.memory import PRECISIONS, Memory, paper_batch_size, predict
@@ -90,7 +90,7 @@ class Configuration:
 
     def build(self) -> VisionModel:
         """Return the model, on the default device."""
-        return papers.MODELS[self.architecture](**self.config)
+        return papers.constructor(self.architecture)(**self.config)
 
     def record(self) -> dict[str, Any]:
         """Return what the table shows, as plain values."""
@@ -149,7 +149,7 @@ def grid(
     for depth, head, mlp_ratio in itertools.product(depths, heads, mlp_ratios):
         config = base | {name: depth, "heads": head, "mlp_ratio": mlp_ratio}
         try:
-            model = papers.MODELS[row.architecture](**config, device="meta")
+            model = papers.constructor(row.architecture)(**config, device="meta")
             model.check_kernels()
         except ValueError as error:
             refusal = error

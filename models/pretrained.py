@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.monitor.command_line import first_line
-from leaner_kernels.monitor.reading import check_file, parse_json
+from leaner_kernels.monitor.files import check_file, parse_json
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.

@@ -265,6 +265,7 @@ def test_the_checkout_keeps_every_arrow():
         ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import nn", "may not import"),
         ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import attention", "may not"),
         ("leaner_kernels/ops/_triton.py", "import leaner_kernels.ops.a", "may not import"),
+        ("leaner_kernels/ops/statistics.py", "from .a import f", "may not import"),
         ("leaner_kernels/kappa/__init__.py", "from leaner_kernels.ops import a", "may not import"),
         ("leaner_kernels/nn.py", "from . import monitor", "may not import leaner_kernels.monitor"),
         ("leaner_kernels/monitor.py", "from .adapters import timm", "may not import"),
@@ -339,6 +340,8 @@ def test_every_allowed_arrow_passes():
             "if TYPE_CHECKING:\n    import triton\n"
             "def f():\n    import triton\n    from . import kernels"
         ),
+        "leaner_kernels/ops/statistics.py": "import torch",
+        "leaner_kernels/ops/_operators.py": "from .statistics import AttentionStats",
         "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g\n"
         "from .._launch_cache import h" + KERNEL,
         "leaner_kernels/ops/a/reference.py": "import torch",

@@ -69,7 +69,9 @@ def test_a_capture_keeps_output_stream_and_lengths_of_the_sampled_entries() -> N
     assert torch.equal(captured.residual, skip[[0, 2]].float())
     assert captured.lengths.tolist() == [4, 3]
     assert captured.dtype == torch.bfloat16
-    assert captured.entropy.shape == captured.prob_norm.shape == captured.head_norm.shape == (4, 5)
+    shapes = {name: values.shape for name, values in captured.statistics.items()}
+    assert shapes.pop("max_logit") == (5,)
+    assert set(shapes.values()) == {(4, 5)}
     kept = [t for t in captured if isinstance(t, Tensor)]
     assert not any(t.requires_grad for t in kept)
     assert torch.equal(output, module(x, key_lengths=lengths))
@@ -101,7 +103,7 @@ def test_the_peak_logit_is_the_maximum_over_micro_batches(way: str) -> None:
         torch.testing.assert_close(module.peak_logit, expected)
         assert not module.peak_logit.requires_grad
         if capture_samples:
-            torch.testing.assert_close(module.captured.max_logit, expected)
+            torch.testing.assert_close(module.captured.statistics["max_logit"], expected)
     module.track_logits, module.peak_logit = False, None
     run(micro_batches[0])
     assert module.peak_logit is None

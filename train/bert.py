@@ -27,9 +27,8 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.bert import BERT
-from leaner_kernels.monitor.writing import write_file
-from train.config import architecture, control, flags, own_text
+from leaner_kernels.monitor.files import write_file
+from train.config import architecture, flags, own_text
 from train.loop import engine
 from train import glue
 from train.config.architecture import Architecture
@@ -37,7 +36,7 @@ from train.glue import metrics, table
 from train.checkpoint.run_folder import begun_run
 from train.checkpoint.weights import Weights, open_weights
 from train.data.masking import IGNORED, Masked
-from train.loop.task import Task
+from train.loop import Task
 from train.config.flags import flag
 from train.data.text import KINDS, NoiseTokens, Windows, open_text, tokenizers
 from train.data.text.cache import build_once
@@ -103,26 +102,11 @@ class BertSettings(flags.Settings):
     )
 
 
-class SmallBERT(BERT):
-    """A BERT whose matrices start as N(0, 1 / D), wide enough for the D = 128 of the small one.
-
-    Under the usual 0.02, which suits D = 768, its tokens drown in their positions: the loss on
-    held-out bytes is 2.60 after 1,000 steps of 1,024 tokens, and this way 2.44 after 600.
-    """
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value."""
-        super().init_weights(generator)
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.weight.mul_(self.embed_dim**-0.5 / 0.02)
-
-
 SMALL = {
     "bert_small": Architecture(
-        SmallBERT,
+        "bert",
         {"embed_dim": 128, "heads": 8, "depth": 2, "head_dim": 16, "mlp_ratio": 4.0},
+        "SmallBERT",
     ),
 }
 
@@ -239,10 +223,10 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         size = size_of(find_source(data, settings.documents or 0, settings.text_column))
     settings = _filled(settings, size)
     model = architecture.find(settings.model, SMALL, ("bert",))
-    settings = control.sized(settings, model)
+    settings = architecture.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
     name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
-    name = f"{settings.model}{control.suffix(settings)}-{name}"
+    name = f"{settings.model}{architecture.suffix(settings)}-{name}"
     identity: dict[str, str] = {}
     if settings.data == "synthetic":
         vocab_size = known or 32_768
@@ -276,7 +260,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
     own = _own(settings, vocab_size)
-    settings, build, built, facts = control.planned(
+    settings, build, built, facts = architecture.planned(
         settings, model, own, dropout=settings.dropout, most_masked=settings.mask_rate
     )
     # Only the masked tokens get logits.
@@ -373,8 +357,8 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     items, held_out = glue.open_task(settings.glue, wanted, tokenizer, settings.context)
     known = settings.vocab_size or model.sizes.get("vocab_size")
     own, dropout = _own(settings, tokenizer.model_size(known)), {"dropout": settings.dropout}
-    _, _, headless, _ = control.planned(settings, model, own, **dropout)
-    settings, build, built, facts = control.planned(
+    _, _, headless, _ = architecture.planned(settings, model, own, **dropout)
+    settings, build, built, facts = architecture.planned(
         settings, model, own, **dropout, num_classes=wanted.classes
     )
     # The head is new, and nothing else.

@@ -9,28 +9,21 @@ python -m train.export RUN OUT --format timm
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import argparse
-import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from leaner_kernels.monitor.command_line import as_path, command
-from leaner_kernels.monitor.writing import new_path, open_own
 from train.config.flags import Parser, one_line_errors
 from train.checkpoint.checkpoints import newest_intact
 from train.checkpoint.shards import (
-    cause,
-    in_order,
     load_tensors,
     part_of,
-    pieces_of_file,
     saved_tensors,
-    whole_of,
 )
 from train.checkpoint.weights import (
     BEST,
@@ -39,6 +32,7 @@ from train.checkpoint.weights import (
     check_tensors,
     metadata,
     open_weights,
+    write,
 )
 
 PROGRAM = "train.export"
@@ -64,68 +58,6 @@ def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
     weights = open_weights(path, "WEIGHTS", last=last)
     info = weights.info()
     return build_model(weights, info), info
-
-
-def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the whole weights of a sharded model: float32, under the names of its parameters.
-
-    Every rank calls it. One tensor at a time is gathered, and rank 0 writes it. Statistics of batch
-    norms are among them, and tied weights are there under each name.
-
-    Args:
-        model: sharded by FSDP2, or not.
-        path: of the file; one that is there stays until the new one is whole.
-        metadata: text by name, as ``train.checkpoint.weights.metadata`` returns it.
-
-    Raises:
-        OSError: on rank 0, the file cannot be written.
-    """
-    weights = model.state_dict()
-    layout = _layout(weights)
-    gathered = (whole_of(weights[name]) for name in layout)
-    try:
-        if dist.get_rank() == 0:
-            _write(layout, gathered, path, metadata)
-    finally:
-        # Whether or not rank 0 could write, every rank gathers all.
-        for _ in gathered:
-            pass
-
-
-def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, in float32, that is whole or not there.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
-    """
-    layout = _layout(tensors)
-    _write(layout, (tensors[name] for name in layout), path, metadata)
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return the dtype in a file and the shape of tensors, in the order of the file."""
-    dtypes = {
-        name: torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for name, tensor in tensors.items()
-    }
-    return {name: (dtypes[name], tensors[name].shape) for name in in_order(dtypes)}
-
-
-def _write(
-    layout: Mapping[str, tuple[torch.dtype, torch.Size]],
-    tensors: Iterable[Tensor],
-    path: Path,
-    metadata: Mapping[str, str],
-) -> None:
-    dtypes = (dtype for dtype, _ in layout.values())
-    portable = (t.detach().to("cpu", dtype).contiguous() for t, dtype in zip(tensors, dtypes))
-    try:
-        with new_path(path) as partial, open_own(partial, "r+b") as file:
-            file.writelines(pieces_of_file(layout, portable, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(f"{path} not written: {cause(error)}") from None
 
 
 def read_weights(path: Path, *, average: bool = False) -> dict[str, Tensor]:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.monitor.files import plain
-from models.gpt import GPT, generate
+from models.gpt import generate
 from train.checkpoint.run_folder import begun_run
-from train.config import architecture, control, flags, own_text
+from train.config import architecture, flags, own_text
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.data.loader import DataSet
@@ -89,7 +89,7 @@ class GptSettings(flags.Settings):
 # Bytes of one small text, learned in a minute on two cores.
 SMALL = {
     "gpt_small": Architecture(
-        GPT,
+        "gpt",
         {
             "sequence_length": 64,
             "embed_dim": 128,
@@ -190,11 +190,11 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         size = size_of(find_source(data, settings.documents or 0, settings.text_column))
     settings = _filled(settings, size)
     model = architecture.find(settings.model, SMALL, ("gpt",))
-    settings = control.sized(settings, model)
+    settings = architecture.sized(settings, model)
     context = settings.context or model.sizes["sequence_length"]
     settings = dataclasses.replace(settings, context=context)
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
-    name = f"{settings.model}{control.suffix(settings)}-{settings.data if bundled else 'text'}"
+    name = f"{settings.model}{architecture.suffix(settings)}-{settings.data if bundled else 'text'}"
     known = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
@@ -225,7 +225,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         if prompt > context and settings.samples:
             about["prompt_cut_to_the_context"] = f"the last {context} of {prompt} tokens"
         about |= {f"unigram_{name}": value for name, value in trivial.items()} | chosen
-    settings, build, built, facts = control.planned(
+    settings, build, built, facts = architecture.planned(
         settings,
         model,
         {"vocab_size": vocab_size, "sequence_length": settings.context},

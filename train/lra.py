@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from models.nystromformer import Nystromformer
-from train.config import architecture, control, flags
+from train.config import architecture, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.config.flags import flag
@@ -95,7 +94,7 @@ class LraSettings(flags.Settings):
 QUICK_LIMITS = ListLimits(max_depth=3, max_args=5, min_length=5, max_length=17)
 SMALL = {
     "nystromformer_small": Architecture(
-        Nystromformer,
+        "nystromformer",
         {
             "vocab_size": 32,
             "sequence_length": 16,
@@ -207,9 +206,9 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     shape = TASKS[settings.task]
     length = shape.length(settings.length)
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
-    settings = control.sized(settings, model)
+    settings = architecture.sized(settings, model)
     _check(settings, shape, length, model.sizes)
-    settings, build, built, facts = control.planned(
+    settings, build, built, facts = architecture.planned(
         settings,
         model,
         {"num_classes": shape.classes, "pairs": shape.pairs},
@@ -244,7 +243,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
-        name=settings.model + control.suffix(settings),
+        name=settings.model + architecture.suffix(settings),
         unit="pairs" if shape.pairs else "sequences",
         build=build,
         train=items.train,

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor import reading
-from leaner_kernels.monitor.files import PICTURES, files_below, plain, text_of
+from leaner_kernels.monitor import files
+from leaner_kernels.monitor.files import DATA, files_below, plain, text_of
+from leaner_kernels.monitor.pictures import PICTURES
 from leaner_kernels.monitor.command_line import as_path, command, one_line
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
@@ -139,7 +140,7 @@ def read_file(path: Path) -> bytes:
         ValueError: it cannot be read, or is too large.
     """
     try:
-        return reading.read_file(path, reading.DATA)
+        return files.read_file(path, DATA)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 

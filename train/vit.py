@@ -18,29 +18,24 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from models import papers, pretrained
+from models import papers
 from train.checkpoint.shards import fill, part_of
-from train.config import architecture, control, flags
+from train.config import architecture, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
-from train.data.images import (
-    KINDS,
-    NAMES,
-    Images,
-    Sources,
-    find_images,
-    open_images,
-    saved,
-)
+from train.data.images import KINDS, NAMES, Images, about, open_images
 from train.data.images.augment import Augment, Mix
-from train.data.images.survey import Survey, patch_of, survey
+
+if TYPE_CHECKING:
+    from train.data.images.sources import Sources
+    from train.data.images.survey import Survey
 
 PROGRAM = "vit.py"
 FEW = 10_000  # images, below which the recipe is small
@@ -202,17 +197,24 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     if settings.model is not None:
         # Sizes that do not fit are found before data is opened, which may take long.
         _, named = architecture.for_images(settings, _model(settings.model))
-        control.sized(settings, named)
-    weights = None if settings.pretrained is None else pretrained.read_weights(settings.pretrained)
-    sources, seen, facts = None, None, {}
+        architecture.sized(settings, named)
+    weights, sources, seen, facts = None, None, None, {}
+    if settings.pretrained is not None:
+        from models import pretrained
+
+        weights = pretrained.read_weights(settings.pretrained)
     if settings.data not in NAMES:
+        # Late: a run on bundled images needs none of the ways to find and decode files.
+        from train.data.images.sources import find_images
+        from train.data.images.survey import survey
+
         sources = find_images(settings.data, settings.seed)
         seen = survey(sources.train)
     if weights is not None and settings.model is None:
         settings = settings.filled(weights.sizes)
     given, settings = settings, filled(settings, seen)
     settings, model = architecture.for_images(settings, _model(settings.model))
-    settings = control.sized(settings, model)
+    settings = architecture.sized(settings, model)
     images = open_images(
         settings.data,
         size=settings.img_size,
@@ -227,7 +229,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         ),
         sources=sources,
     )
-    settings, build, built, facts = control.planned(
+    settings, build, built, facts = architecture.planned(
         settings,
         model,
         {"num_classes": images.classes},
@@ -256,7 +258,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         return class_weights(batch[1].device)[batch[1]].sum()
 
     task = engine.Task(
-        name=f"{settings.model}{control.suffix(settings)}-{folder}",
+        name=f"{settings.model}{architecture.suffix(settings)}-{folder}",
         unit="images",
         build=build,
         train=images.train,
@@ -269,7 +271,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         flops_per_item=built.flops_per_image(),
         facts=facts,
         repeats=settings.repeats,
-        about=saved.about(
+        about=about(
             images, model.sizes["image_size"], model.sizes["in_chans"], sources and sources.names
         ),
         start=start,
@@ -284,7 +286,7 @@ def _model(name: str) -> architecture.Architecture:
     return architecture.find(name, own, architecture.VISION)
 
 
-def filled(settings: ImageSettings, seen: Survey | None = None) -> ImageSettings:
+def filled(settings: ImageSettings, seen: "Survey | None" = None) -> ImageSettings:
     """Return the settings with what the data and the recipe choose where none was given.
 
     Args:
@@ -303,7 +305,7 @@ def filled(settings: ImageSettings, seen: Survey | None = None) -> ImageSettings
     return flags.fill(settings, name, PLAIN_IMAGES | RECIPES[name])
 
 
-def _chosen(settings: ImageSettings, seen: Survey, *, small: bool) -> dict[str, Any]:
+def _chosen(settings: ImageSettings, seen: "Survey", *, small: bool) -> dict[str, Any]:
     """Return what the images choose: sizes unless a model is named, and the length of a small run.
 
     A small model takes 128 pixels at most: on two CPU cores an epoch is then three times as fast;
@@ -311,6 +313,8 @@ def _chosen(settings: ImageSettings, seen: Survey, *, small: bool) -> dict[str, 
     """
     chosen: dict[str, Any] = {}
     if settings.model is None:
+        from train.data.images.survey import patch_of
+
         least, most = (56, 128) if small else (2, 224)
         side = settings.img_size or min(max(seen.side or most, least), most)
         patch = settings.patch_size or patch_of(side)
@@ -325,7 +329,7 @@ def _chosen(settings: ImageSettings, seen: Survey, *, small: bool) -> dict[str, 
     return chosen
 
 
-def _shown(given: ImageSettings, settings: ImageSettings, seen: Survey) -> str:
+def _shown(given: ImageSettings, settings: ImageSettings, seen: "Survey") -> str:
     """Return what the data is like, and the flags that followed from it."""
     names = "recipe", "model", "img_size", "patch_size", "in_chans", "batch_size", *flags.BUDGETS
     chosen = [name for name in names if getattr(given, name) != getattr(settings, name)]
@@ -337,7 +341,7 @@ def _shown(given: ImageSettings, settings: ImageSettings, seen: Survey) -> str:
     return f"{like}: {' '.join(picked.as_flags()) or 'nothing'}"
 
 
-def _class_weights(data: str, sources: Sources | None) -> Tensor:
+def _class_weights(data: str, sources: "Sources | None") -> Tensor:
     """Return the weight of each class, (classes,) float32, whose mean over the images is 1."""
     counts = None if sources is None else sources.counts()
     if counts is None:

@@ -344,16 +344,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         """
 
         def attend(x: Tensor) -> Tensor:
-            output, _ = self.self_attn(
-                x,
-                x,
-                x,
-                key_padding_mask=src_key_padding_mask,
-                need_weights=False,
-                attn_mask=src_mask,
-                is_causal=is_causal,
-                skip=src,
-            )
+            masks = src_key_padding_mask, False, src_mask
+            output, _ = self.self_attn(x, x, x, *masks, is_causal=is_causal, skip=src)
             return self.dropout1(output)
 
         if self.norm_first:
@@ -373,17 +365,8 @@ def _one_mask(
 ) -> tuple[Tensor | None, bool]:
     """Return one mask as ``attention`` takes it (True is visible) or None, and ``is_causal``.
 
-    Args:
-        attn_mask: (N, M) or (B * H, N, M): boolean (True is hidden) or added to the scores. It is
-            not read where ``is_causal`` is set and there is no padding.
-        key_padding_mask: (B, M), likewise; (M,) of a batch of one.
-        is_causal: ``attn_mask`` hides the future.
-        scores: (B, H, N, M), without what is appended.
-        appended: keys after these, which every row sees.
-        dtype: of the scores.
-
-    Raises:
-        ValueError: ``is_causal`` without a mask, or a mask of another shape or dtype.
+    The masks are as in ``forward``; ``attn_mask`` is not read where ``is_causal`` is set and there
+    is no padding. ``scores`` is (B, H, N, M) without the keys ``appended``, which every row sees.
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:
@@ -452,11 +435,7 @@ def _prepare(module: nn.Module) -> None:
 
 RULES = (
     swap.Rule(
-        _PYTORCHS,
-        MultiheadAttention,
-        "attention between tokens",
-        _prepare,
-        _why_not_attention,
+        _PYTORCHS, MultiheadAttention, "attention between tokens", _prepare, _why_not_attention
     ),
     swap.Rule(
         nn.TransformerEncoderLayer,

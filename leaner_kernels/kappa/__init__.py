@@ -92,10 +92,7 @@ class HeadReport(NamedTuple):
 
 
 def condition_number(
-    a: Tensor,
-    *,
-    samples: Literal["each", "pooled"] = "each",
-    lengths: Tensor | None = None,
+    a: Tensor, *, samples: Literal["each", "pooled"] = "each", lengths: Tensor | None = None
 ) -> ConditionNumber:
     """Condition number of each matrix, or of all of them stacked as one batch of tokens.
 
@@ -274,7 +271,7 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
         check_range("lengths", lengths, 0, a.shape[-2])
         lengths = lengths.reshape(-1).to(a.device)
     matrices = a.reshape(-1, *a.shape[-2:])
-    if native.takes(matrices):
+    if matrices.is_cuda and native.takes(matrices):
         if lengths is not None:
             lengths = lengths.to(torch.int32).contiguous()
         found = ops.condition_report(matrices, lengths, spectrum)

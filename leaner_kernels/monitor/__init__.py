@@ -1,7 +1,14 @@
 """KappaMonitor: the condition number of every attention block, while a model trains.
 
-``begin`` starts the captures of our modules and the trace of calls in others (``trace.py``);
-``end`` measures what they have and makes rows (``measurement.py``).
+``begin`` starts the captures; ``end`` measures what they have (``measurement.py``) and gives the
+rows to the writers (``writers.py``). There are three ways into a model:
+
+- attributes of our modules (``nn.capture``), because only the module knows its output and residual,
+  and because compiled code keeps them;
+- a hook of ``leaner_kernels.attention`` (``ops._hooks``) for calls in modules of others, because
+  activation checkpointing repeats calls in threads of the backward, where no mode is active;
+- a function mode (``trace.py``) for calls of PyTorch's attention, because any module may have bound
+  that function under a name of its own.
 """
 
 import json
@@ -20,6 +27,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..ops._checks import shown
+from . import measurement
 from .measurement import (
     CANCELLED,
     CHANGED,
@@ -27,18 +35,17 @@ from .measurement import (
     MEASURED,
     NOT_RUN,
     REFUSED,
-    WRITER_FIELDS,
-    FlatLayout,
     HostCopy,
     LayerSizes,
     SideStream,
-    SynchronousStream,
     gather,
+    merge_ranks,
     row,
+    unmeasured,
 )
-from .probe import MEANS, layer_means, merge_batches, run_forward, undisturbed
+from .rows import layer_means, merge_batches
 from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
-from .wandb_run import AXIS, WandbRun
+from .writers import JsonLines, TensorBoard, WandbRun
 
 if TYPE_CHECKING:
     from .plots import plot
@@ -155,8 +162,8 @@ class KappaMonitor:
     - effective_rank, stable_rank, rank (how many singular values are above 1e-6 of the largest) and
       kappa_to_rank, the largest over the last of those: they tell of blocks whose kappa is not
       resolved, too (means over the samples, the last a geometric one);
-    - entropy (nats) and entropy_min, the mean over heads and the smallest; max_logit, the largest;
-      prob_norm, head_norm, means over heads; head_norms, one per head;
+    - the statistics per head, reduced over heads: entropy (nats), max_logit and the others of
+      ``COLUMNS`` in ``ops.statistics``;
     - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
       residual ``skip`` that the module was given. Both are None without one, and where a
       sample is past 4 / eps of the training precision (512 in bfloat16, 4096 in float16): unlike
@@ -182,7 +189,7 @@ class KappaMonitor:
         model: any that attends; under FSDP2 or DDP if you like.
         every: steps between samples, at least 1.
         samples: batch entries captured in each sampled step, on each rank, at least 1.
-        path: JSON lines are appended there, when the rows are returned.
+        path: JSON lines are appended there, when the rows are returned; or an open ``JsonLines``.
         writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
             value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
             others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
@@ -207,7 +214,7 @@ class KappaMonitor:
         model: nn.Module,
         every: int = 50,
         samples: int = 4,
-        path: str | Path | None = None,
+        path: str | Path | JsonLines | None = None,
         writer: Any = None,
         probe: Iterable[Any] | None = None,
         head_report: bool = False,
@@ -219,7 +226,7 @@ class KappaMonitor:
                 "every and samples must be whole numbers of at least 1, "
                 f"got {shown(every)} and {shown(samples)}"
             )
-        if path is not None and not isinstance(path, str | os.PathLike):
+        if path is not None and not isinstance(path, str | os.PathLike | JsonLines):
             raise ValueError(f"path must be a str or a path, got {shown(path)}")
         if any(isinstance(m, nn.DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
             raise ValueError(
@@ -252,30 +259,32 @@ class KappaMonitor:
         )
         self._agreed = False
         self.every, self.samples = every, samples
-        self.path = None if path is None else Path(path)
+        file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
+        self.path = None if file is None else file.path
         if self.path is not None and not self.path.parent.is_dir():
             raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
         several = isinstance(writer, list | tuple)
         writers = list(writer) if several else [] if writer is None else [writer]
-        for each in writers:
-            if not (hasattr(each, "log") or hasattr(each, "add_scalar")):
-                raise ValueError(f"writer must have add_scalar or log, got {type(each).__name__}")
-        self.writers = [WandbRun(each) if hasattr(each, "log") else each for each in writers]
-        self._layout = self._layout_of_layers()
+        for one in writers:
+            if not (hasattr(one, "log") or hasattr(one, "add_scalar")):
+                raise ValueError(f"writer must have add_scalar or log, got {type(one).__name__}")
+        self.writers: list[JsonLines | TensorBoard | WandbRun] = [
+            *([] if file is None else [file]),
+            *(WandbRun(one) if hasattr(one, "log") else TensorBoard(one) for one in writers),
+        ]
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # In the default group the collectives of the step would wait for it.
             self._group = dist.new_group(group_desc="KappaMonitor")
         # Of the device on which all measurements are merged, and of every device with a layer.
-        self._side_stream: SynchronousStream | SideStream | None = None
-        self._side_streams: dict[torch.device, SynchronousStream | SideStream] = {}
+        self._side_stream: SideStream | None = None
+        self._side_streams: dict[torch.device, SideStream] = {}
         # Of each layer's newest call: the dtype of its output, and its source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
         self._cancelled_gather: Any = None
         self._warned, self._first_sampled_step, self._warned_of_undo = False, True, False
         self._pending_rows: deque[_PendingRows] = deque()
         self._probed: list[dict[str, Any]] = []
-        self._laid_out = False
         self._step: int | None = None
         self._begun = False
 
@@ -347,11 +356,7 @@ class KappaMonitor:
             self._probed += rows
 
     def measure(
-        self,
-        batch: Any,
-        *,
-        forward: Callable[[nn.Module, Any], Any] | None = None,
-        step: int = 0,
+        self, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None, step: int = 0
     ) -> list[dict[str, Any]]:
         """Return the rows of one forward, as ``leaner_kernels.measure``, which see.
 
@@ -360,13 +365,13 @@ class KappaMonitor:
         """
         pending, self._pending_rows = self._pending_rows, deque()
         try:
-            with undisturbed(self.model), torch.no_grad():
+            with _undisturbed(self.model), torch.no_grad():
                 sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
                 if self._step is not None or any(sampled):
                     raise RuntimeError("a step is being sampled: measure before begin or after end")
                 self._start(int(step))
                 try:
-                    run_forward(self.model, batch, forward)
+                    _run_forward(self.model, batch, forward)
                     self._finish()
                 finally:
                     self.cancel()
@@ -462,7 +467,7 @@ class KappaMonitor:
             self._trace.clear()
         if begun and self._group is not None:
             if self._agreed:
-                left = self._layout.unmeasured([CANCELLED] * len(self._layers), self._device)
+                left = self._unmeasured([CANCELLED] * len(self._layers), self._device).flatten()
             else:
                 left = torch.full((1,), -1, device=self._device)
             ranks = left.new_empty(self._group.size() * len(left))
@@ -484,7 +489,7 @@ class KappaMonitor:
         assert self._trace is not None
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
-            layers[name] = LayerSizes(len(call.max_logit), call.head_dim)
+            layers[name] = LayerSizes(call.num_heads, call.head_dim)
         problem = self._trace.first_refusal
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
@@ -512,7 +517,6 @@ class KappaMonitor:
         for name, (_, sizes) in first.items():
             layers.setdefault(name, LayerSizes(*sizes))
         self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.order)}
-        self._layout = self._layout_of_layers()
         self._agreed = True
         return True
 
@@ -570,7 +574,7 @@ class KappaMonitor:
                 return REFUSED
             if call is None:
                 return NOT_RUN
-            if name in self.modules or (len(call.max_logit), call.head_dim) == layer[:2]:
+            if name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
                 return MEASURED
             return CHANGED
 
@@ -585,11 +589,9 @@ class KappaMonitor:
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
 
-    def _side_stream_on(self, device: torch.device) -> SynchronousStream | SideStream:
+    def _side_stream_on(self, device: torch.device) -> SideStream:
         if device not in self._side_streams:
-            self._side_streams[device] = (
-                SideStream(device) if device.type == "cuda" else SynchronousStream()
-            )
+            self._side_streams[device] = SideStream(device)
         return self._side_streams[device]
 
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
@@ -606,16 +608,17 @@ class KappaMonitor:
             with self._side_stream.after([]):
                 if missing:
                     reasons = [status[place] for place in missing]
-                    pieces.append(
-                        (missing, self._layout.subset(missing).unmeasured(reasons, device))
-                    )
-                flat = self._layout.merge_devices(pieces) if len(pieces) > 1 else pieces[0][1]
+                    pieces.append((missing, self._unmeasured(reasons, device)))
+                rows = {
+                    place: row for of, matrix in pieces for place, row in zip(of, matrix.unbind())
+                }
+                matrix = torch.stack([rows[place] for place in range(len(captured))])
         except Exception:
             # The other ranks wait for this one in the collective: it joins before it raises.
-            self._all_gather(self._layout.unmeasured([FAILED] * len(captured), device))
+            self._all_gather(self._unmeasured([FAILED] * len(captured), device))
             raise
-        with self._side_stream.after([flat]):
-            return self._side_stream.copy_to_host(self._all_gather(flat))
+        with self._side_stream.after([matrix]):
+            return self._side_stream.copy_to_host(self._all_gather(matrix))
 
     def _measure_on(
         self, captured: list[Any], places: list[int], on: torch.device, device: torch.device
@@ -625,18 +628,25 @@ class KappaMonitor:
         side = self._side_stream if on == device else self._side_stream_on(on)
         gathered = gather([captured[place] for place in places])
         with side.after(gathered.tensors()):
-            flat = self._layout.subset(places).measure(gathered)
+            matrix = measurement.measure(gathered, self._most_heads, self.head_report)
         if on != device:
             with side.after([]), self._side_stream.after([]):
-                flat = flat.to(device, non_blocking=True)
-        return places, flat
+                matrix = matrix.to(device, non_blocking=True)
+        return places, matrix
 
-    def _all_gather(self, flat: Tensor) -> Tensor:
+    @property
+    def _most_heads(self) -> int:
+        return max(layer.heads for layer in self._layers.values())
+
+    def _unmeasured(self, status: list[float], device: torch.device) -> Tensor:
+        return unmeasured(status, self._most_heads, device)
+
+    def _all_gather(self, matrix: Tensor) -> Tensor:
         if self._group is None:
-            return flat
-        ranks = flat.new_empty(self._group.size() * len(flat))
-        dist.all_gather_into_tensor(ranks, flat, group=self._group)
-        return self._layout.merge_ranks(ranks.view(-1, len(flat)))
+            return matrix
+        ranks = matrix.new_empty(self._group.size(), *matrix.shape)
+        dist.all_gather_into_tensor(ranks.flatten(), matrix.flatten(), group=self._group)
+        return merge_ranks(ranks)
 
     def _arrived(self, wait: bool, write: bool = True) -> list[dict[str, Any]]:
         rows = []
@@ -654,8 +664,8 @@ class KappaMonitor:
 
     def _rows(self, pending: _PendingRows, write: bool) -> list[dict[str, Any]]:
         pending.host_copy.wait()
-        measured = self._layout.unflatten(pending.host_copy.host)
-        ended = {values["status"] for values in measured} & {FAILED, CANCELLED}
+        measured = pending.host_copy.host
+        ended = set(measured[:, -1].tolist()) & {FAILED, CANCELLED}
         if FAILED in ended:
             raise RuntimeError(f"step {pending.step} could not be measured on another rank")
         if ended:
@@ -670,37 +680,9 @@ class KappaMonitor:
         return rows
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
-        if not rows or (self._group is not None and self._group.rank() != 0):
-            return
-        if self.path is not None:
-            with self.path.open("a") as file:
-                file.writelines(json.dumps(each) + "\n" for each in rows)
-        if not self.writers:
-            return
-        step = rows[0]["step"]
-        values = {
-            f"{key}/{each['layer']}": each[key]
-            for each in rows
-            for key in WRITER_FIELDS
-            if each.get(key) is not None
-        }
-        (means,) = layer_means(rows)
-        values |= {f"kappa/{key}": means[key] for key in MEANS if means[key] is not None}
-        for writer in self.writers:
-            if isinstance(writer, WandbRun):
-                writer.log({**values, AXIS: step})
-                continue
-            if not self._laid_out and hasattr(writer, "add_custom_scalars"):
-                fields = dict.fromkeys(name.partition("/")[0] for name in values)
-                chart = {field: ["Multiline", [f"{field}/.*"]] for field in fields}
-                writer.add_custom_scalars({"attention": chart})
-            for key, value in values.items():
-                writer.add_scalar(key, value, step)
-        self._laid_out = True
-
-    def _layout_of_layers(self) -> FlatLayout:
-        heads = tuple(layer.heads for layer in self._layers.values())
-        return FlatLayout(heads, self.head_report)
+        if rows and (self._group is None or self._group.rank() == 0):
+            for writer in self.writers:
+                writer.append(rows)
 
     def _warn_of_singular_layers(self) -> None:
         """Name, at the start, the layers whose kappa no sample will resolve."""
@@ -764,3 +746,42 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
         # A ScriptModule has no ``get_submodule``.
         module = getattr(module, part)
     return ".".join(parts)
+
+
+def _run_forward(
+    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None
+) -> None:
+    """Call the model with a batch, as ``measure`` describes it."""
+    if forward is not None:
+        forward(model, batch)
+    elif isinstance(batch, Mapping):
+        model(**batch)
+    else:
+        model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Run in eval mode, and leave the model and random generators as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    peaks = [(m, m.peak_logit) for m in model.modules() if hasattr(m, "peak_logit")]
+    used = {t.device for t in (*model.parameters(), *model.buffers())}
+    devices = [device for device in used if device.type == "cuda"]
+    with torch.random.fork_rng(devices):
+        model.eval()
+        try:
+            yield
+        finally:
+            # Not with train(), which would also set the parts of a module in eval mode.
+            for module, training in modes:
+                module.training = training
+            for module, peak in peaks:
+                module.peak_logit = peak
+            reshard(model)
+
+
+def reshard(model: Any) -> None:
+    """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
+    # By its name: the import takes long, and only sharded models need it.
+    if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
+        model.reshard()

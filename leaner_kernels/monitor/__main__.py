@@ -15,8 +15,8 @@ from torch import nn
 
 from . import KappaMonitor
 from .command_line import as_path, command, first_line, one_line
-from .files import PICTURES, check_below, decode, files_below, text_of
-from .reading import DATA, SETTINGS, parse_json, read_file
+from .files import DATA, SETTINGS, check_below, files_below, parse_json, read_file, text_of
+from .pictures import PICTURES, decode
 from .table import add_flags, pieces, show
 
 # Inputs of models of transformers, of which one may need several.

@@ -43,20 +43,12 @@ def status_of_errors() -> Iterator[None]:
 
 
 def as_path(text: str) -> Path:
-    """Read the path of a flag, which may not be empty.
-
-    Raises:
-        ArgumentTypeError: it is.
-    """
+    """Read the path of a flag, which may not be empty."""
     return Path(words(text))
 
 
 def words(text: str) -> str:
-    """Read the text of a flag, which may not be empty.
-
-    Raises:
-        ArgumentTypeError: it is, or is blank.
-    """
+    """Read the text of a flag, which may not be empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
     return text
@@ -71,19 +63,9 @@ class OneLine(argparse.ArgumentParser):
 
 
 def command(
-    program: str,
-    doc: str | None,
-    kind: type[argparse.ArgumentParser] = OneLine,
-    **more: Any,
+    program: str, doc: str | None, kind: type[argparse.ArgumentParser] = OneLine, **more: Any
 ) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose output takes every character from here on.
-
-    Args:
-        program: name of the command, for messages.
-        doc: docstring whose first line describes it; None under ``python -OO``.
-        kind: of the parser.
-        **more: of that.
-    """
+    """Return the parser of a command, whose output takes every character from here on."""
     take_every_character(program)
     return kind(program, description=(doc or "").partition("\n")[0], **more)
 

@@ -1,18 +1,27 @@
-"""Which files are data, and how they are read: the same in training, prediction, measurement."""
+"""Read and write files that may come from anyone, in folders that may, too.
 
-import hashlib
+Files are read whole or in lines of bounded size, and only if they are regular files. What is
+written never follows a link that leads to another file of the user's, and never waits for a pipe.
+"""
+
+import errno
 import io
+import json
+import mmap
 import os
-import warnings
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+import stat
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path, PurePath
-from typing import Any
+from typing import IO, Any, AnyStr
 
-from .reading import DATA, LARGEST, check_file, open_file
-
+# Bytes of a file that is read whole: of a picture or a text, and of settings as JSON.
+DATA, SETTINGS = 1 << 30, 1 << 26
+# Of one that is read piece by piece or mapped, such as weights and tables.
+LARGEST = 1 << 40
+# Of files of a saved model, those that libraries read whole.
+_WHOLE = (".jinja", ".json", ".md", ".model", ".txt", ".yaml")
 # Names that operating systems, archivers and file servers add to a folder, in small letters.
 SYSTEM = frozenset(
     {
@@ -23,17 +32,100 @@ SYSTEM = frozenset(
         *("__pycache__", "lost+found"),
     }
 )
-# Of names of images, in small letters.
-PICTURES = (
-    *(".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff"),
-    ".webp",
-)
-# What photographs are kept in. Not all that Pillow reads: for EPS it would start Ghostscript.
-FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-# Of files of a saved model, those that libraries read whole.
-_WHOLE = (".jinja", ".json", ".md", ".model", ".txt", ".yaml")
-# An image of one row of pixels would fill the memory once its shorter side is enlarged.
-MAX_UNEQUAL = 100  # longer side, in shorter sides
+# Windows has no such flags, and asks for a privilege before it makes a link.
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+# Folders that a run makes in its own.
+_FOLDERS = ("checkpoints", "tensorboard")
+
+
+def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
+    """Open a regular file of at most so many bytes to read it; links are followed.
+
+    Raises:
+        OSError: it cannot be opened, is no regular file, or is larger.
+    """
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    about = os.fstat(file.fileno())
+    if stat.S_ISREG(about.st_mode) and about.st_size <= most:
+        return file
+    file.close()
+    if stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
+    raise OSError(errno.EINVAL, "is no regular file", str(path))
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    # Opening a pipe that nobody writes to would wait for ever.
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_file(path: str | Path, most: int) -> bytes:
+    """Return the bytes of a file that ``open_file`` opens."""
+    with open_file(path, most) as file:
+        # Reading up to ``most`` would reserve as much. Files of a kernel claim no size.
+        return file.read(os.fstat(file.fileno()).st_size or most)
+
+
+def check_file(path: str | Path, most: int = LARGEST) -> None:
+    """Check a file that a library is to open by its path, as ``open_file`` does."""
+    open_file(path, most).close()
+
+
+def lines_of(file: IO[AnyStr], most: int = DATA) -> Iterator[AnyStr]:
+    """Yield the lines of a file, each with its end."""
+    while line := file.readline(most + 1):
+        if len(line) > most:
+            raise OSError(errno.EFBIG, f"has a line longer than {most:,}", file.name)
+        yield line
+
+
+def lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield where each line of a file begins, and the line with its end, from the last one on.
+
+    Only what is taken is read.
+    """
+    end = os.fstat(file.fileno()).st_size
+    if not end:
+        return
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        while end:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            yield begin, content[begin:end]
+            end = begin
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return JSON that may come from anyone.
+
+    A whole number past the range of a float is infinite, as another number is.
+
+    Raises:
+        ValueError: it is none, or nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_int=_whole)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) <= 300 else float(digits)
+
+
+def text_of(content: bytes) -> str:
+    """Return the text of a file: UTF-8, with a byte order mark or not, and any line ends.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    return plain(content.decode("utf-8-sig"))
+
+
+def plain(text: str) -> str:
+    """Return a text whose lines end as they do in any file that Python reads."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def is_hidden(path: str | PurePath) -> bool:
@@ -54,9 +146,6 @@ def files_below(root: str | Path) -> Iterator[Path]:
 
     Links are followed. One that leads nowhere, a pipe and a device are yielded, for their reader to
     name; a link that leads to a folder around it is not.
-
-    Raises:
-        OSError: a folder cannot be read.
     """
     yield from _below(root, {identity(root)})
 
@@ -96,179 +185,80 @@ def check_below(folder: str | Path) -> None:
     """Check all files of a folder that a library is to read: regular ones, of bounded size.
 
     A link that leads nowhere is left to the library.
-
-    Raises:
-        OSError: one is another, or cannot be opened.
     """
     for path in files_below(folder):
         if path.exists():
             check_file(path, DATA if path.suffix.lower() in _WHOLE else LARGEST)
 
 
-def contents(paths: Iterable[str | Path]) -> list[Hashable]:
-    """Return what is equal for files of the same bytes, and for all paths and links to one file.
-
-    Files are read only as far as others are like them: of one size, and with the same last bytes.
-    """
-    paths = list(paths)
-    kinds: list[Hashable] = list(map(_size, paths))
-    for read in (_end, _digest):
-        alike = Counter(kinds)
-        kinds = [
-            (kind, read(path)) if alike[kind] > 1 else kind for kind, path in zip(kinds, paths)
-        ]
-    # A file alone of its kind is told from others by its place.
-    alike = Counter(kinds)
-    return [kind if alike[kind] > 1 else index for index, kind in enumerate(kinds)]
-
-
-def _size(path: str | Path) -> Hashable:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return str(path)
-
-
-def _end(path: str | Path) -> Hashable:
-    return _read(
-        path, lambda file: (file.seek(max(0, os.path.getsize(path) - 4096)), file.read())[1]
-    )
-
-
-def _digest(path: str | Path) -> Hashable:
-    return _read(path, lambda file: hashlib.file_digest(file, "sha256").digest())
-
-
-def _read(path: str | Path, of: Callable[[io.BufferedReader], Hashable]) -> Hashable:
-    try:
-        with open_file(path) as file:
-            return of(file)
-    except OSError:
-        return str(path)  # for its reader to name
-
-
-def text_of(content: bytes) -> str:
-    """Return the text of a file: UTF-8, with a byte order mark or not, and any line ends.
-
-    Raises:
-        UnicodeDecodeError: it is not UTF-8.
-    """
-    return plain(content.decode("utf-8-sig"))
-
-
-def plain(text: str) -> str:
-    """Return a text whose lines end as they do in any file that Python reads."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def decode(content: bytes, name: Callable[[], str]) -> Any:
-    """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
-
-    Args:
-        content: of the file.
-        name: returns which image this is, for a message.
-
-    Raises:
-        ValueError: these are no image.
-    """
-    return decoded(opened(content, name), name)
-
-
-def opened(content: bytes, name: Callable[[], str]) -> Any:
-    """Return the PIL image of the bytes of a file, of which only the header is read.
-
-    Raises:
-        ValueError: these are no image, or one that is too large or too long.
-    """
-    with _named(content, name):
-        image = _pillow().open(io.BytesIO(content), formats=FORMATS)
-        if max(image.size) > MAX_UNEQUAL * min(image.size):
-            raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
-        return image
-
-
-def decoded(image: Any, name: Callable[[], str]) -> Any:
-    """Return an opened image in RGB, on white, turned as its EXIF data say.
-
-    Raises:
-        ValueError: its data are damaged.
-    """
-    with _named(b"", name), image:
-        return upright(image, _in_rgb(image))
+def write_file(path: str | Path, content: str | bytes) -> None:
+    """Write a file that is whole or as it was; a link of its name is replaced, never followed."""
+    with new_path(Path(path)) as partial, open_own(partial, "r+b") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def _named(content: bytes, name: Callable[[], str]) -> Iterator[None]:
-    from PIL import UnidentifiedImageError
+def new_path(path: Path) -> Iterator[Path]:
+    """Make an empty file ``.NAME.partial`` beside a path, which it becomes at the end.
 
-    try:
-        yield
-        return
-    except UnidentifiedImageError:
-        # Pillow's own message has an address, which differs each time.
-        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
-    except Exception as error:  # damaged files make Pillow's readers raise nearly anything
-        cause = str(error) or type(error).__name__
-    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
-
-
-@cache
-def _pillow() -> Any:
-    """Return ``PIL.Image``, which refuses images of 179 million pixels.
-
-    It also warns of half as many, and of EXIF data that make no sense. What cannot be read is named
-    by who reads it, and the rest can be.
+    An exception in the context leaves what the path had before.
     """
-    from PIL import Image
-
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-    return Image
-
-
-def _in_rgb(image: Any) -> Any:
-    """Return the pixels as 8 bits a colour; what is transparent shows white behind it."""
-    from PIL import Image
-
-    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
-        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
-    if image.mode.startswith("I"):
-        import numpy as np
-
-        # 16 bits; Pillow would cut them off at 255 and leave a white image.
-        deep = np.asarray(image)
-        clear = deep == image.info.get("transparency", -1)
-        image = Image.fromarray(np.where(clear, 255, deep >> 8).astype(np.uint8))
-    clear = image.info.get("transparency")
-    if isinstance(clear, tuple) and max(clear) > 255:
-        image.info["transparency"] = tuple(value >> 8 for value in clear)  # of 16 bits, as pixels
-    if image.has_transparency_data:
-        if image.mode == "La":
-            image = image.convert("LA")
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def upright(image: Any, pixels: Any) -> Any:
-    """Turn and mirror pixels as the EXIF data of their image say."""
-    turn = turn_of(image)
-    return pixels if turn is None else pixels.transpose(turn)
-
-
-def turn_of(image: Any) -> Any:
-    """Return how the EXIF data of an image turn and mirror it, as Pillow calls it; None for not."""
-    from PIL import ExifTags, Image
-
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666))
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
-        return None
-    return {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }.get(orientation)
+        yield partial
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def open_own(path: Path, mode: str = "ab") -> IO[bytes]:
+    """Open or make a file to append ("ab") or write anywhere ("r+b"); never a link or a pipe."""
+    append = os.O_APPEND if mode == "ab" else 0
+    flags = os.O_RDWR | os.O_CREAT | append | _NO_LINK | _NO_WAIT | _BINARY
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is no regular file")
+    return open(descriptor, mode)
+
+
+def check_folder(folder: str | Path) -> None:
+    """Check that the folder of a run, which is to go on, leads nowhere else.
+
+    Raises:
+        ValueError: it, or a folder that a run makes in it, holds a link, a pipe or a device.
+        OSError: it cannot be read.
+    """
+    folder = Path(folder)
+    below = [Path(place) for name in _FOLDERS for place, _, _ in os.walk(folder / name)]
+    for place in (folder, *below):
+        if not place.is_dir():
+            continue
+        with os.scandir(place) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    raise ValueError(
+                        f"{entry.path} is a symbolic link: what a run writes there would change "
+                        "another file; remove it, or give another folder"
+                    )
+                if not (entry.is_file() or entry.is_dir()):
+                    raise ValueError(f"{entry.path} is neither a file nor a folder: remove it")
+
+
+def set_aside(folder: Path, names: Iterable[str]) -> str:
+    """Rename the files of an earlier run, all by one number, and return the names they have now."""
+    there = [path for path in (folder / name for name in names) if path.is_file()]
+
+    def renamed(number: int) -> list[Path]:
+        return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
+
+    kept = next(
+        paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
+    )
+    for path, other in zip(there, kept, strict=True):
+        path.rename(other)
+    return ", ".join(path.name for path in kept)

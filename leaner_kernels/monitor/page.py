@@ -17,7 +17,9 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
 
+from ..ops.statistics import COLUMNS, UNITS
 from .command_line import as_path, command, one_line, status_of_errors
+from .files import write_file
 from .plots import (
     axis_scale,
     gaussian_lines,
@@ -30,7 +32,6 @@ from .plots import (
     without_kappa,
 )
 from .rows import newest, read_summary, read_thinned
-from .writing import write_file
 
 __all__ = ["write_page"]
 
@@ -74,15 +75,9 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass
 class Run:
-    """What a page shows of a run, of a long one not every step.
+    """What a page shows of a run, of a long one not every step: its files, in the order of steps.
 
     Attributes:
-        name: of its folder.
-        metrics: rows of ``metrics.jsonl``, one for each step.
-        kappa: of ``kappa.jsonl``, in the order of steps.
-        kappa_probe: of ``kappa_probe.jsonl``, likewise.
-        alarms: of ``alarms.jsonl``.
-        summary: what is plain in ``summary.json``.
         steps: about how many steps each file has of which some were left out, by its name.
         damaged: how many damaged lines were met in each file, by its path.
     """
@@ -174,16 +169,10 @@ def _read_runs(given: list[Path | Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a page shows of a run.
-
-    Of a long run steps that are evenly spaced are read, and every evaluation.
-
-    Args:
-        folder: of the run.
+    """Read what a page shows of a run: of a long one evenly spaced steps, and every evaluation.
 
     Raises:
-        ValueError: it does not exist, or has no rows.
-        OSError: a file cannot be read.
+        ValueError: the folder does not exist, or has no rows.
     """
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
@@ -376,16 +365,12 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
     logs = [math.log(n) for n in columns if n]
     if logs:
         most = f"Attention spread evenly has {spread(logs)}; near 0 each token attends to one"
-    for title, unit, key, join, caption in (
-        ("Entropy of attention", "nats", "entropy", fmean, most),
-        (
-            "Largest attention score (logit)",
-            "logit",
-            "max_logit",
-            max,
-            "Before the softmax; growth without end warns of instability",
-        ),
-    ):
+    for column in COLUMNS:
+        if not column.title:
+            continue
+        title, key = column.title, column.name
+        join = max if column.over_heads == "max" else fmean
+        caption = most if key == "entropy" else column.caption
         if len(runs) == 1:
             lines = _layer_lines(runs[0].kappa, key)
         else:
@@ -396,6 +381,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             ]
         if any(points for _, points, _ in lines):
             steps = _most_steps(runs, "kappa")
+            unit = UNITS[column.statistic]
             chart = _lines(title, unit, lines, steps, alarms=runs if key == "entropy" else ())
             chart.caption.insert(0, caption)
             yield chart
@@ -451,15 +437,9 @@ def _lines(
     scale: str = "linear",
     alarms: Sequence[Run] = (),
 ) -> _Chart:
-    """Return a chart of named lines, with the alarms of some runs as vertical ones.
+    """Return a chart of lines (names, points, styles), with the alarms of runs as vertical ones.
 
-    Args:
-        title: of the chart.
-        unit: of its values.
-        lines: names, points and styles.
-        steps: that the files have, where the lines may have fewer.
-        scale: of the values.
-        alarms: runs whose alarms are shown.
+    ``steps`` are those that the files have, where the lines may have fewer.
     """
     # A line of two points is straight, and nothing of it is left out.
     many = sum(len(points) > 2 for _, points, _ in lines)

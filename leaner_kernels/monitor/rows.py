@@ -1,14 +1,16 @@
-"""Read the rows and the summary of a run, whoever wrote them."""
+"""Rows and the summary of a run: read, whoever wrote them, and summed up."""
 
 import math
 import re
+import statistics
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .reading import SETTINGS, lines_of, open_file, parse_json, read_file
+from ..ops.statistics import COLUMNS
+from .files import SETTINGS, lines_of, open_file, parse_json, read_file
 
 Row = Mapping[str, Any]
 _LINE = 1 << 24  # bytes of a row
@@ -22,50 +24,23 @@ def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
     Args:
         path: of the file.
         keys: as ``parse_row`` takes them; another line is damaged.
-
-    Raises:
-        OSError: it cannot be read.
     """
     rows, damaged = [], 0
-    for line, row in lines_and_rows(path, **keys):
-        if row is not None:
-            rows.append(row)
-        else:
-            damaged += line.endswith(b"\n")
-    return rows, damaged
-
-
-def lines_and_rows(path: Path, **keys: Any) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Yield each line of a file of JSON lines and its row, None where it is damaged.
-
-    Args:
-        path: of the file.
-        keys: as ``parse_row`` takes them.
-
-    Raises:
-        OSError: it cannot be read.
-    """
     with open_file(path) as file:
         for line in lines_of(file, _LINE):
             try:
-                row = parse_row(line, **keys)
+                rows.append(parse_row(line, **keys))
             except ValueError:
-                row = None
-            yield line, row
+                damaged += line.endswith(b"\n")
+    return rows, damaged
 
 
 class Thinned(NamedTuple):
-    """Some rows of a file.
-
-    Attributes:
-        rows: these, in the order of the file.
-        damaged: how many lines were damaged, of those that were looked at.
-        steps: about how many steps the file has, if some were left out; else 0.
-    """
+    """Some rows of a file, in its order."""
 
     rows: list[dict[str, Any]]
-    damaged: int
-    steps: int
+    damaged: int  # lines, of those that were looked at
+    steps: int  # about how many the file has, if some were left out; else 0
 
 
 def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> Thinned:
@@ -76,9 +51,6 @@ def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> 
         most: about how many rows; of a file with no more all are returned.
         always: rows that contain it are returned besides.
         keys: as ``parse_row`` takes them.
-
-    Raises:
-        OSError: it cannot be read.
     """
     starts, kept = array("Q"), set()
     with open_file(path) as file:
@@ -103,8 +75,7 @@ def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> 
                 return None
 
         def step_at(place: int) -> int | None:
-            found = row(place)
-            return None if found is None else found["step"]
+            return (row(place) or {}).get("step")
 
         def step_around(place: int) -> range:
             """Return the places of the rows of the same step."""
@@ -162,21 +133,27 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
+def _is_value(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
 def _is_positive(value: Any) -> bool:
     return value is None or (_is_number(value) and value > 0)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_value, value))
 
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
     "layer": lambda value: _is_text(value),
     "reason": lambda value: value is None or _is_text(value),
-    "head_norms": lambda value: (
-        isinstance(value, list) and all(norm is None or _is_number(norm) for norm in value)
-    ),
+    **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
     **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
     **dict.fromkeys(("tokens", "columns"), _is_positive),
     **dict.fromkeys(
-        ("loss", "throughput", "entropy", "max_logit", "sigma_max", "rank"),
+        ("loss", "throughput", "sigma_max", "rank"),
         lambda value: value is None or _is_number(value),
     ),
 }
@@ -194,13 +171,77 @@ KAPPA_ROW: dict[str, Any] = {
 }
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings.
+MEANS = "arithmetic_mean", "geometric_mean"
 
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no JSON.
+
+def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the means of kappa over the layers of each step.
+
+    They are of the layers with a kappa. Layers that are "not resolved" have a larger one than can
+    be told, so where there are some both means are lower bounds: look at ``not_resolved`` first.
+
+    Args:
+        rows: of ``KappaMonitor``.
+
+    Returns:
+        By step, in the order of the rows: step; layers, how many have a kappa; not_resolved, how
+        many have none for that reason; arithmetic_mean and geometric_mean, None without a layer.
     """
+    steps: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        steps.setdefault(row["step"], []).append(row)
+    means = []
+    for step, of_step in steps.items():
+        kappas = [row["kappa"] for row in of_step if row.get("kappa") is not None]
+        means.append(
+            {
+                "step": step,
+                "layers": len(kappas),
+                "not_resolved": sum(row.get("reason") == "not resolved" for row in of_step),
+                "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
+                "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
+            }
+        )
+    return means
+
+
+def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return one row per layer for the rows that each of several batches gave."""
+    by_layer: dict[str, list[dict[str, Any]]] = {}
+    for rows in batches:
+        for row in rows:
+            by_layer.setdefault(row["layer"], []).append(row)
+    return [rows[0] if len(rows) == 1 else _merged(rows) for rows in by_layer.values()]
+
+
+def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    merged = dict(rows[0])
+    over_heads = {column.name: column.over_heads for column in COLUMNS}
+    for key in merged:
+        values = [row[key] for row in rows]
+        if key in ("step", "layer", "heads", "head_dim", "source"):
+            continue
+        if key == "reason":
+            merged[key] = next((value for value in values if value is not None), None)
+        elif key == "resolved":
+            merged[key] = all(values)
+        elif None in values:
+            merged[key] = None
+        elif key in ("tokens", "columns"):
+            merged[key] = round(math.fsum(values) / len(values))
+        elif key.startswith("kappa"):
+            merged[key] = statistics.geometric_mean(values)
+        elif over_heads.get(key) == "each":
+            heads = zip(*values)
+            merged[key] = [None if None in of else math.fsum(of) / len(of) for of in heads]
+        else:
+            extreme = {"max": max, "min": min}.get(over_heads.get(key, ""))
+            merged[key] = extreme(values) if extreme else math.fsum(values) / len(values)
+    return merged
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings."""
     summary = parse_json(read_file(path, SETTINGS))
     if not isinstance(summary, dict):
         return {}
@@ -225,5 +266,5 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 
     A run that goes on from a checkpoint may have written some twice.
     """
-    found = {(row["step"], row["layer"]): row for row in rows}
-    return sorted(found.values(), key=lambda row: row["step"])
+    rows = {(row["step"], row["layer"]): row for row in rows}.values()
+    return sorted(rows, key=lambda row: row["step"])

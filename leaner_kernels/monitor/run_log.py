@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,16 @@ from torch import distributed as dist
 from torch import nn
 
 from ..alarms import EntropyAlarm, KappaAlarm
-from . import KappaMonitor, layer_means
+from . import KappaMonitor
 from .command_line import one_line
-from .rows import ALARM_ROW, lines_and_rows
-from .writing import check_folder, new_path, open_own, write_file
+from .files import check_folder, set_aside, write_file
+from .rows import ALARM_ROW, layer_means
+from .writers import JsonLines
 
 # What a run appends to, and what it writes at its end.
 _ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
 _RESULTS = "summary.json", "page.html"
-
-
-def set_aside(folder: Path, names: Iterable[str]) -> str:
-    """Rename the files of an earlier run, all by one number, and return the names they have now."""
-    there = [path for path in (folder / name for name in names) if path.is_file()]
-
-    def renamed(number: int) -> list[Path]:
-        return [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
-
-    kept = next(
-        paths for paths in map(renamed, count(1)) if not any(path.exists() for path in paths)
-    )
-    for path, other in zip(there, kept, strict=True):
-        path.rename(other)
-    return ", ".join(path.name for path in kept)
+_SAMPLED = 60  # steps before a resume whose rows alarms are given
 
 
 class RunLog:
@@ -82,7 +68,21 @@ class RunLog:
         self.folder, self.page = Path(folder), page
         self.folder.mkdir(parents=True, exist_ok=True)
         check_folder(self.folder)
-        self.monitor = KappaMonitor(model, path=self.folder / "kappa.jsonl", **options)
+        self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+
+        def file(name: str, **keys: Any) -> JsonLines | None:
+            path = self.folder / name
+            goes_on = first if first and path.exists() else None
+            before = is_before if name == "metrics.jsonl" else None
+            return (
+                JsonLines(path, goes_on, _warn, steps=_SAMPLED, is_before=before, **keys)
+                if self._writes
+                else None
+            )
+
+        kappa = file("kappa.jsonl", **ALARM_ROW)
+        self._metrics, self._alarm_rows = file("metrics.jsonl"), file("alarms.jsonl")
+        self.monitor = KappaMonitor(model, path=kappa, **options)
         self.newest: dict[str, Any] | None = None
         self._begun: int | None = None
         self._began = time.monotonic()
@@ -90,32 +90,12 @@ class RunLog:
             *([KappaAlarm(kappa_factor)] if kappa_factor else []),
             *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
         ]
-        self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
-        if not self._writes:
-            return
-        if first == 0:
-            if renamed := set_aside(self.folder, (*_ROWS, *_RESULTS)):
-                has = f"{self.folder} has the files of an earlier run: renamed to {renamed}"
-                warnings.warn(one_line(has), stacklevel=3)
-            return
-        for name in _ROWS:
-            keeps = is_before if name == "metrics.jsonl" else None
-            self._drop(name, keeps or (lambda row: row["step"] < first))
-
-    def _drop(self, name: str, keeps: Callable[[dict[str, Any]], bool]) -> None:
-        """Write a file anew with the rows that are kept."""
-        path, is_kappa = self.folder / name, name == "kappa.jsonl"
-        if not path.exists():
-            return
-        keys = ALARM_ROW if is_kappa else {"step": int}
-        with new_path(path) as partial, open_own(partial, "r+b") as file:
-            for line, row in lines_and_rows(path, **keys):
-                if row is None or not keeps(row):
-                    continue
-                file.write(line.rstrip(b"\n") + b"\n")
-                for alarm in self._alarms if is_kappa else ():
-                    # What this row sets off was told then.
-                    alarm.update([row])
+        if kappa is not None:
+            for alarm in self._alarms:
+                # What these rows set off was told then.
+                alarm.update(kappa.rows)
+            if first == 0 and (renamed := set_aside(self.folder, (*_ROWS, *_RESULTS))):
+                _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
 
     def begin(self, step: int) -> None:
         """Begin a step, of so many updates before it; sample it if ``every`` steps are over.
@@ -158,8 +138,8 @@ class RunLog:
         for means in layer_means(rows):
             self.newest = means
         found = [one for alarm in self._alarms for one in alarm.update(rows)]
-        if found and self._writes:
-            self._append("alarms.jsonl", [one.as_row() for one in found])
+        if found and self._alarm_rows is not None:
+            self._alarm_rows.append([one.as_row() for one in found])
             for one in found:
                 warnings.warn(one.message, stacklevel=3)
 
@@ -170,8 +150,8 @@ class RunLog:
             for name, value in values.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
-        if self._writes and numbers:
-            self._append("metrics.jsonl", [{"step": step} | numbers])
+        if self._metrics is not None and numbers:
+            self._metrics.append([{"step": step} | numbers])
 
     def close(self) -> None:
         """Leave a step not ended; write the rows still on their way, a summary, and the page."""
@@ -195,6 +175,6 @@ class RunLog:
             # The run is over and its rows are safe: a page can be written of them at any time.
             warnings.warn(one_line(f"no page of {self.folder}: {error}"), stacklevel=2)
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        with open_own(self.folder / name) as file:
-            file.writelines(json.dumps(row).encode() + b"\n" for row in rows)
+
+def _warn(message: str) -> None:
+    warnings.warn(one_line(message), stacklevel=4)

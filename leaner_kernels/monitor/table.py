@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.statistics import COLUMNS
 from .command_line import as_path
-from .probe import layer_means
+from .rows import layer_means
 
 _COLUMNS = {
     "κ": "kappa",
     "Gaussian": "kappa_gaussian",
     "eff. rank": "effective_rank",
-    "entropy": "entropy",
-    "max logit": "max_logit",
+    **{column.name.replace("_", " "): column.name for column in COLUMNS if column.title},
 }
 _HEAD_REPORT = {
     "corr.": "head_correlation",
@@ -111,18 +111,9 @@ def show(rows: list[dict[str, Any]], flags: argparse.Namespace) -> None:
 
 
 def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
-    """Return whole pieces of a text, one after another, without padding.
+    """Return at most ``samples`` whole pieces of a text, (S, N) int64, without padding.
 
-    Args:
-        tokens: of the text.
-        length: of a piece, at most; a shorter text is one piece.
-        samples: pieces, at most.
-
-    Returns:
-        (S, N), int64.
-
-    Raises:
-        ValueError: fewer than two tokens.
+    A text shorter than ``length`` is one piece; of fewer than two tokens it is a ValueError.
     """
     length = min(length, len(tokens))
     if length < 2:

@@ -28,7 +28,7 @@ from ..ops._checks import autocast
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
 from ..ops.attention.reference import attend, probabilities
-from ..ops.statistics import AttentionStats, evenly_spaced, per_head
+from ..ops.statistics import STATISTICS, AttentionStats, evenly_spaced, newest_statistics, per_head
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
@@ -46,10 +46,7 @@ class TracedCall(NamedTuple):
     Attributes:
         heads: (S, N, H * E), of the sampled entries, float32 or float64.
         lengths: (S,) int32, tokens that are not padding; None where all count.
-        max_logit: (H,), maximum over the forwards since the step began.
-        entropy: (B, H), or (S, H) where it was recomputed.
-        prob_norm: as ``entropy``.
-        head_norm: as ``entropy``.
+        statistics: as there, of the forwards since the step began; of (S, H) where recomputed.
         dtype: of the query.
         head_dim: E, that of the values.
         columns: M, the number of keys.
@@ -59,15 +56,17 @@ class TracedCall(NamedTuple):
 
     heads: Tensor
     lengths: Tensor | None
-    max_logit: Tensor
-    entropy: Tensor
-    prob_norm: Tensor
-    head_norm: Tensor
+    statistics: dict[str, Tensor]
     dtype: torch.dtype
     head_dim: int
     columns: int
     source: str
     residual: None = None
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return self.heads.shape[-1] // self.head_dim
 
 
 class CallTrace:
@@ -171,18 +170,16 @@ class CallTrace:
         """
         inside = {part for module in self.excluded for part in module.modules()}
         traced = {layer.partition("#")[0] for layer in layers}
-        around = {name[:end] for name in traced for end in _prefix_ends(name)}
-        untraced: list[str] = []
-        for module, name in self.names.items():
-            within = traced.intersection(name[:end] for end in _prefix_ends(name))
-            if (
-                module not in inside
-                and name not in around
-                and not within
-                and looks_like_attention(module)
-            ):
-                untraced.append(name)
-        holders = {name[:end] for name in untraced for end in _prefix_ends(name) if end < len(name)}
+        around = set().union(*map(_prefixes, traced))
+        untraced = [
+            name
+            for module, name in self.names.items()
+            if module not in inside
+            and name not in around
+            and traced.isdisjoint(_prefixes(name))
+            and looks_like_attention(module)
+        ]
+        holders = set().union(*(_prefixes(name) - {name} for name in untraced))
         return [name for name in untraced if name not in holders]
 
     @property
@@ -296,16 +293,11 @@ class CallTrace:
         source: str,
     ) -> None:
         assert stats.heads is not None
-        peak, before = stats.max_logit.amax(dim=0), self.calls.get(layer)
-        if before is not None and before.max_logit.shape == peak.shape:
-            peak = peak.maximum(before.max_logit)
+        before = self.calls.get(layer)
         self.calls[layer] = TracedCall(
             heads=stats.heads,
             lengths=lengths,
-            max_logit=peak,
-            entropy=stats.entropy,
-            prob_norm=stats.prob_norm,
-            head_norm=stats.head_norm,
+            statistics=newest_statistics(stats, None if before is None else before.statistics),
             dtype=query.dtype,
             head_dim=value.shape[-1],
             columns=value.shape[-2],
@@ -437,9 +429,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _prefix_ends(name: str) -> list[int]:
-    """Return the lengths of the names of a module and of those around it."""
-    return [0, *(place for place, letter in enumerate(name) if letter == "."), len(name)]
+def _prefixes(name: str) -> set[str]:
+    """Return the names of a module and of those around it, the model's "" among them."""
+    parts = name.split(".")
+    return {"", *(".".join(parts[: count + 1]) for count in range(len(parts)))}
 
 
 def may_be_compiled() -> bool:
@@ -470,17 +463,10 @@ def attention_statistics(
     scale: float | None,
     samples: int,
 ) -> AttentionStats:
-    """Attend for sampled batch entries, without dropout.
+    """Attend for at most ``samples`` batch entries, without dropout.
 
-    Args:
-        query: (..., H, N, D), as PyTorch's ``scaled_dot_product_attention`` took it; the axes
-            before these are its batch, and (B, N, D) is a batch of one head.
-        key: (..., Hkv, M, D).
-        value: (..., Hkv, M, E).
-        attn_mask: boolean (True is seen) or added, broadcastable to (..., H, N, M).
-        is_causal: row i sees columns 0 to i.
-        scale: multiplies the scores; ``D ** -0.5`` when omitted.
-        samples: at most so many entries, spread over the batch.
+    The arguments are those of PyTorch's ``scaled_dot_product_attention``: (..., H, N, D) queries,
+    (..., Hkv, M, D) keys and (..., Hkv, M, E) values; (B, N, D) is a batch of one head.
 
     Returns:
         AttentionStats of S entries: heads (S, N, H * E), float32, or float64 of float64; the
@@ -509,23 +495,22 @@ def attention_statistics(
             found.append(
                 _attend_one(query[place], key[place], value[place], mask, is_causal, factor)
             )
-    captured, max_logit, entropy, prob_norm, head_norm = map(torch.stack, zip(*found, strict=True))
-    nothing = captured.new_empty(0)
-    stats = max_logit.float(), entropy.float(), prob_norm.float(), head_norm.float()
-    return AttentionStats(nothing, nothing, *stats, captured)
+    heads, *per_head = map(torch.stack, zip(*found, strict=True))
+    nothing = heads.new_empty(0)
+    return AttentionStats._make((nothing, nothing, *(t.float() for t in per_head), heads))
 
 
 def _attend_one(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, ...]:
-    """Return the heads (N, H * E) of one entry, then max_logit, entropy and the two norms, (H,)."""
+    """Return the heads (N, H * E) of one entry, then each of ``STATISTICS``, (H,)."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     query, key, value = (t.to(dtype)[None] for t in (query, key, value))
     _, heads, rows, _ = query.shape
     cols = key.shape[2]
     columns = torch.arange(cols, device=query.device)
     step = max(1, MAX_SCORES // (heads * cols))
-    outputs, found = [], []
+    outputs, blocks = [], []
     for first in range(0, rows, step):
         block = slice(first, min(first + step, rows))
         seen = None if mask is None else mask[None, :, block]
@@ -536,13 +521,19 @@ def _attend_one(
             seen = past if seen is None else seen & past
         p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
         a = attend(p, value, None, 0.0)
-        max_logit, entropy, prob_norm, head_norm = per_head(p, s, a)
-        share = (block.stop - block.start) / rows
-        found.append((max_logit, share * entropy, prob_norm.square(), head_norm.square()))
+        blocks.append((block.stop - block.start, *per_head(p, s, a)))
         outputs.append(a[0].transpose(0, 1).flatten(1))
-    max_logit, entropy, prob_norm, head_norm = (torch.cat(each) for each in zip(*found))
-    norms = (squares.sum(dim=0).sqrt() for squares in (prob_norm, head_norm))
-    return torch.cat(outputs), max_logit.amax(dim=0), entropy.sum(dim=0), *norms
+    counts, *per_block = zip(*blocks)
+    joined = []
+    for statistic, values in zip(STATISTICS, per_block, strict=True):
+        if statistic.over_rows == "max":
+            joined.append(torch.cat(values).amax(dim=0))
+        elif statistic.over_rows == "mean":
+            parts = [count / rows * mean for count, mean in zip(counts, values)]
+            joined.append(torch.cat(parts).sum(dim=0))
+        else:
+            joined.append(torch.cat(values).square().sum(dim=0).sqrt())
+    return torch.cat(outputs), *joined
 
 
 @contextmanager

@@ -1,12 +1,17 @@
 """Modules around the operators: the projections before and after, and the capture for kappa."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ..ops.statistics import evenly_spaced
 from .attention import ManyHeadAttention
 from .capture import Captured, Capturing
-from .covariance import ChannelAttention, CrossCovarianceAttention
-from .nystrom import NystromAttention
-from .outlook import OutlookAttention
-from .window import WindowAttention
+
+if TYPE_CHECKING:
+    from .covariance import ChannelAttention, CrossCovarianceAttention
+    from .nystrom import NystromAttention
+    from .outlook import OutlookAttention
+    from .window import WindowAttention
 
 __all__ = [
     "Captured",
@@ -19,3 +24,17 @@ __all__ = [
     "WindowAttention",
     "evenly_spaced",
 ]
+# Most models have one kind of attention: the others are imported when they are first asked for.
+_LATE = {
+    "ChannelAttention": "covariance",
+    "CrossCovarianceAttention": "covariance",
+    "NystromAttention": "nystrom",
+    "OutlookAttention": "outlook",
+    "WindowAttention": "window",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_LATE[name]}", __name__), name)

@@ -8,11 +8,8 @@ from torch import Tensor, nn
 
 from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
-from ..ops.attention.beside import (
-    attention_beside_stats,
-    attention_qkvpacked_beside_stats,
-)
-from ..ops.statistics import AttentionStats, evenly_spaced
+from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
+from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics
 
 MAX_SIZE = 2**31 - 1
 
@@ -28,11 +25,8 @@ class Captured(NamedTuple):
         output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
         residual: (S, N, dim), float32: what the output is added to; None when not given.
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
-        max_logit: (H,), float32: maximum over the batch, and over the forwards since ``captured``
-            was last None.
-        entropy: (B, H), as in ``AttentionStats``, of the whole batch.
-        prob_norm: (B, H), as ``entropy``.
-        head_norm: (B, H), as ``entropy``.
+        statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
+            maximum (H,) over the batch and over the forwards since ``captured`` was last None.
         dtype: of the output before it became float32.
     """
 
@@ -40,10 +34,7 @@ class Captured(NamedTuple):
     output: Tensor
     residual: Tensor | None
     lengths: Tensor | None
-    max_logit: Tensor
-    entropy: Tensor
-    prob_norm: Tensor
-    head_norm: Tensor
+    statistics: dict[str, Tensor]
     dtype: torch.dtype
 
 
@@ -201,13 +192,8 @@ class Capturing(nn.Module):
     ) -> Tensor:
         """Return ``finish(attend(*args, **params))``, and store what is to be captured.
 
-        Args:
-            finish: makes the output of the module of that of the operator.
-            attend: the operator, of batches first.
-            measure: the same with statistics, given ``sample`` too.
-            args: of both.
-            store: what ``_store_capture`` takes beside statistics, sample and output.
-            params: of both.
+        ``measure`` is the operator ``attend`` with statistics, given ``sample`` too; ``store`` is
+        what ``_store_capture`` takes beside statistics, sample and output.
         """
         sample, measured = self._select_sample(args[0].shape[0], args[0].device)
         if not measured:
@@ -228,8 +214,8 @@ class Capturing(nn.Module):
         layer_scale: Tensor | None = None,
     ) -> None:
         """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""
-        peak = stats.max_logit.amax(dim=0)
         if self.track_logits:
+            peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
         if sample is None:
             return
@@ -243,10 +229,9 @@ class Capturing(nn.Module):
             output=added if layer_scale is None else added * layer_scale.float(),
             residual=None if skip is None else skip.index_select(0, sample).flatten(1, -2).float(),
             lengths=None if key_lengths is None else key_lengths.index_select(0, sample),
-            max_logit=peak if self.captured is None else peak.maximum(self.captured.max_logit),
-            entropy=stats.entropy,
-            prob_norm=stats.prob_norm,
-            head_norm=stats.head_norm,
+            statistics=newest_statistics(
+                stats, None if self.captured is None else self.captured.statistics
+            ),
             dtype=output.dtype,
         )
 

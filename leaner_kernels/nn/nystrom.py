@@ -8,11 +8,7 @@ from torch import Tensor, nn
 
 from ..ops._checks import checked_lengths, shown
 from ..ops.attention import attention_qkvpacked
-from ..ops.nystrom import (
-    check_landmarks,
-    nystrom_attention,
-    nystrom_attention_with_stats,
-)
+from ..ops.nystrom import check_landmarks, nystrom_attention, nystrom_attention_with_stats
 from .capture import Attends, Capturing
 
 
@@ -132,10 +128,7 @@ class NystromAttention(Capturing):
                 values = v.masked_fill(padded[:, None, :, None], 0)
             return self._project(a + self.conv(values).transpose(1, 2))
 
-        params = {
-            "key_lengths": key_lengths,
-            "store": {"skip": skip, "key_lengths": key_lengths},
-        }
+        params = {"key_lengths": key_lengths, "store": {"skip": skip, "key_lengths": key_lengths}}
         if tokens <= self.num_landmarks:
             operators = attention_qkvpacked, self._qkvpacked_with_stats
             return self._run(finish, *operators, qkv, **params)

@@ -6,11 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.outlook import (
-    check_window,
-    outlook_attention,
-    outlook_attention_with_stats,
-)
+from ..ops.outlook import check_window, outlook_attention, outlook_attention_with_stats
 from .capture import Attends, Capturing
 
 

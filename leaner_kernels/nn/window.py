@@ -7,11 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.statistics import AttentionStats
-from ..ops.window import (
-    check_window,
-    window_attention,
-    window_attention_with_stats,
-)
+from ..ops.window import check_window, window_attention, window_attention_with_stats
 from .capture import Attends, Capturing
 
 

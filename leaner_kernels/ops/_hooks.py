@@ -23,20 +23,12 @@ class AttentionHook(Protocol):
         attends: Callable[[], Tensor] | None = None,
         **named: Any,
     ) -> Tensor | None:
-        """Return what ``leaner_kernels.attention`` returns for the same arguments, (B, H, N, D).
+        """Return what ``leaner_kernels.attention`` returns for the same arguments.
 
-        Or None, where this call is not traced, and the caller is to compute it itself.
-
-        Args:
-            owner: the module that calls; None where the caller has no module, and then it is the
-                innermost one whose forward is running.
-            query: (B, H, N, D), as in ``leaner_kernels.attention``.
-            key: as there.
-            value: as there.
-            params: those after ``value``, as there.
-            attends: computes the result in other steps, where that is not ``attention`` of these
-                arguments; then it does on the CPU in this one too, and its shape is returned.
-            named: ``key_lengths`` (B,) int32 and ``softcap``, as there.
+        Or None, where this call is not traced, and the caller is to compute it itself. ``owner`` is
+        the module that calls; with None it is the innermost one whose forward is running.
+        ``attends`` computes the result in other steps, where that is not ``attention`` of these
+        arguments; then it does on the CPU in this one too, and its shape is returned.
         """
         ...
 

@@ -152,7 +152,7 @@ class LaunchCache:
             prepare: is called where the cache has no entry.
         """
         addresses = addresses_of(tensors)
-        key = kind, _unaligned(addresses)
+        key = kind, unaligned_bits(addresses)
         entry = self._entries.get(key)
         if entry is not None:
             return entry.run(addresses)
@@ -167,7 +167,7 @@ class LaunchCache:
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
         """Launch from the cache; return False, having done nothing, where it has no entry."""
         addresses = addresses_of(tensors)
-        entry = self._entries.get((kind, _unaligned(addresses)))
+        entry = self._entries.get((kind, unaligned_bits(addresses)))
         if entry is None:
             return False
         entry.run(addresses)
@@ -225,10 +225,12 @@ class Signature(NamedTuple):
     Attributes:
         key: equal for calls that differ in the addresses of their tensors alone.
         addresses: of the tensors, 0 for None.
+        recorded: whether autograd records the call.
     """
 
     key: Hashable
     addresses: list[int]
+    recorded: bool
 
 
 def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | None:
@@ -246,32 +248,44 @@ def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | 
     device = first.device
     if _observed() or device.index != torch._C._cuda_getDevice():
         return None
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in TENSORS or t.layout is not torch.strided or t.is_nested:
-            return None
-        if t.is_neg() or t.device != device:  # a view to be negated when it is read
-            return None
-    return key_of(tensors, (*numbers, types))
+    return key_of(tensors, (*numbers, types), device)
 
 
-def key_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature:
-    """Return the signature of a call that is known to be on the current GPU."""
+def key_of(
+    tensors: Sequence[Any], numbers: Sequence[Any], plain_on: torch.device | None = None
+) -> Any:
+    """Return the signature of a call that is known to be on the current GPU.
+
+    With a device, None unless each tensor is plain and lies there.
+    """
     key = [*numbers, tensors[0].device.index, torch._C._get_deterministic_algorithms()]
-    addresses, low_bits = [], 0
+    addresses, low_bits, wanted = [], 0, False
     for t in tensors:
         if t is None:
             key.append(None)
             addresses.append(0)
             continue
+        if plain_on is not None and (
+            type(t) not in TENSORS
+            or t.layout is not torch.strided
+            or t.is_nested
+            or t.is_neg()  # a view to be negated when it is read
+            or t.device != plain_on
+        ):
+            return None
         address = t.data_ptr()
         addresses.append(address)
         low_bits |= address
+        wanted = wanted or t.requires_grad
         key += t.shape, t.stride(), t.dtype
     if low_bits % ALIGNMENT:  # Triton compiles for addresses that are aligned, or are not
-        key.append(_unaligned(addresses))
-    return Signature(tuple(key), addresses)
+        key.append(unaligned_bits(addresses))
+    # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
+    # records nothing.
+    recorded = wanted and plain_on is not None and torch.is_grad_enabled()
+    recorded = recorded and not torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
+    key.append(recorded)
+    return Signature(tuple(key), addresses, recorded)
 
 
 def seen_by_autograd_alone(args: Sequence[Any]) -> bool:
@@ -289,16 +303,6 @@ def _observed() -> bool:
         or torch._C._is_tracing()
         or _profiler_enabled()
     )
-
-
-def recorded(*tensors: Tensor | None) -> bool:
-    """Whether autograd is to record a call of these: not inside another operator."""
-    if not torch.is_grad_enabled() or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD):
-        return False
-    for t in tensors:  # noqa: SIM110 - a comprehension is a call
-        if t is not None and t.requires_grad:
-            return True
-    return False
 
 
 def rows_contiguous(grad: Tensor) -> Tensor:
@@ -334,11 +338,6 @@ def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
     return [0 if t is None else t.data_ptr() for t in tensors]
 
 
-def unaligned(tensors: Sequence[Tensor | None]) -> int:
-    """Return which tensors Triton compiles for as unaligned, a bit each."""
-    return _unaligned(addresses_of(tensors))
-
-
 def aligned(addresses: Sequence[int]) -> bool:
     """Whether Triton compiles for all of them as aligned."""
     bits = 0
@@ -347,7 +346,8 @@ def aligned(addresses: Sequence[int]) -> bool:
     return bits % ALIGNMENT == 0
 
 
-def _unaligned(addresses: Sequence[int]) -> int:
+def unaligned_bits(addresses: Sequence[int]) -> int:
+    """Return which addresses Triton compiles for as unaligned, a bit each."""
     if aligned(addresses):
         return 0
     return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)

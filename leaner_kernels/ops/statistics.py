@@ -2,10 +2,11 @@
 
 Operators fill a float32 buffer (len(STATISTICS), B, H) in the order of ``STATISTICS``, which is
 that of the fields of ``AttentionStats`` too. The monitor reads here how each is reduced over batch
-entries, ranks and heads, and which columns of rows, charts and printed tables that gives.
+entries, ranks and heads, and which columns of its rows, charts and printed tables that gives.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -40,20 +41,40 @@ class AttentionStats(NamedTuple):
     heads: Tensor | None
 
 
+class Statistic(NamedTuple):
+    """A statistic of one batch entry and head, float32 (B, H).
+
+    Attributes:
+        name: field of ``AttentionStats``.
+        unit: empty for a number without one.
+        over_rows: reduction over blocks of rows of P; the norm of several is that of their norms.
+        over_samples: reduction over batch entries. A maximum also spans all forwards of a step;
+            otherwise the newest forward counts.
+        over_ranks: reduction over the ranks that measured a layer.
+    """
+
+    name: str
+    unit: str
+    over_rows: Literal["mean", "max", "norm"]
+    over_samples: Literal["mean", "max"]
+    over_ranks: Literal["mean", "max"]
+
+
 class Column(NamedTuple):
     """A column of ``KappaMonitor``'s rows: a statistic, reduced over the heads of a layer.
 
     Attributes:
         name: key of the row.
+        statistic: name of the statistic.
         over_heads: the reduction; "each" keeps a list with one number per head.
         doc: meaning, as in the table of docs/kappa.md.
         written: whether TensorBoard and W&B get it.
-        title: of its chart on the page of a run, which has none without; the same columns are
-            printed.
+        title: of its chart on a page; without one it is neither drawn nor printed.
         caption: of that chart.
     """
 
     name: str
+    statistic: str
     over_heads: Literal["mean", "min", "max", "each"]
     doc: str
     written: bool = False
@@ -61,77 +82,54 @@ class Column(NamedTuple):
     caption: str = ""
 
 
-class Statistic(NamedTuple):
-    """A statistic of one batch entry and head, float32 (B, H).
-
-    Attributes:
-        name: field of ``AttentionStats``.
-        unit: empty for a number without one.
-        over_samples: reduction over batch entries. A maximum also spans all forwards of a step;
-            otherwise the newest forward counts.
-        over_ranks: reduction over the ranks that measured a layer.
-        columns: of the monitor's rows.
-    """
-
-    name: str
-    unit: str
-    over_samples: Literal["mean", "max"]
-    over_ranks: Literal["mean", "max"]
-    columns: tuple[Column, ...]
-
-
 STATISTICS = (
-    Statistic(
-        "max_logit",
-        "logit",
-        over_samples="max",
-        over_ranks="max",
-        columns=(
-            Column(
-                "max_logit",
-                "max",
-                "the largest score",
-                written=True,
-                title="Largest attention score (logit)",
-                caption="Before the softmax; growth without end warns of instability",
-            ),
-        ),
-    ),
-    Statistic(
-        "entropy",
-        "nats",
-        over_samples="mean",
-        over_ranks="mean",
-        columns=(
-            Column(
-                "entropy",
-                "mean",
-                "entropy of the attention in nats, mean over heads",
-                written=True,
-                title="Entropy of attention",
-            ),
-            Column("entropy_min", "min", "entropy of the head with the smallest", written=True),
-        ),
-    ),
-    Statistic(
-        "prob_norm",
-        "",
-        over_samples="mean",
-        over_ranks="mean",
-        columns=(Column("prob_norm", "mean", "‖P‖_F, mean over heads"),),
-    ),
-    Statistic(
-        "head_norm",
-        "",
-        over_samples="mean",
-        over_ranks="mean",
-        columns=(
-            Column("head_norm", "mean", "‖A_i‖_F, mean over heads", written=True),
-            Column("head_norms", "each", "‖A_i‖_F of each head"),
-        ),
-    ),
+    Statistic("max_logit", "logit", over_rows="max", over_samples="max", over_ranks="max"),
+    Statistic("entropy", "nats", over_rows="mean", over_samples="mean", over_ranks="mean"),
+    Statistic("prob_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
+    Statistic("head_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
 )
-COLUMNS = {column.name: column for statistic in STATISTICS for column in statistic.columns}
+UNITS = {statistic.name: statistic.unit for statistic in STATISTICS}
+COLUMNS = (
+    Column(
+        "entropy",
+        "entropy",
+        "mean",
+        "entropy of the attention in nats, mean over heads",
+        written=True,
+        title="Entropy of attention",
+    ),
+    Column("entropy_min", "entropy", "min", "entropy of the head with the smallest", written=True),
+    Column(
+        "max_logit",
+        "max_logit",
+        "max",
+        "the largest score",
+        written=True,
+        title="Largest attention score (logit)",
+        caption="Before the softmax; growth without end warns of instability",
+    ),
+    Column("prob_norm", "prob_norm", "mean", "‖P‖_F, mean over heads"),
+    Column("head_norm", "head_norm", "mean", "‖A_i‖_F, mean over heads", written=True),
+    Column("head_norms", "head_norm", "each", "‖A_i‖_F of each head"),
+)
+
+
+def newest_statistics(
+    stats: AttentionStats, before: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Return the statistics of a forward, joined with those of forwards ``before`` in its step.
+
+    They are (B, H) of this forward, or the maximum (H,) over the batch and all forwards.
+    """
+    statistics = {}
+    for statistic in STATISTICS:
+        values = getattr(stats, statistic.name)
+        if statistic.over_samples == "max":
+            values = values.amax(dim=0)
+            if before is not None and before[statistic.name].shape == values.shape:
+                values = values.maximum(before[statistic.name])
+        statistics[statistic.name] = values
+    return statistics
 
 
 def per_head(
@@ -177,11 +175,7 @@ def attention_stats(
 ) -> AttentionStats:
     """Return the results of an operator by name.
 
-    Args:
-        out: as in ``AttentionStats``.
-        lse: as there.
-        per_head: (len(STATISTICS), B, H), float32; the statistics returned are views of it.
-        heads: as ``out``.
+    ``per_head`` is (len(STATISTICS), B, H), float32; the statistics returned are views of it.
     """
     return AttentionStats._make((out, lse, *per_head.unbind(), heads))
 

@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import nn
 
+from leaner_kernels.monitor.writers import JsonLines
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, assert_same_run, rows
 from train import export, vit
 from train.checkpoint import checkpoints as saving
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
-from train.logs.report import JsonLines, Report
+from train.logs.report import Report
 from train.loop import parallel
 from train.loop.optimizer import make_optimizer
 

@@ -18,8 +18,16 @@ from torch.overrides import _get_current_function_mode
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.kappa import native
 from leaner_kernels.monitor import measurement, trace
-from leaner_kernels.monitor.measurement import CHANGED, MEASURED, NOT_RUN, FlatLayout, gather
-from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.monitor.measurement import (
+    CHANGED,
+    MEASURED,
+    NOT_RUN,
+    columns_of,
+    gather,
+    merge_ranks,
+    unmeasured,
+)
+from leaner_kernels.nn import Captured, ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
@@ -173,41 +181,33 @@ def test_why_there_is_no_kappa() -> None:
     assert (row["kappa"], row["reason"]) == (None, "not finite")
 
 
-def test_pieces_of_a_step_are_put_in_order() -> None:
-    model = ours()
+def captured_of(model: nn.Module, layers: int) -> list[Captured]:
     for module in model.blocks:
         module.capture_samples = 3
     model(batch())
-    captured = [module.captured for module in model.blocks]
-    layout = FlatLayout((4, 2, 3))
-    whole = layout.measure(gather(captured))
-    pieces = [
-        (of, layout.subset(of).measure(gather([captured[i] for i in of]))) for of in ([2, 0], [1])
-    ]
-    torch.testing.assert_close(
-        layout.merge_devices(pieces), whole, rtol=1e-6, atol=0, equal_nan=True
-    )
+    return [module.captured for module in model.blocks[:layers]]
+
+
+def test_layers_measured_apart_have_the_numbers_of_layers_measured_together() -> None:
+    captured = captured_of(ours(), 3)
+    whole = measurement.measure(gather(captured), 4)
+    for layers in ([2, 0], [1]):
+        piece = measurement.measure(gather([captured[layer] for layer in layers]), 4)
+        torch.testing.assert_close(piece, whole[layers], rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_ranks_that_skipped_a_layer_leave_it_to_the_others() -> None:
-    layout, model = FlatLayout((4, 2)), ours()
-    for module in model.blocks:
-        module.capture_samples = 3
-    model(batch())
-    captured = [module.captured for module in model.blocks[:2]]
-    both = layout.measure(gather(captured))
-    one = [
-        ([0], layout.subset([0]).measure(gather(captured[:1]))),
-        ([1], layout.subset([1]).unmeasured([NOT_RUN], torch.device("cpu"))),
-    ]
-    joined = layout.unflatten(layout.merge_ranks(torch.stack([both, layout.merge_devices(one)])))
-    alone = layout.unflatten(layout.merge_ranks(torch.stack([both, both])))
-    assert [str(values) for values in joined] == [str(values) for values in alone]
-    blank = layout.unmeasured([NOT_RUN, CHANGED], torch.device("cpu"))
-    nothing = layout.unflatten(layout.merge_ranks(torch.stack([blank, blank])))
-    assert [values["status"] for values in nothing] == [NOT_RUN, CHANGED]
-    assert alone[0]["status"] == MEASURED
-    assert nothing[0]["worst"][0] == -math.inf
+    both = measurement.measure(gather(captured_of(ours(), 2)), 4)
+    cpu = torch.device("cpu")
+    one = torch.cat([both[:1], unmeasured([NOT_RUN], 4, cpu)])
+    joined = merge_ranks(torch.stack([both, one]))
+    alone = merge_ranks(torch.stack([both, both]))
+    assert torch.equal(joined.nan_to_num(-1), alone.nan_to_num(-1))
+    blank = unmeasured([NOT_RUN, CHANGED], 4, cpu)
+    nothing = merge_ranks(torch.stack([blank, blank]))
+    assert nothing[:, -1].tolist() == [NOT_RUN, CHANGED]
+    assert alone[0, -1] == MEASURED
+    assert nothing[0, columns_of(nothing.shape[1])["worst_kappa"]].tolist() == [-math.inf] * 3
 
 
 # Several monitors, threads, other modules.

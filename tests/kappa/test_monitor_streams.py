@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.kappa import native
-from leaner_kernels.monitor.measurement import HostCopy, SideStream, SynchronousStream
+from leaner_kernels.monitor.measurement import HostCopy, SideStream
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, Scalars, batch
 from tests.wandb_runs import FakeRun
@@ -30,10 +30,11 @@ class Copy:
         self.over = True
 
 
-class DelayedStream(SynchronousStream):
+class DelayedStream(SideStream):
     """As SideStream: results are on their way until their copies are over."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.copies: list[Copy] = []
 
     def copy_to_host(self, values: torch.Tensor) -> HostCopy:
@@ -95,7 +96,7 @@ def test_late_rows_are_those_of_their_step() -> None:
         model((number + 1) * batch()).sum().backward()
         assert monitor.end() == []
     late = monitor.flush()
-    monitor._side_stream = SynchronousStream()
+    monitor._side_stream = SideStream(torch.device("cpu"))
     for number in range(3):
         monitor.begin(number)
         model((number + 1) * batch()).sum().backward()
@@ -139,9 +140,9 @@ def test_on_a_gpu_no_value_is_read_and_the_memory_is_kept() -> None:
         assert monitor.end() == []
 
     assert takes.call_count == 2
-    # Heads; output without and with the stream; their lengths; statistics; logits.
+    # Heads; output without and with the stream; their lengths; each statistic.
     kept = [call.args[0] for call in cuda.keep.call_args_list]
-    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), (3, 4), (4,)]
+    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), *[(4,)] * 4]
     assert sorted(kept[:-1]) == sorted(copies)
     side = cuda.Stream.return_value
     assert all(call.args[1] is side for call in cuda.keep.call_args_list)

@@ -124,7 +124,7 @@ def test_the_operators_of_a_gpu_run_in_every_architecture(architecture):
             return func(*args, **(kwargs or {}))
 
     with Names():
-        predict(partial(papers.MODELS[architecture], **TINY[architecture]), 2)
+        predict(partial(papers.constructor(architecture), **TINY[architecture]), 2)
     ours = {name for name in ran if name.startswith("leaner_kernels.")}
     assert any(name.endswith("_backward.default") for name in ours)
     # What PyTorch's equivalents on other devices would have run. The loss of a vocabulary has a
@@ -188,7 +188,7 @@ def test_gradients_in_bfloat16_are_those_of_bfloat16_weights():
 
 @pytest.mark.parametrize("architecture", ["xcit", "volo"])
 def test_batch_norms_train_in_bfloat16(architecture):
-    model = papers.MODELS[architecture](**TINY[architecture])
+    model = papers.constructor(architecture)(**TINY[architecture])
     step = Step(model, precision="bf16")
     images, labels = step.batch(2)
     step.loss(torch.rand_like(images), labels).backward()

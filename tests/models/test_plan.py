@@ -142,8 +142,10 @@ def test_kappa_is_that_of_the_heads_before_the_projection():
 
 
 def test_kappa_that_cannot_be_told_is_not_made_up(monkeypatch):
+    vit = papers.constructor("vit")
+
     def build(blind, **config):
-        model = papers.MODELS["vit"](**config)
+        model = vit(**config)
         with torch.no_grad():
             for block in model.blocks[:blind]:
                 block.attn.qkv.weight.zero_()
@@ -152,7 +154,7 @@ def test_kappa_that_cannot_be_told_is_not_made_up(monkeypatch):
     images = torch.randn(1, 3, 32, 32)
     config = FLAT.config | {"depth": 2}
     for blind, resolved in ((1, 1), (2, 0)):
-        monkeypatch.setitem(papers.MODELS, "blind", partial(build, blind))
+        monkeypatch.setattr(papers, "constructor", lambda _, blind=blind: partial(build, blind))
         measured = plan.with_kappa(Configuration("blind", config, 1), images)
         assert (measured.resolved, measured.layers) == (resolved, 2)
         assert (measured.kappa is None) == (resolved == 0)
@@ -206,7 +208,7 @@ def test_the_command_writes_what_it_prints(command, capsys):
     for row in rows:
         sizes = {"depth": int(row["depth"]), "heads": int(row["heads"])}
         config = FLAT.config | sizes | {"mlp_ratio": float(row["mlp_ratio"])}
-        model = papers.MODELS["vit"](**config, device="meta")
+        model = papers.constructor("vit")(**config, device="meta")
         assert int(row["params"]) == model.num_params()
         assert f"{model.num_params():,}" in printed
 

@@ -309,7 +309,7 @@ def test_a_module_may_be_wider_than_its_input_and_captures(kind: type) -> None:
     torch.testing.assert_close(captured.heads, heads[[0, 1]])
     torch.testing.assert_close(captured.output, output[[0, 1]])
     torch.testing.assert_close(captured.residual, x[[0, 1]])
-    torch.testing.assert_close(captured.max_logit, s.amax(dim=(0, 2, 3)).float())
+    torch.testing.assert_close(captured.statistics["max_logit"], s.amax(dim=(0, 2, 3)).float())
     with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got \(3, 7, 11\)"):
         module(x[..., :11])
     with pytest.raises(ValueError, match=r"skip must be as x, \(3, 7, 12\), got \(3, 6, 12\)"):

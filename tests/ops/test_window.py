@@ -282,7 +282,7 @@ def test_the_module_captures_the_tokens_of_its_map() -> None:
     torch.testing.assert_close(captured.output, output[[0, 2]].flatten(1, 2))
     assert captured.residual is not None
     assert torch.equal(captured.residual, skip[[0, 2]].flatten(1, 2))
-    assert captured.entropy.shape == (4, 3)
+    assert captured.statistics["entropy"].shape == (4, 3)
 
 
 def test_the_module_tracks_its_largest_logit() -> None:

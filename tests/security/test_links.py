@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from leaner_kernels.monitor import page
+from leaner_kernels.monitor.files import check_folder, open_own, write_file
 from leaner_kernels.monitor.run_log import RunLog
-from leaner_kernels.monitor.writing import check_folder, open_own, write_file
 from tests.train.launch import TINY
 from tests.train.trained import train_vit
 from train import export, vit

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor.files import FORMATS, decode
+from leaner_kernels.monitor.pictures import FORMATS, decode
 from tests.security.refusals import refusal
 from tests.train.launch import ROOT
 from tests.train.trained import train_vit
@@ -123,7 +123,7 @@ def test_a_large_photograph_is_no_warning():
     # Between the sizes of which Pillow warns and which it refuses.
     rows = zlib.compress(bytes(10_000 + 1) * 10_000)
     code = (
-        "import sys; from leaner_kernels.monitor.files import decode;"
+        "import sys; from leaner_kernels.monitor.pictures import decode;"
         "print(decode(sys.stdin.buffer.read(), str).size)"
     )
     done = subprocess.run(
@@ -157,5 +157,5 @@ def test_no_other_place_opens_pictures():
         if opens.search(line)
     ]
     assert len(places) == 1, places
-    assert "leaner_kernels/monitor/files.py" in places[0]
+    assert "leaner_kernels/monitor/pictures.py" in places[0]
     assert "formats=FORMATS" in places[0]

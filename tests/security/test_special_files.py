@@ -18,11 +18,11 @@ from pyarrow import parquet
 
 from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page, plots
-from leaner_kernels.monitor.files import contents, files_below
-from leaner_kernels.monitor.reading import check_file, lines_of, open_file, read_file
+from leaner_kernels.monitor.files import check_file, files_below, lines_of, open_file, read_file
 from tests.security.refusals import refusal
 from tests.train.trained import bert, gpt, letters, train_text, train_vit
 from train import compare, export, lra, measure, predict, vit
+from train.data.copies import contents
 
 SMALL = ["--depth", 1, "--batch-size", 2, "--steps", 1, "--eval-every", 0]
 HEADS = ["--heads", 2, "--head-dim", 8]

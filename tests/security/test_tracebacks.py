@@ -124,7 +124,7 @@ def test_a_resume_drops_rows_of_any_kind(trained, tmp_path, capsys, name):
         (run / name).write_text(f"{line}\n{(run / name).read_text()}")
         vit.main([*TINY, "--steps", "2", "--ckpt-every", "2", "--out", str(run),
                   "--resume", "auto"])  # fmt: skip
-        assert f"{name} cannot be read from line 1 on: dropped" in capsys.readouterr().out
+        assert f"line 1 of {name} cannot be read: dropped" in capsys.readouterr().out
         assert (run / "summary.json").exists()
 
 

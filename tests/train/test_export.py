@@ -21,9 +21,8 @@ from tests.train.trained import bert, gpt, train_text
 from train import export, vit
 from train.checkpoint import formats
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
-from train.checkpoint.weights import metadata
+from train.checkpoint.weights import export_weights, metadata
 from train.config import flags
-from train.export import export_weights
 from train.loop import parallel
 from train.loop.optimizer import ShardAdamW, WeightAverage, local, make_optimizer
 from train.vit import ImageSettings

@@ -13,14 +13,14 @@ from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torchvision.datasets.folder import make_dataset
 
-from leaner_kernels.monitor.files import decode
+from leaner_kernels.monitor.pictures import decode
 from tests.train.hidden_files import write_hidden
 from tests.train.image_files import photographs, write_parquet
 from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import flags
-from train.data.images import find_images
 from train.data.images.files import open_folder
+from train.data.images.sources import find_images
 from train.data.images.survey import Survey, patch_of, split, survey
 from train.vit import ImageSettings
 

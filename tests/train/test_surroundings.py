@@ -16,7 +16,7 @@ from tests.train.image_files import photographs, write_folder, write_tars
 from tests.train.launch import ROOT
 from tests.train.trained import gpt, run, train_text, train_vit, vit
 from train import compare, export, measure, predict
-from train.data.images import find_images
+from train.data.images.sources import find_images
 
 # As an old zip unpacks: Latin-1.
 ODD = os.fsdecode(b"caf\xe9")

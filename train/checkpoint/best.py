@@ -11,9 +11,8 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from leaner_kernels.monitor.writing import new_path
-from train.checkpoint.weights import BEST, open_weights
-from train.export import export_weights
+from leaner_kernels.monitor.files import new_path
+from train.checkpoint.weights import BEST, export_weights, open_weights
 from train.loop.parallel import World
 
 

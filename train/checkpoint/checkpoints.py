@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file, write_file
 from leaner_kernels.monitor.rows import METRICS_ROW, check_row
-from leaner_kernels.monitor.writing import write_file
 from train.checkpoint.shards import (
     Part,
     cause,

@@ -18,8 +18,14 @@ from typing import Any, TextIO
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.reading import SETTINGS, parse_json, read_file
-from leaner_kernels.monitor.writing import check_folder, open_own, write_file
+from leaner_kernels.monitor.files import (
+    SETTINGS,
+    check_folder,
+    open_own,
+    parse_json,
+    read_file,
+    write_file,
+)
 from train.checkpoint.checkpoints import newest_first, read_details
 from train.config.flags import BUDGETS, Settings
 from train.loop.parallel import World

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from leaner_kernels.monitor.reading import parse_json
+from leaner_kernels.monitor.files import parse_json
 
 # By their names in safetensors.
 DTYPES = {

@@ -9,7 +9,8 @@ it is run.
 import inspect
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,30 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch import distributed as dist
 
-from leaner_kernels.monitor.reading import SETTINGS, open_file, parse_json, read_file
+from leaner_kernels.monitor.files import (
+    SETTINGS,
+    new_path,
+    open_file,
+    open_own,
+    parse_json,
+    read_file,
+)
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
-from train.checkpoint.shards import DTYPES, fill, load_tensors, part_of, saved_tensors
-from train.loop.task import Task
+from train.checkpoint.shards import (
+    DTYPES,
+    cause,
+    fill,
+    in_order,
+    load_tensors,
+    part_of,
+    pieces_of_file,
+    saved_tensors,
+    whole_of,
+)
+from train.loop import Task
 
 # The file of a run's folder with the weights that scored best on its held-out items.
 BEST = "model_best.safetensors"
@@ -98,14 +117,11 @@ class Info:
 def about(task: Task) -> dict[str, Any]:
     """Return what to keep of a task beside its weights, as JSON types, less its tokeniser."""
     build = getattr(task.build, "func", None)
-    family = next((name for name, c in papers.MODELS.items() if build in _subclasses(c)), None)
+    modules = {kind.__module__ for kind in getattr(build, "__mro__", ())}
+    family = next((name for name in papers.MODELS if f"models.{name}" in modules), None)
     if family is None:
         return dict(task.about)
     return {"family": family, "arguments": task.build.keywords, **task.about}
-
-
-def _subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_subclasses, kind.__subclasses__()))
 
 
 def metadata(
@@ -377,6 +393,68 @@ def _json(text: str, name: str) -> dict[str, Any]:
     return value
 
 
+def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) -> None:
+    """Write the whole weights of a sharded model: float32, under the names of its parameters.
+
+    Every rank calls it. One tensor at a time is gathered, and rank 0 writes it. Statistics of batch
+    norms are among them, and tied weights are there under each name.
+
+    Args:
+        model: sharded by FSDP2, or not.
+        path: of the file; one that is there stays until the new one is whole.
+        metadata: text by name, as ``metadata`` returns it.
+
+    Raises:
+        OSError: on rank 0, the file cannot be written.
+    """
+    weights = model.state_dict()
+    layout = _layout(weights)
+    gathered = (whole_of(weights[name]) for name in layout)
+    try:
+        if dist.get_rank() == 0:
+            _write(layout, gathered, path, metadata)
+    finally:
+        # Whether or not rank 0 could write, every rank gathers all.
+        for _ in gathered:
+            pass
+
+
+def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, in float32, that is whole or not there.
+
+    Raises:
+        OSError: it cannot be written; nothing of it is left.
+    """
+    layout = _layout(tensors)
+    _write(layout, (tensors[name] for name in layout), path, metadata)
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """Return the dtype in a file and the shape of tensors, in the order of the file."""
+    dtypes = {
+        name: torch.float32 if tensor.is_floating_point() else tensor.dtype
+        for name, tensor in tensors.items()
+    }
+    return {name: (dtypes[name], tensors[name].shape) for name in in_order(dtypes)}
+
+
+def _write(
+    layout: Mapping[str, tuple[torch.dtype, torch.Size]],
+    tensors: Iterable[Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+) -> None:
+    dtypes = (dtype for dtype, _ in layout.values())
+    portable = (t.detach().to("cpu", dtype).contiguous() for t, dtype in zip(tensors, dtypes))
+    try:
+        with new_path(path) as partial, open_own(partial, "r+b") as file:
+            file.writelines(pieces_of_file(layout, portable, metadata))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{path} not written: {cause(error)}") from None
+
+
 def build_model(weights: Weights, info: Info) -> nn.Module:
     """Return the model of weights, with them, in eval mode on the CPU.
 
@@ -384,7 +462,7 @@ def build_model(weights: Weights, info: Info) -> nn.Module:
         ValueError: no such model, or the weights are not its own.
     """
     check_tensors(weights, info)
-    kind = papers.MODELS[info.family]
+    kind = papers.constructor(info.family)
     model = kind(**info.arguments)
     model.load_state_dict(weights.read(list(weights.shapes)))
     return model.eval()
@@ -398,7 +476,7 @@ def check_tensors(weights: Weights, info: Info) -> None:
     """
     where = f"{weights.path} does not describe its model as a run does"
     _check_arguments(info, len(weights.shapes), where)
-    kind = papers.MODELS[info.family]
+    kind = papers.constructor(info.family)
     try:
         with torch.device("meta"):
             built = kind(**info.arguments)
@@ -424,7 +502,10 @@ def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
 def _check_arguments(info: Info, tensors: int, where: str) -> None:
     if not isinstance(info.family, str) or info.family not in papers.MODELS:
         raise ValueError(f"{where}: no family {printable(info.family)}")
-    known = inspect.signature(papers.MODELS[info.family]).parameters.keys() - {"device", "dtype"}
+    known = inspect.signature(papers.constructor(info.family)).parameters.keys() - {
+        "device",
+        "dtype",
+    }
     for name, value in info.arguments.items():
         if name not in known:
             raise ValueError(f"{where}: {info.family} takes no {printable(name)}")

@@ -1,32 +1,32 @@
-"""Which model a run trains: every row of the paper, small ones for digits, and sizes from flags."""
+"""Which model a run trains: every row of the paper, small ones for digits, and sizes from flags.
+
+``--control`` trains one of a lean model's size that spends it on something else than heads.
+A lean row changes several things at once: fewer layers, in some rows a narrower feed-forward, more
+heads. To tell their effects apart, all arms share the lean row's embedding, input, heads of class
+attention and number of parameters within 3%, and one base: the lean row's depth, half of its
+feed-forward's width, the original row's heads. One size of the base then grows until the parameters
+are used up:
+
+- ``depth``: the number of layers; in a model of stages, of the stage that has most of them.
+- ``mlp``: the width of the feed-forward, in steps of 1/32 of the model's.
+- ``heads``: the number of heads, each as wide as the lean row's, so that attention widens; in a
+  model of stages, in the lean row's proportion.
+"""
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from models import papers
 from models.layers import Model
-from models.vit import VisionTransformer
 from train.config import flags
 from train.config.flags import Settings
-
-
-class SmallTransformer(VisionTransformer):
-    """A ViT whose positions start as large as its patches.
-
-    Patches of 4 standardised pixels under LeCun-normal weights have unit variance. Positions of
-    deviation 0.02 drown in that: after 10 epochs 43% of held-out digits are right instead of 94%.
-    """
-
-    @torch.no_grad()
-    def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Give every parameter its initial value."""
-        super().init_weights(generator)
-        self.pos_embed.mul_(1 / 0.02)
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,19 @@ class Architecture:
     """A model by name.
 
     Attributes:
-        build: its constructor.
-        sizes: what that takes.
+        family: key of ``models.papers.MODELS``.
+        sizes: what its constructor takes.
+        variant: name of a class beside the family's own, such as "SmallTransformer".
     """
 
-    build: Callable[..., Model]
+    family: str
     sizes: dict[str, Any]
+    variant: str | None = None
+
+    @property
+    def build(self) -> Callable[..., Model]:
+        """Its constructor."""
+        return papers.constructor(self.family, self.variant)
 
     @property
     def stages(self) -> int | None:
@@ -54,7 +61,7 @@ VISION = tuple(dict.fromkeys(r.architecture for r in papers.ROWS.values() if r.t
 # convolutions shrink an image from the start, enlarged.
 DIGITS = {
     "vit_digits": Architecture(
-        SmallTransformer,
+        "vit",
         {
             "image_size": 8,
             "patch_size": 2,
@@ -67,9 +74,10 @@ DIGITS = {
             "head_dim": 16,
             "mlp_ratio": 2.0,
         },
+        "SmallTransformer",
     ),
     "xcit_digits": Architecture(
-        papers.MODELS["xcit"],
+        "xcit",
         {
             "image_size": 32,
             "patch_size": 8,
@@ -83,7 +91,7 @@ DIGITS = {
         },
     ),
     "tnt_digits": Architecture(
-        papers.MODELS["tnt"],
+        "tnt",
         {
             "image_size": 32,
             "patch_size": 8,
@@ -100,7 +108,7 @@ DIGITS = {
         },
     ),
     "volo_digits": Architecture(
-        papers.MODELS["volo"],
+        "volo",
         {
             "image_size": 32,
             "patch_size": 4,
@@ -114,7 +122,7 @@ DIGITS = {
         },
     ),
     "davit_digits": Architecture(
-        papers.MODELS["davit"],
+        "davit",
         {
             "image_size": 32,
             "in_chans": 1,
@@ -132,7 +140,7 @@ DIGITS = {
 # to find; many heads in few layers, as in the paper's lean rows.
 PICTURES = {
     "xcit_tiny_lean": Architecture(
-        papers.MODELS["xcit"],
+        "xcit",
         {
             "image_size": 128,
             "patch_size": 16,
@@ -178,8 +186,11 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
         )
     row = rows[name]
     channels = {"in_chans": 3} if row.takes_images else {}
-    return Architecture(papers.MODELS[row.architecture], channels | row.config)
+    return Architecture(row.architecture, channels | row.config)
 
+
+# How far an arm of ``--control`` may be from the lean row's parameters.
+TOLERANCE = 0.03
 
 _Settings = TypeVar("_Settings", bound=Settings)
 
@@ -204,15 +215,25 @@ def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settin
             sizes[size] = value
         else:
             raise ValueError(f"--{flag.replace('_', '-')} is no size of {settings.model}")
-    return settings, Architecture(architecture.build, sizes)
+    return settings, dataclasses.replace(architecture, sizes=sizes)
 
 
-def sized(settings: _Settings, architecture: Architecture) -> _Settings:
-    """Return the settings with the sizes of the model that no flag gave.
+def sized(settings: _Settings, model: Architecture) -> _Settings:
+    """Return the settings with the model's sizes, unless ``--control`` is to find them.
 
     Raises:
-        ValueError: lists whose lengths do not fit the model.
+        ValueError: sizes that do not fit the model, or beside ``--control``.
     """
+    if settings.control is None:
+        return _sized(settings, model)
+    given = [name for name in flags.SIZES if getattr(settings, name)]
+    if given:
+        flag = given[0].replace("_", "-")
+        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
+    return settings
+
+
+def _sized(settings: _Settings, architecture: Architecture) -> _Settings:
     settings = dataclasses.replace(
         settings, mlp_ratio=settings.mlp_ratio or architecture.sizes["mlp_ratio"]
     )
@@ -274,3 +295,156 @@ def arguments(settings: Settings, architecture: Architecture) -> dict[str, Any]:
 
 def _shown(values: Sequence[Any]) -> str:
     return ",".join(map(str, values))
+
+
+def planned(
+    settings: _Settings, model: Architecture, own: dict[str, Any], **more: Any
+) -> tuple[_Settings, Callable[[], Model], Model, dict[str, Any]]:
+    """Return the settings, what builds the model, one without memory, and facts of it.
+
+    Args:
+        settings: from ``sized``.
+        model: the one that they name; ``--control`` puts one of its arms in its place.
+        own: what the script gives every model beside its sizes, such as its classes.
+        **more: what it gives this one alone, such as its dropout.
+
+    Raises:
+        ValueError: as ``arm``, or sizes that do not fit each other or the kernels of this GPU.
+    """
+    compared = {}
+    if settings.control is not None:
+        model, params = arm(settings.model, settings.control, model, **own)
+        settings = _sized(settings, model)
+        compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
+    sizes = arguments(settings, model) | own | more
+    build = partial(model.build, **sizes)
+    with torch.device("meta"):
+        built = build()
+    if torch.cuda.is_available():
+        built.check_kernels()
+    attention = built.attention_modules().values()
+    facts = _uneven(attention, settings.head_dim) | {
+        "model": settings.model,
+        **compared,
+        "params": built.num_params(),
+        "recipe": settings.recipe,
+        "depth": settings.depth,
+        "width": sizes.get("embed_dim") or sizes["embed_dims"],
+        "heads": [a.num_heads for a in attention],
+        "head_dim": [a.head_dim for a in attention],
+        "head_convention": built.head_convention,
+    }
+    return settings, build, built, facts
+
+
+def _uneven(layers: Iterable[nn.Module], head_dims: Sequence[Any]) -> dict[str, str]:
+    """Return a warning where heads do not divide the width that they are to split."""
+    if "split" not in head_dims:
+        return {}
+    sizes = dict.fromkeys((a.num_heads, a.head_dim, a.dim) for a in layers if a.dim % a.num_heads)
+    uneven = [
+        f"{heads} heads do not divide {dim}: attention is {heads * width} wide, {heads} x {width}"
+        for heads, width, dim in sizes
+        if width == dim // heads
+    ]
+    return {"warning": "; ".join(uneven)} if uneven else {}
+
+
+def suffix(settings: Settings) -> str:
+    """Return what distinguishes the runs of arms in names."""
+    return "" if settings.control is None else f"-{settings.control}"
+
+
+def arm(
+    name: str, control: str, model: Architecture, **built: Any
+) -> tuple[Architecture, dict[str, int]]:
+    """Return the model of one arm, and how many parameters the lean one and it have.
+
+    Args:
+        name: of a lean row, such as ``"vit_base_lean"``, or of a script's own model.
+        control: ``"depth"``, ``"mlp"`` or ``"heads"``.
+        model: of that name.
+        **built: what both are built with beside their sizes.
+
+    Raises:
+        ValueError: no lean model, or no whole number comes within 3% of its parameters.
+    """
+    lean, row = model.sizes, papers.names().get(name)
+    if row is None:
+        original = {"heads": _half(lean["heads"]), "head_dim": lean["head_dim"]}
+    elif row.variant == "lean":
+        original = papers.ROWS[row.row, "original"].config
+    else:
+        raise ValueError(f"--control needs a lean --model such as vit_base_lean, got {name!r}")
+
+    def count(sizes: dict[str, Any]) -> int:
+        with torch.device("meta"):
+            return model.build(**(sizes | built)).num_params()
+
+    base = lean | {
+        "heads": original["heads"],
+        "head_dim": original["head_dim"],
+        "mlp_ratio": lean["mlp_ratio"] / 2,
+    }
+    if model.family in ("xcit", "volo"):
+        base["class_heads"] = _last(lean["heads"])
+    grow = {"depth": _deeper, "mlp": _wider, "heads": _more_heads}[control]
+    target = count(lean)
+    sizes = _closest(lambda size: base | grow(lean, size), count, target)
+    reached = count(sizes)
+    if abs(reached - target) > TOLERANCE * target:
+        raise ValueError(
+            f"--control {control}: no whole number comes within {TOLERANCE:.0%} of the {target:,} "
+            f"parameters of {name}; the closest has {reached:,}"
+        )
+    return dataclasses.replace(model, sizes=sizes), {"lean": target, control: reached}
+
+
+def _closest(
+    sizes_of: Callable[[int], dict[str, Any]], count: Callable[[dict[str, Any]], int], target: int
+) -> dict[str, Any]:
+    """Return the sizes whose count is closest to the target, of all that grow with a number."""
+    above = 1
+    while count(sizes_of(above)) < target:
+        above *= 2
+    below = above // 2
+    while above - below > 1:
+        middle = (below + above) // 2
+        if count(sizes_of(middle)) < target:
+            below = middle
+        else:
+            above = middle
+    return min(
+        (sizes_of(size) for size in (below, above) if size),
+        key=lambda sizes: abs(count(sizes) - target),
+    )
+
+
+def _deeper(lean: dict[str, Any], layers: int) -> dict[str, Any]:
+    if "depth" in lean:
+        return {"depth": layers}
+    depths = list(lean["depths"])
+    depths[depths.index(max(depths))] = layers
+    return {"depths": depths}
+
+
+def _wider(_lean: dict[str, Any], steps: int) -> dict[str, Any]:
+    return {"mlp_ratio": steps / 32}
+
+
+def _more_heads(lean: dict[str, Any], most: int) -> dict[str, Any]:
+    """``most`` heads, in the stage that has most of them."""
+    heads, head_dim = lean["heads"], lean["head_dim"]
+    if isinstance(heads, int):
+        own = lean["embed_dim"] // heads if head_dim == "split" else head_dim
+        return {"heads": most, "head_dim": own}
+    own = [width // h for width, h in zip(lean["embed_dims"], heads)]
+    return {"heads": [max(1, round(h * most / max(heads))) for h in heads], "head_dim": own}
+
+
+def _last(heads: int | list[int]) -> int:
+    return heads if isinstance(heads, int) else heads[-1]
+
+
+def _half(heads: int | list[int]) -> int | list[int]:
+    return max(1, heads // 2) if isinstance(heads, int) else [max(1, h // 2) for h in heads]

@@ -10,8 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
-from leaner_kernels.monitor.files import check_below, files_below, identity, is_hidden
-from leaner_kernels.monitor.reading import SETTINGS, check_file, lines_of, open_file
+from leaner_kernels.monitor.files import (
+    SETTINGS,
+    check_below,
+    check_file,
+    files_below,
+    identity,
+    is_hidden,
+    lines_of,
+    open_file,
+)
 from train.data.splits import by_part, parts_of
 
 # Of one kind the first that is there is read.

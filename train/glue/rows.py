@@ -16,8 +16,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import plain
-from leaner_kernels.monitor.reading import check_file
+from leaner_kernels.monitor.files import check_file, plain
 from train.data.loader import Key
 from train.data.tables import builder_of, errors_of_datasets
 from train.data.text import Tokenizer

@@ -8,15 +8,12 @@ initial model. Only rank 0 prints or writes anything.
 
 import json
 import math
-import os
 import sys
 import uuid
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,15 +22,12 @@ from rich.text import Text
 
 from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
+from leaner_kernels.monitor.files import set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, read_run, write_page
-from leaner_kernels.monitor.plots import kappa_or_rank
-from leaner_kernels.monitor.reading import lines_backwards, open_file
-from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, parse_row, read_thinned
-from leaner_kernels.monitor.run_log import set_aside
-from leaner_kernels.monitor.wandb_run import AXIS, WandbRun
-from leaner_kernels.monitor.writing import new_path, open_own, write_file
+from leaner_kernels.monitor.plots import axis_scale, kappa_or_rank
+from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
+from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
 from train.config.flags import Settings
-from train.logs import plots
 from train.logs.alarms import LOSSES
 
 # What a run leaves, beside its checkpoints and weights.
@@ -43,132 +37,13 @@ _FILES = (
 )
 
 
-# Rows from before a resume: the first ones, and steps before the newest, which alarms are held
-# against: three windows, after which it does not matter what came before.
-_HEAD, _STEPS, _SAMPLED = 50, 3 * LOSSES, 60
-_BLOCK = 1 << 20  # bytes
+# Steps from before a resume that alarms are held against: three windows, after which it does not
+# matter what came before.
+_STEPS, _SAMPLED = 3 * LOSSES, 60
 
 
 # Shares of waiting for data: what the progress line shows, and what it gives advice on.
 _SHOWN, _TOO_MUCH = 0.05, 0.1
-
-
-class JsonLines:
-    """A file of JSON objects, one per line, which a resumed run continues without overlap.
-
-    It stays open, and each line is in it when ``append`` returns. Of a resume no more is read than
-    the end of the file.
-
-    Args:
-        path: of the file.
-        first: lines of this step and later ones are removed, and half a line left by a kill.
-        report: prints, once, that lines could not be written.
-        steps: how many of the newest steps before ``first`` are looked at.
-        **keys: what a line must have, beside a step, as ``parse_row`` takes it.
-
-    Attributes:
-        rows: those of the first steps and of the newest ``steps`` before ``first``.
-        removed: steps of the lines that were removed.
-    """
-
-    def __init__(self, path: Path, first: int, report: "Report", steps: int = 1, **keys: Any):
-        self.path, self.report, self.failed = path, report, False
-        self.keys = {"step": int} | keys
-        self.rows: list[dict[str, Any]] = []
-        self.removed: set[int] = set()
-        self._open()
-        self.size, self.unwritten = os.fstat(self.descriptor).st_size, b""
-        with open_file(path) as file:
-            self._take_up(file, first, steps)
-        os.ftruncate(self.descriptor, self.size)
-        self.append([])
-
-    def _open(self) -> None:
-        with open_own(self.path, "r+b") as file:
-            self.descriptor = os.dup(file.fileno())
-        self._close = weakref.finalize(self, os.close, self.descriptor)
-
-    def _take_up(self, file: IO[bytes], first: int, steps: int) -> None:
-        """Find the size to which the file is cut, and the rows of before."""
-        newest: list[tuple[int, bytes, dict[str, Any]]] = []
-        known: set[int] = set()
-        damaged, begin = None, 0
-        for begin, line in lines_backwards(file):
-            if not line.endswith(b"\n"):
-                # Half a line, of a kill.
-                self.size = begin
-                continue
-            try:
-                row = parse_row(line, **self.keys)
-            except ValueError:
-                # What a power cut left where nothing was written yet.
-                self.size, damaged, newest = begin, begin, []
-                continue
-            if row["step"] >= first:
-                self.size = begin
-                self.removed.add(row["step"])
-                continue
-            known.add(row["step"])
-            if len(known) > steps:
-                break
-            newest.append((begin, line, row))
-        if damaged is not None:
-            file.seek(0)
-            number = 1 + file.read(damaged).count(b"\n")
-            self.report.log(f"{self.path.name} cannot be read from line {number} on: dropped")
-        newest.reverse()
-        # Rows that came after later ones: an alarm of kappa is known when its row has arrived.
-        self.unwritten = b"".join(line for place, line, _ in newest if place >= self.size)
-        if newest and begin < newest[0][0]:
-            file.seek(0)
-            for line in islice(iter(file.readline, b""), _HEAD):
-                with suppress(ValueError):
-                    if file.tell() <= newest[0][0]:
-                        self.rows.append(parse_row(line, **self.keys))
-        self.rows += [row for _, _, row in newest]
-
-    def sync(self) -> None:
-        """Write what waits since a disk was full, and see it to the disk."""
-        self.append([])
-        with suppress(OSError):
-            os.fsync(self.descriptor)
-
-    def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows; on a full disk they wait for the next call, and training goes on."""
-        self.unwritten += b"".join(map(_line, map(finite, rows)))
-        if not self.unwritten:
-            return
-        try:
-            self._follow()
-            written = 0
-            while written < len(self.unwritten):
-                # Over the part of a line that a full disk may have let through the last time.
-                rest = memoryview(self.unwritten)[written:]
-                written += os.pwrite(self.descriptor, rest, self.size + written)
-        except OSError as error:
-            if not self.failed:
-                self.report.log(f"{self.path.name} not written, training goes on: {error}")
-            self.failed = True
-        else:
-            self.size, self.unwritten = self.size + len(self.unwritten), b""
-
-    def _follow(self) -> None:
-        """Open the file that now has the path; where there is none, write all of it again."""
-        try:
-            there = os.stat(self.path)
-        except FileNotFoundError:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with new_path(self.path) as partial, open_own(partial, "r+b") as copy:
-                for place in range(0, self.size, _BLOCK):
-                    count = min(_BLOCK, self.size - place)
-                    copy.write(os.pread(self.descriptor, count, place))
-        else:
-            with suppress(OSError):
-                if os.path.samestat(there, os.fstat(self.descriptor)):
-                    return
-            self.size = min(self.size, there.st_size)
-        self._close()
-        self._open()
 
 
 class Report:
@@ -187,6 +62,7 @@ class Report:
             self.console.width = 100
         self.sent: set[int] = set()
         self.advised = False
+        self.kappa: JsonLines | None = None
         self.tensorboard = self._make_tensorboard()
         self.wandb = self._open_wandb()
 
@@ -261,9 +137,10 @@ class Report:
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
         done = first - (unfinished is not None)
-        self.metrics = JsonLines(metrics, done, self, _STEPS, **METRICS_ROW)
-        self.kappa = JsonLines(self.folder / "kappa.jsonl", first, self, _SAMPLED, **KAPPA_ROW)
-        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self, _SAMPLED)
+        self.metrics = JsonLines(metrics, done, self.log, steps=_STEPS, **METRICS_ROW)
+        kappa = self.folder / "kappa.jsonl"
+        self.kappa = JsonLines(kappa, first, self.log, steps=_SAMPLED, **KAPPA_ROW)
+        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log, steps=_SAMPLED)
         self.logs = [self.metrics, self.kappa, self.alarms]
         # An evaluation that is done again gives the numbers that were sent the first time.
         self.sent = self.metrics.removed & {first - 1}
@@ -272,7 +149,8 @@ class Report:
         if self.wandb is not None:
             self.wandb.begin(metrics=self.metrics.removed, kappa=self.kappa.removed)
         if self.settings.kappa_probe:
-            self.probe = JsonLines(self.folder / "kappa_probe.jsonl", first, self, **KAPPA_ROW)
+            probe = self.folder / "kappa_probe.jsonl"
+            self.probe = JsonLines(probe, first, self.log, **KAPPA_ROW)
             self.logs.append(self.probe)
         if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
             self.metrics.append([known])
@@ -305,11 +183,6 @@ class Report:
             self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
-
-    def kappa_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Record rows of the monitor, which gives them to TensorBoard and W&B itself."""
-        if self.is_main_process and rows:
-            self.kappa.append(rows)
 
     def probe_rows(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of a probe of held-out items."""
@@ -425,7 +298,7 @@ class Report:
             return None
         try:
             if run.metrics:
-                plots.plot_loss(run.metrics, self.folder / "loss.png")
+                plot_loss(run.metrics, self.folder / "loss.png")
             if run.kappa:
                 plot(run.kappa, self.folder / "kappa.png")
         except Exception as error:  # the run is over and its results are written
@@ -442,6 +315,36 @@ class Report:
         with suppress(OSError):
             return read_thinned(self.folder / name, CHART_POINTS, **KAPPA_ROW).rows
         return []
+
+
+def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the loss of every step, and held-out loss and accuracy where they were measured.
+
+    Args:
+        metrics: rows of ``metrics.jsonl``.
+        path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    accuracies = [r for r in metrics if r.get("held_out_accuracy") is not None]
+    panels = 2 if accuracies else 1
+    figure = Figure(figsize=(8, 1 + 3.5 * panels), layout="constrained")
+    axes, *below = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
+    axes.plot([r["step"] for r in metrics], [r["loss"] for r in metrics], lw=0.8, label="training")
+    measured = [r for r in metrics if r.get("held_out_loss") is not None]
+    if measured:
+        steps, losses = zip(*((r["step"], r["held_out_loss"]) for r in measured))
+        axes.plot(steps, losses, "o-", ms=4, label="held out")
+    axes.set(ylabel="loss", yscale=axis_scale(r["loss"] for r in metrics))
+    axes.legend()
+    for lower in below:
+        steps, shares = zip(*((r["step"], 100 * r["held_out_accuracy"]) for r in accuracies))
+        lower.plot(steps, shares, "o-", ms=4)
+        lower.set(ylabel="held-out accuracy, %")
+    for panel in (axes, *below):
+        panel.grid(alpha=0.3)
+    (axes, *below)[-1].set(xlabel="step")
+    figure.savefig(path, dpi=120)
 
 
 class _Stdout(UntilUnread):
@@ -516,15 +419,6 @@ class _WandbRun:
     def finish(self) -> None:
         """Finish the run."""
         self.run.finish()
-
-
-def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
-
-
-def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row with null for infinities and nan, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
 def _shown(value: Any) -> str:

@@ -10,11 +10,10 @@ from train.checkpoint.run_folder import choose_folder, summary_if_finished
 from train.config import flags
 from train.config.flags import Settings
 from train.data.loader import DataError, TooManyBadSamplesError
-from train.loop import parallel, summary
+from train.loop import Task, parallel, summary
 from train.loop.interrupt import ExitOnSignal, exit_on_signal
 from train.loop.parallel import World
 from train.loop.setup import set_up
-from train.loop.task import Task
 from train.loop.train import DivergedError, train
 
 MakeTask = Callable[[Any], tuple[Task, Settings]]

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.probe import reshard
+from leaner_kernels.monitor import reshard
 from train.data.loader import BadSamples, DataSet, TooManyBadSamplesError, loading
 from train.data.sampler import held_out_share
+from train.loop import Task
 from train.loop.parallel import World
-from train.loop.task import Task
 
 
 @torch.no_grad()

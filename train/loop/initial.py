@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from models.positions import POSITIONS, resizing
 from train.checkpoint.weights import Weights, about, open_weights
-from train.loop.task import Task
+from train.loop import Task
 
 ALL_BUT_HEAD = "all-but-head"
 # What a model's logits come from, by the first part of its name in every family.

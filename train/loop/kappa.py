@@ -10,8 +10,8 @@ from train.config.flags import Settings, steps_of
 from train.data.sampler import held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
+from train.loop import Task
 from train.loop.parallel import World
-from train.loop.task import Task
 
 # Entries of a batch in a sample, on each rank; held-out items of a probe, over all ranks.
 SAMPLES, PROBED = 4, 16
@@ -58,7 +58,9 @@ class Kappa:
             writers = [w for w in (report.tensorboard, report.wandb) if w is not None]
             self.every = steps_of(settings.kappa_every, steps_per_epoch)
             samples = settings.kappa_samples or SAMPLES
-            self.monitor = KappaMonitor(model, every=self.every, samples=samples, writer=writers)
+            self.monitor = KappaMonitor(
+                model, every=self.every, samples=samples, path=report.kappa, writer=writers
+            )
         self.probe_every = steps_of(settings.kappa_probe, steps_per_epoch)
         if self.probe_every:
             self.probed = self._items()
@@ -127,6 +129,5 @@ class Kappa:
         self.report.probe_rows(rows)
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
-        self.report.kappa_rows(rows)
         if self.report.is_main_process:
             self.report.alarm(self.alarms.kappa(rows))

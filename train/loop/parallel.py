@@ -32,9 +32,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from leaner_kernels.activation_checkpointing import checkpoint_policy
 from leaner_kernels.nn import Capturing
-from train.loop.rounding import restore, round_weights
 
 Way = Literal["one", "fsdp", "ddp"]
 
@@ -209,6 +207,8 @@ def make_model(
     if (way or way_of("auto", world)) == "fsdp":
         _fully_shard(model, world, bf16)
     elif bf16:
+        from train.loop.rounding import round_weights
+
         round_weights(model)
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator().manual_seed(seed))
@@ -270,7 +270,8 @@ class Passes:
             with self.called.no_sync() if waits else nullcontext():
                 yield
         finally:
-            restore(self.model)
+            if (rounding := getattr(self.model, "_rounding", None)) is not None:
+                rounding.restore()
 
     def sum_over_ranks(self, values: Tensor, flags: Sequence[float]) -> Tensor:
         """Join what the ranks know of a step, in one collective; the host does not wait for it.
@@ -301,7 +302,9 @@ def _checkpointed_forward(
     block: nn.Module, *, selective: bool, compile: bool
 ) -> Callable[..., Any]:
     """Return a block's forward that is computed again for its backward."""
-    policy = checkpoint_policy if selective else _keep_no_result
+    policy = _keep_no_result
+    if selective:
+        from leaner_kernels.activation_checkpointing import checkpoint_policy as policy
 
     def forward_and_recomputation() -> tuple[AbstractContextManager, AbstractContextManager]:
         first, second = nullcontext(), nullcontext()

@@ -96,19 +96,14 @@ class _Rounding:
 def round_weights(model: nn.Module) -> None:
     """Let a model compute in bfloat16, its floating-point inputs rounded too.
 
-    In training its parameters are the rounded ones from a forward until ``restore``; without
+    In training its parameters are the rounded ones from a forward until ``restore`` of
+    ``model._rounding``; without
     gradients until the forward ends.
 
     Args:
         model: with ``blocks``.
     """
     model._rounding = _Rounding(model)
-
-
-def restore(model: nn.Module) -> None:
-    """Put the float32 parameters back; harmless for a model whose weights are not rounded."""
-    if hasattr(model, "_rounding"):
-        model._rounding.restore()
 
 
 def _round_input(value: Any) -> Any:

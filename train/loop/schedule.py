@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from train.config.flags import Settings
 from train.data.sampler import BatchSampler, Split, make_sampler
+from train.loop import Task
 from train.loop.parallel import World
-from train.loop.task import Task
 
 
 class Budget:

@@ -5,7 +5,7 @@ import random
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,15 +24,16 @@ from train.data.loader import BadSamples
 from train.data.sampler import seed_of
 from train.logs.alarms import Alarms
 from train.logs.report import Report
-from train.loop import parallel
-from train.loop.initial import Initial, freeze, frozen_names, initial
+from train.loop import Task, parallel
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
 from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
 from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
-from train.loop.task import Task
 from train.loop.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from train.loop.initial import Initial
 
 
 @dataclass
@@ -120,7 +121,10 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
-    freeze(model, frozen)
+    if frozen:
+        from train.loop.initial import freeze
+
+        freeze(model, frozen)
     optimizer = make_optimizer(
         model,
         lr=settings.lr,
@@ -197,13 +201,16 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     )
 
 
-def _beginning(task: Task, settings: Settings, *, anew: bool) -> tuple[Initial | None, set[str]]:
+def _beginning(task: Task, settings: Settings, *, anew: bool) -> "tuple[Initial | None, set[str]]":
     """Return what a new run begins with, and the names of what it does not train.
 
     The number of parameters that are trained joins the task's facts.
     """
     if settings.init_from is None and settings.freeze is None:
         return None, set()
+    # Late: few runs begin with anything but random weights.
+    from train.loop.initial import frozen_names, initial
+
     with torch.device("meta"):
         model = task.build()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from leaner_kernels.monitor.writing import write_file
+from leaner_kernels.monitor.files import write_file
 from train.loop import parallel
 from train.loop.setup import Run
 

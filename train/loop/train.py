@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from leaner_kernels.monitor import reshard
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
-from leaner_kernels.monitor.probe import reshard
-from train.checkpoint.weights import about, metadata
+from leaner_kernels.monitor.writers import finite
+from train.checkpoint.weights import about, export_weights, metadata
 from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of
-from train.export import export_weights
 from train.logs.meter import Meter
-from train.logs.report import finite
 from train.loop import evaluation, parallel
 from train.loop.optimizer import clip, norm_of
 from train.loop.schedule import first_beta, learning_rate

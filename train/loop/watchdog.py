@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from leaner_kernels.monitor.writing import open_own
+from leaner_kernels.monitor.files import open_own
 
 # Straight to the descriptor: what replaces sys.stderr may have none.
 _STDERR = 2

@@ -19,7 +19,7 @@ from .. import _hooks
 from .._checks import ANY_HEAD_DIM, MAX_HEAD_DIM, autocast, check_device, check_scale
 from .._launch_cache import signature_of
 from ..statistics import AttentionStats, attention_stats
-from . import dispatch, op, sdpa
+from . import op
 from .checks import (
     NO_WINDOW,
     check_packed,
@@ -161,20 +161,22 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
-    query, key, value = autocast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
     signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
     if (watcher := _hooks.current) is None and not _cast(attn_mask):
         tensors = query, key, value, attn_mask, key_lengths
         signature = signature_of(tensors, ("attention", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
             return known[0]
-    if is_jagged(query):
+    if isinstance(query, Tensor) and query.is_nested and is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
         params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         params |= {"dropout_p": dropout_p, "window_size": window_size}
         return attention_jagged(attention_varlen, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    _, attn_mask = autocast(query, attn_mask)
+    if attn_mask is not None:
+        _, attn_mask = autocast(query, attn_mask)
     if isinstance(query, Tensor) and query.dim() != 4:
         four = four_axes(query, key, value, attn_mask, key_lengths)
         params = dropout_p, is_causal, scale, enable_gqa
@@ -184,7 +186,8 @@ def attention(
     lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, None, ANY_HEAD_DIM
     )
-    scale, softcap = check_scale(scale), check_softcap(softcap)
+    scale = scale if scale is None else check_scale(scale)
+    softcap = check_softcap(softcap)
     if watcher is not None and query.shape[-1] <= MAX_HEAD_DIM:
         params = attn_mask, dropout_p, is_causal, scale, enable_gqa
         named = {"key_lengths": lengths, "softcap": softcap, "window_size": window_size}
@@ -193,11 +196,9 @@ def attention(
             return out
     tensors = query, key, value, attn_mask, lengths
     numbers = dropout_p, is_causal, scale, softcap, *window_size
-    if dispatch.library_of(*tensors, *numbers) is not None:
-        return sdpa.library_attention(*tensors, *numbers, enable_gqa)
     if lengths is not key_lengths:
         signature = signature_of(tensors, ("attention", *numbers, enable_gqa))
-    return op.attend_first(op.Dense, signature, tensors, numbers)[0]
+    return op.attend_first(op.Dense, signature, tensors, numbers, enable_gqa)
 
 
 @_pytorchs_names
@@ -229,7 +230,8 @@ def attention_qkvpacked(
 
     Numerics, source and what goes to a library: as ``attention``.
     """
-    (qkv,) = autocast(qkv)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        (qkv,) = autocast(qkv)
     signature, numbers = None, (dropout_p, is_causal, scale, window_size)
     if (watcher := _hooks.current) is None:
         tensors = qkv, key_lengths
@@ -238,28 +240,17 @@ def attention_qkvpacked(
             return known[0]
     lengths = check_packed(qkv, key_lengths, None, ANY_HEAD_DIM)
     check_params(dropout_p, is_causal, False, window_size)
-    scale = check_scale(scale)
-    dense = *separate(qkv), None
+    scale = scale if scale is None else check_scale(scale)
     if watcher is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
-        params = dropout_p, is_causal, scale
         named = {"key_lengths": lengths, "window_size": window_size}
-        out = watcher.attend(None, *dense, *params, **named)
+        params = None, dropout_p, is_causal, scale
+        out = watcher.attend(None, *op.split_qkv(qkv), *params, **named)
         if out is not None:
             return out.transpose(1, 2).contiguous()
-    dense_numbers = dropout_p, is_causal, scale, 0.0, *window_size
-    if dispatch.library_of(*dense, lengths, *dense_numbers) is not None:
-        out = sdpa.library_attention(*dense, lengths, *dense_numbers, False)
-        return out.transpose(1, 2).contiguous()
     tensors, numbers = (qkv, lengths), (dropout_p, is_causal, scale, *window_size)
     if lengths is not key_lengths:
         signature = signature_of(tensors, ("attention_qkvpacked", *numbers))
-    return op.attend_first(op.Packed, signature, tensors, numbers)[0]
-
-
-def separate(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value (B, H, N, D): the split whose backward is one copy, a stack."""
-    query, key, value = qkv.unbind(2)
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return op.attend_first(op.Packed, signature, tensors, numbers)
 
 
 def attention_qkvpacked_with_stats(
@@ -289,7 +280,8 @@ def attention_qkvpacked_with_stats(
     Raises:
         ValueError: a shape, dtype, stride or device outside the list above.
     """
-    (qkv,) = autocast(qkv)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        (qkv,) = autocast(qkv)
     tensors, numbers = (qkv, key_lengths), (dropout_p, is_causal, scale, window_size)
     signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
     if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
@@ -301,7 +293,7 @@ def attention_qkvpacked_with_stats(
     numbers = dropout_p, is_causal, check_scale(scale), *window_size
     if lengths is not key_lengths:
         signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
-    return _stats(op.attend_first(op.Packed, signature, tensors, numbers, True, sample), sample)
+    return _stats(op.compute(op.Packed, signature, tensors, numbers, True, sample), sample)
 
 
 def attention_with_stats(
@@ -353,20 +345,22 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
     number of a half-precision model can be read off them (docs/kappa.md).
     """
-    query, key, value = autocast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
     signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
     if not _cast(attn_mask):
         tensors = query, key, value, attn_mask, key_lengths
         signature = signature_of((*tensors, sample), ("statistics", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
             return _stats(known, sample)
-    if is_jagged(query):
+    if isinstance(query, Tensor) and query.is_nested and is_jagged(query):
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
         params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         params |= {"dropout_p": dropout_p, "window_size": window_size, "sample": sample}
         return attention_jagged(attention_varlen_with_stats, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    _, attn_mask = autocast(query, attn_mask)
+    if attn_mask is not None:
+        _, attn_mask = autocast(query, attn_mask)
     check_params(dropout_p, is_causal, enable_gqa, window_size)
     lengths = check_query_key_value(
         query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
@@ -376,7 +370,7 @@ def attention_with_stats(
     tensors = query, key, value, attn_mask, lengths
     if lengths is not key_lengths:
         signature = signature_of((*tensors, sample), ("statistics", *numbers, enable_gqa))
-    return _stats(op.attend_first(op.Dense, signature, tensors, numbers, True, sample), sample)
+    return _stats(op.compute(op.Dense, signature, tensors, numbers, True, sample), sample)
 
 
 def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
@@ -444,7 +438,8 @@ def attention_varlen(
 
     Numerics and source: as ``attention``.
     """
-    query, key, value = autocast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
     tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
     signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
@@ -454,17 +449,14 @@ def attention_varlen(
     starts, key_starts = check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa
     )
-    scale = check_scale(scale)
+    scale = scale if scale is None else check_scale(scale)
     check_device(query.device)
-    operands = query, key, value, starts, key_starts
-    if dispatch.varlen_library_of(*operands, is_causal, scale, dropout_p, window_size) is not None:
-        return sdpa.varlen_attention(query, key, value, starts, max_seqlen, is_causal, scale)
     tensors = query, key, value, starts, _or(key_starts, starts)
     if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
         signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
     max_seqlen_k = _or(max_seqlen_k, max_seqlen)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
-    return op.attend_first(op.Varlen, signature, tensors, numbers)[0]
+    return op.attend_first(op.Varlen, signature, tensors, numbers)
 
 
 def attention_varlen_with_stats(
@@ -512,7 +504,8 @@ def attention_varlen_with_stats(
 
     Numerics: as ``attention_with_stats``.
     """
-    query, key, value = autocast(query, key, value)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
     tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
     signature = signature_of((*tensors, sample), ("varlen statistics", *numbers, enable_gqa))
@@ -522,7 +515,7 @@ def attention_varlen_with_stats(
     starts, key_starts = check_varlen(
         query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
     )
-    scale = check_scale(scale)
+    scale = scale if scale is None else check_scale(scale)
     check_device(query.device)
     tensors = query, key, value, starts, _or(key_starts, starts)
     if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
@@ -530,7 +523,7 @@ def attention_varlen_with_stats(
         signature = signature_of((*tensors, sample), key_of_copies)
     max_seqlen_k = _or(max_seqlen_k, max_seqlen)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
-    results = op.attend_first(op.Varlen, signature, tensors, numbers, True, sample)
+    results = op.compute(op.Varlen, signature, tensors, numbers, True, sample)
     return _stats(results, sample)
 
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._launch_cache import CachedLaunch, View, check_tile
-from .._tiles import block_dim
+from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, CachedLaunch, View, check_tile
 
 LEAST_SCALE = 1e-30  # smaller ones, and negative, are multiplied in before a maximum is found
 
@@ -24,7 +23,7 @@ class Call(NamedTuple):
         seed: (1,) int64, where there is dropout.
         dropout_p: probability of dropping a probability.
         is_causal: row i sees columns 0 to i.
-        scale: multiplies the scores.
+        scale: multiplies the scores; None for ``D ** -0.5``.
         softcap: bounds the scores; 0 for none.
         window: (left, right): row i sees columns i + M - N - left to i + M - N + right; -1 is no
             bound.
@@ -39,22 +38,23 @@ class Call(NamedTuple):
     seed: Tensor | None
     dropout_p: float
     is_causal: bool
-    scale: float
+    scale: float | None
     softcap: float = 0.0
     window: tuple[int, int] = (-1, -1)
     sequences: "Sequences | None" = None
-
-    def is_empty(self) -> bool:
-        """Whether there is nothing to launch: no token, head, entry or sequence."""
-        if 0 in self.query.shape or 0 in self.key.shape:
-            return True
-        return self.sequences is not None and 0 in self.sequences[2:]
 
     @property
     def batch(self) -> int:
         """How many batch entries, or sequences, there are."""
         sequences = self.sequences
         return self.query.shape[0] if sequences is None else sequences.starts.shape[0] - 1
+
+
+def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
+    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
+    if dropout_p == 0:
+        return None
+    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
 
 
 class Results(NamedTuple):
@@ -91,6 +91,7 @@ class Plan(NamedTuple):
         rows: shape of max_log_sum.
         statistics: shapes of lse, stats and heads, None without statistics.
         numbers: of the operator.
+        present: how many of its tensors there are, up to the last.
         backward: launches, by the layouts of what the backward is given.
     """
 
@@ -101,6 +102,7 @@ class Plan(NamedTuple):
     rows: tuple[int, ...]
     statistics: list[Any] | None
     numbers: Sequence[Any]
+    present: int
     backward: dict[Hashable, CachedLaunch]
 
 
@@ -139,6 +141,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         :10
     ]
     heads, dim = query.shape[1], query.shape[-1]
+    factor = dim**-0.5 if scale is None else scale
     if sequences is None:
         batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
     else:
@@ -161,15 +164,15 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "GROUP": heads // key.shape[1],
         "N": rows,
         "M": cols,
-        "scale": scale,
+        "scale": factor,
         "keep_scale": 1 / (1 - dropout_p),
         "threshold": int(dropout_p * 2**31),
         "D": dim,
-        "BLOCK_D": block_dim(dim),
+        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),  # as ``_tiles.block_dim``
         "CAUSAL": is_causal,
         "MASK": mask_kind,
         # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
-        "SCALED": mask_kind == "additive" or softcap != 0 or scale < LEAST_SCALE,
+        "SCALED": mask_kind == "additive" or softcap != 0 or factor < LEAST_SCALE,
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
     }
@@ -201,6 +204,7 @@ def view_of(name: str, t: Tensor) -> View:
             were checked; those of results have rows as far apart as all heads are wide.
     """
     axis = 2 if t.dim() == 4 else 0
-    view = View(t, t.stride(0), t.stride(1), t.stride(axis))
-    check_tile(f"rows of {name}", t.shape[axis], view.stride_n)
+    view, rows = View(t, t.stride(0), t.stride(1), t.stride(axis)), min(t.shape[axis], MAX_ROWS)
+    if (rows - 1) * view.stride_n > LARGEST_OFFSET:
+        check_tile(f"rows of {name}", rows, view.stride_n)
     return view

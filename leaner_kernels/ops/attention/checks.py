@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._checks import (
+    DTYPES,
     MAX_HEAD_DIM,
     MAX_ROW_STRIDE,
     ArgumentError,
@@ -58,6 +59,8 @@ def check_query_key_value(
             raise ArgumentError(MASK_AND_CAUSAL)
     if sample is not None:
         check_sample(sample, batch, query.device)
+    if key_lengths is None:
+        return None
     return checked_lengths(key_lengths, batch, cols, query.device)
 
 
@@ -152,6 +155,8 @@ def check_packed(
     _check_layout("qkv", qkv, max_head_dim)
     if sample is not None:
         check_sample(sample, qkv.shape[0], qkv.device)
+    if key_lengths is None:
+        return None
     return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
 
 
@@ -266,8 +271,9 @@ def _checked_starts(
 
 
 def _check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
-    check_layout(name, t, max_head_dim)
-    strides = t.stride()
+    strides, dim = t.stride(), t.shape[-1]
+    if t.dtype not in DTYPES or not 1 <= dim <= max_head_dim or strides[-1] != 1:
+        check_layout(name, t, max_head_dim)
     apart = strides[_ROWS[len(strides)]]
     if apart > MAX_ROW_STRIDE:
         raise ArgumentError(

@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
-from .._launch_cache import LARGEST_OFFSET, TENSORS, recorded, unaligned
+from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
 from .._tiles import Tile, block_dim
 from .call import LEAST_SCALE, Call
 
@@ -117,7 +117,7 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
     if call.attn_mask is not None:
         strides.append(sum(call.attn_mask.stride()[-2:]))
     reached = max(strides) * tokens <= LARGEST_OFFSET
-    return alike and reached and not unaligned(tensors)
+    return alike and reached and not any(t.data_ptr() % ALIGNMENT for t in tensors)
 
 
 # --- The tile of a kernel, None where no rule takes the call --------------------------------------
@@ -208,7 +208,7 @@ def features(
     query: Tensor,
     *others: Tensor,
     softcap: float = 0.0,
-    scale: float = 1.0,
+    scale: float | None = None,
 ) -> frozenset[str]:
     """Return what a call needs beyond causal or shortened rows: it takes registers.
 
@@ -223,7 +223,7 @@ def features(
         "mask": attn_mask is not None,
         "dropout": seed is not None,
         "softcap": softcap != 0,
-        "scale": scale < LEAST_SCALE,
+        "scale": scale is not None and scale < LEAST_SCALE,
         "padded_dim": dim != block_dim(dim),
         "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
     }
@@ -336,81 +336,46 @@ class Library(NamedTuple):
     reason: str
 
 
-def library_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    backward: bool | None = None,
-) -> Library | None:
+def library_of(call: Call, backward: bool) -> Library | None:
     """Return the library that computes a checked call without statistics, None for our kernels.
 
     PyTorch gets self-attention in half precision with a head dimension that is a multiple of 8 and
     a positive scale, since it finds the maximum of a row before it scales it. Its gradients are
     sums in no fixed order, so deterministic algorithms rule it out.
 
-    Args: as of the operator, and ``backward``, whether one will follow; by default, whether
-    autograd records the call.
+    Args:
+        call: to be computed.
+        backward: whether a backward will follow.
     """
-    rows, dim = query.shape[-2:]
+    query, key, sequences = call.query, call.key, call.sequences
+    dim = query.shape[-1]
     if dim > MAX_HEAD_DIM:
         return Library("sdpa", f"head dimension {dim} is above {MAX_HEAD_DIM}")
     if not on_gpu(query):
-        if transformed(query):  # the operator has derivatives that libraries have not
-            return None
+        if sequences is not None or transformed(query):
+            return None  # the operator has derivatives that libraries have not
         reason = f"the kernels run on CUDA, not on {query.device}"
-        return Library("reference" if softcap else "sdpa", reason)
-    windowed = (window_left, window_right) != (-1, -1)
-    if attn_mask is not None or key_lengths is not None or dropout_p or softcap or windowed:
+        return Library("reference" if call.softcap else "sdpa", reason)
+    if call.attn_mask is not None or call.key_lengths is not None or call.dropout_p:
         return None
-    if rows != key.shape[2] or 0 in query.shape or not _suits(query, scale):
-        return None
-    if backward is None:
-        backward = recorded(query, key, value)
-    gpu = _tiles.capability(query.device)
-    rule = find_rule_of_library(gpu, False, bool(is_causal), backward, dim, rows)
-    return None if rule is None else Library("sdpa", rule.reason)
-
-
-def varlen_library_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    key_starts: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    dropout_p: float,
-    window_size: tuple[int, int],
-    backward: bool | None = None,
-) -> Library | None:
-    """Return the library that computes a checked varlen batch, as ``library_of``.
-
-    PyTorch's has no rule for DTensors, and takes no tensors without memory.
-    """
-    if not on_gpu(query) or key_starts is not None or torch.compiler.is_compiling():
-        return None
-    sequences, tensors = starts.shape[0] - 1, (query, key, value, starts)
-    if dropout_p or sequences < 1 or tuple(window_size) != (-1, -1):
-        return None
-    if not TENSORS.issuperset(map(type, tensors)) or not torch.backends.cuda.flash_sdp_enabled():
-        return None
-    if query.shape != key.shape or 0 in query.shape or not _suits(query, scale):
+    if call.softcap or call.window != (-1, -1) or 0 in query.shape or not _suits(call):
         return None
     gpu = _tiles.capability(query.device)
-    if gpu < 80:  # PyTorch's needs more
+    if sequences is None:
+        if query.shape[2] != key.shape[2]:
+            return None
+        rule = find_rule_of_library(gpu, False, bool(call.is_causal), backward, dim, query.shape[2])
+        return None if rule is None else Library("sdpa", rule.reason)
+    # PyTorch's has no rule for DTensors, and takes no tensors without memory.
+    if torch.compiler.is_compiling() or sequences.starts is not sequences.key_starts:
         return None
-    if backward is None:
-        backward = recorded(query, key, value)
-    size = query.shape[-1], query.shape[0] / sequences
-    rule = find_rule_of_library(gpu, True, bool(is_causal), backward, *size)
+    tensors, count = (*call[:3], sequences.starts), sequences.starts.shape[0] - 1
+    if count < 1 or query.shape != key.shape or not TENSORS.issuperset(map(type, tensors)):
+        return None
+    if gpu < 80 or not torch.backends.cuda.flash_sdp_enabled():
+        return None
+    length = query.shape[0] / count
+    rule = find_rule_of_library(gpu, True, bool(call.is_causal), backward, dim, length)
     return None if rule is None else Library("varlen_attn", rule.reason)
 
 
@@ -419,10 +384,11 @@ def on_gpu(query: Tensor) -> bool:
     return query.device.type == "cuda" or _tiles.assumed() is not None
 
 
-def _suits(query: Tensor, scale: float | None) -> bool:
+def _suits(call: Call) -> bool:
+    query = call.query
     if query.dtype == torch.float32 or query.shape[-1] % 8:
         return False
-    if scale is not None and scale < LEAST_SCALE:
+    if call.scale is not None and call.scale < LEAST_SCALE:
         return False
     return not torch.are_deterministic_algorithms_enabled() and not transformed(query)
 

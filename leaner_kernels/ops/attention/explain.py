@@ -202,7 +202,8 @@ def _dense(
     if not stats or not dispatch.on_gpu(query):
         if query.shape[-1] > MAX_HEAD_DIM:
             sdpa.check_wide(query, softcap)
-        if (library := dispatch.library_of(*operands, *numbers, backward)) is not None:
+        call = Dense.call(*operands, None, *numbers)
+        if (library := dispatch.library_of(call, backward)) is not None:
             return _by(library._replace(name="reference") if stats else library, backward)
     if not dispatch.on_gpu(query):
         reason = f"the kernels run on CUDA, not on {query.device}"
@@ -244,19 +245,18 @@ def _varlen(
         reason = f"the kernels run on CUDA, not on {query.device}"
         return _by(Library("reference", reason), backward)
     tensors = query, key, value, starts
-    if not stats:
-        numbers = is_causal, scale, dropout_p, window_size, backward
-        if (library := dispatch.varlen_library_of(*tensors, key_starts, *numbers)) is not None:
-            return _by(library, backward)
+    numbers = 1, 1, dropout_p, is_causal, scale, *window_size
+    starts = *tensors[3:], starts if key_starts is None else key_starts
+    call = Varlen.call(*tensors[:3], *starts, _seed(query, dropout_p), *numbers)
+    if not stats and (library := dispatch.library_of(call, backward)) is not None:
+        return _by(library, backward)
     needs = {
         "statistics": stats,
         "dropout": dropout_p,
         "a window": tuple(window_size) != NO_WINDOW,
         "other keys than queries": key_starts is not None or key.shape != query.shape,
     }
-    reason, seed = _why_ours(query, scale, needs), _seed(query, dropout_p)
-    lengths = 1, 1, dropout_p, is_causal, scale, *window_size
-    call = Varlen.call(*tensors, starts if key_starts is None else key_starts, seed, *lengths)
+    reason = _why_ours(query, scale, needs)
     routes = [
         Route(name, dispatch.online_tile(name, call).arguments, reason)
         for name in ("online_forward", "online_backward")

@@ -27,15 +27,15 @@ from .._launch_cache import (
     Signature,
     key_of,
     on_current_device,
-    recorded,
     rows_contiguous,
     seen_by_autograd_alone,
+    unaligned_bits,
 )
 from ..dispatcher import library
 from ..statistics import STATISTICS
 from ..transforms import BROADCAST, HEADS, Declaration, Products
-from . import cpu
-from .call import Call, Plan, Results, Sequences
+from . import cpu, dispatch, sdpa
+from .call import Call, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -57,7 +57,6 @@ class Dense:
         dropout_p, is_causal, scale, softcap, window_left, window_right,
     ) -> Call:  # fmt: skip
         """Return the call of these arguments."""
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         tensors = query, key, value, attn_mask, key_lengths, seed
         return Call(*tensors, dropout_p, is_causal, scale, softcap, (window_left, window_right))
 
@@ -72,11 +71,16 @@ class Dense:
         return out
 
     @staticmethod
+    def from_query(out: Tensor) -> Tensor:
+        """Return a library's output with the axes of the operator's."""
+        return out
+
+    @staticmethod
     def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
-        """Allocate the gradients; that of the mask is empty where it is not wanted."""
+        """Allocate the gradients, that of the mask where it is wanted."""
         query, key, value, mask = tensors[:4]
-        dmask = mask.new_empty(mask.shape) if mask_grad else query.new_empty(0)
-        return new_out(query), new_out(key), new_out(value), dmask
+        three = new_out(query), new_out(key), new_out(value)
+        return (*three, mask.new_empty(mask.shape)) if mask_grad else three
 
     @staticmethod
     def separate(gradients: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -91,7 +95,7 @@ class Dense:
     @staticmethod
     def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
         """Return where dq, dk and dv begin."""
-        dq, dk, dv, _ = gradients
+        dq, dk, dv = gradients[:3]
         return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
 
 
@@ -109,7 +113,6 @@ class Packed:
     def call(
         qkv, key_lengths, seed, dropout_p, is_causal, scale, window_left, window_right
     ) -> Call:
-        scale = qkv.shape[-1] ** -0.5 if scale is None else scale
         tensors = *split_qkv(qkv), None, key_lengths, seed
         return Call(*tensors, dropout_p, is_causal, scale, 0.0, (window_left, window_right))
 
@@ -121,6 +124,10 @@ class Packed:
     @staticmethod
     def as_query(out: Tensor) -> Tensor:
         return out.transpose(1, 2)
+
+    @staticmethod
+    def from_query(out: Tensor) -> Tensor:
+        return out.transpose(1, 2).contiguous()
 
     @staticmethod
     def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
@@ -164,7 +171,6 @@ class Varlen:
         query, key, value, cu_seqlens, cu_seqlens_k, seed,
         max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_left, window_right,
     ) -> Call:  # fmt: skip
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         # Free unless strided: the kernels count along them.
         starts = cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
         sequences = Sequences(*starts, max_seqlen, max_seqlen_k)
@@ -175,7 +181,7 @@ class Varlen:
     def new_out(query: Tensor) -> Tensor:
         return query.new_empty(query.shape)
 
-    as_query = Dense.as_query
+    as_query, from_query = Dense.as_query, Dense.from_query
 
     @staticmethod
     def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
@@ -201,9 +207,12 @@ Form = type[Dense] | type[Packed] | type[Varlen]
 
 
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D)."""
-    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    return query, key, value
+    """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D).
+
+    By the split whose backward is one copy, a stack.
+    """
+    query, key, value = qkv.unbind(2)
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def new_out(like: Tensor) -> Tensor:
@@ -271,7 +280,15 @@ def differentiate(form: Form, compute: Any, grad: Tensor, *args: Any) -> Any:
             slot.copy_(gradient)
         if mask_grad:
             gradients[3].copy_(ds.sum_to_size(gradients[3].shape))
-    return gradients if len(gradients) > 1 else gradients[0]
+    return _returned(form, gradients)
+
+
+def _returned(form: Form, gradients: tuple[Tensor, ...]) -> Any:
+    """Return gradients as the schema has them: one alone, an empty one where none is wanted."""
+    if form is Packed:
+        return gradients[0]
+    missing = form is Dense and len(gradients) == 3
+    return (*gradients, gradients[0].new_empty(0)) if missing else gradients
 
 
 def _parts(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], bool]:
@@ -317,7 +334,7 @@ def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
         _backwards.clear()
     launches = _backwards.setdefault(key, {})
     gradients = _launch_backward(form, launches, grad, saved, numbers, mask_grad)
-    return gradients if len(gradients) > 1 else gradients[0]
+    return _returned(form, gradients)
 
 
 def _run(
@@ -349,7 +366,7 @@ def _launch_first(
     out, call, plan = form.new_out(inputs[0]), form.call(*inputs), None
     results = new_results(call, form.as_query(out), stats, sample)
     statistics = results.lse, results.stats, results.heads
-    if call.is_empty():  # nothing can be launched of nothing
+    if _empty(call):  # nothing can be launched of nothing
         cpu.forward(call, results)
     else:
         from . import launch
@@ -360,13 +377,20 @@ def _launch_first(
         if forward is not None and beside:
             plan = Plan(
                 forward, capture, out.shape, out.stride(), results.max_log_sum.shape,
-                [t.shape for t in statistics] if stats else None, inputs[form.count :], {},
+                [t.shape for t in statistics] if stats else None, inputs[form.count :],
+                max(i for i in range(form.count) if inputs[i] is not None) + 1, {},
             )  # fmt: skip
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
             _plans[key] = plan
     others = statistics if stats else ()
     return plan, (out, *others, results.max_log_sum)
+
+
+def _empty(call: Call) -> bool:
+    """Whether there is no token, head, entry or sequence."""
+    sizes = *call.query.shape, *call.key.shape
+    return 0 in sizes or (call.sequences is not None and 0 in call.sequences[2:])
 
 
 def _launch_backward(
@@ -379,7 +403,8 @@ def _launch_backward(
 ) -> tuple[Tensor, ...]:
     """Return the gradients; ``launches`` are those of like calls, by layouts."""
     # Of what was saved too: hooks may have made other tensors of it.
-    layouts, addresses, low_bits = [mask_grad, grad.dtype, grad.stride()], [], grad.data_ptr()
+    layouts, addresses = [mask_grad, grad.dtype, saved[0].dtype, grad.stride()], []
+    low_bits = grad.data_ptr()
     for t in saved:
         if t is None:
             addresses.append(0)
@@ -387,15 +412,17 @@ def _launch_backward(
         address = t.data_ptr()
         addresses.append(address)
         low_bits |= address
-        layouts += t.dtype, t.stride()
-    key, (*tensors, out, max_log_sum) = (*layouts, low_bits % ALIGNMENT == 0), addresses
+        layouts.append(t.stride())
+    if low_bits % ALIGNMENT:
+        layouts.append(unaligned_bits((grad.data_ptr(), *addresses)))
+    key, (*tensors, out, max_log_sum) = tuple(layouts), addresses
     gradients = form.new_gradients(saved, mask_grad)
     ds = None
     if mask_grad:
         # Tiles that no row may see are not visited by every kernel.
         ds = grad.new_zeros((*saved[0].shape[:3], saved[1].shape[2]), dtype=torch.float32)
     entry = launches.get(key)
-    if entry is not None and key[-1]:
+    if entry is not None:
         pointers = form.addresses(tensors, saved[0])
         pointers += grad.data_ptr(), out, max_log_sum, *form.gradient_addresses(gradients)
         entry.run([*pointers, 0 if ds is None else ds.data_ptr()])
@@ -403,9 +430,9 @@ def _launch_backward(
         *inputs, out, max_log_sum = saved
         mask = (mask_grad,) if form is Dense else ()
         call, results = form.call(*inputs, *numbers), Results(form.as_query(out), max_log_sum)
-        if call.is_empty():
-            gradients = differentiate(form, cpu.backward, grad, *saved, *numbers, *mask)
-            return gradients if isinstance(gradients, tuple) else (gradients,)
+        if _empty(call):
+            empty = differentiate(form, cpu.backward, grad, *saved, *numbers, *mask)
+            return empty[: len(gradients)] if isinstance(empty, tuple) else (empty,)
         from . import launch
 
         parts = *form.separate(gradients), ds
@@ -427,12 +454,15 @@ def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
 
 
 class Attention(dispatcher.SingleLevelFunction):
-    """Put results on the graph that were computed already, and differentiate them."""
+    """Put results on the graph that were computed already, and differentiate them.
+
+    Tensors after the last that there is are left out.
+    """
 
     @staticmethod
-    def forward(ctx, form, plan, results, *inputs):
-        ctx.form, ctx.plan, ctx.numbers = form, plan, inputs[form.count :]
-        ctx.save_for_backward(*inputs[: form.count], results[0], results[-1])
+    def forward(ctx, form, plan, numbers, results, *tensors):
+        ctx.form, ctx.plan, ctx.numbers = form, plan, numbers
+        ctx.save_for_backward(*tensors, results[0], results[-1])
         # Zeros for the others would be a launch each.
         ctx.set_materialize_grads(False)
         if plan is not None and len(results) == 2:
@@ -443,21 +473,33 @@ class Attention(dispatcher.SingleLevelFunction):
     @staticmethod
     def backward(ctx, grad, *_):
         form, plan, saved, numbers = ctx.form, ctx.plan, ctx.saved_tensors, ctx.numbers
-        others = form.count + len(numbers)
+        count = len(saved) - 2
         if grad is None:
-            return (None,) * (3 + others)
-        mask_grad = form is Dense and ctx.needs_input_grad[6]
+            return (None,) * (4 + count)
+        mask_grad = form is Dense and count > 3 and ctx.needs_input_grad[7]
+        if count < form.count:
+            saved = *saved[:count], *(None,) * (form.count - count), *saved[count:]
         grad = rows_contiguous(grad)
-        args = (*saved, *numbers, mask_grad) if form is Dense else (*saved, *numbers)
-        alone = not torch.is_grad_enabled() and seen_by_autograd_alone((grad, *args))
-        if alone and plan is not None and on_current_device(grad) and not grad.is_neg():
+        alone = plan is not None and not torch.is_grad_enabled() and not grad.is_neg()
+        if alone and seen_by_autograd_alone((grad, *saved)) and on_current_device(grad):
             gradients = _launch_backward(form, plan.backward, grad, saved, numbers, mask_grad)
         else:
+            args = (*saved, *numbers, mask_grad) if form is Dense else (*saved, *numbers)
             gradients = getattr(ops, f"{form.name}_backward").default(grad, *args)
             gradients = (gradients,) if form is Packed else gradients
         if form is Dense and not mask_grad:
             gradients = gradients[:3]
-        return None, None, None, *gradients, *(None,) * (others - len(gradients))
+        return None, None, None, None, *gradients, *(None,) * (count - len(gradients))
+
+
+def _record(form: Form, plan: Plan | None, results: Any, inputs: Sequence[Any]) -> Any:
+    """Return results on the graph."""
+    count = form.count
+    while inputs[count - 1] is None:
+        count -= 1
+    return dispatcher.apply(
+        Attention, form, plan, tuple(inputs[form.count :]), results, *inputs[:count]
+    )
 
 
 # --- Plain calls, which need no dispatcher --------------------------------------------------------
@@ -478,11 +520,12 @@ def repeat(
     if plan is None:
         return None
     first, dropout_p = tensors[0], plan.numbers[form.dropout]
-    seed = draw_seed(dropout_p, first.device)
+    seed = draw_seed(dropout_p, first.device) if dropout_p else None
     addresses = [*signature.addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
     results = _run(form, plan, addresses, first, sample)
-    if recorded(*tensors[: form.differentiable]):
-        results = Attention.apply(form, plan, results, *tensors, seed, *plan.numbers)
+    if signature.recorded:
+        tensors = (*tensors, seed)[: plan.present]
+        results = Attention.apply(form, plan, plan.numbers, results, *tensors)
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -491,36 +534,51 @@ def attend_first(
     signature: Signature | None,
     tensors: Sequence[Any],
     numbers: Sequence[Any],
-    stats: bool = False,
-    sample: Tensor | None = None,
-) -> tuple[Any, ...]:
-    """Return what the operator does of a checked call; one with a signature is kept for ``repeat``.
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return the output of a checked call; one with a signature is kept for ``repeat``.
 
     Args:
         form: of the operator.
         signature: as for ``repeat``; None where more than autograd may see the call.
         tensors: as for ``repeat``.
         numbers: the operator's.
-        stats: whether it is the operator with statistics.
-        sample: of that.
+        enable_gqa: whether query heads share keys, for PyTorch's function.
     """
-    inputs = *tensors, draw_seed(numbers[form.dropout], tensors[0].device), *numbers
+    call = form.call(*tensors, None, *numbers)
+    if signature is None:
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in call[:3])
+    else:
+        backward = signature.recorded
+    if (library := dispatch.library_of(call, backward)) is not None:
+        if library.name == "varlen_attn":
+            return sdpa.varlen_attention(call)
+        return form.from_query(sdpa.library_attention(call, enable_gqa))
+    return compute(form, signature, tensors, numbers)[0]
+
+
+def compute(
+    form: Form,
+    signature: Signature | None,
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    stats: bool = False,
+    sample: Tensor | None = None,
+) -> tuple[Any, ...]:
+    """Return what the operator does of a checked call, with statistics or without."""
+    if signature is not None and (known := repeat(form, signature, tensors, sample)):
+        return known  # of a user's other call, whose integers were converted too
+    dropout_p = numbers[form.dropout]
+    inputs = *tensors, draw_seed(dropout_p, tensors[0].device) if dropout_p else None, *numbers
     if signature is None:
         if not stats:
             return getattr(ops, form.name).default(*inputs)
         arguments = *inputs[: form.count], sample, *numbers
         return getattr(ops, f"{form.name}_with_stats").default(*arguments)
     plan, results = _launch_first(form, signature.key, inputs, stats, sample)
-    if recorded(*tensors[: form.differentiable]):
-        results = Attention.apply(form, plan, results, *inputs)
+    if signature.recorded:
+        results = _record(form, plan, results, inputs)
     return results if isinstance(results, tuple) else (results,)
-
-
-def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
-    if dropout_p == 0:
-        return None
-    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
 
 
 # --- Registration ---------------------------------------------------------------------------------
@@ -555,7 +613,7 @@ def _register(form: Form) -> None:
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if len(results) > 2:  # with statistics: the sample is no input of the backward
             args = *args[: form.count], *args[form.count + 1 :]
-        return dispatcher.apply(Attention, form, None, results, *args)
+        return _record(form, None, results, args)
 
     decompositions = (
         partial(attend, form, cpu.forward),

@@ -14,53 +14,39 @@ from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..._ops import ops
 from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
+from .call import Call, draw_seed
 from .dispatch import transformed
-from .op import draw_seed
 from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
 LOWEST_MAXIMUM = -1e3
 
 
-def library_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    softcap: float,
-    window_left: int,
-    window_right: int,
-    enable_gqa: bool,
-) -> Tensor:
-    """Return (B, H, N, D) of a checked call, with lengths and what is hidden as one mask.
+def library_attention(call: Call, enable_gqa: bool) -> Tensor:
+    """Return (B, H, N, D) of a checked call, with what is hidden as one mask.
 
     Raises:
         ValueError: wider heads than kernels take, with a softcap or as a DTensor on a GPU.
     """
-    numbers = dropout_p, is_causal, scale, softcap, window_left, window_right
-    if query.shape[-1] > MAX_HEAD_DIM:
-        check_wide(query, softcap)
+    query, dim = call.query, call.query.shape[-1]
+    if dim > MAX_HEAD_DIM:
+        check_wide(query, call.softcap)
         if not torch.compiler.is_compiling():
-            _warn_of_width(query.shape[-1])
+            _warn_of_width(dim)
         if transformed(query):
             # PyTorch's fused kernels have neither forward mode nor second derivatives.
             with sdpa_kernel(SDPBackend.MATH):
-                return _sdpa_of(query, key, value, attn_mask, key_lengths, *numbers, enable_gqa)
-    return _sdpa_of(query, key, value, attn_mask, key_lengths, *numbers, enable_gqa)
+                return _attend(call, enable_gqa)
+    return _attend(call, enable_gqa)
 
 
-def _sdpa_of(
-    query, key, value, attn_mask, key_lengths, dropout_p, is_causal, scale, softcap,
-    window_left, window_right, enable_gqa,
-) -> Tensor:  # fmt: skip
+def _attend(call: Call, enable_gqa: bool) -> Tensor:
+    query, key, value, attn_mask, key_lengths, _, dropout_p, is_causal, scale, softcap = call[:10]
+    window = call.window
+
     def with_all_scores() -> Tensor:
-        seed = draw_seed(dropout_p, query.device)
-        numbers = dropout_p, is_causal, scale, softcap, window_left, window_right
-        return ops.attention(query, key, value, attn_mask, key_lengths, seed, *numbers)[0]
+        tensors = *call[:5], draw_seed(dropout_p, query.device)
+        return ops.attention(*tensors, dropout_p, is_causal, scale, softcap, *window)[0]
 
     on_gpu = query.device.type == "cuda"
     # A DTensor, for which PyTorch's function has no rule here, or what it does not compute at all.
@@ -69,7 +55,7 @@ def _sdpa_of(
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     if is_causal and scale is not None and scale <= 0:
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
-    seen, window = None, (window_left, window_right)
+    seen = None
     if key_lengths is not None or max(window) >= 0:
         shape = query.shape[2], key.shape[2]
         seen = visible(*shape, key_lengths, is_causal, query.device, window)
@@ -132,25 +118,22 @@ def _warn_of_width(head_dim: int) -> None:
     )
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    max_seqlen: int,
-    is_causal: bool,
-    scale: float | None,
-) -> Tensor:
+def varlen_attention(call: Call) -> Tensor:
     """Return (T, H, D) of PyTorch's varlen attention, zero outside every sequence.
 
     So are the gradients. PyTorch leaves what no sequence owns as its memory was, and follows
     ``starts`` wherever they lead: here they are brought into order inside the tensors.
     """
+    query, key, value, sequences = *call[:3], call.sequences
+    assert sequences is not None
+    starts, max_seqlen = sequences.starts, sequences.rows
     starts = starts.clamp(0, query.shape[0]).cummax(dim=0).values
     query, key, value = _ZeroGradientsOutside.apply(starts, query, key, value)
-    window = (-1, 0) if is_causal else (-1, -1)
+    window = (-1, 0) if call.is_causal else (-1, -1)
     ends = starts, starts, max_seqlen, max_seqlen
-    out = _varlen_attn()(query, key, value, *ends, scale=scale, window_size=window).contiguous()
+    out = _varlen_attn()(
+        query, key, value, *ends, scale=call.scale, window_size=window
+    ).contiguous()
     _fill_with_zeros(starts, out)
     return out
 

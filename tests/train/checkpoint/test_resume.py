@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from leaner_kernels.monitor.measurement import HostCopy, SynchronousStream
+from leaner_kernels.monitor.measurement import HostCopy, SideStream
 from tests.train.launch import (
     SHARD,
     TINY,
@@ -85,7 +85,7 @@ class OnTheWay:
         pass
 
 
-class Late(SynchronousStream):
+class Late(SideStream):
     """As the monitor's side stream on a GPU that is busy."""
 
     def copy_to_host(self, values):
@@ -95,7 +95,7 @@ class Late(SynchronousStream):
 def test_kappa_that_arrives_late_is_written_once_whatever_happens(
     eight_steps, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
     save = loop.save
 
     def save_and_die(run, *more):
@@ -113,7 +113,7 @@ def test_kappa_that_arrives_late_is_written_once_whatever_happens(
 
 
 def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("leaner_kernels.monitor.SynchronousStream", Late)
+    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
     hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
     with pytest.raises(SystemExit, match="2"):
         train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)
@@ -403,7 +403,7 @@ def test_lines_that_a_power_cut_spoilt_are_dropped_and_said(six_of_eight, capsys
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:5], bytes(len(lines[5])) + b"\n"]))
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
-    assert "metrics.jsonl cannot be read from line 6 on: dropped" in capsys.readouterr().out
+    assert "line 6 of metrics.jsonl cannot be read: dropped" in capsys.readouterr().out
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 6, 7]
 
 

@@ -8,7 +8,6 @@ import pytest
 from models import papers
 from train import bert, gpt, lra, vit
 from train.config import architecture, flags
-from train.config import control as controls
 from train.data.images.augment import Augment
 from train.vit import ImageSettings
 
@@ -78,7 +77,7 @@ def test_digits_and_noise_are_not_photographs():
 def arm(name, control, classes):
     """The arm of a model of images."""
     model = architecture.find(name, architecture.DIGITS, architecture.VISION)
-    return controls.arm(name, control, model, num_classes=classes)
+    return architecture.arm(name, control, model, num_classes=classes)
 
 
 LEAN_ROWS = [f"{row}_lean" for row in ("vit_large", "tnt_base", "davit_base")]
@@ -141,7 +140,7 @@ def test_an_arm_of_many_heads_keeps_the_width_of_each():
 
 
 def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
-    monkeypatch.setattr("train.config.control.TOLERANCE", 0.001)
+    monkeypatch.setattr("train.config.architecture.TOLERANCE", 0.001)
     message = "--control depth: no whole number comes within 0% of the 39,403,854 .* closest has "
     with pytest.raises(ValueError, match=message):
         arm("vit_base_lean", "depth", 78)

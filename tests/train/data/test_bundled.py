@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from train.data.images.bundled import open_digits
+from train.data.images import open_digits
 
 
 def test_the_digits_are_those_of_scikit_learn():

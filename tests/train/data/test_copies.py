@@ -5,9 +5,9 @@ import shutil
 import pytest
 from PIL import Image
 
-from leaner_kernels.monitor.files import contents
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
-from train.data.images import find_images
+from train.data.copies import contents
+from train.data.images.sources import find_images
 from train.data.text import open_text
 from train.data.text.sources import find_source
 from train.data.text.tokenizers import GPT

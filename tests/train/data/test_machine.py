@@ -9,26 +9,26 @@ import pytest
 
 from tests.train.forked import on_two_ranks
 from tests.train.image_files import photographs, write_folder
-from train.data import images
+from train.data.images import sources
 from train.data.images.machine import once_per_machine
 from train.loop.parallel import world
 
 
 def work(rank: int, folder: Path) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    calls, find = [], images._find
-    images._find = lambda *arguments: calls.append(arguments) or find(*arguments)
+    calls, find = [], sources._find
+    sources._find = lambda *arguments: calls.append(arguments) or find(*arguments)
 
     def fail() -> None:
         assert rank == 0
         raise ValueError("-- has no pictures")
 
     with world():
-        sources = images.find_images(str(folder), 0)
+        found = sources.find_images(str(folder), 0)
         with pytest.raises(ValueError, match="-- has no pictures"):
             once_per_machine(fail)
         empty = once_per_machine(lambda: (rank, np.empty(0)))
-    content: Any = sources.train.paths.content
+    content: Any = found.train.paths.content
     while isinstance(getattr(content, "base", None), np.ndarray):
         content = content.base
     content = getattr(content, "obj", content)
@@ -36,8 +36,8 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "calls": len(calls),
         "left": Path(content.filename).exists() if mapped else "not mapped",
-        "samples": list(sources.train.samples()),
-        "identity": sources.identity("it"),
+        "samples": list(found.train.samples()),
+        "identity": found.identity("it"),
         "made by": empty[0],
     }
 
@@ -45,7 +45,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 def test_one_rank_finds_pictures_and_both_map_them(tmp_path):
     write_folder(tmp_path, "train", photographs("train", 12))
     write_folder(tmp_path, "val", photographs("val", 6))
-    alone = images.find_images(str(tmp_path), 0)
+    alone = sources.find_images(str(tmp_path), 0)
     expected = {
         "left": False,
         "samples": list(map(list, alone.train.samples())),

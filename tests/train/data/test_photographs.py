@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode, v2
 
-from leaner_kernels.monitor.files import decode, opened
+from leaner_kernels.monitor.pictures import decode, opened
 from train.data.images import photographs
 from train.data.images.augment import Augment, EvaluationView, Region, TrainingView, seeded
 from train.data.images.photographs import Pixels

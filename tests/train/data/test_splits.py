@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
-from train.data.images import find_images
+from train.data.images.sources import find_images
 from train.data.splits import by_part, parts_of, split_of
 from train.data.text import open_text
 from train.data.text.sources import find_source

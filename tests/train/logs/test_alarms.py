@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from leaner_kernels.monitor.writers import JsonLines, finite
 from train.logs.alarms import Alarms
-from train.logs.report import _SAMPLED, _STEPS, JsonLines, finite
+from train.logs.report import _SAMPLED, _STEPS
 
 WANTED = {"loss_alarm": 8.0, "kappa_alarm": 10.0, "entropy_alarm": 0.1}
 
@@ -259,7 +260,7 @@ def test_what_a_log_keeps_of_a_long_run_gives_the_same_alarms(tmp_path, resumed_
     for name, rows, steps in (("m", metrics, _STEPS), ("k", samples, _SAMPLED)):
         path = tmp_path / f"{name}.jsonl"
         path.write_text("".join(json.dumps(finite(row)) + "\n" for row in rows))
-        logs.append(JsonLines(path, resumed_after, None, steps))
+        logs.append(JsonLines(path, resumed_after, steps=steps))
     resumed = Alarms(SimpleNamespace(**WANTED))
     resumed.replay(logs[0].rows, logs[1].rows)
     expected = [alarm for alarm in whole if alarm["step"] >= resumed_after]

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from train.logs import plots
+from train.logs import report
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def losses(*values):
     ],
 )
 def test_axis_is_logarithmic_where_the_loss_spans_a_decade(tmp_path, drawn, values, scale):
-    plots.plot_loss(losses(*values), tmp_path / "loss.png")
+    report.plot_loss(losses(*values), tmp_path / "loss.png")
     (axes,) = drawn[0].axes
     assert axes.get_yscale() == scale
 
@@ -46,7 +46,7 @@ def test_accuracy_has_a_panel_of_its_own(tmp_path, drawn):
     rows = losses(3.0, 2.0, 1.0)
     rows[1] |= {"held_out_loss": 2.5, "held_out_accuracy": 0.25}
     rows[2] |= {"held_out_loss": None, "held_out_accuracy": 0.5}
-    plots.plot_loss(rows, tmp_path / "loss.png")
+    report.plot_loss(rows, tmp_path / "loss.png")
     above, below = drawn[0].axes
     assert [list(line.get_ydata()) for line in above.lines] == [[3.0, 2.0, 1.0], [2.5]]
     assert list(below.lines[0].get_xdata()) == [1, 2]

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
+from leaner_kernels.monitor import writers
 from leaner_kernels.monitor.rows import parse_row
+from leaner_kernels.monitor.writers import JsonLines
 from tests.train.launch import TINY, rows
 from train import vit
-from train.logs import report
-from train.logs.report import JsonLines, _kappa_table
+from train.logs.report import _kappa_table
 
 
 class Listener:
@@ -39,7 +40,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path):
     path, listener = tmp_path / "m.jsonl", Listener()
-    lines = JsonLines(path, 0, listener)
+    lines = JsonLines(path, 0, listener.log)
     lines.append([{"step": 0, "loss": 2.5}])
     with no_file_larger_than(40):
         for step in (1, 2):
@@ -52,7 +53,7 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path)
 def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"ste')
-    lines = JsonLines(path, 2, Listener())
+    lines = JsonLines(path, 2, Listener().log)
     lines.append([{"step": 2, "loss": float("inf")}])
     assert rows(path) == [{"step": 0}, {"step": 1}, {"step": 2, "loss": None}]
     assert (lines.rows, lines.removed) == ([{"step": 0}, {"step": 1}], {2, 3})
@@ -64,12 +65,14 @@ def test_a_resume_reads_the_end_of_a_log_and_its_first_lines_and_keeps_no_more(
 ):
     path, parsed = tmp_path / "m.jsonl", []
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(20_000)))
-    monkeypatch.setattr(report, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k))
-    lines = JsonLines(path, 19_990, Listener(), 30)
-    assert len(parsed) <= 10 + 31 + report._HEAD
+    monkeypatch.setattr(
+        writers, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k)
+    )
+    lines = JsonLines(path, 19_990, steps=30)
+    assert len(parsed) <= 10 + 31 + writers._HEAD
     assert lines.removed == {*range(19_990, 20_000)}
     kept = [row["step"] for row in lines.rows]
-    assert kept == [*range(report._HEAD), *range(19_960, 19_990)]
+    assert kept == [*range(writers._HEAD), *range(19_960, 19_990)]
     for step in range(19_990, 20_100):
         lines.append([{"step": step}])
     assert len(lines.rows) == len(kept), "memory grows with the steps"
@@ -80,24 +83,24 @@ def test_a_row_that_came_late_stays_where_later_ones_are_removed(tmp_path):
     path = tmp_path / "alarms.jsonl"
     steps = [3, 9, 7, 8, 10]
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
-    lines = JsonLines(path, 9, Listener(), 60)
+    lines = JsonLines(path, 9, steps=60)
     assert rows(path) == lines.rows == [{"step": 3}, {"step": 7}, {"step": 8}]
     assert lines.removed == {9, 10}
 
 
-def test_damage_at_the_end_is_dropped_with_what_follows_and_its_line_is_named(tmp_path):
+def test_damage_is_dropped_alone_and_its_line_is_named(tmp_path):
     path, listener = tmp_path / "m.jsonl", Listener()
     whole = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(8))
     path.write_bytes(whole + bytes(12) + b"\n" + b'{"step": 8}\n')
-    assert [row["step"] for row in JsonLines(path, 9, listener, 60).rows] == [*range(8)]
-    assert listener.said == ["m.jsonl cannot be read from line 9 on: dropped"]
-    assert path.read_bytes() == whole
+    assert [row["step"] for row in JsonLines(path, 9, listener.log, steps=60).rows] == [*range(9)]
+    assert listener.said == ["line 9 of m.jsonl cannot be read: dropped"]
+    assert path.read_bytes() == whole + b'{"step": 8}\n'
 
 
 def test_a_log_is_opened_once_and_each_line_is_there_at_once(tmp_path, monkeypatch):
-    opened, open_own = [], report.open_own
-    monkeypatch.setattr(report, "open_own", lambda *a: opened.append(a) or open_own(*a))
-    lines = JsonLines(tmp_path / "m.jsonl", 0, Listener())
+    opened, open_own = [], writers.open_own
+    monkeypatch.setattr(writers, "open_own", lambda *a: opened.append(a) or open_own(*a))
+    lines = JsonLines(tmp_path / "m.jsonl", 0)
     for step in range(9):
         lines.append([{"step": step}])
         assert len(rows(tmp_path / "m.jsonl")) == step + 1
@@ -107,7 +110,7 @@ def test_a_log_is_opened_once_and_each_line_is_there_at_once(tmp_path, monkeypat
 def test_a_log_whose_folder_is_gone_is_written_again_and_one_that_is_replaced_goes_on(tmp_path):
     path, listener = tmp_path / "run" / "m.jsonl", Listener()
     path.parent.mkdir()
-    lines = JsonLines(path, 0, listener)
+    lines = JsonLines(path, 0, listener.log)
     lines.append([{"step": 0}, {"step": 1}])
     shutil.rmtree(path.parent)
     lines.append([{"step": 2}])

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
-from leaner_kernels.monitor.probe import reshard
+from leaner_kernels.monitor import reshard
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, finish, free_port, rows, start

@@ -5,40 +5,29 @@ A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, a
 size) float32 of about zero mean and unit variance.
 """
 
-import hashlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from leaner_kernels.monitor.command_line import one_line
-from leaner_kernels.monitor.files import files_below, is_hidden
-from train.data.images import hub
 from train.data.images.augment import (
+    MEAN,
+    STD,
     Augment,
     EvaluationView,
     PixelsToInput,
     TrainingView,
 )
-from train.data.images.bundled import NoiseImages, open_digits
-from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
-from train.data.images.machine import once_per_machine
-from train.data.images.on_device import OnDevice
-from train.data.images.photographs import (
-    ImageSource,
-    Photographs,
-)
-from train.data.images.survey import SHARE, Part, split
-from train.data.loader import DataSet
-from train.data.splits import parts_of
+from train.data.loader import DataSet, Key
 
-# Images of files, up to which copies are looked for and sizes distinguish a data set from another.
-COMPARED = 50_000
+if TYPE_CHECKING:
+    from train.data.images.sources import Sources
+
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
@@ -63,167 +52,27 @@ class Images:
     change: Callable[[Tensor, int], Tensor] = lambda images, _seed: images
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Where the image files of a data set are.
-
-    Attributes:
-        train: images to train on.
-        held_out: images that measure.
-        classes: how many there are.
-        names: of the classes; None where they have none.
-        made: what is held out was chosen here, from the training images.
-        left_out: how many files are no images, or are hidden, and the first of them.
-        splits: which parts of the data set they are, where it has names of splits.
-        mislabelled: how many images are copies of one with another class, and the first.
-        in_both: how many held-out images are trained on too, and the first, where files tell.
-    """
-
-    train: ImageSource
-    held_out: ImageSource
-    classes: int
-    names: list[str] | None
-    made: bool = False
-    left_out: str = ""
-    splits: str = ""
-    in_both: str = ""
-    mislabelled: str = ""
-
-    def counts(self) -> list[int] | None:
-        """Return how many training images each class has; None of a stream."""
-        labels = getattr(self.train, "labels", None)
-        return None if labels is None else np.bincount(labels, minlength=self.classes).tolist()
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a plan says of them."""
-        facts: dict[str, Any] = {}
-        counts = self.counts()
-        if counts is not None:
-            labels = [counts.index(count) for count in (min(counts), max(counts))]
-            named = [self.names[label] if self.names else str(label) for label in labels]
-            fewest, most = (f"{counts[label]:,} ({n})" for label, n in zip(labels, named))
-            alike = min(counts) == max(counts)
-            shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
-            facts["training images of a class"] = shown
-        if self.splits:
-            facts["splits"] = self.splits
-        if self.mislabelled:
-            facts["copies_with_another_label"] = self.mislabelled
-        if self.in_both:
-            facts["held_out_and_trained_on"] = self.in_both
-        if self.made:
-            facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
-        if self.left_out:
-            facts["left_out"] = self.left_out
-        return facts
-
-    def identity(self, name: str) -> dict[str, str]:
-        """Return digests of the names, sizes and classes of the images, by what they are in words.
-
-        Of a stream nothing is known before it is read.
-
-        Args:
-            name: of the data set.
-        """
-        parts = {"the set of pictures": self.train, "the held-out set": self.held_out}
-        return {
-            f"{words} under {name}": _digest(part)
-            for words, part in parts.items()
-            if hasattr(part, "labels")
-        }
-
-    def files(self) -> dict[str, str]:
-        """Return what a run keeps of them: names of classes, and of images chosen to measure."""
-        files = {}
-        if self.names is not None:
-            files["classes.txt"] = "".join(f"{one_line(name)}\n" for name in self.names)
-        if self.made:
-            names = map(self.held_out.name, range(len(self.held_out)))
-            files["held_out.txt"] = "".join(f"{one_line(name)}\n" for name in names)
-        return files
-
-
-def _digest(part: Any) -> str:
-    of = [part.source.names, part.indices.tolist()] if isinstance(part, Part) else [part.names]
-    source = part.source if isinstance(part, Part) else part
-    sizes = source.sizes() if len(source) <= COMPARED else None
-    labels = np.asarray(source.labels).tolist()
-    about = [*of, labels, sizes, [source.name(index) for index in range(len(source))]]
-    return hashlib.sha256(json.dumps(about).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def find_images(name: str, seed: int) -> Sources:
-    """Find the image files of a data set, files of a folder once on each machine.
-
-    Args and errors are those of ``_find``.
-    """
-    if name.startswith(("hf:", "hf-stream:")) or _is_tables(Path(name)):
-        return _find(name, seed)
-    return once_per_machine(partial(_find, name, seed))
-
-
-def _find(name: str, seed: int) -> Sources:
-    """Find the image files of a data set; hold some out where it has no split for that.
+def about(images: Images, size: int, channels: int, names: list[str] | None) -> dict[str, Any]:
+    """Return what to keep of images with the weights, as JSON types.
 
     Args:
-        name: a folder, a .csv, "hf:" or "hf-stream:" and a data set of Hugging Face.
-        seed: of the order of a stream.
-
-    Raises:
-        ValueError: no such data set, or one that is not laid out as it must be.
+        images: that were trained on.
+        size: pixels a side that the model takes.
+        channels: of its input.
+        names: of the classes; None where they have none but their numbers.
     """
-    path, held_out, splits = Path(name), None, ""
-    if name.startswith("hf-stream:") and name != "hf-stream:":
-        train, held_out, classes, splits = hub.open_streams(name.removeprefix("hf-stream:"), seed)
-    elif (name.startswith("hf:") and name != "hf:") or _is_tables(path):
-        train, held_out, classes, splits = hub.open_tables(name.removeprefix("hf:"))
-    elif path.is_dir():
-        train, held_out, splits = open_folder(path)
-        classes = train.classes
-    elif path.is_file() and path.suffix.lower() == ".csv":
-        train, held_out, splits = open_csv(path)
-        classes = train.classes
+    if isinstance(images.prepare, DigitsToInput):
+        pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
+        mean, std = mean * channels, std * channels
     else:
-        end = " which is a file" if path.is_file() else " which is not there"
-        end = "" if name.startswith("hf") else f",{end}"
-        raise ValueError(f"--data must be {KINDS}, got {name!r}{end}")
-    names, left_out = getattr(train, "names", None), getattr(train, "left_out", "")
-    if classes == 1:
-        shown = f", {names[0]}" if names else ""
-        raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
-    if held_out is not None:
-        twice = _in_both(train, held_out)
-        wrong = getattr(train, "mislabelled", "")
-        return Sources(train, held_out, classes, names, False, left_out, splits, twice, wrong)
-    both = split(train)
-    wrong = getattr(train, "mislabelled", "")
-    return Sources(*both, classes, names, True, left_out, splits, mislabelled=wrong)
-
-
-def _in_both(train: Any, held_out: Any) -> str:
-    """Return how many held-out images are copies of training images, and the first of them."""
-    if not isinstance(train, ImageFiles) or len(train) + len(held_out) > COMPARED:
-        return ""
-    files = train.files(held_out)
-    known, measured = set(files[: len(train)]), files[len(train) :]
-    twice = [index for index, file in enumerate(measured) if file in known]
-    return f"{len(twice):,} of {len(held_out):,}: {held_out.name(twice[0])}" if twice else ""
-
-
-def _is_tables(path: Path) -> bool:
-    if not path.is_dir():
-        return False
-    names = [entry.name for entry in path.iterdir() if not is_hidden(entry.name)]
-    folders = [path, *(path / name for name in (*parts_of(names), "data"))]
-    files = (file for folder in folders if folder.is_dir() for file in folder.iterdir())
-    if "dataset_dict.json" in names or any(map(_is_table, files)):
-        return True
-    below = list(files_below(path)) if not holds_image(path) else ()
-    return any(map(_is_table, below))
-
-
-def _is_table(file: Path) -> bool:
-    return file.suffix.lower() in (".tar", ".parquet") and not is_hidden(file.name)
+        pixels = "photograph"
+        mean, std = ([MEAN[1]], [STD[1]]) if channels == 1 else (list(MEAN), list(STD))
+    of = {"size": size, "channels": channels, "mean": mean, "std": std, "pixels": pixels}
+    return {
+        "task": "images",
+        "images": of,
+        "classes": names or [str(number) for number in range(images.classes)],
+    }
 
 
 def open_images(
@@ -233,12 +82,12 @@ def open_images(
     channels: int,
     seed: int,
     augment: Augment | None = None,
-    sources: Sources | None = None,
+    sources: "Sources | None" = None,
 ) -> Images:
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: of ``NAMES``, or as ``find_images`` takes it.
+        name: of ``NAMES``, or as ``sources.find_images`` takes it.
         size: pixels a side that the model takes.
         channels: 1 or 3.
         seed: of the augmentation.
@@ -264,10 +113,95 @@ def open_images(
         return Images(name, NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
     if channels not in (1, 3):
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
+    # Late: a run on bundled images needs none of the ways to find and decode files.
+    from train.data.images.photographs import Photographs
+    from train.data.images.sources import find_images
+
     sources = sources or find_images(name, seed)
     augment = augment or Augment()
     views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (Photographs(source, *view) for source, view in both)
     opened = Images(name, sources.classes, train, held_out, PixelsToInput(channels))
-    return opened if augment.on == "cpu" else replace(opened, change=OnDevice(augment, size))
+    if augment.on == "cpu":
+        return opened
+    from train.data.images.on_device import OnDevice
+
+    return replace(opened, change=OnDevice(augment, size))
+
+
+class Digits:
+    """8 x 8 grey digits in [0, 1], moved a little when a seed is given."""
+
+    ROTATE, SCALE, SHIFT = 0.15, 0.08, 0.6  # at most: radians, relative, pixels
+
+    def __init__(self, images: Tensor, labels: Tensor, seed: int | None):
+        self.images, self.labels, self.seed = images, labels, seed
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor([index for _, index in keys], dtype=torch.long)
+        images, labels = self.images[index], self.labels[index]
+        if self.seed is None:
+            return images, labels
+        draws = np.array(
+            [np.random.default_rng((self.seed, *key)).uniform(-1, 1, 4) for key in keys]
+        )
+        angle, scale, *shift = torch.from_numpy(draws).float().unbind(1)
+        angle, scale = self.ROTATE * angle, 1 + self.SCALE * scale
+        cos, sin = angle.cos() * scale, angle.sin() * scale
+        # affine_grid's coordinates run from -1 to 1 over 8 pixels: a quarter is one pixel.
+        dx, dy = (self.SHIFT * s / 4 for s in shift)
+        theta = torch.stack([cos, -sin, dx, sin, cos, dy], dim=1).view(-1, 2, 3)
+        grid = F.affine_grid(theta, list(images.shape), align_corners=False)
+        return F.grid_sample(images, grid, align_corners=False), labels
+
+
+@dataclass(frozen=True)
+class DigitsToInput:
+    """Standardise, enlarge and repeat grey 8 x 8 images until they fit the model."""
+
+    mean: float
+    std: float
+    size: int
+    channels: int
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Return (B, channels, size, size) of (B, 1, 8, 8)."""
+        images = (images - self.mean) / self.std
+        if self.size != images.shape[-1]:
+            images = F.interpolate(images, size=self.size, mode="bilinear", align_corners=False)
+        return images.expand(-1, self.channels, -1, -1)
+
+
+def open_digits(size: int, channels: int, seed: int) -> tuple[Digits, Digits, DigitsToInput]:
+    """1,797 digits (UCI, Alpaydin and Kaynak 1998): every fifth of each class is held out."""
+    with np.load(Path(__file__).with_name("digits.npz")) as arrays:
+        images = torch.from_numpy(arrays["images"]).unsqueeze(1).float() / 16
+        labels = torch.from_numpy(arrays["labels"]).long()
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in range(10):
+        held_out[torch.nonzero(labels == label)[::5]] = True
+    train = Digits(images[~held_out], labels[~held_out], seed)
+    prepare = DigitsToInput(train.images.mean().item(), train.images.std().item(), size, channels)
+    return train, Digits(images[held_out], labels[held_out], None), prepare
+
+
+class NoiseImages:
+    """As many images as ImageNet has, all from a small pool of noise: for throughput."""
+
+    LENGTH, CLASSES, POOL = 1_281_167, 1000, 64
+
+    def __init__(self, size: int, channels: int):
+        generator = torch.Generator().manual_seed(0)
+        shape = (self.POOL, channels, size, size)
+        self.pool = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+
+    def __len__(self) -> int:
+        return self.LENGTH
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor([index for _, index in keys], dtype=torch.long)
+        return self.pool[index % self.POOL], index % self.CLASSES

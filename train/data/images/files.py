@@ -12,15 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from leaner_kernels.monitor.files import (
-    PICTURES,
-    contents,
-    decode,
+    DATA,
     files_below,
     identity,
     is_folder,
     is_hidden,
+    open_file,
+    read_file,
 )
-from leaner_kernels.monitor.reading import DATA, open_file, read_file
+from leaner_kernels.monitor.pictures import PICTURES, decode
+from train.data.copies import contents
 from train.data.splits import HELD_OUT, Split, parts_of, split_of
 
 

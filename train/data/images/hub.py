@@ -23,8 +23,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from leaner_kernels.monitor.files import check_below, is_hidden
-from leaner_kernels.monitor.reading import DATA, open_file, read_file
+from leaner_kernels.monitor.files import DATA, check_below, is_hidden, open_file, read_file
 from train.data.sampler import Split as BatchSplit
 from train.data.sampler import seed_of
 from train.data.splits import HELD_OUT, Split, split_of

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import decoded, opened, turn_of, upright
+from leaner_kernels.monitor.pictures import decoded, opened, turn_of, upright
 from train.data.images.augment import Region, seeded
 from train.data.loader import Key
 from train.data.sampler import seed_of

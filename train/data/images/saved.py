@@ -1,42 +1,18 @@
-"""How a picture becomes the input of a trained model, as kept with its weights."""
+"""A picture as the input of a trained model, by what was kept with its weights."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import decode
-from train.data.images import Images
-from train.data.images.augment import MEAN, STD, EvaluationView
-from train.data.images.bundled import DigitsToInput
+from leaner_kernels.monitor.pictures import decode
+from train.data.images import DigitsToInput
+from train.data.images.augment import EvaluationView
 from train.data.images.photographs import Pixels
 
 if TYPE_CHECKING:
     from train.checkpoint.weights import Info
-
-
-def about(images: Images, size: int, channels: int, names: list[str] | None) -> dict[str, Any]:
-    """Return what to keep of images with the weights, as JSON types.
-
-    Args:
-        images: that were trained on.
-        size: pixels a side that the model takes.
-        channels: of its input.
-        names: of the classes; None where they have none but their numbers.
-    """
-    if isinstance(images.prepare, DigitsToInput):
-        pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
-        mean, std = mean * channels, std * channels
-    else:
-        pixels = "photograph"
-        mean, std = ([MEAN[1]], [STD[1]]) if channels == 1 else (list(MEAN), list(STD))
-    of = {"size": size, "channels": channels, "mean": mean, "std": std, "pixels": pixels}
-    return {
-        "task": "images",
-        "images": of,
-        "classes": names or [str(number) for number in range(images.classes)],
-    }
 
 
 def picture(info: "Info", content: bytes, name: str) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from leaner_kernels.monitor.files import decode
+from leaner_kernels.monitor.pictures import decode
 
 # Of each class, where the data set has no split for it.
 SHARE = 0.15

@@ -7,7 +7,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from leaner_kernels.monitor.reading import open_file
+from leaner_kernels.monitor.files import open_file
 
 SPLITS = ("train", "dev", "test")
 _PARTS = ("tokens", "offsets", "labels")

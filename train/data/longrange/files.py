@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from leaner_kernels.monitor.files import decode, is_hidden
-from leaner_kernels.monitor.reading import DATA, lines_of, open_file, read_file
+from leaner_kernels.monitor.files import DATA, is_hidden, lines_of, open_file, read_file
+from leaner_kernels.monitor.pictures import decode
 from train.data.longrange.corpus import SPLITS, Corpus
 
 _GREY = np.array([0.2989, 0.5870, 0.1140], np.float32)

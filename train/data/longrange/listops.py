@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leaner_kernels.monitor.reading import DATA, open_file
+from leaner_kernels.monitor.files import DATA, open_file
 from train.data.longrange.corpus import SPLITS, Corpus
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")

@@ -17,8 +17,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import check_below, contents, files_below
-from leaner_kernels.monitor.reading import DATA, lines_of, open_file
+from leaner_kernels.monitor.files import DATA, check_below, files_below, lines_of, open_file
+from train.data.copies import contents
 from train.data.splits import HELD_OUT, Split, by_part, split_of
 from train.data.tables import (
     AS_TEXT,

@@ -23,7 +23,7 @@ import tokenizers as library
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.reading import SETTINGS, check_file
+from leaner_kernels.monitor.files import SETTINGS, check_file
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 

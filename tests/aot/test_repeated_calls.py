@@ -1,11 +1,10 @@
-"""The fast path of a call like one before: it launches what operators launch, or is not taken.
+"""Calls like one before: they launch what the first one launched, or are checked again.
 
 Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor run.
 """
 
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops import _hooks, _launch_cache, _tiles
-from leaner_kernels.ops.attention import fast_path, library
+from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops.attention import dispatch, op
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -45,27 +45,26 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
         return run(entry, addresses)
 
     monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
-    fast_path._cached_calls.clear()
+    op._plans.clear()
+    op._backwards.clear()
     with host_time.gpu():
         yield found
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What took the fast path."""
-    found: list[str] = []
+    """Name the operators of the calls that repeated a launch."""
+    names: list[str] = []
+    repeat = op.repeat
 
-    def noting(name: str, of: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            found.append(name)
-            return of(*args)
+    def noting(form: Any, *args: Any) -> Any:
+        results = repeat(form, *args)
+        if results is not None:
+            names.append(form.name)
+        return results
 
-        return call
-
-    monkeypatch.setattr(
-        fast_path.CachedCall, "attend", noting("forward", fast_path.CachedCall.attend)
-    )
-    return found
+    monkeypatch.setattr(op, "repeat", noting)
+    return names
 
 
 def leaf(*shape: int, apart: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -83,9 +82,14 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Any]]]] = {
     "varlen": (attention_varlen, lambda n: [*(leaf(n, 2, 64) for _ in range(3)), STARTS, 64]),
 }
 
+FORMS = {"attention": "attention", "packed": "attention_qkvpacked", "varlen": "attention_varlen"}
 WITH_PARAMS: list[tuple[str, dict[str, Any]]] = [
     *product(CALLS, [{}, {"is_causal": True}, {"scale": 0.3}]),
     ("attention", {"softcap": 50.0}),
+    ("attention", {"window_size": (9, 0)}),
+    ("attention", {"dropout_p": 0.1}),
+    ("attention", {"attn_mask": torch.ones(64, 1, dtype=torch.bool).tril()[:1]}),
+    ("attention", {"key_lengths": torch.tensor([64, 3], dtype=torch.int32)}),
 ]
 
 
@@ -93,44 +97,67 @@ def differentiable(args: list[Any]) -> list[Tensor]:
     return [a for a in args if isinstance(a, Tensor) and a.requires_grad]
 
 
+def place(address: int, tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """Return which tensor an address lies in, and how far from its start; None for scratch."""
+    for number, t in enumerate(tensors):
+        storage = t.untyped_storage()
+        if 0 <= (offset := address - storage.data_ptr()) < storage.nbytes():
+            return number, offset
+    return None
+
+
+def placed(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Return an argument of a kernel with places instead of tensors and addresses."""
+    if isinstance(value, Tensor):
+        return place(value.data_ptr(), tensors)
+    if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
+        return place(value[0].data_ptr(), tensors), *value[1:]
+    return value
+
+
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])
 @pytest.mark.parametrize("tokens", [64, 65, 300])
 @pytest.mark.parametrize(("name", "params"), WITH_PARAMS, ids=str)
-def test_the_fast_path_launches_what_the_operators_launch(
+def test_a_repeated_call_gives_the_kernels_what_the_first_one_gave(
     name: str,
     tokens: int,
     params: dict[str, Any],
     order: str,
     launches: list[Launched],
     short: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     function, new = CALLS[name]
-    args = new(tokens)
-    found = []
-    for turn in range(3):
-        launches.clear()
+    started: list[Launch] = []
+    first = Launch.first
+
+    def noting(launch: Launch, *args: Any, **names: Any) -> Any:
+        started.append(launch)
+        return first(launch, *args, **names)
+
+    monkeypatch.setattr(Launch, "first", noting)
+    seed = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(op, "draw_seed", lambda p, _: seed if p else None)
+    turns = []
+    for _ in range(2):
+        args = new(tokens)
         out = function(*args, **params)
         grad = torch.empty_like(out) if order != "contiguous" else torch.empty(out.shape).to(out)
         grads = torch.autograd.grad(out, differentiable(args), grad)
-        layouts = [(t.shape, t.stride(), t.dtype) for t in (out, *grads)]
-        known = [t.data_ptr() for t in (*args, out, grad, *grads) if isinstance(t, Tensor)]
-        places = [
-            [known.index(a) if a in known else None for a in each.addresses] for each in launches
-        ]
-        taken = [
-            [p for i, p in enumerate(of) if i in each.entry.places]
-            for each, of in zip(launches, places)
-        ]
-        found.append(([each.entry for each in launches], taken, layouts, args))
-        if turn == 0:
-            fast_path._cached_calls.clear()
-    # The second turn has the launch cache alone, and leaves what the third turn repeats.
-    assert short == ["forward"]
-    (_, _, layouts, _), (entries, taken, *_), (again, taken_again, layouts_again, _) = found
-    assert len(entries) == 2
-    assert entries == again
-    assert taken == taken_again
+        known = [t for t in (*args, out, grad, *grads) if isinstance(t, Tensor)]
+        turns.append((known, [(t.shape, t.stride(), t.dtype) for t in (out, *grads)]))
+    (tensors, layouts), (tensors_again, layouts_again) = turns
+    assert short == [FORMS[name]]
     assert layouts == layouts_again
+    for launch, repeated in zip(started, launches, strict=True):
+        entry, arguments = repeated.entry, repeated.entry._arguments.copy()
+        before = len(arguments) - len(launch.kernel.arg_names)
+        for at, index in entry._places:
+            arguments[at] = place(repeated.addresses[index], tensors_again)
+        for at, index, strides in entry._views:
+            arguments[at] = place(repeated.addresses[index], tensors_again), *strides
+        expected = [placed(launch.arguments[n], tensors) for n in launch.kernel.arg_names]
+        assert arguments[before:] == expected
 
 
 def test_rules_are_asked_apart_for_calls_with_and_without_a_backward(
@@ -138,14 +165,14 @@ def test_rules_are_asked_apart_for_calls_with_and_without_a_backward(
 ) -> None:
     torch.use_deterministic_algorithms(False)  # which every other test has on, and which keeps ours
     asked: list[bool] = []
-    monkeypatch.setattr(library, "find_rule", lambda *call: asked.append(call[3]))
+    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: asked.append(call[3]))
     q = leaf(2, 3, 64, 32)
     with _tiles.assume(90):
         for recorded in (False, False, True, True):
             with torch.set_grad_enabled(recorded):
                 attention(q, q, q)
     assert asked == [False, True]
-    assert short == ["forward", "forward"]
+    assert short == ["attention", "attention"]
 
 
 def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
@@ -157,26 +184,26 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
 
     backward = launch.backward
 
-    def logged(grad: Tensor, call: Any, *results: Any) -> None:
+    def logged(grad: Tensor, call: Any, *results: Any) -> Any:
         given.append(call.softcap)
-        backward(grad, call, *results)
+        return backward(grad, call, *results)
 
     monkeypatch.setattr(launch, "backward", logged)
     for _ in range(2):
         out = attention(*inputs, softcap=1)
         torch.autograd.grad(out, inputs, torch.empty_like(out))
-    assert short == ["forward"]
-    assert [(type(softcap), softcap) for softcap in given] == [(float, 1.0)] * 2
+    assert short == ["attention"]
+    assert [(type(softcap), softcap) for softcap in given] == [(float, 1.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
-def test_starts_that_are_converted_have_no_fast_path(
+def test_starts_that_are_converted_repeat_at_addresses_of_their_own(
     dtype: torch.dtype, launches: list[Launched], short: list[str]
 ) -> None:
     starts = STARTS.to(dtype)
     for _ in range(3):
         attention_varlen(*[leaf(64, 2, 64)] * 3, starts, 64)
-    assert bool(short) is (dtype == torch.int32)
+    assert short == ["attention_varlen"] * 2
     for launch in launches:
         assert (starts.data_ptr() in launch.addresses) is (dtype == torch.int32)
 
@@ -211,12 +238,12 @@ def test_a_mode_sees_the_operators(mode: Any, launches: list[Launched], short: l
     for _ in range(2):
         out = attention(*inputs)
         torch.autograd.grad(out, inputs, torch.empty_like(out))
-    assert short == ["forward"]
+    assert short == ["attention"]
     launches.clear()
     with mode(names):
         attention(*inputs)
     assert any("leaner_kernels.attention" in n.replace("::", ".") for n in names)
-    assert (short, launches) == (["forward"], [])
+    assert (short, launches) == (["attention"], [])
     out = attention(*inputs)
     launches.clear()
     if mode is Names:
@@ -229,25 +256,13 @@ def test_a_mode_sees_the_operators(mode: Any, launches: list[Launched], short: l
 def test_what_is_not_plain_goes_through_the_operators(
     launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys.modules[attention.__module__],
-        "draw_seed",
-        lambda p, _: torch.zeros(1, dtype=torch.int64) if p else None,
-    )
     inputs = three()
     for _ in range(2):
         attention(*inputs)
-    assert short == ["forward"]
-    mask = torch.ones(64, 64, dtype=torch.bool)
-    lengths = torch.tensor([64, 3], dtype=torch.int32)
-    for _ in range(2):
-        attention(*inputs, mask)
-        attention(*inputs, dropout_p=0.1)
-        attention(*inputs, key_lengths=lengths)
-        attention(*three(apart=1))
         attention(*(t[0] for t in inputs))
-        with torch.autocast("cpu", torch.bfloat16):
-            attention(*inputs)
+    # Folded into four axes, what has three is a call of its own kind, which then repeats.
+    assert short == ["attention"] * 2
+    for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             attention(*inputs)
         attention(*(t.detach().as_subclass(Wrapped) for t in inputs))
@@ -255,13 +270,22 @@ def test_what_is_not_plain_goes_through_the_operators(
         torch.func.vmap(attention)(*(t.detach()[None] for t in inputs))
         with torch.autograd.forward_ad.dual_level():
             attention(*inputs)
-    # Folded into four axes, what has three is a call of its own kind, which then repeats.
-    assert short == ["forward"] * 2
-    attention(*inputs)
-    assert short == ["forward"] * 3
+    assert short == ["attention"] * 2
 
 
-def test_no_traced_call_takes_the_fast_path(
+def test_a_mask_that_autocast_casts_is_no_repeated_call(
+    launches: list[Launched], short: list[str]
+) -> None:
+    inputs, mask = three(), torch.zeros(64, 64)
+    for _ in range(2):
+        attention(*inputs, mask)
+        with torch.autocast("cpu", torch.bfloat16):
+            attention(*inputs)
+            attention(*inputs, mask)
+    assert short == ["attention"] * 2
+
+
+def test_no_watched_call_repeats(
     launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs, seen = three(), []
@@ -314,7 +338,7 @@ def test_second_derivatives_come_from_the_operator(
         grad = torch.randn(out.shape).to(out)
         torch.autograd.grad(out, inputs, grad)
     out = attention(*inputs)
-    assert short == ["forward"] * 2
+    assert short == ["attention"] * 2
     launches.clear()
     first = torch.autograd.grad(out, inputs, grad, create_graph=True)
     assert launches == []
