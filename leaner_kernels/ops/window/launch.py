@@ -121,8 +121,7 @@ def _statistics(
 
     parts = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
     assert parts is not None
-    join(parts, stats)
-    stats[1] /= y * x
+    join(parts, stats, y * x)
 
 
 def choose(kernel: str, qkv: Tensor, window: tuple[int, int], *features: str) -> Tile | None:
