@@ -13,7 +13,7 @@ from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
-from leaner_kernels.ops.statistics import STATISTICS
+from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
 
 
@@ -104,7 +104,8 @@ WINDOW_CASES = (
         window=(12, 3),
     ),
 )
-FLOAT32_RESULTS = ("lse", "max_logit", "entropy", "prob_norm", "heads")
+STATISTICS = AttentionStats._fields[2:-1]
+FLOAT32_RESULTS = "lse", *(name for name in STATISTICS if name != "head_norm"), "heads"
 
 
 class Inputs(NamedTuple):
@@ -223,14 +224,10 @@ def reference_results(
     a = reference.attend(p, v, keep, inputs.dropout_p)
     backward = _fused_backward if fused else reference.backward
     dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, *params)
-    max_logit, entropy, prob_norm, head_norm = reference.statistics(p, s, a)
     results = {
         "out": a,
         "lse": lse,
-        "max_logit": max_logit,
-        "entropy": entropy,
-        "prob_norm": prob_norm,
-        "head_norm": head_norm,
+        **dict(zip(STATISTICS, per_head(p, s, a), strict=True)),
         "heads": a[sample[sample >= 0]].transpose(1, 2).flatten(2),
         "dq": dq,
         "dk": dk,
@@ -297,8 +294,7 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
         query, key, value, mask, lengths, seed, inputs.sample, *params
     )
     out, lse, per_head, heads, _ = results
-    names = (statistic.name for statistic in STATISTICS)
-    found = {"out": out, "lse": lse, **dict(zip(names, per_head, strict=True)), "heads": heads}
+    found = {"out": out, "lse": lse, **dict(zip(STATISTICS, per_head, strict=True)), "heads": heads}
     grads = torch.autograd.grad(found["out"], leaves, inputs.grad)
     found |= dict(zip(("dq", "dk", "dv", "dmask"), grads))
     unwritten = found["heads"][inputs.sample < 0]

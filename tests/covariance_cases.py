@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leaner_kernels.ops.covariance import reference
 from leaner_kernels.ops.covariance.op import split_qkv
+from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
 
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
@@ -55,9 +56,9 @@ WIDE_CASES = (
     CovarianceTestCase("channel, head_dim 127", CHANNEL, 1, 40, 1, 127),
 )
 NAMES = [case.name for case in CASES]
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = AttentionStats._fields[2:-1]
 # Rounded once from float32 sums, or not at all: judged against float32 arithmetic.
-FLOAT32_RESULTS = "lse", "max_logit", "entropy", "prob_norm", "heads"
+FLOAT32_RESULTS = "lse", *(name for name in STATISTICS if name != "head_norm"), "heads"
 
 
 class Inputs(NamedTuple):
@@ -113,7 +114,7 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     s, values = scores_and_values(inputs, qkv.requires_grad_(), temperature.requires_grad_())
     a, p, lse = reference.attend(s, values)
     results = {"out": a.transpose(1, 2), "lse": lse}
-    results |= dict(zip(STATISTICS, reference.statistics(p, s, a), strict=True))
+    results |= dict(zip(STATISTICS, per_head(p, s, a), strict=True))
     results["heads"] = a[sample[sample >= 0]].transpose(1, 2).flatten(2)
     return results | gradients(inputs, results["out"], qkv, temperature, grad)
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.nystrom import reference
+from leaner_kernels.ops.nystrom.op import per_head_of
+from leaner_kernels.ops.statistics import AttentionStats
 from tests import error_budget
 
 
@@ -45,9 +47,9 @@ LARGE_CASES = (
     NystromTestCase("256 landmarks", 1, 512, 1, 8, 256),
 )
 NAMES = [case.name for case in CASES]
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = AttentionStats._fields[2:-1]
 # Rounded once from float32 sums, or not at all: judged against float32 arithmetic.
-FLOAT32_RESULTS = "lse", "max_logit", "entropy", "prob_norm", "heads"
+FLOAT32_RESULTS = "lse", *(name for name in STATISTICS if name != "head_norm"), "heads"
 
 
 class Inputs(NamedTuple):
@@ -106,7 +108,7 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     sample = inputs.sample.cpu()
     parts = reference.attend(*qkv, lengths if lengths is None else lengths.cpu(), *rest)
     results = {"out": parts.out.transpose(1, 2), "lse": parts.scores[0].logsumexp(dim=-1)}
-    statistics = reference.statistics(parts.out, parts.k1, parts.scores)
+    statistics = per_head_of(parts.k1, parts.scores, parts.out)
     results |= dict(zip(STATISTICS, statistics, strict=True))
     results["heads"] = results["out"][sample[sample >= 0]].flatten(2)
     grads = torch.autograd.grad(results["out"], qkv, grad)

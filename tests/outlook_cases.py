@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.outlook import reference
+from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
 
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = AttentionStats._fields[2:-1]
 FLOAT32_RESULTS = "lse", *STATISTICS, "heads"
 
 
@@ -100,7 +101,7 @@ def reference_results(
     return {
         "out": a,
         "lse": lse,
-        **dict(zip(STATISTICS, reference.statistics(p, s, a), strict=True)),
+        **dict(zip(STATISTICS, per_head(p, s, a, rows=(1, 2, 4), outputs=(1, 2, 4)), strict=True)),
         "heads": a[sample[sample >= 0]].flatten(1, 2).flatten(2),
         "dvalue": dvalue,
         "dlogits": dlogits,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops.statistics import AttentionStats
 from tests import attention_cases, error_budget
 
 
@@ -81,7 +82,7 @@ WINDOW_CASES = (
     ),
     VarlenTestCase("window, dropout", (70, 13), 2, 16, dropout_p=0.3, window=(-1, 3)),
 )
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = AttentionStats._fields[2:-1]
 
 
 class Inputs(NamedTuple):

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops.statistics import AttentionStats, per_head
 from leaner_kernels.ops.window import reference
 from tests import error_budget
 
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm"
-FLOAT32_RESULTS = "lse", *STATISTICS[:3], "heads"
+STATISTICS = AttentionStats._fields[2:-1]
+FLOAT32_RESULTS = "lse", *(name for name in STATISTICS if name != "head_norm"), "heads"
 
 
 class WindowTestCase(NamedTuple):
@@ -86,7 +87,7 @@ def reference_results(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "out": out,
         "lse": lse.permute(0, 3, 1, 2),
-        **dict(zip(STATISTICS, reference.statistics(p, s, a), strict=True)),
+        **dict(zip(STATISTICS, per_head(p, s, a, rows=(1, 3), outputs=(1, 3, 4)), strict=True)),
         "heads": out[sample[sample >= 0]].flatten(1, 2).flatten(2),
         "dqkv": torch.stack([reference.reverse(d, size, window) for d in parts], dim=3),
     }

@@ -27,8 +27,8 @@ from ..ops import _hooks
 from ..ops._checks import autocast
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
-from ..ops.attention.reference import attend, probabilities, statistics
-from ..ops.statistics import STATISTICS, AttentionStats, evenly_spaced, newest_statistics
+from ..ops.attention.reference import attend, probabilities
+from ..ops.statistics import STATISTICS, AttentionStats, evenly_spaced, newest_statistics, per_head
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
@@ -521,7 +521,7 @@ def _attend_one(
             seen = past if seen is None else seen & past
         p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
         a = attend(p, value, None, 0.0)
-        blocks.append((block.stop - block.start, *statistics(p, s, a)))
+        blocks.append((block.stop - block.start, *per_head(p, s, a)))
         outputs.append(a[0].transpose(0, 1).flatten(1))
     counts, *per_block = zip(*blocks)
     joined = []

@@ -90,11 +90,13 @@ def _store(ptr, sums, step, num_rows, scale, COMPLETE: tl.constexpr):
     tl.store(ptr + 3 * step, out_square)
 
 
-def join(parts: Tensor, stats: Tensor) -> None:
+def join(parts: Tensor, stats: Tensor, num_rows: int = 1) -> None:
     """Write the statistics (statistics, B, H) of heads whose parts are (B, H, T, NUM_SUMS).
 
-    In a fixed order: deterministic, as atomics are not.
+    In a fixed order: deterministic, as atomics are not. Means are divided by ``num_rows``.
     """
     torch.amax(parts[..., 0], dim=-1, out=stats[0])
     stats[1:].copy_(parts[..., 1:].sum(dim=2).movedim(-1, 0))
     stats[2:].sqrt_()
+    if num_rows != 1:
+        stats[1] /= num_rows

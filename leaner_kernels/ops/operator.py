@@ -173,7 +173,7 @@ def _fill(
     lse.copy_(row_lse)
     if stats is None or heads is None:
         return
-    stats.copy_(torch.stack(statistics()))
+    stats.copy_(statistics())
     if sample is not None:
         wanted = sample >= 0
         heads[wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(heads.dtype)

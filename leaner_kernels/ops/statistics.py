@@ -5,6 +5,7 @@ that of the fields of ``AttentionStats`` too. The monitor reads here how each is
 entries, ranks and heads, and which columns of its rows, charts and printed tables that gives.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -129,6 +130,44 @@ def newest_statistics(
                 values = values.maximum(before[statistic.name])
         statistics[statistic.name] = values
     return statistics
+
+
+def per_head(
+    p: Tensor,
+    s: Tensor,
+    a: Tensor,
+    rows: tuple[int, ...] = (2,),
+    outputs: tuple[int, ...] = (2, 3),
+) -> Tensor:
+    """Return the statistics (len(STATISTICS), B, H) by their definitions.
+
+    Args:
+        p: probabilities, whose last axis is that of keys.
+        s: scores, of the same shape, with -inf where one is hidden.
+        a: outputs of the heads.
+        rows: axes of ``p`` along which the rows of a head lie.
+        outputs: axes of ``a`` along which a head's output lies.
+    """
+    keys = (*rows, p.dim() - 1)
+    count = max(math.prod(p.shape[axis] for axis in rows), 1)
+    return torch.stack(
+        (
+            largest(s, keys),
+            torch.special.entr(p).sum(dim=keys) / count,
+            frobenius(p, keys),
+            frobenius(a, outputs),
+        )
+    )
+
+
+def largest(t: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Return the maximum along axes that may be empty, whose maximum is -inf."""
+    return t.amax(dim) if t.numel() else t.sum(dim).fill_(float("-inf"))
+
+
+def frobenius(t: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
+    """Return the norm along axes. In float32 PyTorch adds one square after the other."""
+    return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64).to(t.dtype)
 
 
 def attention_stats(

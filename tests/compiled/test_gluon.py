@@ -16,7 +16,6 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
-from leaner_kernels.ops.attention.dispatch import features
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
 
@@ -118,7 +117,7 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-    wanted = features(None, None, query)
+    wanted = dispatch.features(None, None, query)
     family = GPUS[gpu]
     for way, kernel, names in WAYS:
         tile = dispatch.gluon_tile(f"{family}_{way}", query, query, wanted)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from .._checks import autocast
-from ..statistics import AttentionStats
+from ..statistics import AttentionStats, frobenius
 from . import (
     attention,
     attention_qkvpacked,
@@ -22,7 +22,7 @@ from . import (
 )
 from .checks import NO_WINDOW, plain_mask
 from .op import draw_seed
-from .reference import attend, frobenius, keep_mask, probabilities, without_padding
+from .reference import attend, keep_mask, probabilities, without_padding
 
 
 def attention_beside_stats(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dispatcher import upcast
+from ..statistics import largest, per_head
 from . import reference
 from .call import Call, Results, Sequences
 
@@ -31,7 +32,7 @@ def forward(call: Call, results: Results) -> None:
     if lse is None or stats is None or heads is None:
         return
     lse.copy_(row_lse)
-    stats.copy_(torch.stack(reference.statistics(p, s, a)))
+    stats.copy_(per_head(p, s, a))
     if sample is not None:
         wanted = sample >= 0
         heads[wanted] = a[sample[wanted]].transpose(1, 2).flatten(2).to(heads.dtype)
@@ -65,9 +66,9 @@ def _keep(call: Call, s: Tensor, first: int = 0) -> Tensor | None:
 
 def _max_log_sum(p: Tensor, s: Tensor) -> Tensor:
     """Return (B, H, N, 2) as ``Results`` states; the backward here computes P again."""
-    score = reference.largest(s, (-1,))
+    score = largest(s, (-1,))
     score = score.masked_fill(score == -math.inf, 0)
-    return torch.stack((score, -reference.largest(p, (-1,)).clamp(min=0).log()), dim=-1).float()
+    return torch.stack((score, -largest(p, (-1,)).clamp(min=0).log()), dim=-1).float()
 
 
 # --- Sequences side by side -----------------------------------------------------------------------
@@ -80,7 +81,7 @@ def _forward_varlen(call: Call, sequences: Sequences, results: Results) -> None:
     if lse is not None and stats is not None and heads is not None:
         lse.fill_(-math.inf)
         nothing = call.query.new_zeros(1, 1, 0, 0)
-        stats.copy_(torch.stack(reference.statistics(nothing, nothing, nothing)))
+        stats.copy_(per_head(nothing, nothing, nothing))
         if sample is not None:
             heads[sample >= 0] = 0
     for number, rows, cols in _sequences(sequences):
@@ -92,7 +93,7 @@ def _forward_varlen(call: Call, sequences: Sequences, results: Results) -> None:
         if lse is None or stats is None or heads is None:
             continue
         lse[:, rows] = row_lse[0]
-        stats[:, number] = torch.stack(reference.statistics(p, s, a))[:, 0]
+        stats[:, number] = per_head(p, s, a)[:, 0]
         if sample is not None:
             captured = a[0].transpose(0, 1).flatten(1).to(heads.dtype)
             heads[sample == number, : len(captured)] = captured

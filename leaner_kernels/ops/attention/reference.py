@@ -126,22 +126,6 @@ def _scale(scale: float | None, query: Tensor) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
-def largest(s: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Return the maximum along axes that may be empty, whose maximum is -inf."""
-    return s.amax(dim) if s.numel() else s.sum(dim).fill_(float("-inf"))
-
-
-def frobenius(t: Tensor) -> Tensor:
-    """Return the norm of each matrix. In float32 PyTorch adds one square after the other."""
-    return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64).to(t.dtype)
-
-
-def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F, each (B, H)."""
-    entropy = torch.special.entr(p).sum(dim=(-2, -1)) / max(p.shape[-2], 1)
-    return largest(s, (-2, -1)), entropy, frobenius(p), frobenius(a)
-
-
 def keep_mask(
     seed: Tensor, batch: int, heads: int, rows: int, cols: int, p: float, first: int = 0
 ) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..operator import Operator, Shapes, register
+from ..statistics import per_head
 from ..transforms import HEADS, Products
 from . import reference
 
@@ -23,7 +24,7 @@ def _packed(*gradients: Tensor) -> Tensor:
 
 def _results(s: Tensor, values: Tensor) -> Any:
     a, p, lse = reference.attend(s, values)
-    return a.transpose(1, 2), lse, partial(reference.statistics, p, s, a)
+    return a.transpose(1, 2), lse, partial(per_head, p, s, a)
 
 
 class ChannelAttention(Operator):

@@ -66,14 +66,3 @@ def _unit_backward(grad: Tensor, t: Tensor, eps: float) -> Tensor:
 def channel_backward(ds: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return the gradients of K and V through the scores."""
     return scale * (v @ ds.mT), scale * (k @ ds)
-
-
-def frobenius(t: Tensor) -> Tensor:
-    """Return the norm of each matrix. In float32 PyTorch adds one square after the other."""
-    return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64).to(t.dtype)
-
-
-def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F, each (B, H)."""
-    entropy = torch.special.entr(p).sum(dim=-1).mean(dim=-1)
-    return s.amax(dim=(-2, -1)), entropy, frobenius(p), frobenius(a)

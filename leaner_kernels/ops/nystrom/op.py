@@ -3,12 +3,21 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..dispatcher import on_cpu, upcast
 from ..operator import Operator, Shapes, register
+from ..statistics import largest, per_head
 from ..transforms import Products
 from . import reference
+
+
+def per_head_of(k1: Tensor, scores: tuple[Tensor, ...], a: Tensor) -> Tensor:
+    """Return the statistics of K1, but for the largest score, which is that of all three."""
+    stats = per_head(k1, scores[0], a)
+    stats[0] = torch.stack([largest(s, (2, 3)) for s in scores]).amax(dim=0)
+    return stats
 
 
 class NystromAttention(Operator):
@@ -31,7 +40,7 @@ class NystromAttention(Operator):
     @staticmethod
     def attend(*args: Any) -> Any:
         a, k1, _, scores = reference.attend(*args)
-        statistics = partial(reference.statistics, a, k1, scores)
+        statistics = partial(per_head_of, k1, scores, a)
         return a.transpose(1, 2), scores[0].logsumexp(dim=-1), statistics
 
     @staticmethod

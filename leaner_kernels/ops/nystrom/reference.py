@@ -78,20 +78,6 @@ def iterates(k2: Tensor, iterations: int, whole_batch: bool) -> list[Tensor]:
     return found
 
 
-def frobenius(t: Tensor) -> Tensor:
-    """Return the norm of each matrix. In float32 PyTorch adds one square after the other."""
-    return torch.linalg.vector_norm(t, dim=(-2, -1), dtype=torch.float64).to(t.dtype)
-
-
-def statistics(
-    out: Tensor, k1: Tensor, scores: tuple[Tensor, Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max_logit of all scores, mean row entropy and norm of K1, ||A||_F, each (B, H)."""
-    largest = torch.stack([s.amax(dim=(-2, -1)) for s in scores]).amax(dim=0)
-    entropy = torch.special.entr(k1).sum(dim=-1).mean(dim=-1)
-    return largest, entropy, frobenius(k1), frobenius(out)
-
-
 def backward(
     grad: Tensor,
     q: Tensor,

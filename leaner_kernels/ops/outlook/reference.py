@@ -62,12 +62,3 @@ def backward(
     dp = grads @ unfold(value, window).mT
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
     return fold(p.mT @ grads, (value.shape[1], value.shape[2]), window), scale * ds
-
-
-def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F, each (B, H)."""
-    entropy = torch.special.entr(p).sum(dim=-1).mean(dim=(1, 2, 4))
-    # In float32 PyTorch adds one square after the other.
-    prob_norm = torch.linalg.vector_norm(p, dim=(1, 2, 4, 5), dtype=torch.float64).to(p.dtype)
-    head_norm = torch.linalg.vector_norm(a, dim=(1, 2, 4), dtype=torch.float64).to(a.dtype)
-    return s.amax(dim=(1, 2, 4, 5)), entropy, prob_norm, head_norm

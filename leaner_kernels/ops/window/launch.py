@@ -124,8 +124,7 @@ def _statistics(
 
     parts = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
     assert parts is not None
-    join(parts, stats)
-    stats[1] /= y * x
+    join(parts, stats, y * x)
 
 
 def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..operator import Operator, Shapes, register
+from ..statistics import per_head
 from ..transforms import Products
 from . import reference
 
@@ -33,7 +34,8 @@ class WindowAttention(Operator):
         p, lse, s = reference.probabilities(q, k, scale)
         a = p @ v
         lse = reference.reverse(lse[..., None], size, window)[..., 0].permute(0, 3, 1, 2)
-        return reference.reverse(a, size, window), lse, partial(reference.statistics, p, s, a)
+        statistics = partial(per_head, p, s, a, rows=(1, 3), outputs=(1, 3, 4))
+        return reference.reverse(a, size, window), lse, statistics
 
     @staticmethod
     def differentiate(

@@ -44,14 +44,3 @@ def backward(
     dp = grad @ value.mT
     ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
     return scale * (ds @ key), scale * (ds.mT @ query), p.mT @ grad
-
-
-def statistics(p: Tensor, s: Tensor, a: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return max_logit, mean row entropy in nats, ||P||_F and ||A||_F over the map, each (B, H)."""
-    entropy = torch.special.entr(p).sum(dim=-1).mean(dim=(1, 3))
-    inside = 1, 3, 4
-    # In float32 PyTorch adds one square after the other.
-    prob_norm, head_norm = (
-        torch.linalg.vector_norm(t, dim=inside, dtype=torch.float64).to(t.dtype) for t in (p, a)
-    )
-    return s.amax(dim=inside), entropy, prob_norm, head_norm
