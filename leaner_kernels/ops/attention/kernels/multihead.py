@@ -180,11 +180,16 @@ def _multihead_fwd_kernel(
         if not SCALED:
             largest *= scale
         largest = tl.where(total == total, largest, float("nan"))
+        maxima = tl.sum(tl.where(inside, pivot, 0.0), axis=1)
+        if not SCALED:
+            maxima *= scale
         step = tl.cast(B * H, tl.int64)
         tl.store(stats_ptr + head, largest, mask=exists)
         tl.store(stats_ptr + step + head, total / N, mask=exists)
         tl.store(stats_ptr + 2 * step + head, tl.sqrt(prob_square), mask=exists)
         tl.store(stats_ptr + 3 * step + head, tl.sqrt(head_square), mask=exists)
+        maxima = tl.where(total == total, maxima / N, float("nan"))
+        tl.store(stats_ptr + 4 * step + head, maxima, mask=exists)
 
 
 @triton.jit(do_not_specialize=["B", "H", "N", "M", "threshold"])
