@@ -7,7 +7,7 @@ the operators of vision and of Nyström attention, and every kernel that takes i
 compiled, compared with the first, and timed by CUDA-graph replay over inputs that outgrow the
 L2 cache, with all launches of its direction. A candidate that spills in an innermost loop, that the
 GPU refuses or that computes something else is listed with the reason and never wins. The rules are
-printed as they stand in ``leaner_kernels/ops/*/tuned/``; the JSON keeps every timing, losers
+printed as they stand in the tables beside the kernels; the JSON keeps every timing, losers
 included.
 """
 
@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from bench.gpu_model.launches import AnyCase
 from bench.gpu_model.machine_code import looped_spills
 from bench.harness import clock, machine
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._tiles import Tile, block_dim
+from leaner_kernels.ops._tiles import Rule, Tile, block_dim, rule
 
 ROUNDS = 20
 TOLERANCE = 2.0**-6  # of the largest element: two tiles sum in different orders, in half precision
@@ -52,11 +53,9 @@ class Trial(NamedTuple):
 
 def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     """Yield the tiles worth a try."""
-    if "multihead" in kernel:
-        stages = {} if kernel.startswith("warp") else {"num_stages": 1}
+    if kernel.startswith("warp_multihead"):
         for heads, warps in product((1, 2, 4, 8), (1, 2, 4, 8)):
-            if not stages or warps <= 2 * heads:
-                yield {"HEADS": heads, "num_warps": warps, **stages}
+            yield {"HEADS": heads, "num_warps": warps}
         return
     if kernel.startswith("hopper"):
         for registers in ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255}):
@@ -87,9 +86,8 @@ def kernels(case: AttentionCase) -> list[str]:
     """Return which kernels take a case."""
     longest = max(case.rows, case.tokens)
     alike = case.rows == case.tokens
-    in_pairs = longest <= 16 and alike and case.head_dim <= 32 and case.head_dim % 2 == 0
-    families = ["warp_multihead"] * in_pairs + ["multihead"] * (longest <= 64)
-    families += ["short"] * (longest <= 512)
+    in_pairs = longest <= 16 and alike and case.head_dim <= 64 and case.head_dim % 2 == 0
+    families = ["warp_multihead"] * in_pairs + ["short"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and alike
     gpus = ("hopper", "ampere") * in_gluon
@@ -104,23 +102,25 @@ def best(trials: Sequence[Trial]) -> Trial | None:
 
 
 def rule_of(kernel: str, case: AttentionCase) -> dict[str, Any]:
-    """Return what a rule of ``tuned/sm_*.toml`` says of a case of softmax attention."""
+    """Return the keywords of a rule, without its tile, for a case of softmax attention."""
     dim = block_dim(case.head_dim)
     wanted = {"padded_dim": dim != case.head_dim, "unaligned": case.head_dim % 16 != 0}
     tokens = {} if kernel.startswith("online") else {"tokens": max(case.rows, case.tokens)}
-    return {"dim": dim, **tokens, "with": [name for name, present in wanted.items() if present]}
+    return {"dim": dim, **tokens, "takes": tuple(n for n, present in wanted.items() if present)}
 
 
-def line(rule: dict[str, Any]) -> str:
-    """Render a rule as it stands in the data."""
+def keywords(row: Rule) -> dict[str, Any]:
+    """Return the keywords of a rule, without its tile."""
+    given = {"dim": row.dim, "tokens": row.tokens, "size": row.size, "gpus": row.gpus}
+    default = asdict(rule())
+    given = {name: value for name, value in given.items() if value != default[name]}
+    return given | {"takes": tuple(sorted(row.takes))}
 
-    def inline(value: Any) -> str:
-        if not isinstance(value, dict):
-            return json.dumps(value)
-        inside = ", ".join(f"{name} = {inline(entry)}" for name, entry in value.items())
-        return f"{{ {inside} }}"
 
-    return f"  {inline(rule)},"
+def line(numbers: dict[str, Any]) -> str:
+    """Render a rule as it stands in its table."""
+    inside = ", ".join(f"{n}={value!r}" for n, value in numbers.items() if value != ())
+    return f"    rule({inside}),"
 
 
 class TileRun(NamedTuple):
@@ -137,18 +137,17 @@ class TileRun(NamedTuple):
 
 
 @contextmanager
-def forced(operator: str, kernel: str, rule: dict[str, Any]) -> Iterator[None]:
+def forced(operator: str, kernel: str, row: Rule) -> Iterator[None]:
     """Give a kernel the tile of a rule; of softmax attention it is the one that runs."""
     of_attention = operator == "attention"
     direction = kernel.rpartition("_")[2]
 
-    def change(call: tuple[Any, ...], found: dict[str, Any] | None) -> dict[str, Any] | None:
-        if (call[0], call[2]) == (operator, kernel):
-            found = rule if of_attention else found
-            return found and found | {"tile": rule["tile"]}
-        if not of_attention or not call[2].endswith(direction):
+    def change(name: str, found: Rule | None) -> Rule | None:
+        if name == kernel:
+            return row if of_attention else found and replace(found, tile=row.tile)
+        if not of_attention or not name.endswith(direction):
             return found
-        if call[2].startswith("online"):  # takes what the others refuse
+        if name.startswith("online"):  # takes what the others refuse
             raise RuntimeError(f"{kernel} does not take the case on this GPU")
         return None
 
@@ -176,17 +175,18 @@ class TileProblem:
             self.tiles = {kernel: list(candidates(kernel, case)) for kernel in self.rules}
         else:
             self.operator = launches.folder_of(case.op)
-            self.rules = self._shipped()
-            self.tiles = {kernel: around(rule["tile"]) for kernel, rule in self.rules.items()}
+            shipped = self._shipped()
+            self.rules = {kernel: keywords(row) for kernel, row in shipped.items()}
+            self.tiles = {kernel: around(row.tile) for kernel, row in shipped.items()}
 
-    def _shipped(self) -> dict[str, dict[str, Any]]:
+    def _shipped(self) -> dict[str, Rule]:
         """Return the rule that each kernel of the forward and the backward follows on the GPU."""
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, Rule] = {}
 
-        def note(call: tuple[Any, ...], rule: dict[str, Any] | None) -> dict[str, Any] | None:
-            if rule is not None:
-                found[call[2]] = rule
-            return rule
+        def note(name: str, row: Rule | None) -> Rule | None:
+            if row is not None:
+                found[name] = row
+            return row
 
         call, gpu = self.call, _tiles.capability(self.device)
         with (
@@ -200,8 +200,7 @@ class TileProblem:
 
     def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
         """Return what the kernel's direction was launched with, on each set of tensors."""
-        rule = self.rules[kernel] | {"tile": Tile.of(**tile)}
-        with forced(self.operator, kernel, rule):
+        with forced(self.operator, kernel, rule(**self.rules[kernel], **tile)):
             return [self._run("backward" in kernel, seed) for seed in range(self.copies)]
 
     def _run(self, backward: bool, seed: int) -> TileRun:
@@ -230,8 +229,8 @@ class TileProblem:
         return TileRun(started, compiled, [t for t in grads if t.numel()])
 
     def rule(self, trial: Trial) -> str:
-        """Render a winner as a line of the data."""
-        return line(self.rules[trial.kernel] | {"tile": trial.tile})
+        """Render a winner as a line of its table."""
+        return line(self.rules[trial.kernel] | trial.tile)
 
 
 def around(tile: Tile) -> list[dict[str, Any]]:

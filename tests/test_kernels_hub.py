@@ -137,7 +137,7 @@ def test_every_operator_is_registered_in_the_namespace_of_the_build(build):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in REGISTERS:
                 registered += 1
                 assert ast.unparse(node.args[0]).startswith("add_op_namespace_prefix("), path
-    assert registered >= 4  # three fakes and vmap, of ``ops._operators.register``
+    assert registered >= 2  # fakes in ``ops.dispatcher``, vmap in ``ops.transforms``
 
 
 def test_layers_hold_nothing_but_a_forward(kernel):

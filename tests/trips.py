@@ -9,9 +9,11 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,7 +84,68 @@ def training() -> Trip:
     return Trip(sorted(str(Path(path).relative_to(ROOT)) for path in ours - {__file__}), 0)
 
 
-TRIPS: dict[str, Callable[[], Trip]] = {"sampled step": sampled_step, "training": training}
+def attention(name: str, turn: int) -> Trip:
+    """Return the trip of a call of attention and its backward, on the route of a GPU.
+
+    Args:
+        name: of a case below.
+        turn: 0 for the first call of the process, 1 for the first of a further shape, 2 for a call
+            like one before.
+    """
+    import torch
+    from torch import Tensor
+
+    import leaner_kernels as lk
+    from bench import host_time
+    from leaner_kernels.ops.attention import op
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16).requires_grad_()
+
+    def separate(*shape: int) -> list[Tensor]:
+        return [leaf(*shape) for _ in range(3)]
+
+    lengths, seen = torch.full((4,), 50, dtype=torch.int32), torch.ones(64, 64, dtype=torch.bool)
+    starts, sample = (torch.tensor(n, dtype=torch.int32) for n in ([0, 100, 197], [0]))
+    short, vit = (4, 4, 64, 64), (128, 16, 197, 64)
+    cases: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "plain": (lk.attention, separate(*vit)),
+        "lengths": (lambda *t: lk.attention(*t, key_lengths=lengths), separate(*short)),
+        "mask": (lambda *t: lk.attention(*t, seen), separate(*short)),
+        "dropout": (lambda *t: lk.attention(*t, dropout_p=0.1), separate(*short)),
+        "window": (lambda *t: lk.attention(*t, window_size=(8, 0)), separate(*short)),
+        "packed": (lk.attention_qkvpacked, [leaf(4, 64, 3, 4, 64)]),
+        "varlen": (lambda *t: lk.attention_varlen(*t, starts, 100), separate(197, 4, 64)),
+        "statistics": (
+            lambda *t: lk.attention_with_stats(*t, sample=sample).out,
+            separate(*short),
+        ),
+    }
+    call, tensors = cases[name]
+
+    def both() -> None:
+        out = call(*tensors)
+        torch.autograd.grad(out, tensors, torch.ones_like(out))
+
+    seed = torch.zeros(1, dtype=torch.int64)
+    with host_time.gpu(), mock.patch.object(op, "draw_seed", lambda *_: seed):
+        for earlier in range(turn):
+            other = separate(1, 1, 8, 16)
+            lk.attention(*other).sum().backward() if earlier == 0 else both()
+        return trip(both)
+
+
+TRIPS: dict[str, Callable[[], Trip]] = {
+    "sampled step": sampled_step,
+    "training": training,
+    "attention, first": partial(attention, "plain", 0),
+    "attention, further shape": partial(attention, "plain", 1),
+    **{
+        f"attention, repeated, {name}": partial(attention, name, 2)
+        for name in ("plain", "lengths", "mask", "dropout", "window", "packed", "varlen")
+    },
+    "attention, repeated, statistics": partial(attention, "statistics", 2),
+}
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._tiles import OPTIONS
+from leaner_kernels.ops._tiles import OPTIONS, Rule
 
 DIRECTIONS = "forward", "statistics", "backward"
 # Machine instructions by kind; what is in none is integer arithmetic and moves.
@@ -107,16 +107,15 @@ def run(
     return executions
 
 
-def changed_tile(changes: dict[str, int], rule: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a rule of the data with some of its tile changed; what it has no entry of stays.
+def changed_tile(changes: dict[str, int], rule: Rule | None) -> Rule | None:
+    """Return a rule with some of its tile changed; what it has no entry of stays.
 
     The name of an option of every kernel, as ``num_warps``, changes each of them.
     """
     if rule is None:
         return None
-    tile = rule["tile"]
-    kept = {k: v for k, v in changes.items() if k in OPTIONS or k in tile.constexprs}
-    return rule | {"tile": tile.replace(**kept)}
+    kept = {k: v for k, v in changes.items() if k in OPTIONS or k in rule.tile.constexprs}
+    return dataclasses.replace(rule, tile=rule.tile.replace(**kept))
 
 
 def describe(

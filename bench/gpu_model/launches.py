@@ -12,6 +12,7 @@ from bench.attention.cases import AttentionCase
 from bench.attention.operators import OperatorCase
 from bench.attention.vision_cases import VisionCase
 from bench.gpu_model.compile_ahead import Launch, distinct, recorded
+from leaner_kernels.ops._tiles import Rule, Tiles
 
 SAMPLES = 4
 AnyCase = AttentionCase | VisionCase | OperatorCase
@@ -107,13 +108,15 @@ def folder_of(op: str) -> str:
 
 @contextmanager
 def changed_rules(
-    change: Callable[[tuple[Any, ...], dict[str, Any] | None], dict[str, Any] | None],
+    change: Callable[[str, Rule | None], Rule | None],
 ) -> Iterator[None]:
-    """Put in the place of each rule of a tile what ``change`` returns of the call and the rule."""
-    from leaner_kernels.ops import _tiles
+    """Replace each rule that a table gives by what ``change`` returns of its name and the rule."""
+    find = Tiles.find
 
-    find = _tiles._first_rule
-    with mock.patch.object(_tiles, "_first_rule", lambda *call: change(call, find(*call))):
+    def changed(tiles: Tiles, device: torch.device, **call: Any) -> Rule | None:
+        return change(tiles.name, find(tiles, device, **call))
+
+    with mock.patch.object(Tiles, "find", changed):
         yield
 
 

@@ -1,29 +1,20 @@
-"""Tiles are data: the rules in each operator's ``tuned/`` say which tile a kernel gets.
+"""Which tile a kernel gets: the first rule that takes a call, in a table in the kernel's file.
 
-``sm_*.toml`` hold the rules for GPUs that keep the limits of one of ``ARCHITECTURES``;
-``default.toml`` those for any GPU, which come after them. A file lists rules for each kernel, and
-the first that fits a call wins:
-
-    forward = [
-      { bytes = 2, dim = 64, above = 64, tokens = 208, with = ["padded_dim"], tile = { BLOCK_M = 64, num_warps = 4 } },
-    ]
-
-``bytes`` (of an element; 2 where it is left out) and ``dim`` (the head dimension of the tile; any) are
-those of the call, whose tokens, or landmarks, are more than ``above`` (-1) and at most ``tokens``
-(without end), and which brings no feature that is not in ``with`` (none). Each operator defines what its
-features are. ``tile`` holds constants of the kernel, and the options of its launch.
+    TILES = Tiles(
+        "short_forward",
+        rule(dim=64, tokens=64, BLOCK=64, largest_segment=64, num_warps=4),
+        rule(dim=64, tokens=64, takes=("mask",), BLOCK=32, largest_segment=64, num_warps=8),
+        num_stages=1,
+    )
 
 Nothing is searched when a user's model takes its first step. ``python -m bench.tune`` times candidates on
 a GPU and prints the rules that won there.
 """  # noqa: E501
 
 import threading
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
-from importlib import resources
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,6 +22,7 @@ import torch
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 ARCHITECTURES = 80, 86, 90  # tuned for: tests and tables compile what ships for each
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
+ANY = 2**31
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,93 @@ class Tile:
         return self.replace(**smaller) if smaller else self
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A row of a table: a tile, and the calls that get it.
+
+    Attributes:
+        tile: block sizes, other constants and launch options.
+        dim: the widest head dimension, rounded up as the tile has it.
+        tokens: the most tokens, of the longer of rows and keys; of Nyström attention landmarks.
+        takes: features that a call may bring; each operator defines its own.
+        size: the most bytes of an element.
+        gpus: architectures, None for any.
+    """
+
+    tile: Tile
+    dim: int
+    tokens: int
+    takes: frozenset[str]
+    size: int
+    gpus: tuple[int, ...] | None
+
+    def fits(
+        self, gpu: int | None, size: int, dim: int, tokens: int, features: frozenset[str]
+    ) -> bool:
+        """Return whether the rule takes a call on a GPU of an architecture."""
+        return (
+            (self.gpus is None or gpu in self.gpus)
+            and size <= self.size
+            and dim <= self.dim
+            and tokens <= self.tokens
+            and features <= self.takes
+        )
+
+
+def rule(
+    *,
+    dim: int = ANY,
+    tokens: int = ANY,
+    takes: tuple[str, ...] = (),
+    size: int = 2,
+    gpus: tuple[int, ...] | None = None,
+    **numbers: Any,
+) -> Rule:
+    """Return a rule; ``numbers`` are its tile."""
+    return Rule(Tile.of(**numbers), dim, tokens, frozenset(takes), size, gpus)
+
+
+class Tiles:
+    """The table of a kernel.
+
+    Args:
+        name: of the kernel, as ``explain`` shows it.
+        rules: tried in order.
+        numbers: constants and options of every tile.
+    """
+
+    def __init__(self, name: str, *rules: Rule, **numbers: Any) -> None:
+        self.name = name
+        self.rules = tuple(replace(row, tile=row.tile.replace(**numbers)) for row in rules)
+
+    def find(
+        self,
+        device: torch.device,
+        *,
+        size: int,
+        dim: int = 0,
+        tokens: int = 0,
+        features: frozenset[str] = frozenset(),
+    ) -> Rule | None:
+        """Return the first rule that takes a call, None where none does."""
+        gpu = architecture(capability(device))
+        for row in self.rules:
+            if row.fits(gpu, size, dim, tokens, features):
+                return row
+        return None
+
+    def tile(self, device: torch.device, **call: Any) -> Tile:
+        """Return the tile of a call that a rule takes.
+
+        Raises:
+            LookupError: no rule does, which is a fault of the table.
+        """
+        row = self.find(device, **call)
+        if row is None:
+            raise LookupError(f"no rule gives {self.name} a tile for {call}")
+        return row.tile
+
+
 _thread = threading.local()
 
 
@@ -102,75 +181,17 @@ def capability(device: torch.device) -> int:
 
 
 def architecture(capability: int) -> int | None:
-    """Return the tuned architecture whose limits a GPU keeps: shared memory, above all.
+    """Return the tuned architecture that a GPU is nearest to: its instructions, shared memory.
 
-    GPUs for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
-    Those before 8.0 have the default rules alone.
+    Those for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
+    Datacentre GPUs after Hopper have no wgmma. GPUs before 8.0 have
+    none.
     """
     if capability in (86, 87, 89) or capability >= 120:
         return 86
-    if capability >= 90:
+    if capability == 90:
         return 90
     return 80 if capability >= 80 else None
-
-
-@cache
-def rules(operator: str, name: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the rules of each kernel in one file of an operator, none where there is no file."""
-    file = resources.files(str(__package__)) / operator / "tuned" / f"{name}.toml"
-    if not file.is_file():
-        return {}
-    kernels = tomllib.loads(file.read_text("utf-8"))
-    return {
-        kernel: [rule | {"tile": Tile.of(**rule["tile"])} for rule in found]
-        for kernel, found in kernels.items()
-    }
-
-
-def find_rule(
-    operator: str,
-    kernel: str,
-    device: torch.device,
-    *,
-    element_size: int,
-    dim: int = 0,
-    tokens: int = 0,
-    features: frozenset[str] = frozenset(),
-) -> dict[str, Any] | None:
-    """Return the first rule that fits a call, None where none does."""
-    gpu = architecture(capability(device))
-    return _first_rule(operator, gpu, kernel, element_size, dim, tokens, features)
-
-
-def find_tile(operator: str, kernel: str, device: torch.device, **call: Any) -> Tile:
-    """Return the tile of a kernel whose rules take every call.
-
-    Raises:
-        LookupError: no rule fits, which is a fault of the data.
-    """
-    rule = find_rule(operator, kernel, device, **call)
-    if rule is None:
-        raise LookupError(f"no rule in {operator}/tuned gives {kernel} a tile for {call}")
-    return rule["tile"]
-
-
-@cache
-def _first_rule(
-    operator: str,
-    architecture: int | None,
-    kernel: str,
-    element_size: int,
-    dim: int,
-    tokens: int,
-    features: frozenset[str],
-) -> dict[str, Any] | None:
-    for file in (f"sm_{architecture}", "default"):
-        for rule in rules(operator, file).get(kernel, ()):
-            alike = rule.get("bytes", 2) == element_size and rule.get("dim", dim) == dim
-            inside = rule.get("above", -1) < tokens <= rule.get("tokens", tokens)
-            if alike and inside and features.issubset(rule.get("with", ())):
-                return rule
-    return None
 
 
 def block_dim(dim: int) -> int:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,9 +24,11 @@ from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
 from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.op import new_out, split_qkv
+from tests.tile_tables import TABLES
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
 SEQUENCES, HEADS, GROUP = 24, 12, 3
@@ -119,49 +122,52 @@ def test_kernel_fits_every_supported_gpu(kind: str, flavour: Flavour, dim: int) 
 
 
 def rules() -> Iterator[Any]:
-    for gpu in resources.SUPPORTED:
-        for kernel, found in _tiles.rules("attention", f"sm_{gpu}").items():
-            for rule in found:
-                longest = rule.get("tokens", "any")
-                name = f"sm_{gpu}-{kernel}-{rule['dim']}-{longest}-{'+'.join(rule['with'])}"
-                yield pytest.param(gpu, kernel, rule, id=name)
+    """Yield each rule of some GPUs or some lengths, with each head dimension that it serves.
+
+    ``FLAVOURS`` has the other rules of the kernels for any length.
+    """
+    for kernel, (operator, tiles) in TABLES.items():
+        of_attention = [row for row in tiles.rules if operator == "attention"]
+        for row, gpu, dim in product(of_attention, resources.SUPPORTED, (16, 32, 64, 128)):
+            anywhere = row.gpus is None and row.tokens == _tiles.ANY
+            limits = gpu, 2, dim, row.tokens, row.takes
+            first = next((other for other in tiles.rules if other.fits(*limits)), None)
+            if not anywhere and first is row:
+                name = f"sm_{gpu}-{kernel}-{dim}-{row.tokens}-{'+'.join(sorted(row.takes))}"
+                yield pytest.param(gpu, kernel, row, dim, id=name)
 
 
-def flavour_of(rule: dict[str, Any]) -> tuple[Flavour, int]:
+def flavour_of(row: Rule, block_dim: int) -> tuple[Flavour, int]:
     """Return the most features that a rule allows a call, and a head dimension that has them."""
-    features, dim = rule["with"], rule["dim"]
-    mask = "mask" in features
-    tokens = rule.get("tokens", Flavour._field_defaults["tokens"])
+    features, mask = row.takes, "mask" in row.takes
+    tokens = Flavour._field_defaults["tokens"] if row.tokens == _tiles.ANY else row.tokens
     shared = "shared" in features
     flavour = Flavour((), BF16, tokens, not mask, True, mask, "dropout" in features, shared)
-    if "unaligned" in features:
-        return flavour, {16: 10, 32: 30}[dim]
-    return flavour, {64: 48, 128: 80}[dim] if "padded_dim" in features else dim
+    dims = {16: 10, 32: 30, 64: 50, 128: 100} if "unaligned" in features else {64: 48, 128: 80}
+    return flavour, dims.get(block_dim, block_dim) if "padded_dim" in features else block_dim
 
 
-@pytest.mark.parametrize(("gpu", "kernel", "rule"), list(rules()))
-def test_every_rule_of_the_data_fits_its_gpu(
-    gpu: int, kernel: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("gpu", "kernel", "row", "block_dim"), list(rules()))
+def test_every_rule_fits_its_gpus(
+    gpu: int, kernel: str, row: Rule, block_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rules are what ships for short sequences; the longest that each takes is compiled."""
+    """The longest call that each takes is compiled, with all that it may bring."""
     family = re.split("_(?=forward|backward)", kernel)[0]
     kind = kernel.removeprefix(f"{family}_")
     # A kernel in Gluon comes before others, which calls that it does not take still get.
     monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "warp_multihead"))
     monkeypatch.setattr(_gluon, "KEEPS_FENCES", True)
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
-    flavour, dim = flavour_of(rule)
+    flavour, dim = flavour_of(row, block_dim)
     (first,) = flavour.call(dim).launches(gpu)[kind]
-    # A multihead rule comes before a short one of the same shape.
-    multihead = family == "short" and "multihead" in first.name
-    assert {"online": "attention"}.get(family, family) in first.name or multihead
+    assert {"online": "attention"}.get(family, family) in first.name
     launches = [first]
-    if "varlen" in rule["with"]:
+    if "varlen" in row.takes:
         ragged = flavour._replace(lengths=False, ragged=True)
         launches += ragged.call(dim).launches(gpu)[kind]
     if family in ("hopper", "ampere"):
         # A few tokens after whole tiles of 64 are a tail, of which 16 and 32 are the sizes.
-        shorter = flavour._replace(tokens=(rule["tokens"] - 48))
+        shorter = flavour._replace(tokens=(row.tokens - 48))
         launches += shorter.call(dim).launches(gpu)[kind]
         if flavour.mask:
             # A mask that learns leaves no tail in the backward; causality goes with none.
@@ -239,7 +245,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     assert backward(plain, plain, plain) == "_short_bwd_kernel"
 
 
-def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def kernels(query: Tensor, key: Tensor | None = None, **rest: Any) -> set[str]:
@@ -255,21 +261,20 @@ def test_only_short_heads_side_by_side_go_to_warps(monkeypatch: pytest.MonkeyPat
     def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:
         return torch.empty(3, tokens, count, dim, dtype=dtype, device="meta").transpose(1, 2)
 
-    for plain in (heads(), heads(dim=32), heads(7, 1, 2), heads(1, 9, 30)):
+    for plain in (heads(), heads().contiguous(), heads(dim=32), heads(7, 1, 2), heads(1, 9, 64)):
         assert kernels(plain) == {"warp_multihead"}
     lengths = torch.ones(3, dtype=torch.int32, device="meta")
     assert kernels(heads(), is_causal=True, key_lengths=lengths) == {"warp_multihead"}
-    assert kernels(heads().contiguous()) == {"multihead"}
-    assert kernels(heads(dim=9)) == {"multihead"}
-    assert kernels(heads(dim=64)) == {"multihead"}
-    assert kernels(heads(tokens=17)) == {"multihead"}
-    assert kernels(heads(), heads(tokens=15)) == {"multihead"}
-    assert kernels(heads(), scale=-0.1) == {"multihead"}
-    assert "warp_multihead" not in kernels(heads(), heads(2))
-    assert "warp_multihead" not in kernels(heads(dtype=FP32))
+    assert kernels(heads(dim=9)) == {"short"}
+    assert kernels(heads(dim=128)) == {"short"}
+    assert kernels(heads(tokens=17)) == {"short"}
+    assert kernels(heads(), heads(tokens=15)) == {"short"}
+    assert kernels(heads(), heads(2)) == {"short", "attention"}
+    assert kernels(heads(), scale=-0.1) == {"attention"}
+    assert kernels(heads(dtype=FP32)) == {"attention"}
     mask = torch.ones(16, 16, dtype=torch.bool, device="meta")
-    assert kernels(heads(), attn_mask=mask) == {"multihead"}
+    assert kernels(heads(), attn_mask=mask) == {"short"}
     seed = torch.ones(1, dtype=torch.int64, device="meta")
-    assert kernels(heads(), seed=seed, dropout_p=0.1) == {"multihead"}
+    assert kernels(heads(), seed=seed, dropout_p=0.1) == {"short"}
     odd = torch.empty(3, 16, 41, dtype=BF16, device="meta")[..., :40]
-    assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"multihead"}
+    assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"short"}

@@ -17,7 +17,7 @@ from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
-from tests.compiled.cases import BF16, HALF, OPERATORS, make_beside
+from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -59,14 +59,18 @@ SHORT = {
     "a prime number of heads": AttentionTestCase("a prime number of heads", 2, 5, 5, 13, 13, 14),
     "heads of 30": AttentionTestCase("heads of 30", 3, 4, 4, 16, 16, 30, lengths=(2, 16, 7)),
     "heads of 32": AttentionTestCase("heads of 32", 2, 4, 4, 16, 16, 32),
+    "heads of 64": AttentionTestCase("heads of 64", 2, 2, 2, 16, 16, 64, lengths=(16, 5)),
     "everything": AttentionTestCase(
         "everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)
     ),
 }
+LAYOUTS = {"beside": make_beside, "apart": make_aligned}
 CHOSEN_SHORT = {
-    ("TNT", BF16, 90, "plain"),
-    ("TNT", HALF, 80, "plain"),
-    ("everything", BF16, 86, "statistics"),
+    ("TNT", BF16, 90, "plain", "beside"),
+    ("TNT", HALF, 80, "plain", "apart"),
+    ("everything", BF16, 86, "statistics", "beside"),
+    ("everything", BF16, 90, "statistics", "apart"),
+    ("heads of 64", BF16, 90, "plain", "beside"),
 }
 
 
@@ -115,25 +119,24 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     wanted = dispatch.features(None, None, query)
     family = GPUS[gpu]
-    choose = getattr(dispatch, f"{family}_tile")
     for way, kernel, names in WAYS:
-        rule = choose(f"{family}_{way}", query, query, wanted)
+        tile = dispatch.gluon_tile(f"{family}_{way}", query, query, wanted)
         for name in names:
-            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (rule is not None)
+            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (tile is not None)
 
 
 def short_calls() -> Iterator[Any]:
-    for name, dtype, gpu, run in product(SHORT, (BF16, HALF), GPUS, RUNS):
-        marks = () if (name, dtype, gpu, run) in CHOSEN_SHORT else pytest.mark.nightly
-        yield pytest.param(name, dtype, gpu, run, marks=marks, id=f"{name}-{dtype}-{gpu}-{run}")
+    for call in product(SHORT, (BF16, HALF), GPUS, RUNS, LAYOUTS):
+        marks = () if call in CHOSEN_SHORT else pytest.mark.nightly
+        yield pytest.param(*call, marks=marks, id="-".join(map(str, call)))
 
 
-@pytest.mark.parametrize(("name", "dtype", "gpu", "run"), list(short_calls()))
-def test_a_warp_owns_heads_that_lie_side_by_side(
-    name: str, dtype: torch.dtype, gpu: int, run: str
+@pytest.mark.parametrize(("name", "dtype", "gpu", "run", "layout"), list(short_calls()))
+def test_a_warp_owns_heads_of_up_to_16_tokens(
+    name: str, dtype: torch.dtype, gpu: int, run: str, layout: str
 ) -> None:
     with executing(gpu) as executions:
-        options = {"make_inputs": make_beside, "run": RUNS[run]}
+        options = {"make_inputs": LAYOUTS[layout], "run": RUNS[run]}
         OPERATORS["attention"]._replace(**options).check(SHORT[name], dtype)
     check_findings(executions)
     names = {execution.name for execution in executions}

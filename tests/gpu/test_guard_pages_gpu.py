@@ -44,8 +44,8 @@ def attention(rows: int, cols: int, dim: int, dtype: torch.dtype = HALF, **featu
 
 EVERYTHING: dict[str, Any] = {"mask": "additive", "dropout_p": 0.3}
 CALLS: dict[str, Callable[[], tuple[Any, Callable[..., dict[str, Tensor]]]]] = {
-    "multihead": lambda: attention(17, 17, 32),
-    "multihead, everything": lambda: attention(17, 19, 10, lengths=(3, 19), **EVERYTHING),
+    "few tokens": lambda: attention(17, 17, 32),
+    "few tokens, everything": lambda: attention(17, 19, 10, lengths=(3, 19), **EVERYTHING),
     "short": lambda: attention(149, 149, 64, causal=True),
     "any length": lambda: attention(301, 299, 40, lengths=(3, 299), **EVERYTHING),
     "any length, float32": lambda: attention(1, 131, 5, SINGLE),

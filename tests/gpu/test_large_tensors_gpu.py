@@ -75,7 +75,7 @@ def check_last(attend: Callable[..., Tensor], *inputs: Tensor, last: int = 2) ->
         assert torch.equal(actual[-last:], truth)
 
 
-@pytest.mark.parametrize("tokens", [49, 197, 300], ids=["multihead", "short", "any length"])
+@pytest.mark.parametrize("tokens", [49, 197, 300], ids=["few tokens", "short", "any length"])
 def test_attention(tokens: int) -> None:
     needs(40)
     heads, dim = 8, 32
@@ -102,7 +102,7 @@ def test_a_mask_of_every_score_has_a_gradient() -> None:
     check_last(attention, *inputs)
 
 
-@pytest.mark.parametrize("tokens", [49, 197, 300], ids=["multihead", "short", "any length"])
+@pytest.mark.parametrize("tokens", [49, 197, 300], ids=["few tokens", "short", "any length"])
 def test_dropout_does_not_repeat(tokens: int) -> None:
     """The last entry, past 2**31 scores, drops what the reference drops there."""
     heads, dim, p = 8, 16, 0.3

@@ -34,7 +34,6 @@ FAMILIES: dict[str, Callable[[Inputs], dict[str, Tensor]]] = {
     "any length": test_attention_kernels.run_kernels,
     "short, keys in one step": lambda inputs: test_short_kernels.run_short(inputs, 128),
     "short, keys in several": lambda inputs: test_short_kernels.run_short(inputs, 16),
-    "multihead": lambda inputs: test_short_kernels.run_multihead(inputs, 2),
 }
 ANY_DTYPE = [(family, dtype) for family in FAMILIES for dtype in (HALF, BF16)]
 ANY_DTYPE.append(("any length", SINGLE))

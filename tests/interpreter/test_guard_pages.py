@@ -61,11 +61,8 @@ def any_length(**sizes: Any) -> Results:
     return test_attention_kernels.run_kernels(attention(**sizes))
 
 
-def whole_heads(kernels: str, **sizes: Any) -> Results:
-    inputs = attention(**sizes)
-    if kernels == "multihead":
-        return test_short_kernels.run_multihead(inputs, heads=4)  # of six, so that two are missing
-    return test_short_kernels.run_short(inputs, block=16)
+def whole_heads(**sizes: Any) -> Results:
+    return test_short_kernels.run_short(attention(**sizes), block=16)
 
 
 def packed(**sizes: Any) -> Results:
@@ -115,13 +112,11 @@ LAUNCHES: dict[str, Callable[[], Results]] = {
     "any length, several tiles": lambda: any_length(
         dtype=SINGLE, batch=1, heads=2, kv_heads=1, rows=33, cols=35, dim=20, causal=True
     ),
-    "multihead, one of everything": lambda: whole_heads("multihead", **ONE),
-    "multihead": lambda: whole_heads("multihead", **EVERYTHING),
-    "multihead, boolean mask": lambda: whole_heads("multihead", mask="boolean"),
-    "short, one of everything": lambda: whole_heads("short", **ONE),
-    "short": lambda: whole_heads("short", heads=1, kv_heads=1, **EVERYTHING),
+    "short, one of everything": lambda: whole_heads(**ONE),
+    "short": lambda: whole_heads(**EVERYTHING),
+    "short, boolean mask": lambda: whole_heads(mask="boolean"),
     "short, several tiles": lambda: whole_heads(
-        "short", batch=1, heads=1, kv_heads=1, rows=53, cols=37, dim=33
+        batch=1, heads=1, kv_heads=1, rows=53, cols=37, dim=33
     ),
     "packed": lambda: packed(
         lengths=(5, 0, 17), heads=2, dim=5, before=2, after=3, slack=20, dropout_p=0.3

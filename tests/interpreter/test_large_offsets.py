@@ -25,7 +25,6 @@ from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
 from leaner_kernels.ops.attention.kernels import (
-    multihead,
     online_backward,
     online_forward,
     short_backward,
@@ -114,12 +113,8 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         found = online.prepare(call, *results)
         found.start()
         return *results[:3], found.arguments["parts_ptr"]
-    if kernels == "multihead":
-        tile = Tile.of(HEADS=2, ROWS=32, COLS=32, num_warps=4, num_stages=1)
-        multihead.prepare_forward(tile, call, *results).start()
-    else:
-        tile = short_tile(TOKENS, 16)
-        short_forward.prepare(tile, call, *results).start()
+    tile = short_tile(TOKENS, 16)
+    short_forward.prepare(tile, call, *results).start()
     return results
 
 
@@ -132,7 +127,7 @@ def results_of(query: Tensor) -> tuple[tuple[Any, torch.dtype], ...]:
     return (query.shape, query.dtype), ((*query.shape[:3], 2), SINGLE)
 
 
-@pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("multihead", 2), ("short", 4)])
+@pytest.mark.parametrize(("kernels", "programs"), [("online", 4), ("short", 4)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_huge_batch_attends(kernels: str, programs: int, masked: bool) -> None:
     torch.manual_seed(0)
@@ -150,9 +145,6 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     ds = sparse((*out.shape[:3], TOKENS), SINGLE)
     if kernels == "online":
         online.backward(grad, call, out, max_log_sum, *found, ds)
-    elif kernels == "multihead":
-        tile = Tile.of(HEADS=2, ROWS=32, COLS=32, num_warps=4, num_stages=1)
-        multihead.prepare_backward(tile, grad, call, *found, ds).start()
     else:
         tile = short_tile(TOKENS, 16)
         short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
@@ -161,8 +153,8 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize(
     ("kernels", "programs"),
-    [("online", last_of_halves(4)), ("multihead", last(2)), ("short", last(4))],
-    ids=["online", "multihead", "short"],
+    [("online", last_of_halves(4)), ("short", last(4))],
+    ids=["online", "short"],
 )
 def test_a_huge_batch_has_gradients(kernels: str, programs: Callable[[int], Iterable[int]]) -> None:
     torch.manual_seed(0)
@@ -262,10 +254,10 @@ def test_rows_may_lie_far_apart() -> None:
         assert torch.equal(actual, wanted)
 
 
-@pytest.mark.parametrize("kernels", ["multihead", "short", "online"])
+@pytest.mark.parametrize("kernels", ["short", "online"])
 def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
     torch.manual_seed(0)
-    tokens = {"multihead": 64, "short": 250, "online": 70}[kernels]
+    tokens = {"short": 250, "online": 70}[kernels]
     near = [torch.randn(1, 1, tokens, DIM).half() for _ in range(4)]
     mask = torch.randn(1, 1, tokens, tokens).half()
     far_mask = sparse((1, 1, tokens, tokens), HALF, (1, 1, MAX_MASK_STRIDE, MAX_MASK_STRIDE - 1))
@@ -275,11 +267,7 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         out, *grads = (make(torch.zeros_like(near[0])) for _ in range(4))
         max_log_sum = sparse((1, 1, tokens, 2), SINGLE)
         ds = sparse((1, 1, tokens, tokens), SINGLE)
-        if kernels == "multihead":
-            tile = Tile.of(HEADS=1, ROWS=tokens, COLS=tokens, num_warps=4, num_stages=1)
-            multihead.prepare_forward(tile, call, out, max_log_sum, None, None).start()
-            multihead.prepare_backward(tile, grad, call, *grads, ds).start()
-        elif kernels == "short":
+        if kernels == "short":
             tile = short_tile(tokens, 256)
             short_forward.prepare(tile, call, out, max_log_sum, None, None).start()
             short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()

@@ -30,10 +30,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._tiles import Tile, block_dim
+from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
 from leaner_kernels.ops.attention.call import Results
-from leaner_kernels.ops.attention.kernels import multihead, short_backward, short_forward
+from leaner_kernels.ops.attention.kernels import short_backward, short_forward
 from leaner_kernels.ops.attention.kernels.segments import cut
 from tests.interpreter import online
 
@@ -41,19 +41,8 @@ CUDA_CASES = cuda_cases()
 STATISTICS = "lse", *attention_cases.STATISTICS
 # A softcap goes to the kernels of any length.
 UNCAPPED = [case for case in CASES if not case.softcap]
-SHORT = [case for case in UNCAPPED if max(case.rows, case.cols) <= 64]
 # With keys in one step, where the softmax is computed again, and in several.
 BLOCKS = 16, 128
-
-
-def run_multihead(inputs: Inputs, heads: int) -> dict[str, Tensor]:
-    rows, cols = (block_dim(t.shape[2]) for t in (inputs.query, inputs.key))
-    tile = Tile.of(HEADS=heads, ROWS=rows, COLS=cols, num_warps=4, num_stages=1)
-    out, max_log_sum, stats, grads, ds = buffers(inputs)
-    multihead.prepare_forward(tile, inputs.call, out, max_log_sum, *stats).start()
-    if inputs.query.shape[1] == inputs.key.shape[1]:
-        multihead.prepare_backward(tile, inputs.grad, inputs.call, *grads, ds).start()
-    return named(inputs, out, stats, grads, ds)
 
 
 def short_tile(tokens: int, block: int, largest_segment: int) -> Tile:
@@ -98,15 +87,6 @@ def check(case: AttentionTestCase, results: dict[str, Tensor]) -> None:
     peers = peers_of(make_inputs(case, dtype), dtype)
     for name, actual in results.items():
         assert_within_budget(actual, peers[name], exact[name])
-
-
-@in_half_arithmetic
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("case", SHORT, ids=[case.name for case in SHORT])
-def test_multihead_kernels_stay_within_the_error_budget(
-    case: AttentionTestCase, heads: int, dtype: torch.dtype
-) -> None:
-    check(case, run_multihead(make_inputs(case, dtype), heads))
 
 
 @in_half_arithmetic
@@ -188,10 +168,9 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
 def test_the_backward_is_deterministic() -> None:
     case = next(case for case in CASES if case.name == "dropout with everything")
     inputs = make_inputs(case, torch.float16)
-    for run in (lambda: run_multihead(inputs, 2), lambda: run_short(inputs, 32)):
-        first, second = run(), run()
-        for name, value in first.items():
-            assert torch.equal(value, second[name]), name
+    first, second = run_short(inputs, 32), run_short(inputs, 32)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 def test_segments_cover_the_keys_with_little_padding() -> None:

@@ -251,9 +251,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     params = 0.2, False, 0.4, -1, -1
     capped = 0.2, False, 0.4, 1.5, -1, -1
     packed_out = OPS.attention_qkvpacked(packed, lengths, seed, *params)
-    warp_multihead_backward = [
-        t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)
-    ]
+    packed_backward = [t.detach() for t in (packed_out[0], packed, lengths, seed, *packed_out)]
     return {
         "attention": (OPS.attention.default, (*forward, *capped)),
         "attention, causal": (
@@ -273,7 +271,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
         ),
         "attention_qkvpacked_backward": (
             OPS.attention_qkvpacked_backward.default,
-            (*warp_multihead_backward, *params),
+            (*packed_backward, *params),
         ),
     }
 

@@ -1,26 +1,26 @@
-"""The data of which kernel runs a shape: well formed, and read as it is meant."""
+"""The tables of which kernel runs a shape: well formed, read as they are meant, and all needed."""
 
+import re
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 import torch
 
-from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._tiles import Tile
+from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops._tiles import Rule, Tile, Tiles, rule
 from leaner_kernels.ops.attention import dispatch
-from leaner_kernels.ops.attention.call import Call, features, online_tile
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.dispatch import features, online_tile
+from leaner_kernels.ops.attention.kernels import online_backward
+from tests.tile_tables import PACKAGE, TABLES
 
 FEATURES = {"mask", "dropout", "shared", "padded_dim", "unaligned"}
-KERNELS = {
-    *(
-        f"{family}_{kind}"
-        for family in ("warp_multihead", "multihead", "short")
-        for kind in ("forward", "forward_statistics", "backward")
-    ),
-    "online_backward",
-}
+in_gluon = pytest.mark.skipif(not _gluon.AVAILABLE, reason="this Triton has no Gluon")
+
+
+every_table = pytest.mark.parametrize("name", TABLES)
 
 
 @pytest.fixture(params=_tiles.ARCHITECTURES)
@@ -37,51 +37,87 @@ def scaled_by(scale: float) -> frozenset[str]:
     return features(None, None, half(1, 16, 16), scale=scale)
 
 
-def shipped() -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Yield operator, file, kernel and rule of all the data."""
-    folder = Path(_tiles.__file__).parent
-    for path in sorted(folder.glob("*/tuned/*.toml")):
-        operator = path.parent.parent.name
-        for kernel, found in _tiles.rules(operator, path.stem).items():
-            yield from ((operator, path.stem, kernel, rule) for rule in found)
+@every_table
+def test_every_rule_is_a_tile(name: str) -> None:
+    _, tiles = TABLES[name]
+    names = [row.tile.constexprs.keys() - {"PAIRED", "IN_REGISTERS"} for row in tiles.rules]
+    assert all(constants == names[0] for constants in names)
+    for row in tiles.rules:
+        assert row.size in (2, 4)
+        assert row.dim in (16, 32, 64, 128, _tiles.ANY)
+        assert row.gpus is None or set(row.gpus) <= set(_tiles.ARCHITECTURES)
+        options = row.tile.options
+        assert options["num_warps"] in (1, 2, 4, 8, 16)
+        # Gluon has no stages.
+        of_gluon = name.startswith(("hopper", "ampere", "warp_multihead"))
+        assert ("num_stages" in options) == (not of_gluon)
+        assert all(type(number) is int for number in options.values())
 
 
-def test_every_rule_of_every_operator_follows_one_schema() -> None:
-    operators = {operator for operator, *_ in shipped()}
-    assert operators == {"attention", "covariance", "nystrom", "outlook", "window"}
-    for _, file, _, rule in shipped():
-        assert file in ("sm_80", "sm_86", "sm_90", "default")
-        assert {"tile"} <= rule.keys() <= {"bytes", "dim", "above", "tokens", "with", "tile"}
-        assert rule.get("bytes", 2) in (2, 4)
-        assert rule.get("dim", 16) in (16, 32, 64, 128)
-        assert rule.get("with", []) == sorted(set(rule.get("with", [])))
-        tile = rule["tile"]
-        assert {"num_warps"} <= tile.options.keys() <= set(_tiles.OPTIONS)
-        assert all(type(number) is int for number in tile.options.values())
-        assert tile.options["num_warps"] in (1, 2, 4, 8, 16)
-        assert tile.constexprs.keys().isdisjoint(_tiles.OPTIONS)
+@every_table
+def test_every_rule_changes_what_some_call_gets(name: str) -> None:
+    """A rule that can go while every call keeps its tile is stale."""
+    _, tiles = TABLES[name]
+    needed = set()
+    for kind in kinds_of_call(tiles):
+        taking = [row for row in tiles.rules if row.fits(*kind)]
+        if len(taking) == 1 or (taking and given(name, taking[0]) != given(name, taking[1])):
+            needed.add(id(taking[0]))
+    assert [row for row in tiles.rules if id(row) not in needed] == []
 
 
-def test_no_rule_hides_behind_one_that_takes_all_its_calls() -> None:
-    seen: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for *place, rule in shipped():
-        for before in seen.setdefault(tuple(place), []):
-            assert not (
-                before.get("bytes", 2) == rule.get("bytes", 2)
-                and before.get("dim", rule.get("dim")) == rule.get("dim")
-                and before.get("above", -1) <= rule.get("above", -1)
-                and before.get("tokens", 10**9) >= rule.get("tokens", 10**9)
-                and set(before.get("with", ())) >= set(rule.get("with", ()))
-            ), (place, rule)
-        seen[tuple(place)].append(rule)
+def kinds_of_call(tiles: Tiles) -> Iterator[tuple[Any, ...]]:
+    """Yield a call on each side of every threshold of a table."""
+    limits = {limit for row in tiles.rules for limit in (row.tokens, row.tokens + 1)}
+    names = sorted(frozenset[str]().union(*(row.takes for row in tiles.rules)))
+    wanted = [frozenset(some) for n in range(len(names) + 1) for some in combinations(names, n)]
+    yield from product((None, *_tiles.ARCHITECTURES), (2, 4), (16, 32, 64, 128), limits, wanted)
 
 
-def test_a_call_that_no_rule_fits_is_named() -> None:
-    meta = torch.device("meta")
-    with pytest.raises(
-        LookupError, match=r"covariance/tuned gives forward a tile for .*'dim': 256"
-    ):
-        _tiles.find_tile("covariance", "forward", meta, element_size=2, dim=256)
+def given(name: str, row: Rule) -> tuple[Tile, int | None]:
+    """Return a rule's tile, and the most tokens where a kernel's segments are cut for them."""
+    return row.tile, row.tokens if name.startswith("short") else None
+
+
+@pytest.mark.parametrize(("softmax", "most"), [(True, 150), (False, 60)])
+def test_the_tables_fit_in_a_head(softmax: bool, most: int) -> None:
+    written = sum(
+        len(re.findall(r"^ +rule\(", path.read_text("utf-8"), re.MULTILINE))
+        for path in PACKAGE.glob("*/**/*.py")
+        if ("attention" in path.parts) == softmax
+    )
+    assert 0 < written <= most
+
+
+def test_a_call_that_no_rule_takes_is_named() -> None:
+    _, tiles = TABLES["covariance_forward"]
+    with pytest.raises(LookupError, match=r"covariance_forward a tile for .*'dim': 256"):
+        tiles.tile(torch.device("meta"), size=2, dim=256)
+
+
+def test_the_first_rule_that_takes_a_call_gives_its_tile() -> None:
+    tiles = Tiles(
+        "some",
+        rule(dim=32, tokens=64, gpus=(80,), BLOCK=1),
+        rule(dim=32, tokens=64, takes=("mask",), BLOCK=2),
+        rule(dim=64, size=4, BLOCK=3),
+        num_warps=4,
+    )
+
+    def chosen(**call: Any) -> int | None:
+        call = {"size": 2, "dim": 32, "tokens": 64} | call
+        row = tiles.find(torch.device("meta"), **call)
+        return None if row is None else row.tile["BLOCK"]
+
+    assert chosen() == 2, "on the meta device as on Hopper"
+    with _tiles.assume(80):
+        assert chosen() == 1
+        assert chosen(dim=16, tokens=1) == 1
+        assert chosen(features=frozenset({"mask"})) == 2
+        assert chosen(features=frozenset({"dropout"})) is None
+        assert chosen(tokens=65) == chosen(dim=64) == chosen(size=4) == 3
+        assert chosen(dim=128) is None
+    assert all(row.tile.options == {"num_warps": 4} for row in tiles.rules)
 
 
 def test_a_tile_is_constants_and_options() -> None:
@@ -93,138 +129,88 @@ def test_a_tile_is_constants_and_options() -> None:
     assert Tile.of(**tile.arguments) == tile
 
 
-def test_every_rule_is_a_tile(gpu: int) -> None:
-    found = _tiles.rules("attention", f"sm_{gpu}")
-    ways = "forward", "forward_statistics", "backward"
-    assert found.keys() == KERNELS | {f"{'hopper' if gpu == 90 else 'ampere'}_{w}" for w in ways}
-    for kernel, rules in found.items():
-        assert rules
-        for rule in rules:
-            assert rule["dim"] in (16, 32, 64, 128)
-            names = rule["tile"].constexprs.keys()
-            if kernel.startswith("online"):
-                assert rule.keys() == {"dim", "with", "tile"}
-                assert set(rule["with"]) <= {*FEATURES, "varlen"}
-                assert names == {"BLOCK_M", "BLOCK_N"}
-                assert all(size % 16 == 0 for size in rule["tile"].constexprs.values())
-                continue
-            assert rule.keys() - {"above"} == {"dim", "tokens", "with", "tile"}
-            # Multihead kernels alone take any scale.
-            takes = {*FEATURES, "scale"} if kernel.startswith("multihead") else FEATURES
-            assert set(rule["with"]) <= takes
-            assert ("scale" in rule["with"]) == kernel.startswith("multihead")
-            # Gluon has no stages.
-            in_gluon = kernel.startswith(("hopper", "ampere", "warp_multihead"))
-            assert ("num_stages" in rule["tile"].options) == (not in_gluon)
-            if kernel.startswith(("hopper", "ampere")):
-                assert rule["tokens"] > rule["above"] >= 64
-                if kernel.startswith("ampere"):
-                    assert names == {"STEP", "BLOCK"}
-                else:
-                    assert names <= {"PAIRED" if "forward" in kernel else "IN_REGISTERS"}
-                    assert rule["tile"].options["num_warps"] == 4
-            elif kernel.startswith("warp_multihead"):
-                assert rule["tokens"] == 16
-                assert names == {"HEADS"}
-            elif kernel.startswith("multihead"):
-                assert rule["tokens"] <= 64
-                assert names == {"HEADS"}
-            else:
-                assert names == {"BLOCK", "largest_segment"}
-                powers = *rule["tile"].constexprs.values(), rule["tile"].options["num_warps"]
-                assert all(number & (number - 1) == 0 for number in powers)
-
-
 def test_the_shapes_of_the_models_run_on_kernels_that_own_heads(gpu: int) -> None:
     nothing = frozenset[str]()
-    vit, bert, gpt, tnt = half(16, 197, 64), half(24, 128, 32), half(16, 64, 32), half(4, 16, 10)
+    bert, gpt, tnt = half(24, 128, 32), half(16, 64, 32), half(4, 16, 10)
     odd = features(None, None, tnt)
     assert odd == {"padded_dim", "unaligned"}
-    for kind in ("forward", "backward"):
-        assert dispatch.multihead_tile(f"multihead_{kind}", tnt, tnt, odd)
-        assert dispatch.short_tile(f"short_{kind}", bert, 128, nothing)
-        assert dispatch.short_tile(f"short_{kind}", gpt, 64, nothing)
-    assert dispatch.short_tile("short_forward", vit, 197, nothing)
-    # dQ, Q and dO of 197 tokens do not fit the registers that ptxas finds for sm_86.
-    backward = dispatch.short_tile("short_backward", vit, 197, nothing)
-    assert (backward is None) == (gpu == 86)
+    for kernel in ("short_forward", "short_forward_statistics", "short_backward"):
+        assert dispatch.short_tile(kernel, tnt, tnt, odd)
+        assert dispatch.short_tile(kernel, gpt, gpt, nothing)
+    # Those in Gluon come first, but on Ampere have no head dimension that does not fill its tile.
+    for query in (bert, half(12, 197, 48)):
+        tile = dispatch.short_tile("short_forward", query, query, features(None, None, query))
+        assert (tile is None) == (gpu == 90)
 
 
-def test_a_kernel_for_hopper_runs_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
-        monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-        return dispatch.hopper_tile("hopper_backward", query, key, scaled_by(scale))
+def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor | None = None, **rest: Any) -> str:
+    """Return the kernel of the backward on a GPU."""
+    key = query if key is None else key
+    call = Call(query, key, key, None, None, None, 0.0, False, 0.1)._replace(**rest)
+    like = torch.empty_like(query)
+    with _tiles.assume(gpu):
+        return dispatch.choose_backward(call, like, like, like, key, key).kernel
 
+
+def forward_of(gpu: int, query: torch.Tensor) -> str:
+    call = Call(query, query, query, None, None, None, 0.0, False, 0.1)
+    with _tiles.assume(gpu):
+        return dispatch.choose_forward(call).kernel
+
+
+@in_gluon
+def test_wgmma_runs_on_hopper_alone_and_mma_on_later_gpus_too() -> None:
     vit = half(16, 197, 64)
-    assert chosen(90, vit, vit) == Tile.of(num_warps=4, maxnreg=168)
-    assert [chosen(gpu, vit, vit) for gpu in (80, 86, 89, 100, 120)] == [None] * 5
-    assert chosen(90, half(16, 64, 64), half(16, 64, 64)) is None
-    assert chosen(90, half(16, 1, 64), vit) is None
-    assert chosen(90, vit, vit, -0.1) is None
+    kernels = {gpu: chosen(gpu, vit) for gpu in (75, 80, 86, 87, 89, 90, 100, 103, 120)}
+    assert kernels.pop(90) == "hopper_backward"
+    assert kernels.pop(75) == "online_backward"
+    assert set(kernels.values()) == {"ampere_backward"}
+
+
+@in_gluon
+def test_programs_that_own_a_head_take_enough_heads_of_as_many_rows_as_keys() -> None:
+    vit = half(16, 197, 64)
+    assert chosen(90, half(16, 64, 64)) == "short_backward"
+    assert {chosen(gpu, half(16, 1, 64), vit) for gpu in (80, 90)} == {"online_backward"}
+    assert chosen(90, vit, scale=-0.1) == "online_backward"
     long = half(16, 512, 32)
-    assert chosen(90, long, long) is None, "too few programs"
-    assert chosen(90, long.expand(20, -1, -1, -1), long)
-    assert dispatch.hopper_tile("hopper_forward", vit, vit, frozenset()) is None, "too few programs"
-    many = vit.expand(20, -1, -1, -1)
-    assert dispatch.hopper_tile("hopper_forward", many, many, frozenset())
+    assert chosen(90, long) == "online_backward", "too few programs"
+    assert chosen(90, long.expand(20, -1, -1, -1)) == "hopper_backward"
+    assert forward_of(90, vit) == "online_forward", "too few programs"
+    assert forward_of(90, vit.expand(20, -1, -1, -1)) == "hopper_forward"
 
 
-def test_a_kernel_for_ampere_runs_on_ampere_and_ada(monkeypatch: pytest.MonkeyPatch) -> None:
-    vit = half(16, 197, 64)
-    found = {}
-    for gpu in (75, 80, 86, 87, 89, 90, 100, 120):
-        monkeypatch.setattr(_tiles, "capability", lambda _, gpu=gpu: gpu)
-        found[gpu] = dispatch.ampere_tile("ampere_backward", vit, vit, frozenset())
-    assert {gpu for gpu, tile in found.items() if tile} == {80, 86, 87, 89}
-    assert found[89] == found[86] == Tile.of(STEP=16, BLOCK=64, num_warps=4, maxnreg=255)
-
-
-def test_warps_own_short_heads_where_rows_are_as_many_as_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tnt, odd = half(4, 16, 10), frozenset({"padded_dim", "unaligned"})
-
-    def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor, scale: float = 0.1) -> object:
-        monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-        wanted = odd | scaled_by(scale)
-        return dispatch.warp_multihead_tile("warp_multihead_forward", query, key, wanted)
-
-    assert [bool(chosen(gpu, tnt, tnt)) for gpu in (75, 80, 86, 89, 90, 100)] == [
-        *(False, True, True, True, True, False)
-    ]  # fmt: skip
-    assert chosen(90, tnt, half(4, 15, 10)) is None
-    assert chosen(90, half(4, 17, 10), half(4, 17, 10)) is None
-    assert chosen(90, tnt, tnt, -0.1) is None
+@in_gluon
+def test_warps_own_short_heads_where_rows_are_as_many_as_keys() -> None:
+    tnt = half(4, 16, 10)
+    kernels = {gpu: chosen(gpu, tnt) for gpu in (75, 80, 86, 89, 90, 100, 120)}
+    assert kernels.pop(75) == "online_backward"
+    assert set(kernels.values()) == {"warp_multihead_backward"}
+    assert chosen(90, tnt, half(4, 15, 10)) == "short_backward"
+    assert chosen(90, half(4, 17, 10)) == "short_backward"
+    assert chosen(90, half(4, 16, 9)) == "short_backward"
+    assert chosen(90, tnt, scale=-0.1) == "online_backward"
 
 
 def test_long_rows_have_tiles_by_gpu_and_by_what_a_call_brings(gpu: int) -> None:
-    def chosen(q: torch.Tensor, **rest: object) -> bool:
-        """Whether the tile is of the architecture."""
+    def tuned(q: torch.Tensor, **rest: object) -> bool:
+        """Whether the rule is one of some GPUs."""
         call = Call(q, q, q, None, None, None, 0.0, True, 0.1)._replace(**rest)
         tile = online_tile("online_backward", call)
-        own = _tiles.rules("attention", f"sm_{gpu}")["online_backward"]
-        return any(tile is rule["tile"] for rule in own)
+        return any(tile is row.tile for row in online_backward.TILES.rules if row.gpus)
 
     long = half(4, 1024, 32)
-    assert chosen(long)
+    assert tuned(long)
     call = Call(long, long, long, None, None, None, 0.0, True, 0.1)
     assert online_tile("online_backward", call)["BLOCK_N"] == 64
-    assert chosen(half(4, 1024, 64)) == (gpu != 86)
-    assert chosen(half(4, 1024, 80)) == (gpu != 90)
-    assert not chosen(long, seed=torch.zeros(1), dropout_p=0.1)
+    assert tuned(half(4, 1024, 64)) == (gpu != 86)
+    assert tuned(half(4, 1024, 80)) == (gpu != 90)
+    assert not tuned(long, seed=torch.zeros(1), dropout_p=0.1)
     mask = torch.ones(1024, 1024, dtype=torch.bool)
-    assert not chosen(long, attn_mask=mask, is_causal=False)
-    assert not chosen(long, scale=-0.1)
-    assert not chosen(long, softcap=30.0)
-    assert not chosen(torch.empty(1, 4, 1024, 32, device="meta"))  # float32
-
-
-def test_rows_and_keys_have_tiles_of_their_own(gpu: int) -> None:
-    tile = dispatch.multihead_tile(
-        "multihead_forward", half(4, 1, 32), half(4, 30, 32), frozenset()
-    )
-    assert tile is not None
-    assert (tile["ROWS"], tile["COLS"]) == (16, 32)
+    assert not tuned(long, attn_mask=mask, is_causal=False)
+    assert not tuned(long, scale=-0.1)
+    assert not tuned(long, softcap=30.0)
+    assert not tuned(torch.empty(1, 4, 1024, 32, device="meta"))  # float32
 
 
 def test_a_stride_that_hides_where_rows_start_is_unaligned(gpu: int) -> None:
@@ -233,29 +219,26 @@ def test_a_stride_that_hides_where_rows_start_is_unaligned(gpu: int) -> None:
     assert features(None, None, half(2, 64, 64), apart) == {"unaligned"}
 
 
-def test_gpus_before_ampere_are_left_to_the_kernels_for_any_length(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_tiles, "capability", lambda _: 75)
-    assert dispatch.short_tile("short_forward", half(2, 64, 64), 64, frozenset()) is None
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.125, 1e-40])
 def test_a_maximum_before_scaling_needs_a_positive_scale(gpu: int, scale: float) -> None:
     query = half(4, 64, 64)
     wanted = scaled_by(scale)
     assert wanted == {"scale"}
-    assert dispatch.short_tile("short_forward", query, 64, wanted) is None
-    assert dispatch.short_tile("short_forward", query, 64, scaled_by(1e-20))
+    assert dispatch.short_tile("short_forward", query, query, wanted) is None
+    assert dispatch.short_tile("short_forward", query, query, scaled_by(1e-20))
 
 
 def test_what_no_rule_takes_is_left_to_the_kernels_for_any_length(gpu: int) -> None:
     single = torch.empty(1, 2, 64, 64, device="meta")
-    assert dispatch.short_tile("short_forward", single, 64, frozenset()) is None
-    assert dispatch.multihead_tile("multihead_forward", single, single, frozenset()) is None
-    assert dispatch.short_tile("short_forward", half(2, 1024, 64), 1024, frozenset()) is None
+    assert dispatch.short_tile("short_forward", single, single, frozenset()) is None
+    assert (
+        dispatch.short_tile("short_forward", half(2, 1024, 64), half(2, 1024, 64), frozenset())
+        is None
+    )
     everything = frozenset(FEATURES)
-    assert dispatch.short_tile("short_forward", half(2, 197, 42), 197, everything) is None
+    assert (
+        dispatch.short_tile("short_forward", half(2, 197, 42), half(2, 197, 42), everything) is None
+    )
 
 
 def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
@@ -263,15 +246,17 @@ def test_a_feature_asks_for_the_rule_that_names_it(gpu: int) -> None:
     query = half(2, 64, 48)
     assert features(mask, None, query) == {"mask", "padded_dim"}
     assert features(None, seed, half(2, 64, 64)) == {"dropout"}
-    plain = dispatch.short_tile("short_backward", half(2, 64, 64), 64, frozenset())
-    dropout = dispatch.short_tile("short_backward", half(2, 64, 64), 64, frozenset({"dropout"}))
+    plain = dispatch.short_tile("short_backward", half(2, 64, 64), half(2, 64, 64), frozenset())
+    dropout = dispatch.short_tile(
+        "short_backward", half(2, 64, 64), half(2, 64, 64), frozenset({"dropout"})
+    )
     assert plain is not None
     assert dropout is not None
 
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [(80, 80), (86, 86), (87, 86), (89, 86), (90, 90), (100, 90), (103, 90), (120, 86)],
+    [(75, None), (80, 80), (86, 86), (89, 86), (90, 90), (100, 80), (103, 80), (120, 86)],
 )
-def test_a_gpu_gets_the_data_whose_limits_it_keeps(capability: int, expected: int) -> None:
+def test_a_gpu_gets_the_rules_whose_limits_it_keeps(capability: int, expected: int | None) -> None:
     assert _tiles.architecture(capability) == expected

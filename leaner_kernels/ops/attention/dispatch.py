@@ -1,16 +1,15 @@
 """Which library, or which kernel with which tile, computes a call of softmax attention.
 
-``warp_multihead``: a warp owns several whole heads of up to 16 tokens. ``multihead``: a program
-owns several of up to 64. ``short``, and ``hopper`` and ``ampere`` on GPUs of those architectures:
-a program owns a head of up to a few hundred tokens. ``online``: programs own tiles and walk over
-any length. The data under ``tuned/`` holds which shapes all but the last take; they are half
-precision. ``library.toml`` holds the lengths at which PyTorch's attention is faster, for each GPU
-what was measured or predicted on it.
+``warp_multihead``: a warp owns one head or several, of up to 16 tokens. ``short``, and ``hopper``
+or ``ampere`` by the GPU: a program owns a head of up to a few hundred tokens. ``online``: programs
+own tiles and walk over any length. A table in each kernel's file holds which calls it takes; all
+but the last are half precision. ``library.toml`` holds the lengths at which PyTorch's attention is
+faster, for each GPU what was measured or predicted on it.
 """
 
 import tomllib
-from importlib import resources
-from typing import Any, NamedTuple
+from importlib import import_module, resources
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +18,16 @@ from torch.autograd import forward_ad
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
-from .._tiles import Tile, block_dim
+from .._tiles import Tile, Tiles, block_dim
 from .call import LEAST_SCALE, Call
 
-HOPPER, AMPERE = (90,), (80, 86, 87, 89)  # what the kernels in Gluon are written for
-SHORT_TOKENS = 256  # the most that a backward has whose programs own a head
+LEAST_TOKENS = 64  # above them programs in Gluon own a head
+SHORT_TOKENS = 256  # the most that they have however few the heads are, in the backward
 MAX_ENTRIES = 65_535  # of a grid's second axis
 
 
 class Choice(NamedTuple):
-    """The kernel that runs a call, as the rules under ``tuned/`` name it, and its tile."""
+    """The kernel that runs a call, as its table is named, and its tile."""
 
     kernel: str
     tile: Tile
@@ -46,13 +45,10 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
         return Choice(f"warp_multihead_{name}", tile)
     if _copies_whole_rows(call):
-        if tile := hopper_tile(f"hopper_{name}", *shape):
-            return Choice(f"hopper_{name}", tile)
-        if tile := ampere_tile(f"ampere_{name}", *shape):
-            return Choice(f"ampere_{name}", tile)
-    if tile := multihead_tile(f"multihead_{name}", *shape):
-        return Choice(f"multihead_{name}", tile)
-    if tile := short_tile(f"short_{name}", query, key.shape[2], wanted):
+        kernel = f"{_family(query)}_{name}"
+        if tile := gluon_tile(kernel, *shape):
+            return Choice(kernel, tile)
+    if tile := short_tile(f"short_{name}", *shape):
         return Choice(f"short_{name}", tile)
     return Choice("online_forward", online_tile("online_forward", call))
 
@@ -69,7 +65,7 @@ def choose_backward(
     )
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
-        shape, tokens = (query, key, wanted), max(query.shape[2], key.shape[2])
+        shape = query, key, wanted
         if _pairs_elements(call, grad, dq, dk, dv) and (
             tile := warp_multihead_tile("warp_multihead_backward", *shape)
         ):
@@ -77,14 +73,11 @@ def choose_backward(
         if _copies_whole_rows(call, grad, out, dq, dk, dv):
             from .. import _gluon
 
+            kernel = f"{_family(query)}_backward"
             fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-            if fenced and (tile := hopper_tile("hopper_backward", *shape)):
-                return Choice("hopper_backward", tile)
-            if tile := ampere_tile("ampere_backward", *shape):
-                return Choice("ampere_backward", tile)
-        if tile := multihead_tile("multihead_backward", *shape):
-            return Choice("multihead_backward", tile)
-        if tile := short_tile("short_backward", query, tokens, wanted):
+            if (fenced or kernel != "hopper_backward") and (tile := gluon_tile(kernel, *shape)):
+                return Choice(kernel, tile)
+        if tile := short_tile("short_backward", *shape):
             return Choice("short_backward", tile)
     return Choice("online_backward", online_tile("online_backward", call))
 
@@ -95,12 +88,11 @@ def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
-    """Whether a warp can own heads: side by side, and of pairs that are words of 32 bits."""
+    """Return whether a warp can own heads: their rows are words of 32 bits."""
     batch, heads, _, dim = call.query.shape
-    tensors = *call[:3], *others
-    words = dim % 2 == 0 and all(t.stride(0) % 2 == t.stride(2) % 2 == 0 for t in tensors)
-    beside = all(t.stride(1) == dim for t in tensors) and batch * heads <= LARGEST_OFFSET // 2
-    return words and beside and _fits_gluon(call, *others)
+    strides = (stride for t in (*call[:3], *others) for stride in t.stride()[:3])
+    words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
+    return words and batch * heads <= LARGEST_OFFSET // 2 and _fits_gluon(call, *others)
 
 
 def _fits_gluon(call: Call, *others: Tensor) -> bool:
@@ -109,7 +101,8 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
 
     _, heads, tokens, dim = call.query.shape
     width = heads * dim  # from row to row of the output
-    if not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
+    old = _tiles.capability(call.query.device) < 80
+    if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
         return False
     tensors = *call[:3], *others
     alike = all(t.dtype == call.query.dtype for t in tensors)
@@ -123,83 +116,59 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
 # --- The tile of a kernel, None where no rule takes the call --------------------------------------
 
 
-def short_tile(kernel: str, query: Tensor, tokens: int, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a short-sequence kernel; ``tokens`` is the longer of rows and keys.
-
-    ``BLOCK`` is rows of a tile in the forward and keys of a tile in the backward. What stays on
-    chip is cut into segments of at most ``largest_segment`` for the most ``tokens`` that the rule
-    takes, so that a rule is one kernel to compile and not one for each length.
-    """
-    rule = find_rule(kernel, query, tokens, features)
-    return None if rule is None else rule["tile"].replace(tokens=rule["tokens"])
-
-
-def hopper_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a kernel that is written for Hopper alone, whose tiles are 64 rows.
-
-    ``IN_REGISTERS`` keeps a tile of Q in the backward, then of K, in registers, so that more
-    programs fit on an SM; with a tail in columns it stays in shared memory. ``PAIRED``
-    passes two tiles of rows over the keys together in the forward; without a tail in
-    columns, mask or dropout.
-    """
-    return _in_gluon(kernel, HOPPER, query, key, features)
-
-
-def ampere_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a kernel that is written for Ampere and Ada alone.
-
-    ``BLOCK`` is the rows of a tile, or its keys, 16 or 32 of a warp; ``STEP`` how many keys, or
-    rows, it sees at a time.
-    """
-    return _in_gluon(kernel, AMPERE, query, key, features)
-
-
-def _in_gluon(
-    kernel: str, gpus: tuple[int, ...], query: Tensor, key: Tensor, features: frozenset[str]
-) -> Tile | None:
-    batch, heads, tokens, _ = query.shape
-    if _tiles.capability(query.device) not in gpus or key.shape[2] != tokens:
+def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a short-sequence kernel, with the most tokens that its rule takes."""
+    rows, cols = query.shape[2], key.shape[2]
+    if _tiles.capability(query.device) < 80:
         return None
-    # A program each, a few heads would leave most of a GPU idle. Other kernels spread a head over
-    # several, all but the backward of short ones.
+    if rows != cols and max(rows, cols) > LEAST_TOKENS:
+        return None  # a class token's row, say: most of what is on chip would be padding
+    rule = find_rule(kernel, query, max(rows, cols), features)
+    return None if rule is None else rule.tile.replace(tokens=rule.tokens)
+
+
+def gluon_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+    """Return the tile of a kernel for Hopper or Ampere whose programs own a head."""
+    batch, heads, tokens, _ = query.shape
+    if key.shape[2] != tokens or tokens <= LEAST_TOKENS:
+        return None
+    # A program each, a few heads would leave most of a GPU idle. The kernels for any length spread
+    # a head over several.
     spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
         return None
     if key.shape[1] != heads:
         features |= {"shared"}
     rule = find_rule(kernel, query, tokens, features)
-    return None if rule is None else rule["tile"]
+    return None if rule is None else rule.tile
 
 
-def multihead_tile(
-    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
-) -> Tile | None:
-    """Return the tile of a multihead kernel: heads of a program, rows and columns of a head's."""
-    rows, cols = (block_dim(t.shape[2]) for t in (query, key))
-    rule = find_rule(kernel, query, max(rows, cols), features)
-    return None if rule is None else rule["tile"].replace(ROWS=rows, COLS=cols)
+def _family(query: Tensor) -> str:
+    """Return whose programs own a head: with wgmma on Hopper, with mma on other GPUs."""
+    return "hopper" if _tiles.capability(query.device) == 90 else "ampere"
 
 
 def warp_multihead_tile(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
 ) -> Tile | None:
     """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
-    gpus = *AMPERE, *HOPPER
-    if _tiles.capability(query.device) not in gpus or key.shape != query.shape:
+    if key.shape != query.shape:
         return None
     rule = find_rule(kernel, query, query.shape[2], features)
-    return None if rule is None else rule["tile"]
+    return None if rule is None else rule.tile
 
 
 def online_tile(kernel: str, call: Call, *others: str) -> Tile:
     """Return the tile of a kernel that walks over any length; ``others`` are features too."""
     query, key, value, attn_mask, _, seed, _, _, scale, softcap = call[:10]
     wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
-    varlen = ["varlen"] * (call.sequences is not None)
-    return online(kernel, query, wanted.union(others, varlen))
+    wanted = wanted.union(others, ["varlen"] * (call.sequences is not None))
+    rule = find_rule(kernel, query, 0, wanted)
+    assert rule is not None, (kernel, query.shape, wanted)
+    return rule.tile
 
 
-# --- Tiles: the rules are data (``ops._tiles``) ---------------------------------------------------
+# --- Tiles: a table in each kernel's file (``ops._tiles``) ----------------------------------------
 
 
 def features(
@@ -230,26 +199,26 @@ def features(
     return frozenset(name for name, present in wanted.items() if present)
 
 
-def online(kernel: str, query: Tensor, features: frozenset[str]) -> Tile:
-    """Return the tile of a kernel that walks over any length: query rows and key columns."""
-    rule = find_rule(kernel, query, 0, features)
-    assert rule is not None, (kernel, query.shape, features)
-    return rule["tile"]
-
-
 def find_rule(
     kernel: str, query: Tensor, tokens: int, features: frozenset[str]
-) -> dict[str, Any] | None:
-    """Return the first rule for a kernel that fits a call, None where none does."""
-    return _tiles.find_rule(
-        "attention",
-        kernel,
+) -> _tiles.Rule | None:
+    """Return the first rule of a kernel's table that takes a call, None where none does."""
+    return tiles_of(kernel).find(
         query.device,
-        element_size=query.element_size(),
+        size=query.element_size(),
         dim=block_dim(query.shape[-1]),
         tokens=tokens,
         features=features,
     )
+
+
+def tiles_of(kernel: str) -> Tiles:
+    """Return the table of a kernel, from its file, which imports Triton."""
+    file = kernel.removesuffix("_statistics")
+    name = "TILES" if file == kernel else "STATISTICS_TILES"
+    if kernel.startswith("warp_multihead"):
+        file, name = "warp_multihead", "BACKWARD_TILES" if kernel.endswith("backward") else name
+    return getattr(import_module(f"{__package__}.kernels.{file}"), name)
 
 
 # --- PyTorch's attention, where it is faster ------------------------------------------------------

@@ -6,7 +6,7 @@ from .._epilogue import join
 from .._launch_cache import CachedLaunch, Launch
 from . import dispatch
 from .call import CALL_POINTERS, Call, Plan, Results
-from .kernels import multihead, online_backward, online_forward, short_backward, short_forward
+from .kernels import online_backward, online_forward, short_backward, short_forward
 
 # Names of pointers, in the order of the addresses that repeat a launch.
 _FORWARD = (
@@ -41,8 +41,6 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
         from .kernels import ampere_forward
 
         launch = ampere_forward.prepare(*inputs)
-    elif family == "multihead":
-        launch = multihead.prepare_forward(*inputs)
     elif family == "short":
         launch = short_forward.prepare(*inputs)
     else:
@@ -116,8 +114,6 @@ def prepare_backward(
         from .kernels import ampere_backward
 
         return ampere_backward.prepare(tile, grad, call, *results)
-    if family == "multihead":
-        return multihead.prepare_backward(tile, grad, call, dq, dk, dv, ds)
     if family == "short":
         return short_backward.prepare(tile, grad, call, *results)
     return online_backward.prepare(tile, grad, call, *results)

@@ -13,11 +13,21 @@ the forward keeps neither P nor its output.
 import triton
 import triton.language as tl
 
+from .._tiles import Tiles, rule
 from .._triton import PRECISION, head_of, load_rows, narrow, scaled, store_rows
 from .scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,
+)
+
+TILES = Tiles(
+    "covariance_backward",
+    rule(dim=32, BLOCK_N=64, num_warps=4, num_stages=3),
+    rule(dim=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(dim=32, size=4, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(dim=64, size=4, BLOCK_N=16, num_warps=8, num_stages=1),
+    maxnreg=255,
 )
 
 

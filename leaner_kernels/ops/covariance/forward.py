@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .._epilogue import store_statistics, sums_of_entropies
+from .._tiles import Tiles, rule
 from .._triton import (
     PRECISION,
     SHIFT,
@@ -32,6 +33,17 @@ from .scores import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,
+)
+
+# The D x D products of wider heads do not all fit in registers. Left to itself ptxas spills some of
+# heads of 32 to fit one more program of a small launch of a capture.
+TILES = Tiles(
+    "covariance_forward",
+    rule(dim=16, BLOCK_N=128, num_warps=4, num_stages=3),
+    rule(dim=32, BLOCK_N=64, num_warps=4, num_stages=3, maxnreg=255),
+    rule(dim=64, BLOCK_N=32, num_warps=4, num_stages=3, maxnreg=255),
+    rule(dim=32, size=4, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(dim=64, size=4, BLOCK_N=16, num_warps=8, num_stages=2, maxnreg=255),
 )
 
 

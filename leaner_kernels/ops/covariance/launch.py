@@ -8,8 +8,10 @@ from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
 from .._launch_cache import Launch, LaunchCache, View, check_tile
-from .._tiles import block_dim, find_tile
+from .._tiles import Tiles, block_dim
+from .backward import TILES as BACKWARD_TILES
 from .backward import _covariance_bwd_kernel
+from .forward import TILES as FORWARD_TILES
 from .forward import _covariance_fwd_kernel
 
 
@@ -90,7 +92,7 @@ class Covariance:
         kind = _kind(operands, params, grad.stride(), grad.dtype)
         if not self._backward_cache.run(kind, tensors):
             arguments = dict(
-                **self._shared("backward", operands, params),
+                **self._shared(BACKWARD_TILES, operands, params),
                 do_view=View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
                 dqkv_ptr=dqkv,
                 dtemperature_ptr=partial,
@@ -111,7 +113,7 @@ class Covariance:
     ) -> Launch:
         batch, heads = operands[0].shape[0], operands[0].shape[3]
         arguments = dict(
-            **self._shared("forward", operands, params, () if sample is None else ("capture",)),
+            **self._shared(FORWARD_TILES, operands, params),
             sample_ptr=sample,
             out_ptr=out,
             lse_ptr=lse,
@@ -124,21 +126,13 @@ class Covariance:
 
     def _shared(
         self,
-        kernel: str,
+        tiles: Tiles,
         operands: tuple[Tensor, Tensor | None],
         params: tuple[Any, ...],
-        features: tuple[str, ...] = (),
     ) -> dict[str, Any]:
         qkv, temperature = operands
         _, tokens, _, heads, dim = qkv.shape
-        tile = find_tile(
-            "covariance",
-            kernel,
-            qkv.device,
-            element_size=qkv.element_size(),
-            dim=block_dim(dim),
-            features=frozenset(features),
-        )
+        tile = tiles.tile(qkv.device, size=qkv.element_size(), dim=block_dim(dim))
         (param,) = params
         # As dqkv has them, which is contiguous whatever qkv is.
         check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)

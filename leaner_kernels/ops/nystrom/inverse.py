@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
-from .._tiles import block_dim, find_tile
+from .._tiles import Tiles, block_dim, rule
 from .._triton import add_product, scaled
 
 MAX_FUSED = 128  # landmarks
@@ -36,6 +36,21 @@ PART = 64  # landmarks of a sum in PyTorch's products
 SLOTS = 5  # matrices in scratch memory
 # More would take memory, and push each other's matrices out of the caches; each runs several heads.
 MAX_PROGRAMS = 264
+
+# BLOCK_M is the side of a matrix, BLOCK_R and BLOCK_K the rows and depth of what a product does at
+# once. tokens are landmarks.
+TILES = Tiles(
+    "nystrom_inverse",
+    rule(tokens=16, PRODUCTS="bf16x6", BLOCK_M=16, BLOCK_R=16, BLOCK_K=16, num_warps=4),
+    rule(tokens=32, PRODUCTS="bf16x6", BLOCK_M=32, BLOCK_R=32, BLOCK_K=32, num_warps=4),
+    rule(tokens=64, PRODUCTS="bf16x6", BLOCK_M=64, BLOCK_R=64, BLOCK_K=32, num_warps=4),
+    rule(tokens=16, size=4, PRODUCTS="ieee", BLOCK_M=16, BLOCK_R=16, BLOCK_K=16, num_warps=4),
+    rule(tokens=32, size=4, PRODUCTS="ieee", BLOCK_M=32, BLOCK_R=32, BLOCK_K=16, num_warps=4),
+    rule(tokens=64, size=4, PRODUCTS="ieee", BLOCK_M=64, BLOCK_R=32, BLOCK_K=16, num_warps=8),
+    rule(tokens=128, size=4, PRODUCTS="ieee", BLOCK_M=128, BLOCK_R=32, BLOCK_K=16, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
+)
 
 
 @triton.jit
@@ -281,7 +296,7 @@ def shared_arguments(
     batch, heads, landmarks, dim = q_land.shape
     # Triton's interpreter has no products of parts.
     size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
-    tile = find_tile("nystrom", "inverse", q_land.device, element_size=size, tokens=landmarks)
+    tile = TILES.tile(q_land.device, size=size, tokens=landmarks)
     return dict(
         **tile.arguments,
         q_ptr=q_land,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache, View, layout
-from .._tiles import block_dim, find_tile
+from .._tiles import Tiles, block_dim, rule
 from .._triton import (
     SHIFT,
     head_of,
@@ -55,6 +55,23 @@ class Landmarks(NamedTuple):
     k3v: Tensor
     lse: Tensor
     largest: Tensor
+
+
+# Few landmarks a program: there are few in all, and each walks over every token. Left to itself
+# ptxas spills some registers to fit one more program. Rows that are no whole vectors (padded_dim)
+# take a register or two of address for each element, and so do float32 elements.
+TILES = Tiles(
+    "nystrom_landmarks_forward",
+    rule(dim=32, BLOCK_N=128, num_stages=3),
+    rule(dim=64, BLOCK_N=64, num_stages=2),
+    rule(dim=32, takes=("padded_dim",), BLOCK_N=64, num_stages=3),
+    rule(dim=64, takes=("padded_dim",), BLOCK_N=32, num_stages=2),
+    rule(dim=32, size=4, takes=("padded_dim",), BLOCK_N=32, num_stages=2),
+    rule(dim=64, size=4, takes=("padded_dim",), BLOCK_N=16, num_stages=2),
+    BLOCK_M=16,
+    num_warps=4,
+    maxnreg=255,
+)
 
 
 @triton.jit
@@ -192,9 +209,7 @@ def landmarks_forward(
     tensors = query, key, value, key_lengths, *made
     kind = kind_of(query, key, value, key_lengths, num_landmarks, scale)
     if not _forward_cache.run(kind, tensors):
-        shared = shared_arguments(
-            "landmarks_forward", key, value, key_lengths, num_landmarks, scale
-        )
+        shared = shared_arguments(TILES, key, value, key_lengths, num_landmarks, scale)
         segment = query.shape[2] // num_landmarks
         arguments = dict(
             **shared,
@@ -209,7 +224,7 @@ def landmarks_forward(
 
 
 def shared_arguments(
-    kernel: str,
+    tiles: Tiles,
     key: Tensor,
     value: Tensor,
     key_lengths: Tensor | None,
@@ -219,11 +234,9 @@ def shared_arguments(
     """Return the arguments that every kernel here takes."""
     _, heads, tokens, dim = key.shape
     block_d = block_dim(dim)
-    tile = find_tile(
-        "nystrom",
-        kernel,
+    tile = tiles.tile(
         key.device,
-        element_size=key.element_size(),
+        size=key.element_size(),
         dim=block_d,
         features=frozenset(["padded_dim"] if dim < block_d else []),
     )

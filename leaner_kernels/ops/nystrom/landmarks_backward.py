@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
+from .._tiles import Tiles, rule
 from .._triton import (
     add_product,
     exponential,
@@ -32,6 +33,27 @@ from .landmarks import (
     grid_of_landmarks,
     kind_of,
     shared_arguments,
+)
+
+ROWS_TILES = Tiles(
+    "nystrom_landmarks_backward_rows",
+    rule(dim=64, BLOCK_N=64),
+    rule(dim=64, takes=("padded_dim",), BLOCK_N=32),
+    rule(dim=64, size=4, takes=("padded_dim",), BLOCK_N=16),
+    BLOCK_M=16,
+    num_warps=4,
+    num_stages=2,
+    maxnreg=255,
+)
+KEYS_TILES = Tiles(
+    "nystrom_landmarks_backward_keys",
+    rule(dim=32, BLOCK_M=32, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, BLOCK_M=16, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=32, takes=("padded_dim",), BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=32, size=4, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=16, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=16, num_warps=8),
+    num_stages=2,
 )
 
 
@@ -201,7 +223,7 @@ def landmarks_backward(
     tensors = *operands, made.q_land, made.k3v, made.lse, dk3v, dq_land, delta
     if not _rows_cache.run(kind, tensors):
         arguments = dict(
-            **shared_arguments("landmarks_backward_rows", *operands, num_landmarks, scale),
+            **shared_arguments(ROWS_TILES, *operands, num_landmarks, scale),
             **products,
             q_land_ptr=made.q_land,
             k3v_ptr=made.k3v,
@@ -216,7 +238,7 @@ def landmarks_backward(
     tensors = *operands, made.q_land, made.lse, dk3v, delta, dk_land, dk, dv
     if not _keys_cache.run(kind, tensors):
         arguments = dict(
-            **shared_arguments("landmarks_backward_keys", *operands, num_landmarks, scale),
+            **shared_arguments(KEYS_TILES, *operands, num_landmarks, scale),
             **products,
             q_land_ptr=made.q_land,
             lse_ptr=made.lse,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .._epilogue import NUM_SUMS, join, store_part, sums_of_rows
 from .._launch_cache import Launch, LaunchCache, View, check_tile
-from .._tiles import Tile, block_dim, find_tile
+from .._tiles import Tile, Tiles, block_dim, rule
 from .._triton import (
     PRECISION,
     head_of,
@@ -36,6 +36,16 @@ from .._triton import (
     store_rows,
     units,
     visible_keys,
+)
+
+# BLOCK_M is cut to the landmarks. A capture computes in float32.
+TILES = Tiles(
+    "nystrom_output_forward",
+    rule(dim=64, BLOCK_N=128, BLOCK_M=64, num_warps=8),
+    rule(dim=32, size=4, BLOCK_N=32, BLOCK_M=32, num_warps=4),
+    rule(dim=64, size=4, BLOCK_N=32, BLOCK_M=16, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
 )
 
 
@@ -162,7 +172,7 @@ def output_forward(
         stats: (statistics, B, H) float32, written; the largest score is of K1's alone: the caller
             takes the maximum with the other two softmaxes.
     """
-    tile = tile_of("output_forward", query, k_land.shape[2])
+    tile = tile_of(TILES, query, k_land.shape[2])
     batch, heads, tokens, _ = query.shape
     num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
     parts = None if stats is None else lse.new_empty(batch, heads, num_tiles, NUM_SUMS)
@@ -198,7 +208,7 @@ def output_capture(
     kind = kind_of(query, k_land, key_lengths, scale, slots)
     if _capture_cache.run(kind, tensors):
         return
-    tile = tile_of("output_forward", query, k_land.shape[2], element_size=4)
+    tile = tile_of(TILES, query, k_land.shape[2], size=4)
     arguments = shared_arguments(query, k_land, core, key_lengths, scale)
     out = heads.view(slots, tokens, num_heads, dim).transpose(1, 2)
     _capture_cache.start(kind, _prepare(arguments, tile, out, sample_ptr=sample), tensors)
@@ -227,13 +237,11 @@ def _prepare(
     return Launch(_output_fwd_kernel, grid, arguments)
 
 
-def tile_of(kernel: str, query: Tensor, landmarks: int, element_size: int | None = None) -> Tile:
+def tile_of(tiles: Tiles, query: Tensor, landmarks: int, size: int | None = None) -> Tile:
     """Return the tile for a call, no wider than its landmarks."""
-    tile = find_tile(
-        "nystrom",
-        kernel,
+    tile = tiles.tile(
         query.device,
-        element_size=element_size or query.element_size(),
+        size=size or query.element_size(),
         dim=block_dim(query.shape[-1]),
         tokens=landmarks,
     )

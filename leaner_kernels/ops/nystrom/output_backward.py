@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._launch_cache import Launch, LaunchCache
+from .._tiles import Tiles, rule
 from .._triton import (
     PRECISION,
     add_product,
@@ -36,6 +37,28 @@ from .output import (
 )
 
 STRETCH = 512  # tokens of a program that owns landmarks
+
+LANDMARKS_TILES = Tiles(
+    "nystrom_output_backward_landmarks",
+    rule(dim=32, BLOCK_N=64, BLOCK_M=64, num_warps=4),
+    rule(dim=64, BLOCK_N=64, BLOCK_M=32, num_warps=4),
+    rule(dim=32, size=4, BLOCK_N=16, BLOCK_M=32, num_warps=4),
+    rule(dim=64, size=4, BLOCK_N=16, BLOCK_M=32, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
+)
+# A loop over landmarks takes smaller tiles of them.
+QUERY_TILES = Tiles(
+    "nystrom_output_backward_query",
+    rule(dim=32, tokens=64, BLOCK_N=64, BLOCK_M=64, num_warps=4),
+    rule(dim=32, BLOCK_N=64, BLOCK_M=32, num_warps=4),
+    rule(dim=64, tokens=64, BLOCK_N=32, BLOCK_M=64, num_warps=4),
+    rule(dim=64, BLOCK_N=32, BLOCK_M=32, num_warps=4),
+    rule(dim=32, size=4, BLOCK_N=32, BLOCK_M=32, num_warps=4),
+    rule(dim=64, size=4, BLOCK_N=32, BLOCK_M=16, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
+)
 
 
 @triton.jit
@@ -252,8 +275,8 @@ def output_backward_landmarks(
     )
     kind = kind_of(query, k_land, key_lengths, scale, grad.stride(), grad.dtype)
     inputs = query, k_land, core, key_lengths, grad, lse
-    tile = tile_of("output_backward_landmarks", query, landmarks)
-    query_tile = tile_of("output_backward_query", query, landmarks)
+    tile = tile_of(LANDMARKS_TILES, query, landmarks)
+    query_tile = tile_of(QUERY_TILES, query, landmarks)
     delta = None
     if landmarks > min(tile["BLOCK_M"], query_tile["BLOCK_M"]):
         delta = torch.empty_like(lse)
@@ -316,7 +339,7 @@ def output_backward_query(
     tensors = query, k_land, core, key_lengths, grad, lse, delta, dq_land, dq
     if _query_cache.run(kind, tensors):
         return
-    tile = tile_of("output_backward_query", query, k_land.shape[2])
+    tile = tile_of(QUERY_TILES, query, k_land.shape[2])
     arguments = dict(
         **shared_arguments(query, k_land, core, key_lengths, scale),
         do_view=view_of("grad", grad),

@@ -15,8 +15,11 @@ programs: no atomics, and the same bits every time.
 import triton
 import triton.language as tl
 
+from .._tiles import Tiles
 from .._triton import exponential, head_of, scaled, units
-from .forward import load_pixels, store_pixels
+from .forward import RULES, load_pixels, store_pixels
+
+TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
 
 
 @triton.jit

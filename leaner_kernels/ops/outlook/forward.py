@@ -20,7 +20,22 @@ import triton
 import triton.language as tl
 
 from .._epilogue import add_sums, no_sums, store_statistics, sums_of_rows, with_output
+from .._tiles import Tiles, rule
 from .._triton import exponential, head_of, nats, scaled, units
+
+# ELEMENTS: of one pixel of each cell, or window, of a program: for each thread one
+# vector, so that it knows the probabilities of one window, not of several. HELD keeps rows of
+# probabilities, and in the backward the values of a window, in registers: faster, where they fit.
+# A call may bring padded_dim (a head dimension that does not fill its tile), unaligned (a stride
+# that is no multiple of 16) and wide (windows of more than 3 x 3 pixels).
+RULES = (
+    rule(ELEMENTS=1024, HELD=True),
+    rule(takes=("wide",), ELEMENTS=1024, HELD=False),
+    rule(takes=("padded_dim", "wide"), ELEMENTS=1024, HELD=False, maxnreg=255),
+    rule(size=4, takes=("padded_dim", "wide"), ELEMENTS=512, HELD=False, maxnreg=255),
+    rule(size=4, takes=("padded_dim", "unaligned", "wide"), ELEMENTS=128, HELD=False, maxnreg=255),
+)
+TILES = Tiles("outlook_forward", *RULES, num_warps=4, num_stages=1)
 
 
 @triton.jit

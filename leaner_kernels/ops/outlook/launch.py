@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, MapView, layout
-from .._tiles import Tile, find_tile, power_of_2
+from .._tiles import Tile, Tiles, power_of_2
+from .backward import TILES as BACKWARD_TILES
 from .backward import _outlook_bwd_kernel
+from .forward import TILES as FORWARD_TILES
 from .forward import _outlook_fwd_kernel
 from .reference import num_windows
 
@@ -72,7 +74,7 @@ def backward(
     if _backward_cache.run(kind, tensors):
         return
     arguments = shared_arguments(inputs, params)
-    tile = choose("backward", arguments, inputs[0], grad)
+    tile = choose(BACKWARD_TILES, arguments, inputs[0], grad)
     windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
     window_parts = -(-windows // tile["BLOCK"])
     parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
@@ -103,7 +105,7 @@ def prepare_forward(
     With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
     """
     arguments = shared_arguments(inputs, params)
-    tile = choose("forward", arguments, inputs[0])
+    tile = choose(FORWARD_TILES, arguments, inputs[0])
     heads = out.shape[0] * arguments["H"]
     # With statistics one program owns a whole head, so that its sums are complete, in one order.
     parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
@@ -178,7 +180,7 @@ def _kind(inputs: tuple[Tensor, ...], params: tuple[Any, ...], *others: Hashable
     return inputs[0].device.index, *map(layout, inputs), params, *others
 
 
-def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
+def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     """Return the tile for loads of ``pixels``; ``BLOCK`` is cells or windows of a program.
 
     There are no more windows than threads, or Triton moves what it holds of them through shared
@@ -190,11 +192,9 @@ def choose(kernel: str, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
         "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
         "wide": arguments["K"] > 3,
     }
-    tile = find_tile(
-        "outlook",
-        kernel,
+    tile = tiles.tile(
         pixels[0].device,
-        element_size=pixels[0].element_size(),
+        size=pixels[0].element_size(),
         features=frozenset(name for name, present in wanted.items() if present),
     )
     crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1

@@ -12,6 +12,7 @@ programs that own columns write dK and dV.
 import triton
 import triton.language as tl
 
+from .._tiles import Tiles, rule
 from .._triton import exponential, scaled, units
 from .addresses import (
     find_head,
@@ -20,6 +21,15 @@ from .addresses import (
     product,
     store_tokens,
     token_offsets,
+)
+
+# In one launch; other windows take two. The scores and their gradients take the registers of four
+# warps.
+TILES = Tiles(
+    "window_backward",
+    rule(dim=32, tokens=64, ROWS=64, COLS=64, num_warps=4),
+    rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=8),
+    num_stages=1,
 )
 
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .._epilogue import store_part, sums_of_rows
+from .._tiles import Tiles, rule
 from .._triton import (
     SHIFT,
     add_product,
@@ -30,6 +31,27 @@ from .addresses import (
     store_tokens,
     token_offsets,
 )
+
+# Rows and columns of a tile of scores of one head of a window, cut to the window. In half precision
+# a window of up to 64 tokens is one tile. A program has one head: Triton gives warps whole heads,
+# of which several would compute the same one. Each warp has 16 rows.
+LARGE_WINDOWS = (
+    rule(dim=32, ROWS=32, COLS=64, num_warps=4),
+    rule(dim=64, ROWS=32, COLS=64, num_warps=8),
+    rule(dim=128, ROWS=32, COLS=32, num_warps=8),
+    rule(dim=32, size=4, ROWS=32, COLS=32, num_warps=8),
+    rule(dim=64, size=4, ROWS=16, COLS=16, num_warps=4),
+    rule(dim=128, size=4, ROWS=16, COLS=16, num_warps=8),
+)
+TILES = Tiles(
+    "window_forward",
+    rule(dim=64, tokens=16, ROWS=16, COLS=16, num_warps=1),
+    rule(dim=64, tokens=32, ROWS=32, COLS=32, num_warps=2),
+    rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=4),
+    *LARGE_WINDOWS,
+    num_stages=1,
+)
+CAPTURE_TILES = Tiles("window_capture", *LARGE_WINDOWS, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])

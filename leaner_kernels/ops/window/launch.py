@@ -9,9 +9,12 @@ from torch import Tensor
 
 from .._epilogue import NUM_SUMS, join
 from .._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
-from .._tiles import Tile, block_dim, find_rule
+from .._tiles import Tile, Tiles, block_dim
+from .backward import TILES as BACKWARD_TILES
 from .backward import window_bwd_kernel
-from .forward import window_fwd_kernel
+from .forward import CAPTURE_TILES, window_fwd_kernel
+from .forward import TILES as FORWARD_TILES
+from .tiled_backward import TILES as TILED_BACKWARD_TILES
 from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
 
 _forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
@@ -75,7 +78,7 @@ def backward(
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
-    tile = choose("backward", qkv, params[:2])
+    tile = choose(BACKWARD_TILES, qkv, params[:2])
     if tile is None:
         _tiled_backward(grad, qkv, params, lse, dqkv)
         return
@@ -95,7 +98,7 @@ def _tiled_backward(
     kind = _kind(qkv, params, grad.stride(), grad.dtype)
 
     def prepare(kernel: Any, name: str) -> Launch:
-        tile = choose("tiled_backward", qkv, params[:2])
+        tile = choose(TILED_BACKWARD_TILES, qkv, params[:2])
         assert tile is not None
         owned = tile["ROWS" if name == "rows" else "COLS"]
         grid = (_windows(qkv, params) * _parts(params, owned),)
@@ -113,7 +116,7 @@ def _statistics(
     batch, y, x, _, heads, _ = qkv.shape
 
     def prepare() -> Launch:
-        tile = choose("forward", qkv, params[:2], "statistics")
+        tile = choose(FORWARD_TILES, qkv, params[:2])
         assert tile is not None
         parts = _windows(qkv, params) // (batch * heads) * _parts(params, tile["ROWS"])
         of_tiles = lse.new_empty(batch, heads, parts, NUM_SUMS)
@@ -124,24 +127,13 @@ def _statistics(
     join(parts, stats, y * x)
 
 
-def choose(kernel: str, qkv: Tensor, window: tuple[int, int], *features: str) -> Tile | None:
-    """Return the tile of a kernel; None for a backward in one launch that does not take the call.
-
-    ``kernel`` is forward, backward or tiled_backward, of which the first and the last take every
-    call; ``features`` may be statistics or capture.
-    """
+def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
+    """Return a kernel's tile, cut to the window; None where the kernel does not take the call."""
     tokens = window[0] * window[1]
-    rule = find_rule(
-        "window",
-        kernel,
-        qkv.device,
-        element_size=qkv.element_size(),
-        dim=block_dim(qkv.shape[-1]),
-        tokens=tokens,
-        features=frozenset(features),
-    )
+    size, dim = qkv.element_size(), block_dim(qkv.shape[-1])
+    rule = tiles.find(qkv.device, size=size, dim=dim, tokens=tokens)
     block = block_dim(tokens)
-    return None if rule is None else rule["tile"].at_most(ROWS=block, COLS=block)
+    return None if rule is None else rule.tile.at_most(ROWS=block, COLS=block)
 
 
 def _forward(
@@ -157,7 +149,8 @@ def _forward(
 
     ``out_ptr`` is (B, Y, X, H, D), or heads (S, Y * X, H * D) of the sampled maps.
     """
-    tile = choose("forward", qkv, params[:2], *features)
+    tiles = CAPTURE_TILES if "capture" in features else FORWARD_TILES
+    tile = choose(tiles, qkv, params[:2])
     assert tile is not None
     maps = out_ptr.shape[0]
     arguments = _shared(qkv, params) | {

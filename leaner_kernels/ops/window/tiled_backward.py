@@ -7,6 +7,7 @@ then programs that own COLS columns write dK and dV. P comes from the log-sum-ex
 import triton
 import triton.language as tl
 
+from .._tiles import Tiles
 from .._triton import add_product, exponential, units
 from .addresses import (
     find_head,
@@ -16,6 +17,10 @@ from .addresses import (
     store_tokens,
     token_offsets,
 )
+from .forward import LARGE_WINDOWS
+
+# A program of the first launch owns rows, of the second columns.
+TILES = Tiles("window_tiled_backward", *LARGE_WINDOWS, num_stages=1)
 
 
 @triton.jit

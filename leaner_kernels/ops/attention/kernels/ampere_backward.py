@@ -31,7 +31,7 @@ from ..._gluon import (
     wait_copies,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile, power_of_2
+from ..._tiles import Tile, Tiles, power_of_2, rule
 from ..._triton import LOG2_E
 from ..call import Call
 from .ampere_tiles import (
@@ -56,6 +56,28 @@ from .gluon_tiles import (
     row_statistics,
     store_ds,
     visible_tiles,
+)
+
+# For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries. ``BLOCK`` is
+# rows of a tile, or keys, 16 or 32 of a warp; ``STEP`` how many keys, or rows, it sees at a time.
+TILES = Tiles(
+    "ampere_backward",
+    rule(dim=16, tokens=256, BLOCK=64, num_warps=2, maxnreg=168),
+    rule(dim=32, tokens=208, gpus=(80,), BLOCK=64, num_warps=2, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("mask",), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("dropout",), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=768, gpus=(80,), BLOCK=128, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=1024, gpus=(80,), BLOCK=256, num_warps=8, maxnreg=255),
+    rule(dim=32, tokens=512, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=16, tokens=1024, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=256, takes=("mask",), gpus=(80,), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=128, gpus=(86,), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=224, takes=("mask",), gpus=(86,), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=224, takes=("dropout",), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=320, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=608, gpus=(80,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=384, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=255),
+    STEP=16,
 )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call
 from .ampere_tiles import (
@@ -50,6 +50,49 @@ from .gluon_tiles import (
     sums_of_rows,
     tiles_and_tail,
     visible_tiles,
+)
+
+# For as many rows as keys and at least 264 heads of all entries. ``BLOCK`` is rows of a tile, 16 or
+# 32 of a warp; ``STEP`` how many keys it sees at a time.
+_SHARED, _MASKED, _DROPPED = ("shared",), ("mask", "shared"), ("dropout", "shared")
+_ALL = "dropout", *_MASKED
+TILES = Tiles(
+    "ampere_forward",
+    rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4),
+    rule(
+        dim=32, tokens=256, takes=_MASKED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=128
+    ),
+    rule(
+        dim=32, tokens=256, takes=_DROPPED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(dim=32, tokens=224, takes=_ALL, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=16, tokens=512, gpus=(86,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=512, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=1024, gpus=(80,), STEP=64, BLOCK=256, num_warps=16, maxnreg=128),
+    rule(
+        dim=64, tokens=224, takes=_SHARED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(dim=64, tokens=224, takes=_ALL, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=320, gpus=(80,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=224, takes=_ALL, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=128, STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=224, gpus=(80,), STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=256, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+)
+STATISTICS_TILES = Tiles(
+    "ampere_forward_statistics",
+    rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4, maxnreg=128),
+    rule(dim=16, tokens=512, STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=224, takes=_ALL, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=224, takes=_ALL, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=224, gpus=(80,), STEP=16, BLOCK=64, num_warps=4, maxnreg=255),
 )
 
 

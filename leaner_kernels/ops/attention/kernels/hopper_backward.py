@@ -27,7 +27,7 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call
 from .gluon_tiles import (
@@ -56,6 +56,24 @@ from .gluon_tiles import (
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
 LARGE_LSE = gl.constexpr(1024.0)
+
+# For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries.
+# ``IN_REGISTERS`` keeps a tile of Q, then of K, in registers, so that more programs fit on an SM;
+# with a tail in columns it stays in shared memory.
+TILES = Tiles(
+    "hopper_backward",
+    rule(dim=16, tokens=1024),
+    rule(dim=16, tokens=1024, takes=("dropout", "mask"), maxnreg=255),
+    rule(dim=32, tokens=256, maxnreg=128),
+    rule(dim=32, tokens=256, takes=("dropout",), maxnreg=168),
+    rule(dim=32, tokens=512, IN_REGISTERS=True, maxnreg=168),
+    rule(dim=32, tokens=768, takes=("dropout", "mask"), maxnreg=255),
+    rule(dim=64, tokens=208, maxnreg=168),
+    rule(dim=64, tokens=640, takes=("padded_dim",), maxnreg=255),
+    rule(dim=64, tokens=512, takes=("dropout", "mask", "padded_dim"), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim"), maxnreg=255),
+    num_warps=4,
+)
 
 
 @gluon.jit

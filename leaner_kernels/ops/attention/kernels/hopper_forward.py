@@ -25,7 +25,7 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call
 from .gluon_tiles import (
@@ -54,6 +54,37 @@ from .gluon_tiles import (
     sums_of_rows,
     visible_tiles,
     wait_for_scores,
+)
+
+# For as many rows as keys and at least 264 heads of all entries. ``PAIRED`` passes two tiles of
+# rows over the keys together; without a tail in columns, mask or dropout.
+_SHARED = ("shared",)
+_ALL = "dropout", "mask", "shared"
+TILES = Tiles(
+    "hopper_forward",
+    rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=448, takes=_SHARED),
+    rule(dim=32, tokens=512, takes=_SHARED, PAIRED=True, maxnreg=168),
+    rule(dim=32, tokens=768, takes=_SHARED, PAIRED=True, maxnreg=255),
+    rule(dim=32, tokens=512, takes=_ALL),
+    rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
+    rule(dim=64, tokens=208, takes=("dropout", "padded_dim", "shared"), maxnreg=168),
+    rule(dim=64, tokens=384, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
+    rule(dim=64, tokens=384, takes=("padded_dim", *_ALL)),
+    rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("mask", "padded_dim", "shared"), maxnreg=255),
+    num_warps=4,
+)
+STATISTICS_TILES = Tiles(
+    "hopper_forward_statistics",
+    rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=512, takes=_ALL),
+    rule(dim=32, tokens=768, takes=_SHARED),
+    rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
+    rule(dim=64, tokens=384, takes=("padded_dim", *_ALL), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
+    num_warps=4,
 )
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._launch_cache import Launch, check_tile
-from ..._tiles import Tile
+from ..._tiles import ARCHITECTURES, Tile, Tiles, rule
 from ..._triton import (
     PRECISION,
     add_product,
@@ -40,6 +40,42 @@ from .scores import (
     score_tile,
     visible_cols,
     visible_rows,
+)
+
+# The same takes registers as in the forward.
+_SIMPLE = "softcap", "unaligned", "varlen"
+_ALL = "dropout", "mask", "padded_dim", "scale", *_SIMPLE
+TILES = Tiles(
+    "online_backward",
+    rule(dim=16, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=64, num_warps=4),
+    rule(
+        dim=32,
+        takes=("varlen",),
+        gpus=ARCHITECTURES,
+        BLOCK_M=64,
+        BLOCK_N=64,
+        num_warps=4,
+        maxnreg=255,
+    ),
+    rule(dim=64, gpus=(80,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=("varlen",), gpus=(90,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(
+        dim=128, takes=("padded_dim",), gpus=(80,), BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255
+    ),
+    rule(
+        dim=128, takes=("padded_dim",), gpus=(86,), BLOCK_M=64, BLOCK_N=64, num_warps=8, maxnreg=255
+    ),
+    rule(dim=128, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=64, num_warps=8),
+    rule(dim=16, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=64, num_warps=8, maxnreg=255),
+    rule(dim=16, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=32, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=8, maxnreg=255),
+    rule(dim=128, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=16, num_warps=8, maxnreg=255),
+    num_stages=1,
 )
 
 

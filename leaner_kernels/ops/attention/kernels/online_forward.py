@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import (
     add_product,
     exponential,
@@ -48,6 +48,53 @@ from .scores import (
     score_tile,
     store_max_log_sum,
     visible_cols,
+)
+
+# A mask, dropout, a scale that is not positive, a head dimension that does not fill its tile and
+# the capture of sampled entries take registers: they get smaller tiles. A varlen batch takes a few
+# more for addresses.
+_SIMPLE = "softcap", "unaligned", "varlen"
+_ALL = "capture", "dropout", "mask", "padded_dim", "scale", *_SIMPLE
+TILES = Tiles(
+    "online_forward",
+    rule(dim=16, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(dim=32, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
+    rule(dim=64, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2),
+    rule(
+        dim=128, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, maxnreg=255
+    ),
+    rule(dim=128, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, maxnreg=255),
+    rule(dim=32, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
+    rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1, maxnreg=255),
+    rule(
+        dim=16,
+        size=4,
+        takes=_SIMPLE,
+        BLOCK_M=32,
+        BLOCK_N=32,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64,
+        size=4,
+        takes=_SIMPLE,
+        BLOCK_M=32,
+        BLOCK_N=16,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(
+        dim=32, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255
+    ),
+    rule(
+        dim=64, size=4, takes=_ALL, BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1, maxnreg=255
+    ),
+    rule(
+        dim=128, size=4, takes=_ALL, BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1, maxnreg=255
+    ),
 )
 
 

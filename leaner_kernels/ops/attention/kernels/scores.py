@@ -266,7 +266,7 @@ def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
     Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
     gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
     """
-    ptrs = ptr + (start + rows) * 2  # (BLOCK_M,), in multihead.py (HEADS, ROWS)
+    ptrs = ptr + (start + rows) * 2  # (BLOCK_M,)
     tl.store(ptrs, pivot, mask=inside)
     tl.store(ptrs + 1, tl.where(unseeing, float("inf"), tl.log(divisor)), mask=inside)
 

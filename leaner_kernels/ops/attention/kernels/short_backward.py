@@ -21,11 +21,93 @@ import triton.language as tl
 from torch import Tensor
 
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
 from .scores import exponent_factor, load_max_log_sum, mask_start, score_tile
 from .segments import cut, load_segments, zero_tile
+
+# ``BLOCK`` is keys of a tile; Q and dO are cut into segments as K and V are in short_forward.py.
+_PADDED = "padded_dim", "unaligned"
+_ALL = "dropout", "mask", *_PADDED
+TILES = Tiles(
+    "short_backward",
+    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=1),
+    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=2),
+    rule(dim=64, tokens=32, BLOCK=32, largest_segment=32, num_warps=2),
+    rule(dim=64, tokens=32, takes=_ALL, BLOCK=16, largest_segment=32, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=64, gpus=(80, 86), BLOCK=64, largest_segment=64, num_warps=4),
+    # Held to 168 registers, three programs fit on an SM with Triton 3.6 too.
+    rule(dim=32, tokens=64, gpus=(90,), BLOCK=64, largest_segment=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=64, gpus=(80,), BLOCK=64, largest_segment=64, num_warps=8),
+    rule(dim=64, tokens=64, gpus=(86,), BLOCK=32, largest_segment=64, num_warps=4),
+    rule(dim=64, tokens=64, gpus=(90,), BLOCK=64, largest_segment=64, num_warps=4),
+    rule(
+        dim=64,
+        tokens=64,
+        takes=("dropout",),
+        gpus=(90,),
+        BLOCK=64,
+        largest_segment=64,
+        num_warps=8,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64,
+        tokens=64,
+        takes=("mask",),
+        gpus=(90,),
+        BLOCK=64,
+        largest_segment=64,
+        num_warps=8,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64,
+        tokens=64,
+        takes=("dropout",),
+        BLOCK=32,
+        largest_segment=64,
+        num_warps=8,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64, tokens=64, takes=("mask",), BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255
+    ),
+    rule(
+        dim=64,
+        tokens=64,
+        takes=("padded_dim",),
+        gpus=(90,),
+        BLOCK=64,
+        largest_segment=64,
+        num_warps=4,
+    ),
+    rule(dim=64, tokens=64, takes=_PADDED, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=16, largest_segment=64, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=32, largest_segment=64, num_warps=8),
+    rule(
+        dim=64,
+        tokens=128,
+        takes=("padded_dim",),
+        gpus=(80, 86),
+        BLOCK=32,
+        largest_segment=128,
+        num_warps=8,
+        maxnreg=255,
+    ),
+    rule(
+        dim=64,
+        tokens=208,
+        takes=("padded_dim",),
+        gpus=(80,),
+        BLOCK=32,
+        largest_segment=128,
+        num_warps=8,
+        maxnreg=255,
+    ),
+    num_stages=1,
+)
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])

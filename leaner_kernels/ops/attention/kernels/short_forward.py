@@ -19,11 +19,50 @@ from torch import Tensor
 from ... import _tiles
 from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, shared_arguments, view_of
 from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
+
+# ``BLOCK`` is rows of a tile; K and V are cut into segments of at most ``largest_segment`` for the
+# most tokens of a rule, so that a rule is one kernel to compile and not one for each length.
+_PADDED = "padded_dim", "unaligned"
+_ALL = "dropout", "mask", *_PADDED
+_AMPERE = 80, 86  # on Hopper and in other calls of more tokens kernels for any length are as fast
+_FEW = (
+    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=1),
+    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=2),
+    rule(dim=64, tokens=32, BLOCK=32, largest_segment=32, num_warps=2),
+    rule(dim=64, tokens=32, takes=_ALL, BLOCK=32, largest_segment=32, num_warps=4),
+)
+TILES = Tiles(
+    "short_forward",
+    *_FEW,
+    rule(dim=32, tokens=64, BLOCK=64, largest_segment=32, num_warps=4),
+    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=_PADDED, BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, largest_segment=64, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=64, largest_segment=64, num_warps=4),
+    rule(
+        dim=64,
+        tokens=208,
+        takes=("padded_dim",),
+        gpus=_AMPERE,
+        BLOCK=64,
+        largest_segment=128,
+        num_warps=4,
+    ),
+    num_stages=1,
+)
+STATISTICS_TILES = Tiles(
+    "short_forward_statistics",
+    *_FEW,
+    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=64, largest_segment=64, num_warps=8),
+    num_stages=1,
+)
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])

@@ -1,12 +1,13 @@
 """Gluon kernels of softmax attention for up to 16 tokens: a warp owns neighbouring heads.
 
 Sizes: B batch, H heads, N tokens, D head dimension. Mapping: a warp owns HEADS heads of one
-sequence, WIDTH = HEADS * D columns side by side in memory. These are loaded once, as pairs in
-32-bit words and in the layout of a product, in tiles of 16 rows by 16 columns, whose borders are
-not those of the heads: for its scores a head takes the tiles that it touches, with zeros for
-columns of others, and its results go into its own columns. What must be turned is exchanged between
-lanes. Nothing passes through shared memory, no warp waits for another, and the backward computes
-softmax and delta = sum(P * dP) again from Q, K, V and dO alone.
+sequence, WIDTH = HEADS * D columns side by side in memory; where heads lie apart, as in a
+contiguous (B, H, N, D), it owns one. The columns are loaded once, as pairs in 32-bit words and in
+the layout of a product, in tiles of 16 rows by 16 columns, whose borders are not those of the
+heads: for its scores a head takes the tiles that it touches, with zeros for columns of others, and
+its results go into its own columns. What must be turned is exchanged between lanes. Nothing passes
+through shared memory, no warp waits for another, and the backward computes softmax and delta =
+sum(P * dP) again from Q, K, V and dO alone.
 
 Every tile has a leading axis for the warps of a program; ``owners`` counts those of all programs
 that own heads. The order of columns within a tile is free in a sum over them, and in a result that
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from ..._gluon import gl, gluon, mma
 from ..._launch_cache import Launch
-from ..._tiles import Tile
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ..call import Call
 from .gluon_tiles import (
@@ -37,6 +38,16 @@ from .gluon_tiles import (
     sums_of_entropies,
     with_output,
 )
+
+# HEADS are the most of a warp.
+_RULES = (
+    rule(dim=16, tokens=16, takes=("padded_dim", "unaligned"), HEADS=4, num_warps=4),
+    rule(dim=32, tokens=16, takes=("padded_dim", "unaligned"), HEADS=2, num_warps=4),
+    rule(dim=64, tokens=16, takes=("padded_dim", "unaligned"), HEADS=1, num_warps=4),
+)
+TILES = Tiles("warp_multihead_forward", *_RULES)
+STATISTICS_TILES = Tiles("warp_multihead_forward_statistics", *_RULES)
+BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES)
 
 
 @gluon.jit
@@ -61,14 +72,15 @@ def _number_of_keys(lengths_ptr, warp, owners, N: gl.constexpr, GROUPS: gl.const
 
 @gluon.jit
 def _load(
-    view, lengths_ptr, owners, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    view, lengths_ptr, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
+    GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return tiles of words (WARPS, 16, 8), zero outside."""
+    WIDTH: gl.constexpr = HEADS * D
     warp, rows, cols = _axes(LAYOUT, 8)
-    entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
+    entry, group = (warp // GROUPS).to(gl.int64), (warp % GROUPS).to(gl.int64)
     words = view.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
-    words += entry * (view.stride_b // 2) + group * (WIDTH // 2)
+    words += entry * (view.stride_b // 2) + group * (HEADS * view.stride_h // 2)
     inside = warp < owners  # (WARPS, 1, 1)
     if lengths_ptr is not None or N < 16:
         inside = inside & (rows < _number_of_keys(lengths_ptr, warp, owners, N, GROUPS))
@@ -84,14 +96,17 @@ def _load(
 
 @gluon.jit
 def _store(
-    view, tiles, scale, owners, N: gl.constexpr, WIDTH: gl.constexpr, GROUPS: gl.constexpr
+    view, tiles, scale, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Store, scaled, tiles whose columns are in the order of ``_for_sum_over_rows``."""
     WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = HEADS * D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     warp, rows, cols = _axes(LAYOUT, 16)
-    entry, group = (warp // GROUPS).to(gl.int64), warp % GROUPS
-    ptrs = view.ptr + entry * view.stride_b + group * WIDTH + (rows * view.stride_n + cols)
+    entry, group = (warp // GROUPS).to(gl.int64), (warp % GROUPS).to(gl.int64)
+    ptrs = view.ptr + entry * view.stride_b + group * (HEADS * view.stride_h)
+    ptrs += rows * view.stride_n + cols
     inside = warp < owners
     if N < 16:
         inside = inside & (rows < N)
@@ -263,14 +278,13 @@ def _warp_multihead_fwd_kernel(
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = HEADS * D
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
-    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
-    ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_ROWS)
+    qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
+    ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
+    vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_ROWS)
     vs = _for_sum_over_rows(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     outs = _zeros(len(qs), MMA)  # tuple of (WARPS, 16, 16)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
@@ -296,7 +310,7 @@ def _warp_multihead_fwd_kernel(
                 lse_ptr, row_max, log_sum, entropies, gl.sum(p * p, 2), scale, owners, h, N, HEADS
             )
             head_sums = head_sums + (sums,)  # noqa: RUF005
-    _store(out_view, outs, 1.0, owners, N, WIDTH, GROUPS)
+    _store(out_view, outs, 1.0, owners, N, D, HEADS, GROUPS)
     if stats_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
@@ -326,14 +340,13 @@ def _warp_multihead_bwd_kernel(
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = HEADS * D
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    qs = _load(q_view, None, owners, N, WIDTH, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
-    ks = _load(k_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
-    dos = _load(do_view, None, owners, N, WIDTH, GROUPS, BY_COLS)
-    vs = _load(v_view, lengths_ptr, owners, N, WIDTH, GROUPS, BY_COLS)
+    qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
+    ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
+    dos = _load(do_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)
+    vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
     q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
     do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
@@ -352,14 +365,17 @@ def _warp_multihead_bwd_kernel(
         dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
         dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
-    _store(dq_view, dqs, scale, owners, N, WIDTH, GROUPS)
-    _store(dk_view, dks, scale, owners, N, WIDTH, GROUPS)
-    _store(dv_view, dvs, 1.0, owners, N, WIDTH, GROUPS)
+    _store(dq_view, dqs, scale, owners, N, D, HEADS, GROUPS)
+    _store(dk_view, dks, scale, owners, N, D, HEADS, GROUPS)
+    _store(dv_view, dvs, 1.0, owners, N, D, HEADS, GROUPS)
 
 
 def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    batch, heads, _, _ = call.query.shape
-    of_warp = max(n for n in range(1, tile["HEADS"] + 1) if heads % n == 0)
+    batch, heads, _, dim = call.query.shape
+    views = call.query, call.key, call.value, *tensors.values()
+    # Heads that do not lie side by side have a warp each.
+    most = tile["HEADS"] if all(t.stride(1) == dim for t in views) else 1
+    of_warp = max(n for n in range(1, most + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
     found = arguments_of(kernel, call, tensors)
