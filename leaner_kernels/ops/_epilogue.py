@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-NUM_SUMS = 4  # that a tile stores
+NUM_SUMS = 5  # that a tile stores
 
 
 @triton.jit
 def no_sums(BLOCK: tl.constexpr):
-    """Return the sums of no rows: largest score, entropy, squares of P and of the output."""
+    """Return the sums of no rows: largest score, entropy, squares of P, of the output, maxima."""
     zero = tl.zeros([BLOCK], tl.float32)
-    return tl.full([BLOCK], float("-inf"), tl.float32), zero, zero, zero
+    return tl.full([BLOCK], float("-inf"), tl.float32), zero, zero, zero, zero
 
 
 @triton.jit
@@ -46,27 +46,30 @@ def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside, 
 def sums_of_entropies(row_max, entropy, square, out_square, inside):
     """Return the sums of rows whose entropies are known, and whose squares are masked already."""
     row_max = tl.where(inside, row_max, float("-inf"))
-    return row_max, tl.where(inside, entropy, 0.0), square, out_square
+    # A row that sees no key counts as 0.
+    maximum = tl.where(row_max == float("-inf"), 0.0, row_max)
+    return row_max, tl.where(inside, entropy, 0.0), square, out_square, maximum
 
 
 @triton.jit
 def with_output(sums, out_square):
     """Return sums of rows of P with the squares of the output, which were summed up apart."""
-    return sums[0], sums[1], sums[2], out_square
+    return sums[0], sums[1], sums[2], out_square, sums[4]
 
 
 @triton.jit
 def add_sums(sums, others):
     """Return both together."""
     largest = tl.maximum(sums[0], others[0])
-    return largest, sums[1] + others[1], sums[2] + others[2], sums[3] + others[3]
+    square, out_square = sums[2] + others[2], sums[3] + others[3]
+    return largest, sums[1] + others[1], square, out_square, sums[4] + others[4]
 
 
 @triton.jit
 def store_statistics(ptr, sums, head, num_heads, num_rows, scale):
     """Store the statistics of a head, whose sums are complete, into (statistics, B, H).
 
-    ``scale`` is what the largest score is still to be multiplied by.
+    ``scale`` is what scores are still to be multiplied by.
     """
     _store(ptr + head, sums, tl.cast(num_heads, tl.int64), num_rows, scale, True)
 
@@ -74,7 +77,7 @@ def store_statistics(ptr, sums, head, num_heads, num_rows, scale):
 @triton.jit
 def store_part(ptr, sums, part, num_rows, scale):
     """Store part number ``part`` of what ``join`` adds up; the entropy is divided by num_rows."""
-    _store(ptr + tl.cast(part, tl.int64) * 4, sums, 1, num_rows, scale, False)
+    _store(ptr + tl.cast(part, tl.int64) * 5, sums, 1, num_rows, scale, False)
 
 
 @triton.jit
@@ -83,11 +86,14 @@ def _store(ptr, sums, step, num_rows, scale, COMPLETE: tl.constexpr):
     square, out_square = tl.sum(sums[2]), tl.sum(sums[3])
     if COMPLETE:
         square, out_square = tl.sqrt(square), tl.sqrt(out_square)
+    mean_row_max = tl.sum(sums[4]) * scale / num_rows
     # A maximum passes nan over; a sum does not, and a diverged model must show.
-    tl.store(ptr, tl.where(entropy == entropy, largest, float("nan")))
+    diverged = entropy != entropy
+    tl.store(ptr, tl.where(diverged, float("nan"), largest))
     tl.store(ptr + step, entropy / num_rows)
     tl.store(ptr + 2 * step, square)
     tl.store(ptr + 3 * step, out_square)
+    tl.store(ptr + 4 * step, tl.where(diverged, float("nan"), mean_row_max))
 
 
 def join(parts: Tensor, stats: Tensor, num_rows: int = 1) -> None:
@@ -97,6 +103,6 @@ def join(parts: Tensor, stats: Tensor, num_rows: int = 1) -> None:
     """
     torch.amax(parts[..., 0], dim=-1, out=stats[0])
     stats[1:].copy_(parts[..., 1:].sum(dim=2).movedim(-1, 0))
-    stats[2:].sqrt_()
+    stats[2:4].sqrt_()
     if num_rows != 1:
-        stats[1] /= num_rows
+        stats[1::3] /= num_rows  # entropy and mean_row_max

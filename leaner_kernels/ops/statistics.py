@@ -28,6 +28,8 @@ class AttentionStats(NamedTuple):
         entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
         prob_norm: (B, H), Frobenius norm of P before dropout.
         head_norm: (B, H), Frobenius norm of the head's output.
+        mean_row_max: (B, H), mean over rows of the largest visible score, as in max_logit, which
+            may be an outlier; a row that sees no key counts as 0.
         heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
             as accurate as float32 products allow; None when nothing was sampled.
     """
@@ -38,6 +40,7 @@ class AttentionStats(NamedTuple):
     entropy: Tensor
     prob_norm: Tensor
     head_norm: Tensor
+    mean_row_max: Tensor
     heads: Tensor | None
 
 
@@ -87,6 +90,7 @@ STATISTICS = (
     Statistic("entropy", "nats", over_rows="mean", over_samples="mean", over_ranks="mean"),
     Statistic("prob_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
     Statistic("head_norm", "", over_rows="norm", over_samples="mean", over_ranks="mean"),
+    Statistic("mean_row_max", "logit", over_rows="mean", over_samples="mean", over_ranks="mean"),
 )
 UNITS = {statistic.name: statistic.unit for statistic in STATISTICS}
 COLUMNS = (
@@ -107,6 +111,12 @@ COLUMNS = (
         written=True,
         title="Largest attention score (logit)",
         caption="Before the softmax; growth without end warns of instability",
+    ),
+    Column(
+        "mean_row_max",
+        "mean_row_max",
+        "mean",
+        "mean over rows of the largest score, mean over heads",
     ),
     Column("prob_norm", "prob_norm", "mean", "‖P‖_F, mean over heads"),
     Column("head_norm", "head_norm", "mean", "‖A_i‖_F, mean over heads", written=True),
@@ -150,12 +160,14 @@ def per_head(
     """
     keys = (*rows, p.dim() - 1)
     count = max(math.prod(p.shape[axis] for axis in rows), 1)
+    row_max = largest(s, (p.dim() - 1,))
     return torch.stack(
         (
             largest(s, keys),
             torch.special.entr(p).sum(dim=keys) / count,
             frobenius(p, keys),
             frobenius(a, outputs),
+            row_max.masked_fill(row_max == float("-inf"), 0).sum(dim=rows) / count,
         )
     )
 

@@ -28,7 +28,7 @@ def launches(operator: str, dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     if operator == "cross_covariance":
         inputs.append(empty(HEADS))
     out, lse = empty(BATCH, TOKENS, HEADS, dim, dtype=dtype), empty(BATCH, HEADS, dim)
-    stats = [empty(4, BATCH, HEADS), empty(SAMPLES, TOKENS, HEADS * dim)]
+    stats = [empty(5, BATCH, HEADS), empty(SAMPLES, TOKENS, HEADS * dim)]
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
         kernels.forward(inputs, (0.5,), out, lse, None, None)

@@ -28,7 +28,7 @@ def launches(dim: int, tokens: int, landmarks: int) -> list[Launch]:
     params = empty(BATCH, dtype=torch.int32), landmarks, 0.5, 6, False
     out = empty(BATCH, tokens, HEADS, dim, dtype=torch.bfloat16)
     lse = empty(BATCH, HEADS, tokens)
-    stats = [empty(4, BATCH, HEADS), empty(SAMPLES, tokens, HEADS * dim)]
+    stats = [empty(5, BATCH, HEADS), empty(SAMPLES, tokens, HEADS * dim)]
     grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
     with recorded() as found:
         launch.forward(inputs, params, out, lse, stats, empty(SAMPLES, dtype=torch.int32))

@@ -30,7 +30,7 @@ def launches(dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     logits = empty(BATCH, count, count, HEADS, places, places, dtype=dtype)
     inputs, params = (value, logits), (*VOLO, 0.5)
     out, lse = torch.empty_like(value), empty(BATCH, HEADS, count, count, places)
-    stats = [empty(4, BATCH, HEADS), empty(SAMPLES, MAP**2, HEADS * dim)]
+    stats = [empty(5, BATCH, HEADS), empty(SAMPLES, MAP**2, HEADS * dim)]
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
         launch.forward(inputs, params, out, lse, None, None)

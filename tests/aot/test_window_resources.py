@@ -32,7 +32,7 @@ class Flavour(NamedTuple):
         qkv = torch.empty(*size, 3, HEADS, self.dim, dtype=self.dtype, device="meta")
         out = torch.empty(*size, HEADS, self.dim, dtype=self.dtype, device="meta")
         lse = torch.empty(2, HEADS, *size[1:], device="meta")
-        per_head = torch.empty(4, 2, HEADS, device="meta")
+        per_head = torch.empty(5, 2, HEADS, device="meta")
         heads = torch.empty(2, size[1] * size[2], HEADS * self.dim, device="meta")
         sample = torch.empty(2, dtype=torch.int32, device="meta")
         params = *self.window, self.dim**-0.5

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import leaner_kernels
 from leaner_kernels.ops.attention.checks import four_axes
+from leaner_kernels.ops.statistics import AttentionStats
 from tests import (
     attention_cases,
     covariance_cases,
@@ -23,7 +24,7 @@ from tests import (
 from tests.error_budget import assert_within_budget
 from tests.fuzz.strategies import FuzzCase
 
-STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm", "heads"
+STATISTICS = AttentionStats._fields[1:]
 # Inputs with a gradient, in the order of the references' names for them.
 LEAVES = "query", "key", "value", "qkv", "logits", "temperature", "attn_mask"
 # Arguments of any integers, in a tensor or a list.

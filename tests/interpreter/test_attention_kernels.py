@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.attention_cases import (
     CASES,
     NAMES,
+    STATISTICS,
     WINDOW_CASES,
     AttentionTestCase,
     Inputs,
@@ -46,7 +47,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     online.backward(inputs.grad, inputs.call, out, max_log_sum, *grads, ds)
     unwritten = heads[inputs.sample < 0]
     assert unwritten.isnan().all(), "a slot with a negative index was written"
-    names = "out", "lse", "max_logit", "entropy", "prob_norm", "head_norm", "dq", "dk", "dv"
+    names = "out", "lse", *STATISTICS, "dq", "dk", "dv"
     results = dict(zip(names, (out, lse, *stats, *grads), strict=True))
     results["heads"] = heads[inputs.sample >= 0]
     if mask is not None and ds is not None:
@@ -192,7 +193,7 @@ def test_statistics_show_a_nan() -> None:
     inputs = make_inputs(CASES[NAMES.index("lengths")], torch.float32)
     inputs.query[1, 1, 7, 3] = float("nan")
     results = run_kernels(inputs)
-    for name in ("max_logit", "entropy", "prob_norm", "head_norm"):
+    for name in STATISTICS:
         assert results[name].isnan().nonzero().tolist() == [[1, 1]], name
 
 

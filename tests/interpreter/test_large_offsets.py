@@ -102,7 +102,7 @@ def call_of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
 
 def statistics_of(call: Call) -> list[Tensor]:
     shape = tuple(call.query.shape)
-    return [sparse(shape[:3], SINGLE), sparse((4, *shape[:2]), SINGLE)]
+    return [sparse(shape[:3], SINGLE), sparse((5, *shape[:2]), SINGLE)]
 
 
 def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:

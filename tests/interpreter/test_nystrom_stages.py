@@ -90,7 +90,7 @@ def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
     batch, heads, tokens, dim = t.query.shape
     out, dq = (in_nan(torch.full(t.query.shape, float("nan")), t.query.dtype) for _ in range(2))
     lse = torch.empty(batch, heads, tokens)
-    stats = torch.empty(4, batch, heads)
+    stats = torch.empty(len(STATISTICS), batch, heads)
     output_forward(t.query, t.k_land, t.core, out, lse, t.lengths, scale, stats)
     captured = torch.full((3, tokens, heads * dim), float("nan"))
     sample = torch.tensor([batch - 1, -1, batch], dtype=torch.int32)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bench.resources import cuda_cases
+from tests import attention_cases
 from tests.attention_cases import (
     CASES,
     AttentionTestCase,
@@ -37,7 +38,7 @@ from leaner_kernels.ops.attention.kernels.segments import cut
 from tests.interpreter import online
 
 CUDA_CASES = cuda_cases()
-STATISTICS = "lse", "max_logit", "entropy", "prob_norm", "head_norm"
+STATISTICS = "lse", *attention_cases.STATISTICS
 # A softcap goes to the kernels of any length.
 UNCAPPED = [case for case in CASES if not case.softcap]
 # With keys in one step, where the softmax is computed again, and in several.

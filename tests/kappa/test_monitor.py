@@ -28,9 +28,9 @@ from tests.wandb_runs import FakeRun
 
 FIELDS = {
     "step", "layer", "kappa", "kappa_gaussian", "sigma_max", "sigma_min", "resolved", "entropy",
-    "entropy_min", "max_logit", "prob_norm", "head_norm", "head_norms", "effective_rank",
-    "stable_rank", "kappa_before_skip", "kappa_after_skip", "heads", "head_dim", "tokens",
-    "columns", "source", "reason", "rank", "kappa_to_rank",
+    "entropy_min", "max_logit", "mean_row_max", "prob_norm", "head_norm", "head_norms",
+    "effective_rank", "stable_rank", "kappa_before_skip", "kappa_after_skip", "heads", "head_dim",
+    "tokens", "columns", "source", "reason", "rank", "kappa_to_rank",
 }  # fmt: skip
 
 

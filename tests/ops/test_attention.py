@@ -15,6 +15,7 @@ from leaner_kernels import (
     attention_with_stats,
 )
 from leaner_kernels.ops.attention.reference import keep_mask
+from tests import attention_cases
 from tests.attention_cases import (
     CASES,
     NAMES,
@@ -28,7 +29,7 @@ from tests.error_budget import assert_within_budget
 
 OPS = torch.ops.leaner_kernels
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-STATISTICS = "max_logit", "entropy", "prob_norm", "head_norm", "lse"
+STATISTICS = *attention_cases.STATISTICS, "lse"
 
 
 def qkv(

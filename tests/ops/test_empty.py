@@ -74,7 +74,7 @@ def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) 
     tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2)
     out = F.scaled_dot_product_attention(*tensors, **PARAMS[name])
     assert shapes_of(attention, tensors, **PARAMS[name]) == [out.shape]
-    per_head = [(batch, heads)] * 4
+    per_head = [(batch, heads)] * 5
     assert shapes_of(attention_with_stats, tensors, **PARAMS[name]) == [
         out.shape, (batch, heads, rows), *per_head, None
     ]  # fmt: skip
@@ -121,7 +121,7 @@ def test_no_sequences_and_empty_ones(tokens: int, starts: list[int], longest: in
     assert shapes_of(attention_varlen, tensors, *sequences) == [(tokens, 2, 8)]
     out, lse, *per_head, _ = shapes_of(attention_varlen_with_stats, tensors, *sequences)
     assert (out, lse) == ((tokens, 2, 8), (2, tokens))
-    assert per_head == [(len(starts) - 1, 2)] * 4
+    assert per_head == [(len(starts) - 1, 2)] * 5
 
 
 OTHERS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {

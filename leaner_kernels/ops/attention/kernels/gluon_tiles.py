@@ -244,9 +244,9 @@ def visible_tiles(
 
 @gluon.jit
 def no_sums(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the sums of no rows: largest score, entropy, squares of P and of the output."""
+    """Return the sums of no rows: largest score, entropy, squares of P, of the output, maxima."""
     zero = gl.zeros([ROWS], gl.float32, LAYOUT)
-    return gl.full([ROWS], float("-inf"), gl.float32, LAYOUT), zero, zero, zero
+    return gl.full([ROWS], float("-inf"), gl.float32, LAYOUT), zero, zero, zero, zero
 
 
 @gluon.jit
@@ -263,48 +263,55 @@ def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
 @gluon.jit
 def sums_of_entropies(row_max, entropy, square, out_square, inside):
     """Return the sums of rows whose entropies and squares are known."""
+    row_max = gl.where(inside, row_max, float("-inf"))
     return (
-        gl.where(inside, row_max, float("-inf")),
+        row_max,
         gl.where(inside, entropy, 0.0),
         gl.where(inside, square, 0.0),
         gl.where(inside, out_square, 0.0),
+        # A row that sees no key counts as 0.
+        gl.where(row_max == float("-inf"), 0.0, row_max),
     )
 
 
 @gluon.jit
 def with_output(sums, out_square):
     """Return sums of rows of P with the squares of the output, which were summed up apart."""
-    return sums[0], sums[1], sums[2], out_square
+    return sums[0], sums[1], sums[2], out_square, sums[4]
 
 
 @gluon.jit
 def add_sums(sums, others):
     """Return both together."""
     largest = gl.maximum(sums[0], others[0])
-    return largest, sums[1] + others[1], sums[2] + others[2], sums[3] + others[3]
+    square, out_square = sums[2] + others[2], sums[3] + others[3]
+    return largest, sums[1] + others[1], square, out_square, sums[4] + others[4]
 
 
 @gluon.jit
 def reduce_sums(sums, AXIS: gl.constexpr = 0):
     """Return the sums over rows."""
     largest, entropy = gl.max(sums[0], AXIS), gl.sum(sums[1], AXIS)
-    return largest, entropy, gl.sum(sums[2], AXIS), gl.sum(sums[3], AXIS)
+    square, out_square = gl.sum(sums[2], AXIS), gl.sum(sums[3], AXIS)
+    return largest, entropy, square, out_square, gl.sum(sums[4], AXIS)
 
 
 @gluon.jit
 def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
     """Store the statistics of a head, whose sums are complete, into (statistics, B, H).
 
-    ``scale`` is what the largest score is still to be multiplied by; ``inside`` may be None.
+    ``scale`` is what scores are still to be multiplied by; ``inside`` may be None.
     """
     ptr += head
     step = num_heads.to(gl.int64)
     # A maximum passes nan over; a sum does not, and a diverged model must show.
-    largest = gl.where(sums[1] == sums[1], sums[0] * scale, float("nan"))
-    gl.store(ptr, largest, mask=inside)
+    diverged = sums[1] != sums[1]
+    gl.store(ptr, gl.where(diverged, float("nan"), sums[0] * scale), mask=inside)
     gl.store(ptr + step, sums[1] / num_rows, mask=inside)
     gl.store(ptr + 2 * step, gl.sqrt(sums[2]), mask=inside)
     gl.store(ptr + 3 * step, gl.sqrt(sums[3]), mask=inside)
+    mean_row_max = gl.where(diverged, float("nan"), sums[4] * scale / num_rows)
+    gl.store(ptr + 4 * step, mean_row_max, mask=inside)
 
 
 # --- Masks and dropout, for scores in any layout --------------------------------------------------
