@@ -341,7 +341,7 @@ def test_every_allowed_arrow_passes():
             "def f():\n    import triton\n    from . import kernels"
         ),
         "leaner_kernels/ops/statistics.py": "import torch",
-        "leaner_kernels/ops/_operators.py": "from .statistics import AttentionStats",
+        "leaner_kernels/ops/operator.py": "from .statistics import AttentionStats",
         "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g\n"
         "from .._launch_cache import h" + KERNEL,
         "leaner_kernels/ops/a/reference.py": "import torch",

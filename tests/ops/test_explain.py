@@ -34,7 +34,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         (90, "hopper_forward", "hopper_backward"),
         (80, "ampere_forward", "ampere_backward"),
         (86, "ampere_forward", "ampere_backward"),
-        (120, "short_forward", "online_backward"),
+        (120, "ampere_forward", "ampere_backward"),
     ],
 )
 def test_vit_b_runs_kernels_on_every_gpu(gpu: int, forward: str, backward: str) -> None:

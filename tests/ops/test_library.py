@@ -14,11 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import dispatch, sdpa
-from leaner_kernels.ops.attention.dispatch import (
-    find_rule_of_library,
-    library_of,
-    varlen_library_of,
-)
+from leaner_kernels.ops.attention.call import Call, Sequences
+from leaner_kernels.ops.attention.dispatch import find_rule_of_library, library_of
 from tests.compile_cases import library_call
 
 ALL = -1, -1  # a window without limits
@@ -39,6 +36,10 @@ rules = [{ varlen = false, causal = false, backward = false, head_dim = 128, tok
 """  # noqa: E501
 
 
+class Other(Tensor):
+    pass
+
+
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)  # which every other test has on
@@ -50,9 +51,9 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def choose(rows: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **call: Any) -> Any:
     query = torch.empty(1, 1, rows, dim, dtype=dtype)
     key = torch.empty(1, 1, call.get("cols", rows), dim, dtype=dtype)
+    tensors = query, key, key, call.get("mask"), call.get("lengths"), None
     numbers = call.get("dropout_p", 0.0), call.get("causal", False), call.get("scale", 0.125)
-    tensors, window = (call.get("mask"), call.get("lengths")), call.get("window", (-1, -1))
-    return library_of(query, key, key, *tensors, *numbers, 0.0, *window)
+    return library_of(Call(*tensors, *numbers, 0.0, call.get("window", ALL)), backward=False)
 
 
 def test_a_rule_holds_from_its_first_to_its_last_length() -> None:
@@ -98,11 +99,10 @@ def test_what_the_rule_does_not_name_stays_here(call: dict[str, Any]) -> None:
 
 
 def test_a_call_with_a_backward_has_rules_of_its_own() -> None:
-    query = torch.empty(1, 1, 600, 64, dtype=torch.bfloat16, requires_grad=True)
-    call = query, query, query, None, None, 0.0, False, None, 0.0, -1, -1
-    assert library_of(*call) is None
-    with torch.no_grad():
-        assert library_of(*call) is not None
+    query = torch.empty(1, 1, 600, 64, dtype=torch.bfloat16)
+    call = Call(query, query, query, None, None, None, 0.0, False, None)
+    assert library_of(call, backward=True) is None
+    assert library_of(call, backward=False) is not None
 
 
 def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
@@ -111,29 +111,37 @@ def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
     assert choose() is None
 
 
+def varlen(tokens: int = 400, **changed: Any) -> Call:
+    query, starts = torch.empty(tokens, 1, 64, dtype=torch.bfloat16), torch.zeros(5)
+    call = Call(query, query, query, None, None, None, 0.0, False, None)
+    sequences = Sequences(starts, changed.pop("key_starts", starts), tokens, tokens)
+    return call._replace(sequences=sequences, **changed)
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(99, False), (100, True)])
 def test_the_mean_length_of_a_varlen_batch_counts(tokens: int, expected: bool) -> None:
-    query = torch.empty(4 * tokens, 1, 64, dtype=torch.bfloat16, requires_grad=True)
-    starts = torch.zeros(5, dtype=torch.int32)
-    given = query, query, query, starts, None, False, None
-    assert (varlen_library_of(*given, 0.0, ALL) is not None) == expected
-    assert varlen_library_of(*given, 0.1, ALL) is None
-    assert varlen_library_of(*given, 0.0, (4, 0)) is None
-    assert varlen_library_of(query, query[1:], query[1:], *given[3:], 0.0, ALL) is None
+    assert (library_of(varlen(4 * tokens), backward=True) is not None) == expected
 
 
-def test_varlen_of_other_tensors_and_without_flash_attention_stays_here(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Other(Tensor):
-        pass
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"dropout_p": 0.1},
+        {"window": (4, 0)},
+        {"key": torch.empty(399, 1, 64, dtype=torch.bfloat16)},
+        {"key_starts": torch.zeros(5)},
+        {"query": torch.empty(400, 1, 64, dtype=torch.bfloat16).as_subclass(Other)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_what_pytorchs_varlen_does_not_take_stays_here(changed: dict[str, Any]) -> None:
+    assert library_of(varlen(), backward=True) is not None
+    assert library_of(varlen(**changed), backward=True) is None
 
-    query, starts = torch.empty(400, 1, 64, dtype=torch.bfloat16), torch.zeros(5)
-    given = query, query, starts, None, False, None, 0.0, ALL, True
-    assert varlen_library_of(query, *given) is not None
-    assert varlen_library_of(query.as_subclass(Other), *given) is None
+
+def test_varlen_without_flash_attention_stays_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    assert varlen_library_of(query, *given) is None
+    assert library_of(varlen(), backward=True) is None
 
 
 def test_varlen_stays_here_on_gpus_that_pytorchs_does_not_know(
@@ -141,11 +149,9 @@ def test_varlen_stays_here_on_gpus_that_pytorchs_does_not_know(
 ) -> None:
     rule = dispatch.Rule(0, None, "a test")
     monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
-    query = torch.empty(400, 1, 64, dtype=torch.bfloat16)
-    call = query, query, query, torch.zeros(5), None, False, None, 0.0, ALL
-    assert varlen_library_of(*call) is not None
+    assert library_of(varlen(), backward=True) is not None
     with _tiles.assume(75):
-        assert varlen_library_of(*call) is None
+        assert library_of(varlen(), backward=True) is None
 
 
 def test_the_file_that_ships_says_what_each_rule_rests_on() -> None:

@@ -10,6 +10,7 @@ from leaner_kernels import attention, attention_with_stats, explain
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import launch
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.dispatch import online_tile
 from leaner_kernels.ops.attention.op import new_out, new_results
 
 # Scores of these inputs are a few units: far below the first, about the second, past the third.
@@ -181,5 +182,8 @@ def test_a_softcap_alone_keeps_the_tiles_of_the_forward() -> None:
     mask = torch.ones(2048, 2048, dtype=torch.bool, device="meta")
     calls = call, call._replace(softcap=50.0), call._replace(softcap=50.0, attn_mask=mask)
     results = new_results(call, new_out(q))
-    plain, capped, masked = (online_forward.prepare(each, results).arguments for each in calls)
+    plain, capped, masked = (
+        online_forward.prepare(online_tile("online_forward", one), one, *results[:4]).arguments
+        for one in calls
+    )
     assert plain["BLOCK_M"] == capped["BLOCK_M"] > masked["BLOCK_M"]
