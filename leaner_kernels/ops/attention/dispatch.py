@@ -9,7 +9,7 @@ faster, for each GPU what was measured or predicted on it.
 
 import tomllib
 from importlib import import_module, resources
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
 from .._tiles import Tile, Tiles, block_dim
 from .call import LEAST_SCALE, Call
 
+WARP_TOKENS = 16  # the most of a head that a warp owns
 LEAST_TOKENS = 64  # above them programs in Gluon own a head
 SHORT_TOKENS = 256  # the most that they have however few the heads are, in the backward
 MAX_ENTRIES = 65_535  # of a grid's second axis
@@ -89,7 +90,9 @@ def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
     """Return whether a warp can own heads: their rows are words of 32 bits."""
-    batch, heads, _, dim = call.query.shape
+    batch, heads, tokens, dim = call.query.shape
+    if tokens > WARP_TOKENS:
+        return False
     strides = (stride for t in (*call[:3], *others) for stride in t.stride()[:3])
     words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
     return words and batch * heads <= LARGEST_OFFSET // 2 and _fits_gluon(call, *others)
@@ -213,12 +216,18 @@ def find_rule(
 
 
 def tiles_of(kernel: str) -> Tiles:
-    """Return the table of a kernel, from its file, which imports Triton."""
-    file = kernel.removesuffix("_statistics")
-    name = "TILES" if file == kernel else "STATISTICS_TILES"
-    if kernel.startswith("warp_multihead"):
-        file, name = "warp_multihead", "BACKWARD_TILES" if kernel.endswith("backward") else name
-    return getattr(import_module(f"{__package__}.kernels.{file}"), name)
+    """Return the table of a kernel, from its file."""
+    name = "STATISTICS_TILES" if kernel.endswith("_statistics") else "TILES"
+    if kernel == "warp_multihead_backward":
+        name = "BACKWARD_TILES"
+    return getattr(module_of(kernel), name)
+
+
+def module_of(kernel: str) -> Any:
+    """Return the file of a kernel, which imports Triton."""
+    warps = kernel.startswith("warp_multihead")
+    file = "warp_multihead" if warps else kernel.removesuffix("_statistics")
+    return import_module(f"{__package__}.kernels.{file}")
 
 
 # --- PyTorch's attention, where it is faster ------------------------------------------------------

@@ -2,11 +2,9 @@
 
 from torch import Tensor
 
-from .._epilogue import join
 from .._launch_cache import CachedLaunch, Launch
 from . import dispatch
 from .call import CALL_POINTERS, Call, Plan, Results
-from .kernels import online_backward, online_forward, short_backward, short_forward
 
 # Names of pointers, in the order of the addresses that repeat a launch.
 _FORWARD = (
@@ -25,32 +23,18 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     There is nothing that repeats a launch in Triton's interpreter.
     """
     call = _counted(call)
-    with_stats = results.stats is not None
-    kernel, tile = dispatch.choose_forward(call, with_stats)
-    family = kernel.partition("_forward")[0]
-    inputs = tile, call, *results[:4]
-    if family == "warp_multihead":
-        from .kernels import warp_multihead
-
-        launch = warp_multihead.prepare_forward(*inputs)
-    elif family == "hopper":
-        from .kernels import hopper_forward
-
-        launch = hopper_forward.prepare(*inputs)
-    elif family == "ampere":
-        from .kernels import ampere_forward
-
-        launch = ampere_forward.prepare(*inputs)
-    elif family == "short":
-        launch = short_forward.prepare(*inputs)
-    else:
-        launch = online_forward.prepare(*inputs)
+    kernel, tile = dispatch.choose_forward(call, with_stats=results.stats is not None)
+    module = dispatch.module_of(kernel)
+    warps = kernel.startswith("warp_multihead")
+    prepare = module.prepare_forward if warps else module.prepare
+    launch = prepare(tile, call, *results[:4])
     entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None
-    if results.stats is not None and (parts := launch.arguments.get("parts_ptr")) is not None:
-        join(parts, results.stats)
+    if results.stats is not None:
+        _join(launch.arguments.get("parts_ptr"), results.stats)
     if results.heads is not None and results.sample is not None and len(results.sample):
         tile, sample = dispatch.online_tile("online_forward", call, "capture"), results.sample
-        capture = online_forward.prepare_capture(tile, call, sample.contiguous(), results.heads)
+        kernels = dispatch.module_of("online_forward")
+        capture = kernels.prepare_capture(tile, call, sample.contiguous(), results.heads)
         captured = capture.first(_FORWARD)
     return entry, captured
 
@@ -65,8 +49,7 @@ def repeat_with_stats(
 ) -> None:
     """Launch again what ``forward`` did; ``pointers`` are those up to ``max_log_sum_ptr``."""
     parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
-    if parts is not None:
-        join(parts, stats)
+    _join(parts, stats)
     if plan.capture is not None and sample is not None:
         operands = pointers[: len(CALL_POINTERS)]
         plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
@@ -100,26 +83,21 @@ def prepare_backward(
     """Return the launch that writes the gradients."""
     out, max_log_sum = saved.out, saved.max_log_sum
     kernel, tile = dispatch.choose_backward(call, grad, out, dq, dk, dv)
-    family = kernel.partition("_backward")[0]
-    results = out, max_log_sum, dq, dk, dv, ds
-    if family == "warp_multihead":
-        from .kernels import warp_multihead
-
-        return warp_multihead.prepare_backward(tile, grad, call, dq, dk, dv)
-    if family == "hopper":
-        from .kernels import hopper_backward
-
-        return hopper_backward.prepare(tile, grad, call, *results)
-    if family == "ampere":
-        from .kernels import ampere_backward
-
-        return ampere_backward.prepare(tile, grad, call, *results)
-    if family == "short":
-        return short_backward.prepare(tile, grad, call, *results)
-    return online_backward.prepare(tile, grad, call, *results)
+    module = dispatch.module_of(kernel)
+    if kernel == "warp_multihead_backward":
+        return module.prepare_backward(tile, grad, call, dq, dk, dv)
+    return module.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
 
 
 def _counted(call: Call) -> Call:
     """Return the call with lengths that lie side by side, as the kernels count them."""
     lengths = call.key_lengths
     return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
+
+
+def _join(parts: Tensor | None, stats: Tensor) -> None:
+    """Reduce the parts of statistics, where programs left some."""
+    if parts is not None:
+        from .._epilogue import join
+
+        join(parts, stats)

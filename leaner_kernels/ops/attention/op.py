@@ -492,14 +492,12 @@ class Attention(dispatcher.SingleLevelFunction):
         return None, None, None, None, *gradients, *(None,) * (count - len(gradients))
 
 
-def _record(form: Form, plan: Plan | None, results: Any, inputs: Sequence[Any]) -> Any:
-    """Return results on the graph."""
+def _arguments(form: Form, plan: Plan | None, results: Any, inputs: Sequence[Any]) -> Any:
+    """Return what ``Attention`` is applied to."""
     count = form.count
     while inputs[count - 1] is None:
         count -= 1
-    return dispatcher.apply(
-        Attention, form, plan, tuple(inputs[form.count :]), results, *inputs[:count]
-    )
+    return form, plan, tuple(inputs[form.count :]), results, *inputs[:count]
 
 
 # --- Plain calls, which need no dispatcher --------------------------------------------------------
@@ -577,7 +575,7 @@ def compute(
         return getattr(ops, f"{form.name}_with_stats").default(*arguments)
     plan, results = _launch_first(form, signature.key, inputs, stats, sample)
     if signature.recorded:
-        results = _record(form, plan, results, inputs)
+        results = Attention.apply(*_arguments(form, plan, results, inputs))
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -613,7 +611,7 @@ def _register(form: Form) -> None:
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if len(results) > 2:  # with statistics: the sample is no input of the backward
             args = *args[: form.count], *args[form.count + 1 :]
-        return _record(form, None, results, args)
+        return dispatcher.apply(Attention, *_arguments(form, None, results, args))
 
     decompositions = (
         partial(attend, form, cpu.forward),

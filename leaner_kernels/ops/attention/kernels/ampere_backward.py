@@ -33,7 +33,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, power_of_2, rule
 from ..._triton import LOG2_E
-from ..call import Call
+from ..call import TILE, Call, arguments_of
 from .ampere_tiles import (
     copied,
     copy_rows,
@@ -47,8 +47,6 @@ from .ampere_tiles import (
     store_product_rows,
 )
 from .gluon_tiles import (
-    TILE,
-    arguments_of,
     behind_dropout,
     masked,
     masked_p,

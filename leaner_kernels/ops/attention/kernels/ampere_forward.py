@@ -19,7 +19,7 @@ from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call
+from ..call import Call, arguments_of, tiles_and_tail
 from .ampere_tiles import (
     copied,
     copy_rows,
@@ -32,7 +32,6 @@ from .ampere_tiles import (
 )
 from .gluon_tiles import (
     add_sums,
-    arguments_of,
     divisor_of,
     exponents_of,
     joined,
@@ -48,7 +47,6 @@ from .gluon_tiles import (
     shift_of,
     store_statistics,
     sums_of_rows,
-    tiles_and_tail,
     visible_tiles,
 )
 

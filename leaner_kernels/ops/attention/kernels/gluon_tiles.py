@@ -13,55 +13,8 @@ where they are needed.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
-from typing import Any
-
-from torch import Tensor
-
 from ..._gluon import copy_async, gl, gluon, warpgroup_mma_wait
 from ..._triton import LN_2, LOG2_E
-from ..call import Call, MaskView, shared_arguments, view_of
-
-TILE = 64  # rows of a product
-
-
-def hopper_tiles_and_tail(tokens: int, block_dim: int) -> tuple[int, int]:
-    """Return ``tiles_and_tail``; a tail's product has a row for each dimension, 64 at least."""
-    return tiles_and_tail(tokens, (16, 32) if block_dim >= TILE else ())
-
-
-def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
-
-    ``tails`` are the sizes, upwards, that are cheaper in columns of a product than as a tile.
-
-    >>> tiles_and_tail(197, (16, 32)), tiles_and_tail(197, ()), tiles_and_tail(256, (16, 32))
-    ((3, 16), (4, 0), (4, 0))
-    """
-    full, left = divmod(tokens, TILE)
-    tail = next((size for size in tails if 0 < left <= size), 0)
-    return (full, tail) if tail or not left else (full + 1, 0)
-
-
-def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments by name of a kernel that are the call's, and those of other tensors.
-
-    ``tensors`` are (B, H, N, D), by the name that their view begins with.
-    """
-    found = shared_arguments(call)
-    found |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
-    for name in ("q", "k", "v", *tensors):
-        view = found[f"{name}_view"]
-        found[f"{name}_view"] = view._replace(stride_n=gl.constexpr(view.stride_n))
-    # Of a mask over keys, which each row shares, nothing is read along rows.
-    mask = found["mask_view"]
-    found["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
-    # An argument that nothing reads would still change how ptxas allocates registers.
-    if call.attn_mask is None:
-        found["mask_view"] = MaskView(*[None] * 5)
-    if call.seed is None:
-        found |= {"keep_scale": None, "threshold": None}
-    wanted = *kernel.arg_names, "enable_fp_fusion"
-    return {name: value for name, value in found.items() if name in wanted}
 
 
 @gluon.jit

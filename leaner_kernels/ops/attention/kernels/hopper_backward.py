@@ -29,15 +29,13 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call
+from ..call import Call, arguments_of, hopper_tiles_and_tail, tiles_and_tail
 from .gluon_tiles import (
-    arguments_of,
     correct,
     dropped,
     exponents_of,
     fetch_rows,
     fetch_tiles,
-    hopper_tiles_and_tail,
     kept,
     kept_before,
     left_rows,
@@ -49,7 +47,6 @@ from .gluon_tiles import (
     put_rows,
     row_statistics,
     store_ds,
-    tiles_and_tail,
     visible_tiles,
     wait_for_scores,
 )

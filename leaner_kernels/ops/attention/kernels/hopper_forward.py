@@ -27,15 +27,13 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call
+from ..call import Call, arguments_of, hopper_tiles_and_tail
 from .gluon_tiles import (
     add_sums,
-    arguments_of,
     divisor_of,
     exponents_of,
     fetch_rows,
     fetch_tiles,
-    hopper_tiles_and_tail,
     joined,
     kept,
     masked,

@@ -29,15 +29,8 @@ from ..._gluon import gl, gluon, mma
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
-from ..call import Call
-from .gluon_tiles import (
-    arguments_of,
-    masked,
-    reduce_sums,
-    store_statistics,
-    sums_of_entropies,
-    with_output,
-)
+from ..call import Call, arguments_of
+from .gluon_tiles import masked, reduce_sums, store_statistics, sums_of_entropies, with_output
 
 # HEADS are the most of a warp.
 _RULES = (
