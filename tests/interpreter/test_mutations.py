@@ -54,8 +54,8 @@ MUTATIONS = (
     Mutation(
         "the last tile of keys is dropped",
         online_forward,
-        "for start in range(0, end, BLOCK_N):",
-        "for start in range(0, end - end % BLOCK_N, BLOCK_N):",
+        "for start in range(begin, end, BLOCK_N):",
+        "for start in range(begin, end - end % BLOCK_N, BLOCK_N):",
         ("out", "lse", "heads"),  # 31.8; 22.3, 44,500; 42,000 and 157,000; 84,800
     ),
     Mutation(
