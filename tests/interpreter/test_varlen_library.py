@@ -1,6 +1,7 @@
 """Varlen calls that PyTorch computes: zeros, as ours, in what no sequence owns."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import attention_varlen
 from leaner_kernels.ops.attention import sdpa
+from leaner_kernels.ops.attention.call import Call, Sequences
 from leaner_kernels.ops.attention.sdpa import varlen_attention
 
 TOKENS, HEADS, DIM = 40, 2, 16
@@ -47,12 +49,18 @@ def test_what_no_sequence_owns_is_zero(is_causal: bool, monkeypatch: pytest.Monk
     projection = torch.randn(TOKENS, 3, HEADS, DIM)
     grad = torch.randn(TOKENS, HEADS, DIM)
     results = []
-    for call in (attention_varlen, varlen_attention):
+    sequences = Sequences(STARTS, STARTS, 23, 23)
+
+    def theirs(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tensors, numbers = (query, key, value, None, None, None), (0.0, is_causal, 0.3)
+        return varlen_attention(Call(*tensors, *numbers, sequences=sequences))
+
+    ours = partial(attention_varlen, cu_seqlens=STARTS, max_seqlen=23, is_causal=is_causal)
+    for call in (partial(ours, scale=0.3), theirs):
         leaf = projection.clone().requires_grad_()
-        params = {"is_causal": is_causal, "scale": 0.3}
-        out = call(*leaf.unbind(1), STARTS, 23, **params)
+        out = call(*leaf.unbind(1))
         results.append((out.detach(), *torch.autograd.grad(out, leaf, grad)))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(theirs, ours)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
     assert not results[1][0][OUTSIDE].any()
     assert not results[1][1][OUTSIDE].any()

@@ -23,6 +23,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops.window import launch
+from leaner_kernels.ops.window.backward import TILES as BACKWARD
 from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
 
 
@@ -124,6 +125,6 @@ def test_the_backward_is_deterministic() -> None:
 
 def test_windows_of_davit_take_one_launch_each_way() -> None:
     qkv = make_inputs(CASES[NAMES.index("DaViT")], torch.float16).qkv
-    assert launch.choose("backward", qkv, (7, 7)) is not None
-    assert launch.choose("backward", qkv, (7, 14)) is None
-    assert launch.choose("backward", qkv.float(), (7, 7)) is None
+    assert launch.choose(BACKWARD, qkv, (7, 7)) is not None
+    assert launch.choose(BACKWARD, qkv, (7, 14)) is None
+    assert launch.choose(BACKWARD, qkv.float(), (7, 7)) is None
