@@ -14,14 +14,13 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-# The autograd Function of operators: transforms of torch.func have been dealt with above them.
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction  # noqa: F401
-
 from .._ops import add_op_namespace_prefix, ops
 from ._checks import autocast
 from ._launch_cache import on_current_device, rows_contiguous, seen_by_autograd_alone
 
 library = torch.library.Library(ops.name, "FRAGMENT")
+# The autograd Function of operators: transforms of torch.func have been dealt with above them.
+SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
 def implement(

@@ -17,7 +17,7 @@ from ._checks import check_device, check_sample
 from ._launch_cache import rows_contiguous, seen_by_autograd_alone
 from .dispatcher import library, upcast
 from .statistics import STATISTICS, AttentionStats, attention_stats
-from .transforms import BATCH, Pair, Products
+from .transforms import BATCH, Products
 
 
 class Shapes(NamedTuple):
@@ -56,7 +56,7 @@ class Operator:
     numbers: str
     gradients: str
     differentiable: int
-    axes: Mapping[str, Pair]
+    axes: Mapping[str, Any]
     fold: int = BATCH
     loop: str = ""
     cast: int
@@ -67,7 +67,7 @@ class Operator:
         raise NotImplementedError
 
     @staticmethod
-    def attend(*args: Any) -> tuple[Tensor, Tensor, Callable[[], tuple[Tensor, ...]]]:
+    def attend(*args: Any) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
         """Return output, lse and what computes the statistics (B, H), by the reference."""
         raise NotImplementedError
 
@@ -199,7 +199,7 @@ def _empty(tensors: tuple[Tensor | None, ...]) -> bool:
     return any(t is not None and 0 in t.shape for t in tensors)
 
 
-def _upcast(t: Tensor | None) -> Tensor | None:
+def _upcast(t: Tensor | None) -> Any:
     return None if t is None else upcast(t)
 
 

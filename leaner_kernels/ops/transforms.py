@@ -58,7 +58,7 @@ class Declaration(NamedTuple):
     """
 
     name: str
-    axes: Mapping[str, Pair]
+    axes: Mapping[str, Any]
     backward: Callable[..., Any]
     variables: int
     flops: Callable[..., Products]
@@ -68,7 +68,7 @@ class Declaration(NamedTuple):
     def pair(self, name: str) -> Pair:
         """Return the axes of batch entries and of heads of a tensor, by its name in a schema."""
         alike = {"grad": "out", "max_log_sum": "lse"}
-        axes = _ALWAYS | self.axes
+        axes = {**_ALWAYS, **self.axes}
         return axes.get(alike.get(name, name)) or axes.get(name.removeprefix("d"), (None, None))
 
 

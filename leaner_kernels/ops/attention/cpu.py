@@ -23,7 +23,7 @@ def forward(call: Call, results: Results) -> None:
         _forward_varlen(call, call.sequences, results)
         return
     out, max_log_sum, lse, stats, heads, sample = results
-    q, k, v, mask = (None if t is None else upcast(t) for t in call[:4])
+    q, k, v, mask = _float32(*call[:4])
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, row_lse, s = _probabilities(call, q, k, mask)
     a = reference.attend(p, v, _keep(call, s), call.dropout_p)
@@ -45,11 +45,16 @@ def backward(grad: Tensor, call: Call) -> Sequence[Tensor | None]:
     """
     if call.sequences is not None:
         return _backward_varlen(grad, call, call.sequences)
-    g, q, k, v, mask = (None if t is None else upcast(t) for t in (grad, *call[:4]))
+    g, q, k, v, mask = _float32(grad, *call[:4])
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, _, s = _probabilities(call, q, k, mask)
     params = _keep(call, s), call.dropout_p, call.scale, call.softcap
     return reference.backward(g, q, k, v, p, *params)
+
+
+def _float32(*tensors: Tensor | None) -> list[Any]:
+    """Return half precision as float32, anything else as it is."""
+    return [None if t is None else upcast(t) for t in tensors]
 
 
 def _probabilities(call: Call, q: Any, k: Any, mask: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from .._checks import (
     shown,
 )
 from . import dispatch, sdpa
+from .call import Call
 from .checks import (
     NO_WINDOW,
     check_packed,
@@ -29,7 +30,7 @@ from .checks import (
     plain_mask,
 )
 from .dispatch import Library
-from .op import Dense, Varlen, new_out, split_qkv
+from .op import Varlen, new_out, split_qkv
 
 
 class Route(NamedTuple):
@@ -146,10 +147,8 @@ def explain(
             _check_dtype(query)
             if backward is None:
                 backward = _recorded(tensors)
-            return _varlen(
-                *tensors, starts, key_starts, dropout_p, is_causal, scale, window_size,
-                stats, backward,
-            )  # fmt: skip
+            numbers: Any = (dropout_p, is_causal, scale, window_size)
+            return _varlen(tensors, starts, key_starts, numbers, stats, backward)
         max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
         if key is None or value is None:
             names = {"attn_mask": attn_mask, "softcap": softcap, "enable_gqa": enable_gqa}
@@ -169,7 +168,7 @@ def explain(
         if backward is None:
             backward = _recorded(tensors)
         operands = query, key, value, attn_mask, lengths
-        numbers = dropout_p, is_causal, scale, softcap, *window_size
+        numbers: Any = (dropout_p, is_causal, scale, softcap, *window_size)
         return _dense(operands, numbers, stats, backward)
 
 
@@ -198,11 +197,12 @@ def _dense(
     operands: tuple[Any, ...], numbers: tuple[Any, ...], stats: bool, backward: bool
 ) -> Explanation:
     query, key, value, attn_mask, lengths = operands
-    dropout_p, _, scale, softcap, *window = numbers
+    dropout_p, is_causal, scale, softcap, *window = numbers
+    tensors = query, key, value, attn_mask, lengths, _seed(query, dropout_p)
+    call = Call(*tensors, dropout_p, is_causal, scale, softcap, (window[0], window[1]))
     if not stats or not dispatch.on_gpu(query):
         if query.shape[-1] > MAX_HEAD_DIM:
             sdpa.check_wide(query, softcap)
-        call = Dense.call(*operands, None, *numbers)
         if (library := dispatch.library_of(call, backward)) is not None:
             return _by(library._replace(name="reference") if stats else library, backward)
     if not dispatch.on_gpu(query):
@@ -218,7 +218,6 @@ def _dense(
         "other keys than queries": query.shape[2] != key.shape[2],
     }
     reason = _why_ours(query, scale, needs)
-    call = Dense.call(*operands, _seed(query, dropout_p), *numbers)
     forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)
     if not backward:
@@ -229,25 +228,21 @@ def _dense(
 
 
 def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    tensors: tuple[Tensor, Tensor, Tensor],
     starts: Tensor,
     key_starts: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window_size: tuple[int, int],
+    numbers: tuple[float, bool, float | None, tuple[int, int]],
     stats: bool,
     backward: bool,
 ) -> Explanation:
+    query, key, _ = tensors
+    dropout_p, is_causal, scale, window_size = numbers
     if not dispatch.on_gpu(query):
         reason = f"the kernels run on CUDA, not on {query.device}"
         return _by(Library("reference", reason), backward)
-    tensors = query, key, value, starts
-    numbers = 1, 1, dropout_p, is_causal, scale, *window_size
-    starts = *tensors[3:], starts if key_starts is None else key_starts
-    call = Varlen.call(*tensors[:3], *starts, _seed(query, dropout_p), *numbers)
+    integers = starts, starts if key_starts is None else key_starts
+    lengths: Any = (1, 1, dropout_p, is_causal, scale, *window_size)
+    call = Varlen.call(*tensors, *integers, _seed(query, dropout_p), *lengths)
     if not stats and (library := dispatch.library_of(call, backward)) is not None:
         return _by(library, backward)
     needs = {

@@ -203,7 +203,7 @@ class Varlen:
         return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
 
 
-Form = type[Dense] | type[Packed] | type[Varlen]
+Form = Any  # Dense, Packed or Varlen
 
 
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -372,19 +372,23 @@ def _launch_first(
         from . import launch
 
         forward, capture = launch.forward(call, results)
-        # What was copied to lie side by side is not where the caller's addresses say.
-        beside = all(t is None or t.is_contiguous() for t in (*inputs[form.integers], sample))
-        if forward is not None and beside:
+        if forward is not None and _side_by_side(*inputs[form.integers], sample):
+            present = max(i for i in range(form.count) if inputs[i] is not None) + 1
+            shapes = [t.shape for t in statistics if t is not None] or None
             plan = Plan(
-                forward, capture, out.shape, out.stride(), results.max_log_sum.shape,
-                [t.shape for t in statistics] if stats else None, inputs[form.count :],
-                max(i for i in range(form.count) if inputs[i] is not None) + 1, {},
+                forward, capture, out.shape, out.stride(), results.max_log_sum.shape, shapes,
+                inputs[form.count :], present, {},
             )  # fmt: skip
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
             _plans[key] = plan
     others = statistics if stats else ()
     return plan, (out, *others, results.max_log_sum)
+
+
+def _side_by_side(*integers: Tensor | None) -> bool:
+    """Return whether kernels count along a caller's integers, and not along copies of them."""
+    return all(t is None or t.is_contiguous() for t in integers)
 
 
 def _empty(call: Call) -> bool:
@@ -435,9 +439,9 @@ def _launch_backward(
             return empty[: len(gradients)] if isinstance(empty, tuple) else (empty,)
         from . import launch
 
-        parts = *form.separate(gradients), ds
-        entry = launch.backward(form.as_query(grad), call, results, *parts)
-        if entry is not None:
+        dq, dk, dv = form.separate(gradients)
+        entry = launch.backward(form.as_query(grad), call, results, dq, dk, dv, ds)
+        if entry is not None and _side_by_side(*saved[form.integers]):
             launches[key] = entry
     if ds is not None:
         gradients[3].copy_(ds.sum_to_size(gradients[3].shape))
@@ -472,7 +476,8 @@ class Attention(dispatcher.SingleLevelFunction):
 
     @staticmethod
     def backward(ctx, grad, *_):
-        form, plan, saved, numbers = ctx.form, ctx.plan, ctx.saved_tensors, ctx.numbers
+        form, saved, numbers = ctx.form, ctx.saved_tensors, ctx.numbers
+        plan: Plan | None = ctx.plan
         count = len(saved) - 2
         if grad is None:
             return (None,) * (4 + count)
@@ -480,8 +485,8 @@ class Attention(dispatcher.SingleLevelFunction):
         if count < form.count:
             saved = *saved[:count], *(None,) * (form.count - count), *saved[count:]
         grad = rows_contiguous(grad)
-        alone = plan is not None and not torch.is_grad_enabled() and not grad.is_neg()
-        if alone and seen_by_autograd_alone((grad, *saved)) and on_current_device(grad):
+        alone = not torch.is_grad_enabled() and not grad.is_neg() and on_current_device(grad)
+        if plan is not None and alone and seen_by_autograd_alone((grad, *saved)):
             gradients = _launch_backward(form, plan.backward, grad, saved, numbers, mask_grad)
         else:
             args = (*saved, *numbers, mask_grad) if form is Dense else (*saved, *numbers)

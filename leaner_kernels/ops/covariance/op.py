@@ -37,7 +37,7 @@ class ChannelAttention(Operator):
 
     @staticmethod
     def shapes(qkv: Tensor, *_: Any) -> Shapes:
-        batch, tokens, _, heads, dim = qkv.shape
+        batch, tokens, _three, heads, dim = qkv.shape
         out, lse = (batch, tokens, heads, dim), (batch, heads, dim)
         return Shapes(out, lse, (batch, heads), (tokens, heads * dim))
 
@@ -62,7 +62,7 @@ class ChannelAttention(Operator):
 
     @staticmethod
     def flops(qkv: Tensor, *_: Any) -> Products:
-        batch, tokens, _, heads, dim = qkv.shape
+        batch, tokens, _three, heads, dim = qkv.shape
         product = 2 * batch * heads * dim**2 * tokens
         return Products(product, product)
 
@@ -73,7 +73,7 @@ class CrossCovarianceAttention(ChannelAttention):
     name = "cross_covariance_attention"
     inputs, differentiable = "Tensor qkv, Tensor temperature", 2
     numbers, gradients = "float eps", "Tensor dqkv, Tensor dtemperature"
-    axes = ChannelAttention.axes | {"temperature": (None, 0)}
+    axes = {**ChannelAttention.axes, "temperature": (None, 0)}  # noqa: RUF012
     fold = HEADS  # the temperature has one for each, and so has its gradient
 
     @staticmethod

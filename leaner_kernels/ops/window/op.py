@@ -23,13 +23,13 @@ class WindowAttention(Operator):
 
     @staticmethod
     def shapes(qkv: Tensor, *_: Any) -> Shapes:
-        batch, y, x, _, heads, dim = qkv.shape
+        batch, y, x, _three, heads, dim = qkv.shape
         out = batch, y, x, heads, dim
         return Shapes(out, (batch, heads, y, x), (batch, heads), (y * x, heads * dim))
 
     @staticmethod
     def attend(qkv: Tensor, window_y: int, window_x: int, scale: float) -> Any:
-        window, size = (window_y, window_x), qkv.shape[1:3]
+        window, size = (window_y, window_x), (qkv.shape[1], qkv.shape[2])
         q, k, v = (reference.partition(t, window) for t in qkv.unbind(3))
         p, lse, s = reference.probabilities(q, k, scale)
         a = p @ v
@@ -41,7 +41,7 @@ class WindowAttention(Operator):
     def differentiate(
         grad: Tensor, qkv: Tensor, window_y: int, window_x: int, scale: float
     ) -> tuple[Tensor, ...]:
-        window, size = (window_y, window_x), qkv.shape[1:3]
+        window, size = (window_y, window_x), (qkv.shape[1], qkv.shape[2])
         g, q, k, v = (reference.partition(t, window) for t in (grad, *qkv.unbind(3)))
         p, _, _ = reference.probabilities(q, k, scale)
         gradients = reference.backward(g, q, k, v, p, scale)
