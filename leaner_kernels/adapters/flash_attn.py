@@ -62,11 +62,12 @@ def flash_attn_func(
     _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
     masks = _masks(causal, window_size, square=q.shape[1] == k.shape[1])
     masks |= {"enable_gqa": q.shape[2] != k.shape[2], "softcap": softcap}
-    operands = *(t.transpose(1, 2) for t in (q, k, v)), None, dropout_p
+    masks |= {"dropout_p": dropout_p, "scale": softmax_scale}
+    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     if return_attn_probs:
-        stats = attention_with_stats(*operands, scale=softmax_scale, **masks)
+        stats = attention_with_stats(query, key, value, **masks)
         return stats.out.transpose(1, 2), stats.lse, None
-    return attention(*operands, scale=softmax_scale, **masks).transpose(1, 2)
+    return attention(query, key, value, **masks).transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(
@@ -87,7 +88,8 @@ def flash_attn_qkvpacked_func(
     if softcap or return_attn_probs:
         others = dropout_p, softmax_scale, causal, window_size, softcap
         rest = alibi_slopes, deterministic, return_attn_probs
-        return flash_attn_func(*qkv.unbind(2), *others, *rest)
+        query, key, value = qkv.unbind(2)
+        return flash_attn_func(query, key, value, *others, *rest)
     _refuse(alibi_slopes, deterministic)
     masks = _masks(causal, window_size)
     return attention_qkvpacked(qkv, dropout_p=dropout_p, scale=softmax_scale, **masks)
@@ -111,7 +113,8 @@ def flash_attn_kvpacked_func(
     """
     others = dropout_p, softmax_scale, causal, window_size, softcap
     rest = alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_func(q, *kv.unbind(2), *others, *rest)
+    key, value = kv.unbind(2)
+    return flash_attn_func(q, key, value, *others, *rest)
 
 
 def flash_attn_varlen_func(
@@ -195,7 +198,8 @@ def flash_attn_varlen_qkvpacked_func(
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     others = dropout_p, softmax_scale, causal, window_size, softcap
     rest = alibi_slopes, deterministic, return_attn_probs
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *others, *rest)
+    query, key, value = qkv.unbind(1)
+    return flash_attn_varlen_func(query, key, value, *lengths, *others, *rest)
 
 
 def unpad_input(
