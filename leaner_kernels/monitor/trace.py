@@ -34,6 +34,7 @@ SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
 _ATTENTION_FUNCTIONS = {
     *("attention", "attention_qkvpacked", "ALL_ATTENTION_FUNCTIONS"),
+    *("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
     *("scaled_dot_product_attention", "multi_head_attention_forward"),
 }
 # Scores that exist at a time, 64 MiB of them in float32: a long sequence goes in blocks of rows.

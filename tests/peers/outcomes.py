@@ -19,6 +19,7 @@ PROPERTY = "peers"
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
 # Why a call is refused, by the text of the error. One that is refused no longer is judged as any.
 REASONS = {
+    r"alibi_slopes are not supported: .*": "ALiBi by its slopes: pass them in `attn_mask`",
     r"query must have a head dimension up to 128, got \d+": "a varlen head dimension above 128",
     r"softcap needs a head dimension up to 128, got \d+": "a softcap at a head dimension above 128",
     r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",

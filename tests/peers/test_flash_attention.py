@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import attention
+from leaner_kernels.adapters import flash_attn
 from leaner_kernels.ops.attention.op import draw_seed
 from leaner_kernels.ops.attention.reference import keep_mask
 from tests.error_budget import assert_within_budget
@@ -113,3 +114,27 @@ def plainly(case: FlashGridCase, dtype: torch.dtype | None, order: bool) -> Resu
 @pytest.mark.parametrize("case", marked(CASES, lambda case: case.small))
 def test_output(case: FlashGridCase, settle: Any) -> None:
     settle(SOURCE, "output, kvpacked", lambda: ours(case), judge(partial(plainly, case)))
+
+
+def by_its_name(case: FlashGridCase) -> Results:
+    """Call what our adapter has under FlashAttention's name, as its own test does."""
+    query, packed = leaves = inputs(case)
+    left, right = window(case._replace(causal=False))
+    slopes = torch.ones(HEADS[case.heads][0]) if case.alibi else None
+    torch.manual_seed(5)
+    out = flash_attn.flash_attn_kvpacked_func(
+        query,
+        packed,
+        case.dropout_p,
+        causal=case.causal,
+        window_size=(left, right),
+        softcap=case.softcap,
+        alibi_slopes=slopes,
+    )
+    return results(out.transpose(1, 2), leaves)
+
+
+@pytest.mark.parametrize("case", marked(CASES, lambda case: case.small))
+def test_output_by_flash_attentions_name(case: FlashGridCase, settle: Any) -> None:
+    group = "output, flash_attn_kvpacked_func"
+    settle(SOURCE, group, lambda: by_its_name(case), judge(partial(plainly, case)))

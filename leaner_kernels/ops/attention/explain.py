@@ -37,7 +37,7 @@ class Route(NamedTuple):
     """What computes one direction of a call.
 
     Attributes:
-        implementation: a kernel by its name in ``tuned/*.toml``, such as ``hopper_forward``;
+        implementation: a kernel by the name of its table, such as ``hopper_forward``;
             ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
             ``torch.nn.attention.varlen``; or ``reference``, with all scores in memory.
         tile: block sizes and launch options of the kernel; empty for a library.

@@ -1,0 +1,252 @@
+"""flash-attention's functions, computed by ours: a model moves over by one changed import.
+
+    from leaner_kernels.adapters.flash_attn import flash_attn_func  # was: from flash_attn
+
+Signatures and layout, (B, N, H, D), are those of flash-attention 2, whose package is not needed. As
+there, causality is aligned to the last row and the last key. A CPU and float32 work too. What we
+do not compute is refused in one line: ALiBi, a paged cache, a softcap of a varlen batch.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops.attention import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_varlen_with_stats,
+    attention_with_stats,
+)
+
+Window = tuple[int, int]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute attention of (B, N, H, D) tensors.
+
+    Args:
+        q: (B, N, H, D).
+        k: (B, M, Hkv, D); Hkv divides H.
+        v: (B, M, Hkv, D).
+        dropout_p: probability of dropping a probability.
+        softmax_scale: multiplies the scores; ``D ** -0.5`` when omitted.
+        causal: row i sees columns 0 to ``i + M - N``.
+        window_size: (left, right) of a sliding window, -1 is without limit.
+        softcap: bounds the scores; 0 for none.
+        alibi_slopes: refused.
+        deterministic: refused unless ``torch.use_deterministic_algorithms(True)`` holds, which long
+            sequences obey; all others have deterministic gradients anyway.
+        return_attn_probs: return (out, log-sum-exp (B, H, N), None); not with dropout.
+
+    Returns:
+        (B, N, H, D), contiguous where ``q`` is; a row that sees no key is zero.
+
+    Raises:
+        ValueError: what is refused, or what ``leaner_kernels.attention`` refuses.
+    """
+    _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
+    masks = _masks(causal, window_size, square=q.shape[1] == k.shape[1])
+    masks |= {"enable_gqa": q.shape[2] != k.shape[2], "softcap": softcap}
+    masks |= {"dropout_p": dropout_p, "scale": softmax_scale}
+    query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    if return_attn_probs:
+        stats = attention_with_stats(query, key, value, **masks)
+        return stats.out.transpose(1, 2), stats.lse, None
+    return attention(query, key, value, **masks).transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute self-attention of one projection (B, N, 3, H, D); the gradient is packed too.
+
+    Other arguments, results and errors are those of ``flash_attn_func``.
+    """
+    if softcap or return_attn_probs:
+        others = dropout_p, softmax_scale, causal, window_size, softcap
+        rest = alibi_slopes, deterministic, return_attn_probs
+        query, key, value = qkv.unbind(2)
+        return flash_attn_func(query, key, value, *others, *rest)
+    _refuse(alibi_slopes, deterministic)
+    masks = _masks(causal, window_size)
+    return attention_qkvpacked(qkv, dropout_p=dropout_p, scale=softmax_scale, **masks)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute attention with keys and values in one, (B, M, 2, Hkv, D).
+
+    Other arguments, results and errors are those of ``flash_attn_func``.
+    """
+    others = dropout_p, softmax_scale, causal, window_size, softcap
+    rest = alibi_slopes, deterministic, return_attn_probs
+    key, value = kv.unbind(2)
+    return flash_attn_func(q, key, value, *others, *rest)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Any:
+    """Compute attention within each sequence of a varlen batch.
+
+    Args:
+        q: (T, H, D), sequences side by side.
+        k: (Tk, Hkv, D).
+        v: (Tk, Hkv, D).
+        cu_seqlens_q: (S + 1,) int32, where each sequence of ``q`` starts, and the last ends.
+        cu_seqlens_k: the same of ``k``; pass the same tensor for self-attention.
+        max_seqlen_q: tokens of the longest sequence of ``q``, or more.
+        max_seqlen_k: tokens of the longest sequence of ``k``, or more.
+        dropout_p: as in ``flash_attn_func``.
+        softmax_scale: as in ``flash_attn_func``.
+        causal: as in ``flash_attn_func``, in each sequence.
+        window_size: as in ``flash_attn_func``, in each sequence.
+        softcap: refused.
+        alibi_slopes: refused.
+        deterministic: as in ``flash_attn_func``.
+        return_attn_probs: return (out, log-sum-exp (H, T), None); not with dropout.
+        block_table: refused.
+
+    Returns:
+        (T, H, D).
+
+    Raises:
+        ValueError: what is refused, or what ``leaner_kernels.attention_varlen`` refuses.
+    """
+    _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
+    if softcap:
+        raise ValueError(f"softcap of a varlen batch is not supported, got {softcap}")
+    if block_table is not None:
+        raise ValueError("block_table is not supported: keys must lie side by side, not in pages")
+    alone = cu_seqlens_q is cu_seqlens_k
+    masks = _masks(causal, window_size, square=alone)
+    masks |= {"enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout_p}
+    if not alone:
+        masks |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+    operands = q, k, v, cu_seqlens_q, max_seqlen_q
+    if return_attn_probs:
+        stats = attention_varlen_with_stats(*operands, scale=softmax_scale, **masks)
+        return stats.out, stats.lse, None
+    return attention_varlen(*operands, scale=softmax_scale, **masks)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Compute self-attention within each sequence of one projection (T, 3, H, D).
+
+    Other arguments, results and errors are those of ``flash_attn_varlen_func``.
+    """
+    lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    others = dropout_p, softmax_scale, causal, window_size, softcap
+    rest = alibi_slopes, deterministic, return_attn_probs
+    query, key, value = qkv.unbind(1)
+    return flash_attn_varlen_func(query, key, value, *lengths, *others, *rest)
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Put the tokens of a padded batch side by side.
+
+    Args:
+        hidden_states: (B, N, ...).
+        attention_mask: (B, N), bool or integers; what is not 0 is a token.
+        unused_mask: (B, N), more places that are kept, though no token is there.
+
+    Returns:
+        The tokens (T, ...); their places (T,) among all; where each sequence starts (B + 1,) int32;
+        the longest one's tokens, which waits for the GPU; the tokens of each (B,) int32.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    counts = kept.sum(dim=-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+    tokens = hidden_states.flatten(0, 1).index_select(0, indices)
+    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    return tokens, indices, starts, int(counts.max()), used
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Undo ``unpad_input``: return (B, N, ...), zero where there was no token."""
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
+
+
+def _masks(causal: bool, window_size: Window, square: bool = True) -> dict[str, Any]:
+    """Return causality and window by our names; ours counts causality from the first key."""
+    left, right = window_size
+    if not causal:
+        return {"window_size": (left, right)}
+    if square and left < 0:
+        return {"is_causal": True}
+    return {"window_size": (left, 0)}
+
+
+def _refuse(
+    alibi_slopes: Tensor | None, deterministic: bool, dropped_probs: float | bool = False
+) -> None:
+    if alibi_slopes is not None:
+        raise ValueError("alibi_slopes are not supported: add them to attention's attn_mask")
+    if deterministic and not torch.are_deterministic_algorithms_enabled():
+        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True)")
+    if dropped_probs:
+        raise ValueError("return_attn_probs does not go with dropout: no mask of it is kept")
