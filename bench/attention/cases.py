@@ -34,6 +34,7 @@ class AttentionCase:
         queries: R where it is not N.
         lengths: B lengths, the longest N, of sequences that lie end to end: no row past a length
             counts. Empty where every sequence has N tokens.
+        window: how many keys before its own a row of a causal case sees; 0 for all.
     """
 
     name: str
@@ -47,6 +48,12 @@ class AttentionCase:
     padded: bool = False
     queries: int | None = None
     lengths: tuple[int, ...] = ()
+    window: int = 0
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """The window as flash-attention states it, (left, right)."""
+        return (self.window, 0) if self.window else (-1, -1)
 
     @property
     def dtype_name(self) -> str:
@@ -103,7 +110,7 @@ class AttentionCase:
         seen = None
         if self.causal:
             ones = torch.ones(self.rows, self.tokens, dtype=torch.bool, device=device)
-            seen = ones.tril()[None, None]
+            seen = (ones.tril().triu(-self.window) if self.window else ones.tril())[None, None]
         lengths = self.key_lengths(device)
         if lengths is not None:
             inside = torch.arange(self.tokens, device=device) < lengths[:, None, None, None]
@@ -117,7 +124,9 @@ class AttentionCase:
         keys = [self.tokens] * self.batch if lengths is None else lengths.tolist()
         rows = self.lengths or [self.rows] * self.batch
         pairs = zip(rows, keys, strict=True)
-        return self.heads * sum(_seen(r, k, self.causal) for r, k in pairs)
+        outside = max(self.tokens - self.window - 1, 0) if self.window else 0
+        before = self.batch * outside * (outside + 1) // 2  # scores before the window of a row
+        return self.heads * (sum(_seen(r, k, self.causal) for r, k in pairs) - before)
 
     def bytes(self, direction: str) -> int:
         """Least traffic: each tensor read or written once; a backward may recompute the rest."""
@@ -149,6 +158,7 @@ class AttentionCase:
             "causal": self.causal,
             "padded": self.padded,
             "lengths": list(self.lengths),
+            **({"window": self.window} if self.window else {}),
         }
 
 
@@ -207,6 +217,7 @@ CASES = (
     AttentionCase("lra_1024", "cuda", 16, 2, 1024, 32, _BF16),
     AttentionCase("long_2048", "cuda", 16, 16, 2048, 64, _BF16),
     AttentionCase("long_2048_wide", "cuda", 8, 16, 2048, 128, _BF16, causal=True),
+    AttentionCase("long_2048_sliding", "cuda", 16, 16, 2048, 64, _BF16, causal=True, window=256),
     AttentionCase("text", "cuda", 128, 16, 1024, 64, _BF16, causal=True, lengths=_TEXTS),
     # DaViT-B, third stage, where 9 of its 12 blocks are: 4 windows in each image.
     AttentionCase("davit_stage3", "cuda", 512, 16, 49, 32, _BF16),
@@ -216,6 +227,7 @@ CASES = (
     AttentionCase("cpu_digits", "cpu", 2, 4, 64, 16, _FP32),
     AttentionCase("cpu_vit", "cpu", 2, 4, 197, 64, _FP32),
     AttentionCase("cpu_causal", "cpu", 2, 4, 64, 32, _BF16, causal=True),
+    AttentionCase("cpu_sliding", "cpu", 2, 4, 128, 32, _FP32, causal=True, window=24),
     AttentionCase("cpu_padded", "cpu", 2, 4, 128, 32, _BF16, padded=True),
     AttentionCase("cpu_tnt", "cpu", 64, 4, 16, 10, _FP32),
     AttentionCase("cpu_class", "cpu", 8, 4, 197, 32, _FP32, queries=1),

@@ -45,7 +45,7 @@ def _eager(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     # A mask only where it is needed: most backends are faster, or exist at all, without.
-    hidden = case.padded or case.ragged
+    hidden = case.padded or case.ragged or case.window > 0
     mask = case.visible(device) if hidden else None
     causal = case.causal and not hidden
     return partial(scaled_dot_product_attention, attn_mask=mask, is_causal=causal)
@@ -105,13 +105,14 @@ def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Ten
 
 def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
     """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
-    if not case.causal and not case.padded:
+    if not case.causal and not case.padded:  # a window comes with causality
         return None
     lengths = case.key_lengths(device)
 
     def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
         inside = col >= 0 if lengths is None else col < lengths[b]
-        return inside & (row >= col) if case.causal else inside
+        inside = inside & (row >= col) if case.causal else inside
+        return inside & (row - col <= case.window) if case.window else inside
 
     batch = None if lengths is None else case.batch
     return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
@@ -168,7 +169,7 @@ def _flash_attn(module: str, case: AttentionCase, device: torch.device) -> Calla
     function = found(module, "flash_attn_func")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=case.causal)
+        out = function(q, k, v, causal=case.causal, window_size=case.window_size)
         return out[0] if isinstance(out, tuple) else out  # versions 3 and 4 return (out, lse)
 
     return run
@@ -211,13 +212,14 @@ def _torch_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Te
 def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
-    return partial(found("flash_attn", "flash_attn_qkvpacked_func"), causal=case.causal)
+    options = {"causal": case.causal, "window_size": case.window_size}
+    return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
 def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
-    if case.causal or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
+    if case.causal or case.window or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
         raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
     fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
     ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
@@ -231,6 +233,8 @@ def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tenso
 
 def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
+    if case.window:
+        raise AbsentError("its masks of a window are not measured")
     attend = found("xformers.ops", "memory_efficient_attention")
     bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
     return partial(attend, attn_bias=bias)
@@ -245,15 +249,15 @@ def _xformers_varlen(case: AttentionCase, device: torch.device) -> Callable[...,
 
 
 def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    lengths = case.key_lengths(device)
-    return partial(leaner_kernels.attention, is_causal=case.causal, key_lengths=lengths)
+    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
+    return partial(leaner_kernels.attention, is_causal=case.causal, **options)
 
 
 def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        params = None, 0.0, case.causal, case.scale, 0.0, -1, -1
+        params = None, 0.0, case.causal, case.scale, 0.0, *case.window_size
         return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *params)[0]
 
     return run
@@ -261,14 +265,15 @@ def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., T
 
 def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
-    lengths = case.key_lengths(device)
-    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, key_lengths=lengths)
+    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
+    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, **options)
 
 
 def _leaner_stats(
     case: AttentionCase, device: torch.device, sample: Tensor | None
 ) -> Callable[..., Tensor]:
     options = {"is_causal": case.causal, "key_lengths": case.key_lengths(device), "sample": sample}
+    options["window_size"] = case.window_size
     return lambda q, k, v: leaner_kernels.attention_with_stats(q, k, v, **options).out
 
 

@@ -170,4 +170,5 @@ def call_of(case: AnyCase) -> OperatorCall:
     lengths = None
     if case.padded:
         lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
-    return dense_call(query, key, value, None, lengths, None, params=(*params, 0.0))
+    tensors = query, key, value, None, lengths, None
+    return dense_call(*tensors, params=(*params, 0.0), window=case.window_size)

@@ -485,8 +485,13 @@ class Attention(dispatcher.SingleLevelFunction):
         if count < form.count:
             saved = *saved[:count], *(None,) * (form.count - count), *saved[count:]
         grad = rows_contiguous(grad)
-        alone = not torch.is_grad_enabled() and not grad.is_neg() and on_current_device(grad)
-        if plan is not None and alone and seen_by_autograd_alone((grad, *saved)):
+        if (
+            plan is not None
+            and not torch.is_grad_enabled()
+            and not grad.is_neg()
+            and seen_by_autograd_alone((grad, *saved))
+            and on_current_device(grad)
+        ):
             gradients = _launch_backward(form, plan.backward, grad, saved, numbers, mask_grad)
         else:
             args = (*saved, *numbers, mask_grad) if form is Dense else (*saved, *numbers)

@@ -106,16 +106,16 @@ def test_a_library_without_the_function_is_absent(monkeypatch):
 def test_an_installed_library_is_called_as_it_wants(monkeypatch):
     calls = []
 
-    def flash_attn_func(q, k, v, causal):
-        calls.append(causal)
+    def flash_attn_func(q, k, v, causal, window_size):
+        calls.append((causal, window_size))
         return q + k + v, "lse"
 
     module = ModuleType("flash_attn_interface")
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    run = PEERS["flash_attn_3"].build(replace(CASE, causal=True), CUDA)
+    run = PEERS["flash_attn_3"].build(replace(CASE, causal=True, window=5), CUDA)
     assert run(1, 2, 3) == 6
-    assert calls == [True]
+    assert calls == [(True, (5, 0))]
 
 
 @pytest.fixture
