@@ -195,7 +195,7 @@ class TileProblem:
             recorded(),
         ):
             out, lse = call.attend(*call.inputs, *call.params)
-            call.backward(out, *call.inputs, out, lse, *call.params)
+            call.gradients(out, call.inputs, out, lse)
         return found
 
     def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
@@ -204,28 +204,24 @@ class TileProblem:
             return [self._run("backward" in kernel, seed) for seed in range(self.copies)]
 
     def _run(self, backward: bool, seed: int) -> TileRun:
-        from leaner_kernels.ops._launch_cache import LaunchCache
+        from leaner_kernels.ops._launch_cache import Launch
 
         call, generator = self.call, torch.Generator(self.device).manual_seed(seed)
         inputs = launches.filled(call.inputs, self.device, generator)
         started, compiled = [], []
 
-        def launch(cache: Any, _kind: Any, _tensors: Any, prepare: Any) -> Tensor | None:
-            started.append(one := prepare())
-            compiled.append(one.start())
-            return one.arguments.get(cache._scratch)
+        def first(launch: Launch, *_: Any, **_named: Any) -> None:
+            started.append(launch)
+            compiled.append(launch.start())  # and nothing to keep
 
-        with (
-            mock.patch.object(LaunchCache, "run", return_value=False),
-            mock.patch.object(LaunchCache, "launch", launch),
-        ):
+        with mock.patch.object(Launch, "first", first):
             out, saved = call.attend(*inputs, *call.params)
             if not backward:
                 return TileRun(started, compiled, [out])
             started.clear()
             compiled.clear()
             grad = torch.empty_like(out).normal_(generator=generator)
-            grads = call.backward(grad, *inputs, out, saved, *call.params, *call.rest)
+            grads = call.gradients(grad, inputs, out, saved)
         return TileRun(started, compiled, [t for t in grads if t.numel()])
 
     def rule(self, trial: Trial) -> str:

@@ -228,14 +228,14 @@ def written_out(kept: int) -> Iterator[None]:
         p = (s if seen is None else s.masked_fill(~seen, float("-inf"))).softmax(-1)
         for _ in range(kept - 1):
             p = p.clone()
-        return (p @ value,)
+        return p @ value
 
-    def attend_first(form, _signature, tensors, numbers):
+    def attend_first(form, _signature, tensors, numbers, _enable_gqa=False):
         if form is op.Dense:
             return attend(*tensors, *numbers)
         qkv, key_lengths = tensors
-        (out,) = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *numbers)
-        return (out.transpose(1, 2).contiguous(),)
+        out = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *numbers)
+        return out.transpose(1, 2).contiguous()
 
     if not kept:
         yield

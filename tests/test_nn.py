@@ -1,12 +1,16 @@
 """ManyHeadAttention: projections, widths and the capture."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from leaner_kernels.monitor.trace import RECOMPUTED, TracedCall
 from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.ops.statistics import STATISTICS
 
 
 @pytest.mark.parametrize("capture_samples", [0, 2])
@@ -72,10 +76,24 @@ def test_a_capture_keeps_output_stream_and_lengths_of_the_sampled_entries() -> N
     shapes = {name: values.shape for name, values in captured.statistics.items()}
     assert shapes.pop("max_logit") == (5,)
     assert set(shapes.values()) == {(4, 5)}
-    kept = [t for t in captured if isinstance(t, Tensor)]
+    kept = [t for t in captured if isinstance(t, Tensor)] + list(captured.statistics.values())
     assert not any(t.requires_grad for t in kept)
     assert torch.equal(output, module(x, key_lengths=lengths))
     assert module.captured.residual is None
+
+
+def test_statistics_of_a_capture_are_attributes_of_it() -> None:
+    module = ManyHeadAttention(12, num_heads=5, head_dim=6)
+    module.capture_samples = 1
+    module(torch.randn(2, 7, 12))
+    captured = copy.deepcopy(module.captured)
+    for statistic in STATISTICS:
+        assert getattr(captured, statistic.name) is captured.statistics[statistic.name]
+    traced = TracedCall(captured.heads, None, captured.statistics, torch.float32, 6, 7, RECOMPUTED)
+    assert traced.entropy is captured.entropy
+    for held in (captured, traced):
+        with pytest.raises(AttributeError, match="has no attribute 'kappa'"):
+            _ = held.kappa
 
 
 def largest_logit(module: ManyHeadAttention, x: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def run(
             elif direction == "statistics":
                 call.with_stats(*inputs, None, *call.params)
             else:
-                call.backward(grad, *inputs, out, kept, *call.params, *call.rest)
+                call.gradients(grad, inputs, out, kept)
     return executions
 
 

@@ -21,8 +21,8 @@ AnyCase = AttentionCase | VisionCase | OperatorCase
 class OperatorCall(NamedTuple):
     """A call of attention: the CUDA implementations of its operators, and what they are given.
 
-    Of softmax attention ``inputs`` end with the seed, ``params`` are dropout, causality, scale and,
-    unless in a varlen batch, the softcap; ``rest`` is what the backward takes after them.
+    Of softmax attention ``inputs`` end with the seed, ``params`` are the numbers of its operators,
+    and the backward takes the output too; ``rest`` is what it takes after the numbers.
     """
 
     attend: Callable[..., Any]
@@ -31,6 +31,13 @@ class OperatorCall(NamedTuple):
     inputs: tuple[Any, ...]
     params: tuple[Any, ...]
     rest: tuple[bool, ...] = ()
+    takes_out: bool = True
+
+    def gradients(self, grad: Tensor, inputs: Sequence[Any], *results: Tensor) -> list[Tensor]:
+        """Return the gradients of ``inputs``; ``results`` are those of ``attend``."""
+        saved = results if self.takes_out else results[1:]
+        gradients = self.backward(grad, *inputs, *saved, *self.params, *self.rest)
+        return [gradients] if isinstance(gradients, Tensor) else list(gradients)
 
     def launches(self, capability: int) -> dict[str, list[Launch]]:
         """Return what is launched on a GPU, each specialisation once.
@@ -48,7 +55,7 @@ class OperatorCall(NamedTuple):
             with recorded() as sampled:
                 self.with_stats(*self.inputs, sample, *self.params)
             with recorded() as gradients:
-                self.backward(out, *self.inputs, out, lse, *self.params, *self.rest)
+                self.gradients(out, self.inputs, out, lse)
         return {
             "forward": distinct(plain, capability),
             "statistics": distinct(statistics, capability),
@@ -126,7 +133,7 @@ def operator_call(case: VisionCase | OperatorCase) -> OperatorCall:
 
     operator_class = operator.OPERATORS[f"{case.op}_attention"]
     passes = operator.computed_by(operator_class, on_gpu=True)
-    return OperatorCall(*passes, case.meta_inputs, case.operator_params)
+    return OperatorCall(*passes, case.meta_inputs, case.operator_params, takes_out=False)
 
 
 def filled(

@@ -28,7 +28,14 @@ from ..ops._checks import autocast
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
 from ..ops.attention.reference import attend, probabilities
-from ..ops.statistics import STATISTICS, AttentionStats, evenly_spaced, newest_statistics, per_head
+from ..ops.statistics import (
+    STATISTICS,
+    AttentionStats,
+    evenly_spaced,
+    newest_statistics,
+    per_head,
+    statistic_of,
+)
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
@@ -63,6 +70,8 @@ class TracedCall(NamedTuple):
     columns: int
     source: str
     residual: None = None
+
+    __getattr__ = statistic_of
 
     @property
     def num_heads(self) -> int:

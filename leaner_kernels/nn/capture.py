@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
 from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
-from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics
+from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics, statistic_of
 
 MAX_SIZE = 2**31 - 1
 
@@ -27,6 +27,7 @@ class Captured(NamedTuple):
         lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
         statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
             maximum (H,) over the batch and over the forwards since ``captured`` was last None.
+            Each is an attribute too: ``captured.entropy``.
         dtype: of the output before it became float32.
     """
 
@@ -36,6 +37,8 @@ class Captured(NamedTuple):
     lengths: Tensor | None
     statistics: dict[str, Tensor]
     dtype: torch.dtype
+
+    __getattr__ = statistic_of
 
 
 class Capturing(nn.Module):

@@ -7,7 +7,7 @@ entries, ranks and heads, and which columns of its rows, charts and printed tabl
 
 import math
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,6 +140,14 @@ def newest_statistics(
                 values = values.maximum(before[statistic.name])
         statistics[statistic.name] = values
     return statistics
+
+
+def statistic_of(captured: Any, name: str) -> Tensor:
+    """Return a statistic of a capture as an attribute: its ``__getattr__``."""
+    # torch.compile asks a tuple that is still empty for other names.
+    if all(name != statistic.name for statistic in STATISTICS):
+        raise AttributeError(f"{type(captured).__name__} has no attribute {name!r}")
+    return captured.statistics[name]
 
 
 def per_head(

@@ -47,7 +47,7 @@ def as_operators(qkv, *, key_lengths=None, dropout_p=0.0, is_causal=False, scale
     """``attention_qkvpacked`` as on a GPU, but run by the operator's implementation for the CPU."""
     scale = qkv.shape[-1] ** -0.5
     op = torch.ops.leaner_kernels.attention_qkvpacked
-    return op(qkv, key_lengths, None, dropout_p, is_causal, scale)[0]
+    return op(qkv, key_lengths, None, dropout_p, is_causal, scale, -1, -1)[0]
 
 
 def test_the_activations_are_what_autograd_really_saves(monkeypatch):

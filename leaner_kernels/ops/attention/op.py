@@ -322,7 +322,7 @@ def attend_with_stats_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
     signature = key_of((*tensors, sample), (form.name, "statistics", *numbers))
     plan = _plans.get(signature.key)
     if plan is not None:
-        return _run(form, plan, signature.addresses, args[0], sample)
+        return _run(form, plan, signature.addresses[: form.count], args[0], sample)
     return _launch_first(form, signature.key, (*tensors, *numbers), True, sample)[1]
 
 
