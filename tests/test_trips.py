@@ -12,7 +12,7 @@ from tests.trips import ROOT, TRIPS, Trip
 MOST: dict[str, tuple[int, int | None]] = {
     # Two of the model's modules, two each of the monitor and kappa, and the attention operator.
     "sampled step": (20, None),
-    "training": (91, None),
+    "training": (90, None),
     # Of these two watch imports and mark the package of kernels.
     "attention, first": (15, None),
     "attention, further shape": (10, 30),

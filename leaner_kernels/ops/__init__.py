@@ -4,7 +4,6 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ._imports import after_import as _after_import
-from .sharding import register as _register_sharding
 from .transforms import register_flops as _register_flops
 
 # Every folder defines operators, which are registered below.
@@ -13,4 +12,12 @@ for _found in iter_modules(__path__):
         import_module(f"{__name__}.{_found.name}")
 
 _after_import("torch.utils.flop_counter", _register_flops)
+
+
+def _register_sharding() -> None:
+    from . import sharding
+
+    sharding.register()
+
+
 _after_import("torch.distributed.tensor", _register_sharding)

@@ -31,7 +31,6 @@ from .checks import (
     plain_mask,
 )
 from .explain import Explanation, Route, explain
-from .jagged import attention_jagged, is_jagged
 
 __all__ = [
     "AttentionStats",
@@ -169,7 +168,9 @@ def attention(
         signature = signature_of(tensors, ("attention", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
             return known[0]
-    if isinstance(query, Tensor) and query.is_nested and is_jagged(query):
+    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
+        from .jagged import attention_jagged
+
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
         params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         params |= {"dropout_p": dropout_p, "window_size": window_size}
@@ -353,7 +354,9 @@ def attention_with_stats(
         signature = signature_of((*tensors, sample), ("statistics", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
             return _stats(known, sample)
-    if isinstance(query, Tensor) and query.is_nested and is_jagged(query):
+    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
+        from .jagged import attention_jagged
+
         others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
         params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         params |= {"dropout_p": dropout_p, "window_size": window_size, "sample": sample}
