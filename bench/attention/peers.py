@@ -219,7 +219,8 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
 def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     _self_attention(case)
-    if case.causal or case.window or case.head_dim != 64 or case.dtype != torch.float16 or case.tokens > 512:
+    size = case.head_dim, case.dtype
+    if case.causal or case.window or size != (64, torch.float16) or case.tokens > 512:
         raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
     fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
     ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
