@@ -125,6 +125,10 @@ def _compile_nothing(source: Any, target: Any = None, options: Any = None, **_: 
     return kernel
 
 
+def _current_device() -> int | None:
+    return GPU.index
+
+
 @contextmanager
 def gpu() -> Iterator[None]:
     """Let tensors report a GPU as their device, of which Triton's launcher does nothing."""
@@ -148,7 +152,8 @@ def gpu() -> Iterator[None]:
         with (
             mock.patch.object(triton.compiler, "compile", _compile_nothing),
             mock.patch.object(_tiles, "capability", lambda _: 90),  # noqa: PT008
-            mock.patch.object(torch._C, "_cuda_getDevice", lambda: GPU.index),  # noqa: PT008
+            # A build for CPUs has none.
+            mock.patch.object(torch._C, "_cuda_getDevice", _current_device, create=True),
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
         ):

@@ -163,7 +163,8 @@ def attention(
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
-    if (watcher := _hooks.current) is None and not _cast(attn_mask):
+    cast = attn_mask is not None and torch._C._is_any_autocast_enabled()
+    if (watcher := _hooks.current) is None and not cast:
         tensors = query, key, value, attn_mask, key_lengths
         signature = signature_of(tensors, ("attention", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
@@ -349,7 +350,7 @@ def attention_with_stats(
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
-    if not _cast(attn_mask):
+    if attn_mask is None or not torch._C._is_any_autocast_enabled():
         tensors = query, key, value, attn_mask, key_lengths
         signature = signature_of((*tensors, sample), ("statistics", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
@@ -528,11 +529,6 @@ def attention_varlen_with_stats(
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
     results = op.compute(op.Varlen, signature, tensors, numbers, True, sample)
     return _stats(results, sample)
-
-
-def _cast(attn_mask: Tensor | None) -> bool:
-    """Whether a region of autocast may cast a mask."""
-    return attn_mask is not None and torch._C._is_any_autocast_enabled()
 
 
 def _or(value: Any, otherwise: Any) -> Any:
