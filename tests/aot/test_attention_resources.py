@@ -25,8 +25,8 @@ from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded
 from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
-from leaner_kernels.ops.attention import launch
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention import dispatch, launch
+from leaner_kernels.ops.attention.call import Call, Results
 from leaner_kernels.ops.attention.op import new_out, split_qkv
 from tests.tile_tables import TABLES
 
@@ -223,7 +223,9 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
         kept = torch.empty(batch, heads, rows, 2, device="meta")
         out, dq, dk = new_out(query), new_out(query), new_out(key)
         call = Call(query, key, key, None, None, None, 0.0, False, 0.1)
-        return launch._prepare_backward(grad, call, out, kept, dq, dk, dk, None).kernel.fn.__name__
+        results = Results(out, kept)
+        prepared = launch.prepare_backward(grad, call, results, dq, dk, dk, None)
+        return prepared.kernel.fn.__name__
 
     def rows(batch: int = 2, heads: int = 4, stride: int = 64, **options: Any) -> Tensor:
         options = {"dtype": BF16, "device": "meta"} | options
@@ -237,7 +239,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     assert backward(plain, rows(heads=2), plain) == "_attention_bwd_kernel"
     assert backward(plain, plain, rows(dtype=FP32)) == "_short_bwd_kernel"
     assert backward(plain, plain, rows(stride=72)) == "_attention_bwd_kernel"
-    many = rows(batch=launch.MAX_ENTRIES + 1, heads=1)
+    many = rows(batch=dispatch.MAX_ENTRIES + 1, heads=1)
     assert backward(many, many, many) == "_short_bwd_kernel"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
     assert backward(long, long, long) == "_attention_bwd_kernel"
@@ -252,10 +254,10 @@ def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch)
         key = query if key is None else key
         call = Call(query, key, key, None, None, None, 0.0, False, 0.1)._replace(**rest)
         kept = torch.empty(*query.shape[:3], 2, device="meta")
-        out, dk = new_out(query), new_out(key)
+        results, grads = Results(new_out(query), kept), map(new_out, (query, key, key))
         with recorded() as launches:
-            launch.forward(call, out, kept)
-            launch.backward(new_out(query), call, out, kept, new_out(query), dk, new_out(key), None)
+            launch.forward(call, results)
+            launch.backward(new_out(query), call, results, *grads, None)
         return {re.split("_(?=fwd|bwd)", one.name)[0][1:] for one in launches}
 
     def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:

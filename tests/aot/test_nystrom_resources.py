@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, distinct, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.nystrom import launch
+from leaner_kernels.ops.statistics import STATISTICS
 
 BATCH, HEADS, SAMPLES = 2, 2, 4
 FP32 = torch.float32
@@ -24,14 +25,15 @@ def launches(dim: int, tokens: int, landmarks: int) -> list[Launch]:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     packed = empty(BATCH, tokens, 3, HEADS, dim, dtype=torch.bfloat16)
-    inputs = packed.permute(2, 0, 3, 1, 4).unbind(0)
-    params = empty(BATCH, dtype=torch.int32), landmarks, 0.5, 6, False
+    heads_first = packed.permute(2, 0, 3, 1, 4).unbind(0)
+    inputs = *heads_first, empty(BATCH, dtype=torch.int32)
+    params = landmarks, 0.5, 6, False
     out = empty(BATCH, tokens, HEADS, dim, dtype=torch.bfloat16)
     lse = empty(BATCH, HEADS, tokens)
-    stats = [empty(5, BATCH, HEADS), empty(SAMPLES, tokens, HEADS * dim)]
-    grads = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in inputs)
+    stats = empty(len(STATISTICS), BATCH, HEADS), empty(SAMPLES, tokens, HEADS * dim)
+    grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in heads_first]
     with recorded() as found:
-        launch.forward(inputs, params, out, lse, stats, empty(SAMPLES, dtype=torch.int32))
+        launch.forward(inputs, params, out, lse, *stats, empty(SAMPLES, dtype=torch.int32))
         launch.backward(out, inputs, params, lse, grads)
     return found
 

@@ -13,6 +13,7 @@ from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.outlook import launch
 from leaner_kernels.ops.outlook.reference import num_windows
+from leaner_kernels.ops.statistics import STATISTICS
 
 BATCH, MAP, HEADS, SAMPLES = 2, 28, 8, 4
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -30,11 +31,11 @@ def launches(dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     logits = empty(BATCH, count, count, HEADS, places, places, dtype=dtype)
     inputs, params = (value, logits), (*VOLO, 0.5)
     out, lse = torch.empty_like(value), empty(BATCH, HEADS, count, count, places)
-    stats = [empty(5, BATCH, HEADS), empty(SAMPLES, MAP**2, HEADS * dim)]
+    stats = empty(len(STATISTICS), BATCH, HEADS), empty(SAMPLES, MAP**2, HEADS * dim)
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
-        launch.forward(inputs, params, out, lse, None, None)
-        launch.forward(inputs, params, out, lse, stats, sample)
+        launch.forward(inputs, params, out, lse, None, None, None)
+        launch.forward(inputs, params, out, lse, *stats, sample)
         launch.backward(out, inputs, params, lse, grads)
     return dict(zip(("forward", "statistics", "capture", "backward"), found, strict=True))
 

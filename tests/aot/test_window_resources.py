@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench import resources
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
+from leaner_kernels.ops.statistics import STATISTICS
 from leaner_kernels.ops.window import launch
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -32,13 +33,13 @@ class Flavour(NamedTuple):
         qkv = torch.empty(*size, 3, HEADS, self.dim, dtype=self.dtype, device="meta")
         out = torch.empty(*size, HEADS, self.dim, dtype=self.dtype, device="meta")
         lse = torch.empty(2, HEADS, *size[1:], device="meta")
-        per_head = torch.empty(5, 2, HEADS, device="meta")
+        stats = torch.empty(len(STATISTICS), 2, HEADS, device="meta")
         heads = torch.empty(2, size[1] * size[2], HEADS * self.dim, device="meta")
         sample = torch.empty(2, dtype=torch.int32, device="meta")
         params = *self.window, self.dim**-0.5
         with recorded() as found:
-            launch.forward((qkv,), params, out, lse, None, None)
-            launch.forward((qkv,), params, out, lse, [per_head, heads], sample)
+            launch.forward((qkv,), params, out, lse, None, None, None)
+            launch.forward((qkv,), params, out, lse, stats, heads, sample)
             launch.backward(out, (qkv,), params, lse, (qkv,))
         names = ONE_LAUNCH if len(found) == len(ONE_LAUNCH) else TWO_LAUNCHES
         return dict(zip(names, found, strict=True))
@@ -77,4 +78,4 @@ def test_a_window_of_davit_is_one_launch_each_way() -> None:
         assert tuple(found) == ONE_LAUNCH
         assert all(found[name].kwargs["num_warps"] == 4 for name in ("forward", "statistics"))
     assert tuple(Flavour((12, 12), 32).launches()) == TWO_LAUNCHES
-    assert launch.choose("backward", torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16), (7, 7)) is not None
+    assert launch.choose(launch.BACKWARD_TILES, torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16), (7, 7)) is not None
