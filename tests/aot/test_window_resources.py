@@ -78,4 +78,5 @@ def test_a_window_of_davit_is_one_launch_each_way() -> None:
         assert tuple(found) == ONE_LAUNCH
         assert all(found[name].kwargs["num_warps"] == 4 for name in ("forward", "statistics"))
     assert tuple(Flavour((12, 12), 32).launches()) == TWO_LAUNCHES
-    assert launch.choose("backward", torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16), (7, 7)) is not None
+    qkv = torch.empty(1, 7, 7, 3, 1, 32, dtype=BF16)
+    assert launch.choose(launch.BACKWARD_TILES, qkv, (7, 7)) is not None

@@ -12,7 +12,7 @@ programs that own columns write dK and dV.
 import triton
 import triton.language as tl
 
-from .._tiles import Tiles, rule
+from .._tiles import Tiles
 from .._triton import exponential, scaled, units
 from .addresses import (
     find_head,
@@ -22,15 +22,11 @@ from .addresses import (
     store_tokens,
     token_offsets,
 )
+from .forward import WHOLE_WINDOWS
 
 # In one launch; other windows take two. The scores and their gradients take the registers of four
 # warps.
-TILES = Tiles(
-    "window_backward",
-    rule(dim=32, tokens=64, ROWS=64, COLS=64, num_warps=4),
-    rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=8),
-    num_stages=1,
-)
+TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])

@@ -35,6 +35,10 @@ from .addresses import (
 # Rows and columns of a tile of scores of one head of a window, cut to the window. In half precision
 # a window of up to 64 tokens is one tile. A program has one head: Triton gives warps whole heads,
 # of which several would compute the same one. Each warp has 16 rows.
+WHOLE_WINDOWS = (  # of kernels that fill the registers of four warps
+    rule(dim=32, tokens=64, ROWS=64, COLS=64, num_warps=4),
+    rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=8),
+)
 LARGE_WINDOWS = (
     rule(dim=32, ROWS=32, COLS=64, num_warps=4),
     rule(dim=64, ROWS=32, COLS=64, num_warps=8),
@@ -51,7 +55,7 @@ TILES = Tiles(
     *LARGE_WINDOWS,
     num_stages=1,
 )
-CAPTURE_TILES = Tiles("window_capture", *LARGE_WINDOWS, num_stages=1)
+CAPTURE_TILES = Tiles("window_capture", *WHOLE_WINDOWS, *LARGE_WINDOWS, num_stages=1)
 
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
