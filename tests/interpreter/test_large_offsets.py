@@ -115,7 +115,8 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         return *results[:3], found.arguments["parts_ptr"]
     tile = short_tile(TOKENS, 16)
     short_forward.prepare(tile, call, *results).start()
-    return results
+    *others, stats = results
+    return *others, stats.movedim(1, 0)  # the batch's axis first, as of the others
 
 
 def short_tile(tokens: int, block: int) -> Tile:
