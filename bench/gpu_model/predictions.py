@@ -73,7 +73,7 @@ def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
     plain = (
         isinstance(case, AttentionCase)
         and case.queries is None
-        and not (case.padded or case.lengths)
+        and not (case.padded or case.lengths or case.window)
     )
     if capability == 90 or not plain or case.head_dim not in (32, 64):
         return
