@@ -63,7 +63,12 @@ TILES = Tiles(
     rule(
         dim=32, tokens=256, takes=_DROPPED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
     ),
-    rule(dim=32, tokens=224, takes=_ALL, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(
+        dim=32, tokens=224, takes=_MASKED, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(
+        dim=32, tokens=224, takes=_DROPPED, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168
+    ),
     rule(dim=16, tokens=512, gpus=(86,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
     rule(dim=32, tokens=512, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
     rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
@@ -85,9 +90,11 @@ STATISTICS_TILES = Tiles(
     rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4, maxnreg=128),
     rule(dim=16, tokens=512, STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
     rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
-    rule(dim=32, tokens=224, takes=_ALL, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=224, takes=_MASKED, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=224, takes=_DROPPED, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
     rule(dim=32, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=168),
-    rule(dim=64, tokens=224, takes=_ALL, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=224, takes=_MASKED, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=224, takes=_DROPPED, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
     rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
     rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
     rule(dim=128, tokens=224, gpus=(80,), STEP=16, BLOCK=64, num_warps=4, maxnreg=255),

@@ -60,6 +60,8 @@ TILES = Tiles(
     rule(dim=64, gpus=(80,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
     rule(dim=64, takes=("varlen",), gpus=(90,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
     rule(dim=64, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=16, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
     rule(
         dim=128, takes=("padded_dim",), gpus=(80,), BLOCK_M=64, BLOCK_N=32, num_warps=4, maxnreg=255
     ),
@@ -67,8 +69,6 @@ TILES = Tiles(
         dim=128, takes=("padded_dim",), gpus=(86,), BLOCK_M=64, BLOCK_N=64, num_warps=8, maxnreg=255
     ),
     rule(dim=128, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=64, num_warps=8),
-    rule(dim=16, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
-    rule(dim=64, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),
     rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=64, num_warps=8, maxnreg=255),
     rule(dim=16, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
     rule(dim=64, size=4, takes=_SIMPLE, BLOCK_M=32, BLOCK_N=32, num_warps=8, maxnreg=255),

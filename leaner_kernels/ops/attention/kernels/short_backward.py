@@ -83,7 +83,16 @@ TILES = Tiles(
         largest_segment=64,
         num_warps=4,
     ),
-    rule(dim=64, tokens=64, takes=_PADDED, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
+    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
+    rule(
+        dim=64,
+        tokens=64,
+        takes=("padded_dim",),
+        BLOCK=32,
+        largest_segment=64,
+        num_warps=8,
+        maxnreg=255,
+    ),
     rule(dim=64, tokens=64, takes=_ALL, BLOCK=16, largest_segment=64, num_warps=8, maxnreg=255),
     rule(dim=128, tokens=64, BLOCK=32, largest_segment=64, num_warps=8),
     rule(

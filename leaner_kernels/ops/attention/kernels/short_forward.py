@@ -41,7 +41,8 @@ TILES = Tiles(
     *_FEW,
     rule(dim=32, tokens=64, BLOCK=64, largest_segment=32, num_warps=4),
     rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, largest_segment=64, num_warps=4),
-    rule(dim=64, tokens=64, takes=_PADDED, BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=("padded_dim",), BLOCK=64, largest_segment=64, num_warps=4),
     rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, largest_segment=64, num_warps=4, maxnreg=255),
     rule(dim=128, tokens=64, BLOCK=64, largest_segment=64, num_warps=4),
     rule(
