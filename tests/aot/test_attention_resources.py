@@ -242,14 +242,14 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     far = rows(1, 1, stride=2**23 - 16)
     assert backward(far, far, far) == "_hopper_bwd_kernel"
     assert backward(plain, rows(heads=2), plain) == "_attention_bwd_kernel"
-    assert backward(plain, plain, rows(dtype=FP32)) == "_short_bwd_kernel"
+    assert backward(plain, plain, rows(dtype=FP32)) == "_attention_bwd_kernel"
     assert backward(plain, plain, rows(stride=72)) == "_attention_bwd_kernel"
     many = rows(batch=dispatch.MAX_ENTRIES + 1, heads=1)
-    assert backward(many, many, many) == "_short_bwd_kernel"
+    assert backward(many, many, many) == "_attention_bwd_kernel"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
     assert backward(long, long, long) == "_attention_bwd_kernel"
     monkeypatch.setattr(_gluon, "AVAILABLE", False)
-    assert backward(plain, plain, plain) == "_short_bwd_kernel"
+    assert backward(plain, plain, plain) == "_attention_bwd_kernel"
 
 
 def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
