@@ -13,6 +13,7 @@ from leaner_kernels import KappaMonitor
 from leaner_kernels.kappa import native
 from leaner_kernels.monitor.measurement import HostCopy, SideStream
 from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.ops.statistics import STATISTICS
 from tests.kappa.test_monitor import Model, Scalars, batch
 from tests.wandb_runs import FakeRun
 
@@ -140,9 +141,9 @@ def test_on_a_gpu_no_value_is_read_and_the_memory_is_kept() -> None:
         assert monitor.end() == []
 
     assert takes.call_count == 2
-    # Heads; output without and with the stream; their lengths; each statistic.
+    # Heads; output without and with the stream; their lengths; each statistic of every head.
     kept = [call.args[0] for call in cuda.keep.call_args_list]
-    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), *[(4,)] * 4]
+    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), *[(4,)] * len(STATISTICS)]
     assert sorted(kept[:-1]) == sorted(copies)
     side = cuda.Stream.return_value
     assert all(call.args[1] is side for call in cuda.keep.call_args_list)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.bert import BERT
 from tests.train.forked import on_two_ranks
 from tests.train.glue_files import write_task
 from tests.train.launch import rows, whole_tensors
@@ -90,7 +91,7 @@ def test_what_is_hidden_depends_on_seed_epoch_and_index_alone():
 
 
 def test_a_batch_of_nothing_but_special_tokens_has_no_loss():
-    model = bert.BERT(vocab_size=9, sequence_length=8, embed_dim=8, depth=1, heads=1)
+    model = BERT(vocab_size=9, sequence_length=8, embed_dim=8, depth=1, heads=1)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     loss = bert._masked_loss(model, (tokens, torch.full_like(tokens, IGNORED)), 0)
     loss.backward()
@@ -259,13 +260,13 @@ def test_weights_of_another_model_are_refused_by_name(pretrained):
     checkpoint = open_weights(pretrained, "--checkpoint")
     sizes = {"vocab_size": 261, "sequence_length": 32, "embed_dim": 128, "heads": 2, "head_dim": 8}
     with pytest.raises(ValueError, match=r"has no parameter blocks\.1\."):
-        checkpoint.load(bert.BERT(**sizes, depth=2), set())
+        checkpoint.load(BERT(**sizes, depth=2), set())
     with pytest.raises(
         ValueError, match=r"mlp.fc1.weight \(512, 128\), the model wants \(256, 128\)"
     ):
-        checkpoint.load(bert.BERT(**sizes, depth=1, mlp_ratio=2.0), set())
+        checkpoint.load(BERT(**sizes, depth=1, mlp_ratio=2.0), set())
     with pytest.raises(ValueError, match=r"has token_embed.weight, the model has not"):
-        checkpoint.load(bert.BERT(**sizes, depth=1), {"token_embed.weight"})
+        checkpoint.load(BERT(**sizes, depth=1), {"token_embed.weight"})
 
 
 def test_the_scores_are_means_over_masked_tokens():
