@@ -74,10 +74,13 @@ def choose_backward(
         if _copies_whole_rows(call, grad, out, dq, dk, dv):
             from .. import _gluon
 
-            kernel = f"{_family(query)}_backward"
-            fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-            if (fenced or kernel != "hopper_backward") and (tile := gluon_tile(kernel, *shape)):
-                return Choice(kernel, tile)
+            kernels: tuple[str, ...] = ("ampere_backward",)
+            if _family(query) == "hopper":
+                fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
+                kernels = ("hopper_resident_backward", "hopper_backward") if fenced else ()
+            for kernel in kernels:
+                if tile := gluon_tile(kernel, *shape):
+                    return Choice(kernel, tile)
         if tile := short_tile("short_backward", *shape):
             return Choice("short_backward", tile)
     return Choice("online_backward", online_tile("online_backward", call))

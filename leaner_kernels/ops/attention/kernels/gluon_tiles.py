@@ -70,10 +70,11 @@ def fetch_rows(
 
 @gluon.jit
 def left_rows(
-    view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+    view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+    ROWS: gl.constexpr = 64,
 ):  # fmt: skip
-    """Return 64 rows as a left operand, zeros from ``end`` on."""
-    rows = here(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    """Return rows, of a left operand say, zeros from ``end`` on."""
+    rows = here(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     inside = (start + rows < end)[:, None]
     if D < WIDTH:

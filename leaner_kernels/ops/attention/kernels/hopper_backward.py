@@ -14,6 +14,8 @@ once, without atomics: the result is bitwise deterministic.
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
+from typing import Any
+
 from torch import Tensor
 
 from ..._gluon import (
@@ -96,7 +98,7 @@ def _describe_rows(
 
 
 @gluon.jit
-def _start_products(left, dp_left, right, dp_right, zero):
+def start_products(left, dp_left, right, dp_right, zero):
     """Start left right^T and dp_left dp_right^T: scores and dP.
 
     Of queries and keys, or, turned, of keys and queries.
@@ -107,13 +109,13 @@ def _start_products(left, dp_left, right, dp_right, zero):
 
 
 @gluon.jit
-def _rows_step(
+def rows_step(
     dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
     SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Add to dQ of a tile what a tile of keys gives."""
     SCORES: gl.constexpr = zero.type.layout
-    s, dp = _start_products(q, do, k, v, zero)
+    s, dp = start_products(q, do, k, v, zero)
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
@@ -131,14 +133,14 @@ def _rows_step(
 
 
 @gluon.jit
-def _keys_step(
+def keys_step(
     dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
     SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of a tile what a tile, or a tail, of rows gives."""
+    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows)."""
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    s, dp = _start_products(k, v, q, do, zero)
+    s, dp = start_products(k, v, q, do, zero)
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
     s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
@@ -157,7 +159,8 @@ def _keys_step(
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta.load(COLS)[None, :])
     dk = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), LEFT), q, dk, is_async=True)
-    return warpgroup_mma_wait(0, [dk, dv])
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    return dk, dv, ds
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
@@ -276,18 +279,18 @@ def _hopper_bwd_kernel(
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
-            dq = _rows_step(
+            dq = rows_step(
                 dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                 limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                dq = _rows_step(
+                dq = rows_step(
                     dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                     limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            s, dp = _start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
+            s, dp = start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
             s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
@@ -338,12 +341,12 @@ def _hopper_bwd_kernel(
         delta_t = deltas.index(full).slice(0, T)
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
         for n in gl.static_range(FULL):
-            s_t, dp_t = _start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
+            s_t, dp_t = start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
             s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
             p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
-            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
+            dp_t, weight = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
             # By turns: the warps meet once before one of the two is written again.
@@ -354,7 +357,7 @@ def _hopper_bwd_kernel(
             dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), turn, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()
-        s, dp = _start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
+        s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
         p = gl.exp2(exponents_of(s, lse_t, factor, SCALED))
@@ -405,18 +408,18 @@ def _hopper_bwd_kernel(
         start = 0
         if CAUSAL:
             start = tile + 1
-            dk, dv = _keys_step(
+            dk, dv, _ = keys_step(
                 dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
                 True,
             )  # fmt: skip
         for i in range(start, full):
-            dk, dv = _keys_step(
+            dk, dv, _ = keys_step(
                 dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
                 deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )  # fmt: skip
         if T > 0:
-            dk, dv = _keys_step(
+            dk, dv, ds = keys_step(
                 dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
                 deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
                 LEFT, False,
@@ -442,6 +445,34 @@ def _hopper_bwd_kernel(
         barrier()
 
 
+def arguments_of_backward(
+    kernel: Any,
+    tile: Tile,
+    call: Call,
+    others: dict[str, Tensor],
+    max_log_sum: Tensor,
+    ds: Tensor | None,
+) -> dict[str, Any]:
+    """Return the arguments by name of a kernel whose programs own a head of whole tiles and a tail.
+
+    ``others`` are as ``arguments_of`` takes them.
+    """
+    tokens = call.query.shape[2]
+    dim = (arguments := arguments_of(kernel, call, others))["BLOCK_D"]
+    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
+    crowded = ds is not None and 'resident' not in str(kernel.fn.__name__) or sum(t is not None for t in (call.attn_mask, call.seed)) + dim // 128 > 1
+    full, tail = tiles_and_tail(tokens, ()) if crowded else hopper_tiles_and_tail(tokens, dim)
+    return arguments | dict(
+        **tile.arguments,
+        max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
+    )
+
+
 def prepare(
     tile: Tile,
     grad: Tensor,
@@ -454,20 +485,8 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
-    batch, heads, tokens, _ = call.query.shape
+    batch, heads, *_ = call.query.shape
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
-    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
-    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
-    full, tail = tiles_and_tail(tokens, ()) if crowded else hopper_tiles_and_tail(tokens, dim)
-    arguments |= dict(
-        **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
-        full=full,
-        FULL=full,
-        T=tail,
-        RAGGED=tail == 0 and tokens % 64 != 0,
-        IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
-    )
+    arguments = arguments_of_backward(_hopper_bwd_kernel, tile, call, others, max_log_sum, ds)
+    arguments["IN_REGISTERS"] = tile.constexprs.get("IN_REGISTERS", False) and not arguments["T"]
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

@@ -1,0 +1,363 @@
+"""Gluon backward of softmax attention on Hopper for heads whose Q, K, V and dO fit on chip.
+
+Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). A program
+owns a head and copies each of the four into shared memory once: no loop waits for memory, and delta
+= sum(dO O) takes dO from there. The steps are those of hopper_backward.py. The first pass, over
+tiles of rows, gives dQ, the second, over tiles of keys, dK and dV; dQ, dK and dV of a tail, turned
+(D, T), are summed on the way from the scores that the passes compute anyway. Every element is
+written once, without atomics: the result is bitwise deterministic.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The body of the kernel is Gluon: layouts are constants, branches are decided early.
+
+from torch import Tensor
+
+from ..._gluon import (
+    barrier,
+    commit_copies,
+    copy_async,
+    fence_async_shared,
+    gl,
+    gluon,
+    wait_copies,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..._launch_cache import Launch
+from ..._tiles import Tile, Tiles, rule
+from ..._triton import LOG2_E
+from ..call import Call
+from .gluon_tiles import (
+    dropped,
+    exponents_of,
+    here,
+    left_rows,
+    masked,
+    number_of_keys,
+    own_head,
+    put_columns,
+    put_own,
+    row_statistics,
+    store_ds,
+    visible_tiles,
+    wait_for_scores,
+)
+from .hopper_backward import arguments_of_backward, keys_step, rows_step, start_products
+
+TILES = Tiles(
+    "hopper_resident_backward",
+    rule(dim=32, tokens=128, maxnreg=128),
+    rule(dim=64, tokens=208, maxnreg=255),
+    num_warps=4,
+)
+
+
+@gluon.jit
+def _fetch(shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Start to copy rows in one piece: Triton 3.6 puts a barrier between the slices of a copy."""
+    WIDTH: gl.constexpr = shared.shape[1]
+    rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
+    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    if MASK or D < WIDTH:
+        copy_async(shared, ptrs, mask=(start + rows < end)[:, None] & (dims < D)[None, :])
+    else:
+        copy_async(shared, ptrs)
+
+
+@gluon.jit
+def _load_rows(
+    out_view, max_log_sum_ptr, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
+    D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Return rows of the output, their log-sum-exp and what that has lost."""
+    out = left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    return out, lse, lost
+
+
+@gluon.jit
+def _describe_rows(do_rows, loaded):
+    """Return dO of rows by what their log-sum-exp has lost, that, and delta = sum(dO O)."""
+    out, lse, lost = loaded
+    do = do_rows.load(out.type.layout).to(gl.float32) * lost[:, None]
+    return do.to(do_rows.dtype), lse, gl.sum(do * out.to(gl.float32), 1)
+
+
+@gluon.jit
+def _store_rows(described, do_rows, lses, deltas):
+    do, lse, delta = described
+    do_rows.store(do)
+    lses.store(lse)
+    deltas.store(delta)
+
+
+@gluon.jit
+def _put(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, STORE: gl.constexpr):
+    """Store a tile of rows, exchanged within warps: 16 bytes a thread."""
+    x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), STORE)
+    put_own(view, x, start, end, D, MASK, STORE)
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+def _hopper_resident_bwd_kernel(
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    H,
+    N,
+    full,
+    scale,
+    mask_view,
+    seed_ptr,
+    ds_ptr,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    FIRST: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0]]
+    WHOLE: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]]
+    STORE: gl.constexpr = gl.DistributedLinearLayout(
+        FIRST if BLOCK_D == 32 else WHOLE,
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, BLOCK_D],
+    )
+    TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    SCALED: gl.constexpr = MASK == "additive"
+    head = gl.program_id(1) * H + gl.program_id(0)
+    max_log_sum_ptr += head.to(gl.int64) * N * 2
+    if ds_ptr is not None:
+        ds_ptr += head.to(gl.int64) * N * N
+    dropout = seed_ptr, threshold, head, keep_scale
+    mask = mask_view, scale
+    if seed_ptr is not None:
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
+        if lengths_ptr is not None:
+            for n in range(full * full):  # the first pass does not visit all
+                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
+    qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    dos = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, N)
+    factor = (1.0 if SCALED else scale) * LOG2_E
+
+    # dO is copied first: delta is computed while Q, K and V are on their way.
+    for n in gl.static_range(FULL):
+        _fetch(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
+    if T > 0:
+        TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+        ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
+        COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
+        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        do_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        p_tail, ds_tail = tails.index(0), tails.index(1)
+        _fetch(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
+    commit_copies()
+    loaded = ()
+    for n in gl.static_range(TILES):
+        rows = _load_rows(
+            out_view, max_log_sum_ptr, n * 64, N, factor, 64 if n < FULL else T, SCALED, D,
+            BLOCK_D, BLOCKED,
+        )  # fmt: skip
+        loaded = loaded + (rows,)  # noqa: RUF005
+    barrier()
+    for n in gl.static_range(FULL):
+        _fetch(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
+        _fetch(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
+        _fetch(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
+    if T > 0:
+        _fetch(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        _fetch(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        _fetch(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+    commit_copies()
+    wait_copies(1)
+    barrier()
+    described = ()
+    for n in gl.static_range(FULL):
+        described = described + (_describe_rows(dos.index(n), loaded[n]),)  # noqa: RUF005
+    if T > 0:
+        lse_tail, delta_tail = lses.index(FULL).slice(0, T), deltas.index(FULL).slice(0, T)
+        _store_rows(_describe_rows(do_tail, loaded[FULL]), do_tail, lse_tail, delta_tail)
+        dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        zero_t = gl.zeros([64, T], gl.float32, TAIL)
+    for n in gl.static_range(FULL):
+        _store_rows(described[n], dos.index(n), lses.index(n), deltas.index(n))
+    wait_copies(0)
+    fence_async_shared()
+    barrier()
+
+    for tile in range(0, full):
+        first = tile * 64
+        q, do = qs.index(tile), dos.index(tile)
+        lse = lses.index(tile).load(ROWS)[:, None]
+        delta = deltas.index(tile).load(ROWS)[:, None]
+        dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        if T > 0 and not CAUSAL:
+            s, dp = start_products(q, do, k_tail, v_tail, zero_t)
+            keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+            queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
+            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
+            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            dp = warpgroup_mma_wait(0, [dp])
+            dp, weight = dropped(dp, p, dropout, queries, keys)
+            ds = p * (dp - gl.convert_layout(delta, TAIL))
+            store_ds(ds_ptr, ds, queries, keys, N)
+            ds = ds.to(DTYPE)
+            p_tail.store(weight.to(DTYPE))
+            ds_tail.store(ds)
+            dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
+            fence_async_shared()
+            barrier()
+            dk_t = warpgroup_mma(q.permute((1, 0)), ds_tail, dk_t, is_async=True)
+            dv_t = warpgroup_mma(do.permute((1, 0)), p_tail, dv_t, is_async=True)
+            dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
+        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        for i in range(seen):
+            dq = rows_step(
+                dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
+            )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                dq = rows_step(
+                    dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
+                )  # fmt: skip
+        if T > 0 and not CAUSAL:
+            barrier()  # P and dS of the tail were read
+        _put(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+
+    for tile in range(0, full):
+        first = tile * 64
+        k, v = ks.index(tile), vs.index(tile)
+        dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        if T > 0:
+            dk, dv, ds = keys_step(
+                dk, dv, k, v, q_tail, do_tail, zero_t, lse_tail, delta_tail, first, full * 64,
+                factor, N, mask, dropout, SCALED, LEFT, False,
+            )  # fmt: skip
+            keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
+            queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+            ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, False)
+            store_ds(ds_ptr, ds, queries, keys, N)
+            # By turns: the warps meet once before one of the two is written again.
+            turn = tails.index(tile & 1)
+            turn.store(ds.to(DTYPE))
+            fence_async_shared()
+            barrier()
+            dq_t = warpgroup_mma(k.permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma_wait(0, [dq_t])
+        start = 0
+        if CAUSAL:
+            start = tile + 1
+            dk, dv, _ = keys_step(
+                dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
+                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT, True,
+            )  # fmt: skip
+        for i in range(start, full):
+            dk, dv, _ = keys_step(
+                dk, dv, k, v, qs.index(i), dos.index(i), zero, lses.index(i), deltas.index(i),
+                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
+            )  # fmt: skip
+        if seed_ptr is not None:
+            dv *= keep_scale
+        if HIDES:
+            seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
+            dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
+        _put(dk_view, dk * scale, first, N, D, RAGGED, STORE)
+        _put(dv_view, dv, first, N, D, RAGGED, STORE)
+
+    if T > 0:
+        # The tail's keys with the tail's rows.
+        OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
+        k_tile = left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        v_tile = left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        barrier()
+        s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
+        keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+        queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
+        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        dp = warpgroup_mma_wait(0, [dp])
+        dp, weight = dropped(dp, p, dropout, queries, keys)
+        p_tail.store(weight.to(DTYPE))
+        ds = p * (dp - delta_tail.load(COLS_T)[None, :])
+        store_ds(ds_ptr, ds, queries, keys, N)
+        ds_tail.store(ds.to(DTYPE))
+        fence_async_shared()
+        barrier()
+        own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
+        dq_t = warpgroup_mma(k_tail.permute((1, 0)), ds_tail.slice(0, T), dq_t, is_async=True)
+        dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
+        dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
+        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
+        if seed_ptr is not None:
+            dv_t *= keep_scale
+        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
+
+
+def prepare(
+    tile: Tile,
+    grad: Tensor,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    ds: Tensor | None,
+) -> Launch:
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
+    others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    arguments = arguments_of_backward(
+        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds
+    )
+    batch, heads, *_ = call.query.shape
+    return Launch(_hopper_resident_bwd_kernel, (heads, batch), arguments)
