@@ -35,7 +35,7 @@ from ..dispatcher import library
 from ..statistics import STATISTICS
 from ..transforms import BROADCAST, HEADS, Declaration, Products
 from . import cpu, dispatch, sdpa
-from .call import Call, Plan, Results, Sequences, draw_seed
+from .call import CALL_POINTERS, Call, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -348,10 +348,15 @@ def _run(
     if plan.statistics is None:
         plan.forward.run(pointers)
         return out, max_log_sum
-    from . import launch
-
     lse, stats, heads = (first.new_empty(s, dtype=torch.float32) for s in plan.statistics)
-    launch.repeat_with_stats(plan, pointers, lse, stats, heads, sample)
+    parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
+    if parts is not None:
+        from .launch import join_parts
+
+        join_parts(parts, stats)
+    if plan.capture is not None and sample is not None:
+        operands = pointers[: len(CALL_POINTERS)]
+        plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
     return out, lse, stats, heads, max_log_sum
 
 
