@@ -69,7 +69,7 @@ def sampled_step() -> Trip:
     def step() -> None:
         monitor.begin(0)
         # A tensor for a GPU that is not there cannot be made.
-        with host_time.gpu(), mock.patch.object(capture, "evenly_spaced", lambda *_: sample):
+        with host_time.gpu(), mock.patch.object(capture, "evenly_spaced", return_value=sample):
             model(images).sum().backward()
         rows.extend(monitor.end())
 
