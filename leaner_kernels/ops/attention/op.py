@@ -35,7 +35,7 @@ from ..dispatcher import library
 from ..statistics import STATISTICS
 from ..transforms import BROADCAST, HEADS, Declaration, Products
 from . import cpu, dispatch, sdpa
-from .call import Call, Plan, Results, Sequences, draw_seed
+from .call import CALL_POINTERS, Call, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -341,17 +341,24 @@ def _run(
     form: Form, plan: Plan, addresses: list[int], first: Tensor, sample: Tensor | None = None
 ) -> tuple[Any, ...]:
     """Return what the operator does, by the launches that a call of this signature left."""
-    out = first.new_empty_strided(plan.out_shape, plan.out_strides)
-    max_log_sum = first.new_empty(plan.rows, dtype=torch.float32)
+    out = first.new_empty_strided(*plan.out)
+    max_log_sum = first.new_empty_strided(*plan.rows, dtype=torch.float32)
     pointers = form.addresses(addresses, first)
     pointers += out.data_ptr(), max_log_sum.data_ptr()
     if plan.statistics is None:
         plan.forward.run(pointers)
         return out, max_log_sum
-    from . import launch
+    lse, stats, heads = (
+        first.new_empty_strided(*layout, dtype=torch.float32) for layout in plan.statistics
+    )
+    parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
+    if parts is not None:
+        from .launch import join_parts
 
-    lse, stats, heads = (first.new_empty(s, dtype=torch.float32) for s in plan.statistics)
-    launch.repeat_with_stats(plan, pointers, lse, stats, heads, sample)
+        join_parts(parts, stats)
+    if plan.capture is not None and sample is not None:
+        operands = pointers[: len(CALL_POINTERS)]
+        plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
     return out, lse, stats, heads, max_log_sum
 
 
@@ -374,11 +381,11 @@ def _launch_first(
         forward, capture = launch.forward(call, results)
         if forward is not None and _side_by_side(*inputs[form.integers], sample):
             present = max(i for i in range(form.count) if inputs[i] is not None) + 1
-            shapes = [t.shape for t in statistics if t is not None] or None
-            plan = Plan(
-                forward, capture, out.shape, out.stride(), results.max_log_sum.shape, shapes,
-                inputs[form.count :], present, {},
-            )  # fmt: skip
+            rows, *others = (
+                (t.shape, t.stride()) for t in (results.max_log_sum, *statistics) if t is not None
+            )
+            new_out, numbers = (out.shape, out.stride()), inputs[form.count :]
+            plan = Plan(forward, capture, new_out, rows, others or None, numbers, present, {})
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
             _plans[key] = plan
