@@ -309,27 +309,27 @@ _backwards: dict[Hashable, dict[Hashable, CachedLaunch]] = {}
 
 def attend_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
     """Launch ``NAME``."""
-    signature = key_of(args[: form.count], (form.name, *args[form.count :]))
-    plan = _plans.get(signature.key)
+    key, addresses, _ = key_of(args[: form.count], (form.name, *args[form.count :]))
+    plan = _plans.get(key)
     if plan is not None:
-        return _run(form, plan, signature.addresses, args[0])
-    return _launch_first(form, signature.key, args)[1]
+        return _run(form, plan, addresses, args[0])
+    return _launch_first(form, key, args)[1]
 
 
 def attend_with_stats_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
     """Launch ``NAME_with_stats``."""
     tensors, sample, numbers = args[: form.count], args[form.count], args[form.count + 1 :]
-    signature = key_of((*tensors, sample), (form.name, "statistics", *numbers))
-    plan = _plans.get(signature.key)
+    key, addresses, _ = key_of((*tensors, sample), (form.name, "statistics", *numbers))
+    plan = _plans.get(key)
     if plan is not None:
-        return _run(form, plan, signature.addresses[: form.count], args[0], sample)
-    return _launch_first(form, signature.key, (*tensors, *numbers), True, sample)[1]
+        return _run(form, plan, addresses[: form.count], args[0], sample)
+    return _launch_first(form, key, (*tensors, *numbers), True, sample)[1]
 
 
 def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
     """Launch ``NAME_backward``."""
     saved, numbers, mask_grad = _parts(form, args)
-    key = key_of(saved, (form.name, "backward", *numbers)).key
+    key, *_ = key_of(saved, (form.name, "backward", *numbers))
     if len(_backwards) >= MAX_CACHED:
         _backwards.clear()
     launches = _backwards.setdefault(key, {})
@@ -531,14 +531,15 @@ def repeat(
         tensors: the operator's, less the seed, which comes last.
         sample: of a call with statistics.
     """
-    plan = _plans.get(signature.key)
+    key, addresses, recorded = signature
+    plan = _plans.get(key)
     if plan is None:
         return None
     first, dropout_p = tensors[0], plan.numbers[form.dropout]
     seed = draw_seed(dropout_p, first.device) if dropout_p else None
-    addresses = [*signature.addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
+    addresses = [*addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
     results = _run(form, plan, addresses, first, sample)
-    if signature.recorded:
+    if recorded:
         tensors = (*tensors, seed)[: plan.present]
         results = Attention.apply(form, plan, plan.numbers, results, *tensors)
     return results if isinstance(results, tuple) else (results,)
@@ -564,7 +565,7 @@ def attend_first(
     if signature is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in call[:3])
     else:
-        backward = signature.recorded
+        *_, backward = signature
     if (library := dispatch.library_of(call, backward)) is not None:
         if library.name == "varlen_attn":
             return sdpa.varlen_attention(call)
@@ -590,8 +591,9 @@ def compute(
             return getattr(ops, form.name).default(*inputs)
         arguments = *inputs[: form.count], sample, *numbers
         return getattr(ops, f"{form.name}_with_stats").default(*arguments)
-    plan, results = _launch_first(form, signature.key, inputs, stats, sample)
-    if signature.recorded:
+    key, _, recorded = signature
+    plan, results = _launch_first(form, key, inputs, stats, sample)
+    if recorded:
         results = Attention.apply(*_arguments(form, plan, results, inputs))
     return results if isinstance(results, tuple) else (results,)
 
