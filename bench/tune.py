@@ -60,7 +60,7 @@ def candidates(kernel: str, case: AttentionCase) -> Iterator[dict[str, int]]:
     if kernel.startswith("hopper"):
         for registers in ({}, {"maxnreg": 128}, {"maxnreg": 168}, {"maxnreg": 255}):
             yield {"num_warps": 4, **registers}
-        if kernel.endswith("backward"):
+        if kernel == "hopper_backward":
             yield {"IN_REGISTERS": True, "num_warps": 4, "maxnreg": 168}
         return
     if kernel.startswith("ampere"):
@@ -90,8 +90,8 @@ def kernels(case: AttentionCase) -> list[str]:
     families = ["warp_multihead"] * in_pairs + ["short"] * (longest <= 512)
     names = [f"{family}_{way}" for family in families for way in ("forward", "backward")]
     in_gluon = 64 < longest <= 1024 and alike
-    gpus = ("hopper", "ampere") * in_gluon
-    names += [f"{gpu}_{way}" for gpu in gpus for way in ("forward", "backward")]
+    names += ["hopper_forward", "hopper_resident_backward", "hopper_backward"] * in_gluon
+    names += ["ampere_forward", "ampere_backward"] * in_gluon
     return names + ["online_forward", "online_backward"] * (longest > 256)
 
 

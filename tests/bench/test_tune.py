@@ -33,7 +33,8 @@ def test_each_case_tries_the_kernels_that_take_it() -> None:
         "warp_multihead_backward",
         *tune.kernels(SHORT),
     ]
-    in_gluon = ["hopper_forward", "hopper_backward", "ampere_forward", "ampere_backward"]
+    on_hopper = ["hopper_forward", "hopper_resident_backward", "hopper_backward"]
+    in_gluon = [*on_hopper, "ampere_forward", "ampere_backward"]
     assert tune.kernels(MIDDLE) == ["short_forward", "short_backward", *in_gluon]
     assert tune.kernels(LONG) == [*in_gluon, "online_forward", "online_backward"]
 

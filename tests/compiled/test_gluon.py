@@ -97,11 +97,24 @@ def run_without_statistics(inputs: Inputs) -> dict[str, Tensor]:
 
 
 RUNS = {"plain": run_without_statistics, "statistics": run_operators}
-WAYS = (
-    ("forward", "fwd", ("plain",)),
-    ("forward_statistics", "fwd", ("statistics",)),
-    ("backward", "bwd", ("plain", "statistics")),
-)
+# The kernels of each way, of which the first that takes a call runs it.
+WAYS = {
+    "hopper": (
+        (("hopper_forward",), ("plain",)),
+        (("hopper_forward_statistics",), ("statistics",)),
+        (("hopper_resident_backward", "hopper_backward"), ("plain", "statistics")),
+    ),
+    "ampere": (
+        (("ampere_forward",), ("plain",)),
+        (("ampere_forward_statistics",), ("statistics",)),
+        (("ampere_backward",), ("plain", "statistics")),
+    ),
+}
+
+
+def function_of(kernel: str) -> str:
+    short = kernel.removesuffix("_statistics").replace("forward", "fwd").replace("backward", "bwd")
+    return f"_{short}_kernel"
 
 
 @pytest.mark.parametrize(("case", "dtype", "gpu"), list(calls()))
@@ -118,11 +131,10 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     wanted = dispatch.features(None, None, query)
-    family = GPUS[gpu]
-    for way, kernel, names in WAYS:
-        tile = dispatch.gluon_tile(f"{family}_{way}", query, query, wanted)
-        for name in names:
-            assert (f"_{family}_{kernel}_kernel" in launched[name]) == (tile is not None)
+    for kernels, runs in WAYS[GPUS[gpu]]:
+        takers = [k for k in kernels if dispatch.gluon_tile(k, query, query, wanted)]
+        for kernel, run in product(kernels, runs):
+            assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
 
 
 def short_calls() -> Iterator[Any]:
@@ -155,23 +167,30 @@ def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
         assert found.tolist() == [False, True, False, False], name
 
 
-@pytest.mark.parametrize("gpu", [80, 90])
-def test_what_a_large_log_sum_exp_lost_is_put_right(gpu: int) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "dim", "kernel"),
+    [
+        (80, 64, "_ampere_bwd_kernel"),
+        (90, 64, "_hopper_resident_bwd_kernel"),
+        (90, 128, "_hopper_bwd_kernel"),
+    ],
+)
+def test_what_a_large_log_sum_exp_lost_is_put_right(gpu: int, dim: int, kernel: str) -> None:
     """Scores of millions, exact in float32; beside them the log of a sum is rounded away."""
     torch.manual_seed(0)
-    shape = 1, 197, 2, 64
+    shape = 1, 197, 2, dim
     query, key, value, grad = (torch.randn(shape).transpose(1, 2) for _ in range(4))
     for t in (query, key):
         t.mul_(2).round_()[..., 0] = 2048
     inputs = [t.to(BF16).requires_grad_() for t in (query, key, value)]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    p = (exact[0] @ exact[1].mT / 8).softmax(-1)
+    p = (exact[0] @ exact[1].mT * dim**-0.5).softmax(-1)
     (p @ exact[2]).backward(grad.to(BF16).double())
     with executing(gpu) as executions:
         on_gpu = [t.detach().cuda().requires_grad_() for t in inputs]
         attention(*on_gpu).backward(grad.to(BF16).cuda())
     check_findings(executions)
-    assert executions[-1].name == f"_{GPUS[gpu]}_bwd_kernel"
+    assert executions[-1].name == kernel
     expected, actual = exact[2].grad, on_gpu[2].grad
     assert expected is not None
     assert actual is not None

@@ -60,8 +60,10 @@ def test_masks_dropout_and_shared_keys_on_hopper(
     names = {execution.name for execution in executions}
     no_rule = name == "wide" and run == "statistics"
     assert ("_hopper_fwd_kernel" in names) == (not no_rule)
-    fenced = _gluon.KEEPS_FENCES or ON_HOPPER[name].dropout_p == 0
-    assert ("_hopper_bwd_kernel" in names) == (name != "shared" and fenced)
+    dropout = ON_HOPPER[name].dropout_p > 0
+    assert ("_hopper_resident_bwd_kernel" in names) == (not dropout)
+    fenced_dropout = dropout and _gluon.KEEPS_FENCES
+    assert ("_hopper_bwd_kernel" in names) == (name != "shared" and fenced_dropout)
 
 
 ON_AMPERE = {
@@ -80,6 +82,7 @@ ON_AMPERE = {
     ),
     "shared key heads": AttentionTestCase("shared key heads", 1, 4, 2, 197, 197, 64),
 }
+BACKWARDS = {80: "_ampere_bwd_kernel", 90: "_hopper_resident_bwd_kernel"}
 CHOSEN_ON_AMPERE = {
     ("additive mask", BF16, 80),
     ("additive mask, lengths", HALF, 86),
@@ -111,7 +114,7 @@ def test_masks_dropout_and_shared_key_heads_on_ampere(
         assert expected <= {execution.name for execution in executions}
 
 
-@pytest.mark.parametrize("gpu", [80, 90])
+@pytest.mark.parametrize("gpu", BACKWARDS)
 @pytest.mark.parametrize("number", [-1e9, -1e30])
 def test_a_row_may_be_hidden_by_large_numbers(
     gpu: int, number: float, monkeypatch: pytest.MonkeyPatch
@@ -131,22 +134,23 @@ def test_a_row_may_be_hidden_by_large_numbers(
     check_findings(executions)
     forward, backward = (execution.name for execution in executions)
     assert forward == f"_{GPUS[gpu]}_fwd_kernel"
-    assert backward == f"_{GPUS[gpu]}_bwd_kernel"
+    assert backward == BACKWARDS[gpu]
 
 
+@pytest.mark.parametrize("gpu", BACKWARDS)
 @pytest.mark.parametrize("tokens", [100, 197])
-def test_an_additive_mask_gets_its_gradient(tokens: int) -> None:
+def test_an_additive_mask_gets_its_gradient(tokens: int, gpu: int) -> None:
     case = ON_AMPERE["additive mask"]._replace(rows=tokens, cols=tokens)
     inputs = OPERATORS["attention"].make_inputs(case, BF16)
     assert inputs.attn_mask is not None
     exact = [t.detach().double().requires_grad_() for t in (*inputs[:3], inputs.attn_mask)]
     p = (exact[0] @ exact[1].mT * inputs.scale + exact[3]).softmax(-1)
     (p @ exact[2]).backward(inputs.grad.double())
-    with executing(80) as executions:
+    with executing(gpu) as executions:
         tensors = [t.detach().cuda().requires_grad_() for t in (*inputs[:3], inputs.attn_mask)]
         attention(*tensors[:3], attn_mask=tensors[3]).backward(inputs.grad.cuda())
     check_findings(executions)
-    assert executions[-1].name == "_ampere_bwd_kernel"
+    assert executions[-1].name == BACKWARDS[gpu]
     expected, actual = exact[3].grad, tensors[3].grad
     assert expected is not None
     assert actual is not None

@@ -31,7 +31,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize(
     ("gpu", "forward", "backward"),
     [
-        (90, "hopper_forward", "hopper_backward"),
+        (90, "hopper_forward", "hopper_resident_backward"),
         (80, "ampere_forward", "ampere_backward"),
         (86, "ampere_forward", "ampere_backward"),
         (120, "ampere_forward", "ampere_backward"),

@@ -63,11 +63,9 @@ TILES = Tiles(
     "hopper_backward",
     rule(dim=16, tokens=1024),
     rule(dim=16, tokens=1024, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=32, tokens=256, maxnreg=128),
     rule(dim=32, tokens=256, takes=("dropout",), maxnreg=168),
     rule(dim=32, tokens=512, IN_REGISTERS=True, maxnreg=168),
     rule(dim=32, tokens=768, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=64, tokens=208, maxnreg=168),
     rule(dim=64, tokens=640, takes=("padded_dim",), maxnreg=255),
     rule(dim=64, tokens=512, takes=("dropout", "mask", "padded_dim"), maxnreg=255),
     rule(dim=128, tokens=320, takes=("dropout", "padded_dim"), maxnreg=255),
@@ -346,7 +344,7 @@ def _hopper_bwd_kernel(
             s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
             p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
-            dp_t, weight = dropped(dp_t, p_t, dropout, queries, keys)
+            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
             # By turns: the warps meet once before one of the two is written again.
@@ -408,22 +406,22 @@ def _hopper_bwd_kernel(
         start = 0
         if CAUSAL:
             start = tile + 1
-            dk, dv, _ = keys_step(
+            dk, dv = keys_step(
                 dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
                 True,
-            )  # fmt: skip
+            )[:2]  # fmt: skip
         for i in range(start, full):
-            dk, dv, _ = keys_step(
+            dk, dv = keys_step(
                 dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
                 deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )  # fmt: skip
+            )[:2]  # fmt: skip
         if T > 0:
-            dk, dv, ds = keys_step(
+            dk, dv = keys_step(
                 dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
                 deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
                 LEFT, False,
-            )  # fmt: skip
+            )[:2]  # fmt: skip
         if seed_ptr is not None:
             dv *= keep_scale
         if HIDES:
@@ -452,16 +450,16 @@ def arguments_of_backward(
     others: dict[str, Tensor],
     max_log_sum: Tensor,
     ds: Tensor | None,
+    *,
+    tails: bool,
 ) -> dict[str, Any]:
-    """Return the arguments by name of a kernel whose programs own a head of whole tiles and a tail.
+    """Return the arguments by name of a kernel whose programs own a head.
 
-    ``others`` are as ``arguments_of`` takes them.
+    ``others`` are as ``arguments_of`` takes them. Without ``tails`` all tokens are in whole tiles.
     """
     tokens = call.query.shape[2]
     dim = (arguments := arguments_of(kernel, call, others))["BLOCK_D"]
-    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
-    crowded = ds is not None and 'resident' not in str(kernel.fn.__name__) or sum(t is not None for t in (call.attn_mask, call.seed)) + dim // 128 > 1
-    full, tail = tiles_and_tail(tokens, ()) if crowded else hopper_tiles_and_tail(tokens, dim)
+    full, tail = hopper_tiles_and_tail(tokens, dim) if tails else tiles_and_tail(tokens, ())
     return arguments | dict(
         **tile.arguments,
         max_log_sum_ptr=max_log_sum,
@@ -485,8 +483,12 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
-    batch, heads, *_ = call.query.shape
+    batch, heads, _, dim = call.query.shape
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    arguments = arguments_of_backward(_hopper_bwd_kernel, tile, call, others, max_log_sum, ds)
+    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
+    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + (dim > 64) > 1
+    arguments = arguments_of_backward(
+        _hopper_bwd_kernel, tile, call, others, max_log_sum, ds, tails=not crowded
+    )
     arguments["IN_REGISTERS"] = tile.constexprs.get("IN_REGISTERS", False) and not arguments["T"]
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

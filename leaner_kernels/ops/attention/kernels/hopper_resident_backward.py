@@ -3,9 +3,9 @@
 Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). A program
 owns a head and copies each of the four into shared memory once: no loop waits for memory, and delta
 = sum(dO O) takes dO from there. The steps are those of hopper_backward.py. The first pass, over
-tiles of rows, gives dQ, the second, over tiles of keys, dK and dV; dQ, dK and dV of a tail, turned
-(D, T), are summed on the way from the scores that the passes compute anyway. Every element is
-written once, without atomics: the result is bitwise deterministic.
+tiles of rows, computes dQ; the second, over tiles of keys, dK and dV. dQ, dK and dV of a tail,
+turned (D, T), are summed on the way from the scores that the passes compute anyway. Every element
+is written once, without atomics: the result is bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -32,7 +32,6 @@ from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call
 from .gluon_tiles import (
-    dropped,
     exponents_of,
     here,
     left_rows,
@@ -48,17 +47,22 @@ from .gluon_tiles import (
 )
 from .hopper_backward import arguments_of_backward, keys_step, rows_step, start_products
 
+# For as many rows as keys. Up to these lengths two programs or more fit on an SM.
 TILES = Tiles(
     "hopper_resident_backward",
     rule(dim=32, tokens=128, maxnreg=128),
-    rule(dim=64, tokens=208, maxnreg=255),
+    rule(dim=32, tokens=256, takes=("mask",), maxnreg=168),
+    rule(dim=64, tokens=208, takes=("mask", "padded_dim"), maxnreg=255),
     num_warps=4,
 )
 
 
 @gluon.jit
 def _fetch(shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to copy rows in one piece: Triton 3.6 puts a barrier between the slices of a copy."""
+    """Start to copy rows in one piece: Triton 3.6 puts a barrier between the slices of a copy.
+
+    With MASK, zeros from ``end`` on.
+    """
     WIDTH: gl.constexpr = shared.shape[1]
     rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -82,29 +86,23 @@ def _load_rows(
 
 
 @gluon.jit
-def _describe_rows(do_rows, loaded):
-    """Return dO of rows by what their log-sum-exp has lost, that, and delta = sum(dO O)."""
+def _describe_rows(do_rows, lses, deltas, loaded):
+    """Write the log-sum-exp and delta = sum(dO O) of rows, and dO times what the former lost."""
     out, lse, lost = loaded
     do = do_rows.load(out.type.layout).to(gl.float32) * lost[:, None]
-    return do.to(do_rows.dtype), lse, gl.sum(do * out.to(gl.float32), 1)
-
-
-@gluon.jit
-def _store_rows(described, do_rows, lses, deltas):
-    do, lse, delta = described
-    do_rows.store(do)
+    do_rows.store(do.to(do_rows.dtype))
     lses.store(lse)
-    deltas.store(delta)
+    deltas.store(gl.sum(do * out.to(gl.float32), 1))
 
 
 @gluon.jit
 def _put(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, STORE: gl.constexpr):
-    """Store a tile of rows, exchanged within warps: 16 bytes a thread."""
+    """Store a tile of rows, 16 bytes a thread: they are exchanged within warps."""
     x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), STORE)
     put_own(view, x, start, end, D, MASK, STORE)
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+@gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
     q_view,
     k_view,
@@ -121,10 +119,7 @@ def _hopper_resident_bwd_kernel(
     full,
     scale,
     mask_view,
-    seed_ptr,
     ds_ptr,
-    keep_scale,
-    threshold,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FULL: gl.constexpr,
@@ -142,15 +137,16 @@ def _hopper_resident_bwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    FIRST: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0]]
-    WHOLE: gl.constexpr = [[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]]
-    STORE: gl.constexpr = gl.DistributedLinearLayout(
-        FIRST if BLOCK_D == 32 else WHOLE,
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, BLOCK_D],
-    )
+    # As BLOCKED, but the rows of each warp are those that it has of a product.
+    EIGHT: gl.constexpr = [[0, 1], [0, 2], [0, 4]]
+    ROWS_OF_WARPS: gl.constexpr = [[16, 0], [32, 0]]
+    if BLOCK_D == 16:
+        THREADS: gl.constexpr = [[0, 8], [1, 0], [2, 0], [4, 0], [8, 0]]
+        OWN: gl.constexpr = EIGHT
+    else:
+        THREADS: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+        OWN: gl.constexpr = EIGHT + ([[8, 0]] if BLOCK_D == 32 else [[8, 0], [0, 32]])
+    STORE: gl.constexpr = gl.DistributedLinearLayout(OWN, THREADS, ROWS_OF_WARPS, [], [64, BLOCK_D])
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
@@ -158,15 +154,8 @@ def _hopper_resident_bwd_kernel(
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = seed_ptr, threshold, head, keep_scale
+    dropout = (None,)  # is left to hopper_backward.py
     mask = mask_view, scale
-    if seed_ptr is not None:
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
-        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
-        if lengths_ptr is not None:
-            for n in range(full * full):  # the first pass does not visit all
-                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -177,7 +166,7 @@ def _hopper_resident_bwd_kernel(
     limit = number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
 
-    # dO is copied first: delta is computed while Q, K and V are on their way.
+    # dO is copied first, and O loaded: delta is computed while Q, K and V are on their way.
     for n in gl.static_range(FULL):
         _fetch(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
     if T > 0:
@@ -210,20 +199,17 @@ def _hopper_resident_bwd_kernel(
         _fetch(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
         _fetch(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
-    wait_copies(1)
+    wait_copies(1)  # for dO
     barrier()
-    described = ()
-    for n in gl.static_range(FULL):
-        described = described + (_describe_rows(dos.index(n), loaded[n]),)  # noqa: RUF005
     if T > 0:
         lse_tail, delta_tail = lses.index(FULL).slice(0, T), deltas.index(FULL).slice(0, T)
-        _store_rows(_describe_rows(do_tail, loaded[FULL]), do_tail, lse_tail, delta_tail)
+        _describe_rows(do_tail, lse_tail, delta_tail, loaded[FULL])
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
     for n in gl.static_range(FULL):
-        _store_rows(described[n], dos.index(n), lses.index(n), deltas.index(n))
+        _describe_rows(dos.index(n), lses.index(n), deltas.index(n), loaded[n])
     wait_copies(0)
     fence_async_shared()
     barrier()
@@ -242,11 +228,10 @@ def _hopper_resident_bwd_kernel(
             p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
             p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
-            dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = p * (dp - gl.convert_layout(delta, TAIL))
             store_ds(ds_ptr, ds, queries, keys, N)
             ds = ds.to(DTYPE)
-            p_tail.store(weight.to(DTYPE))
+            p_tail.store(p.to(DTYPE))
             ds_tail.store(ds)
             dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
             fence_async_shared()
@@ -267,7 +252,7 @@ def _hopper_resident_bwd_kernel(
                     limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            barrier()  # P and dS of the tail were read
+            barrier()  # all warps are done with P and dS of the tail
         _put(dq_view, dq * scale, first, N, D, RAGGED, STORE)
 
     for tile in range(0, full):
@@ -294,17 +279,15 @@ def _hopper_resident_bwd_kernel(
         start = 0
         if CAUSAL:
             start = tile + 1
-            dk, dv, _ = keys_step(
+            dk, dv = keys_step(
                 dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT, True,
-            )  # fmt: skip
+            )[:2]  # fmt: skip
         for i in range(start, full):
-            dk, dv, _ = keys_step(
+            dk, dv = keys_step(
                 dk, dv, k, v, qs.index(i), dos.index(i), zero, lses.index(i), deltas.index(i),
                 first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )  # fmt: skip
-        if seed_ptr is not None:
-            dv *= keep_scale
+            )[:2]  # fmt: skip
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
@@ -312,7 +295,7 @@ def _hopper_resident_bwd_kernel(
         _put(dv_view, dv, first, N, D, RAGGED, STORE)
 
     if T > 0:
-        # The tail's keys with the tail's rows.
+        # The tail's keys with the tail's rows. A left operand of 64 rows comes from registers.
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
         k_tile = left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
         v_tile = left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
@@ -324,8 +307,7 @@ def _hopper_resident_bwd_kernel(
         p = gl.exp2(exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
         p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
         dp = warpgroup_mma_wait(0, [dp])
-        dp, weight = dropped(dp, p, dropout, queries, keys)
-        p_tail.store(weight.to(DTYPE))
+        p_tail.store(p.to(DTYPE))
         ds = p * (dp - delta_tail.load(COLS_T)[None, :])
         store_ds(ds_ptr, ds, queries, keys, N)
         ds_tail.store(ds.to(DTYPE))
@@ -338,8 +320,6 @@ def _hopper_resident_bwd_kernel(
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
         put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
         put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
-        if seed_ptr is not None:
-            dv_t *= keep_scale
         put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
 
 
@@ -357,7 +337,7 @@ def prepare(
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     arguments = arguments_of_backward(
-        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds
+        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds, tails=True
     )
     batch, heads, *_ = call.query.shape
     return Launch(_hopper_resident_bwd_kernel, (heads, batch), arguments)
