@@ -160,7 +160,8 @@ def test_every_rule_fits_its_gpus(
     family = re.split("_(?=forward|backward)", kernel)[0]
     kind = kernel.removeprefix(f"{family}_")
     # A kernel in Gluon comes before others, which calls that it does not take still get.
-    monkeypatch.setattr(_gluon, "AVAILABLE", family in ("hopper", "ampere", "warp_multihead"))
+    of_gluon = "hopper", "hopper_resident", "ampere", "warp_multihead"
+    monkeypatch.setattr(_gluon, "AVAILABLE", family in of_gluon)
     monkeypatch.setattr(_gluon, "KEEPS_FENCES", True)
     kind = {"forward_statistics": "statistics"}.get(kind, kind)
     flavour, dim = flavour_of(row, block_dim)
@@ -170,7 +171,7 @@ def test_every_rule_fits_its_gpus(
     if "varlen" in row.takes:
         ragged = flavour._replace(lengths=False, ragged=True)
         launches += ragged.call(dim).launches(gpu)[kind]
-    if family in ("hopper", "ampere"):
+    if family in ("hopper", "hopper_resident", "ampere"):
         # A few tokens after whole tiles of 64 are a tail, of which 16 and 32 are the sizes.
         shorter = flavour._replace(tokens=(row.tokens - 48))
         launches += shorter.call(dim).launches(gpu)[kind]

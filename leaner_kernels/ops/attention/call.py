@@ -213,9 +213,9 @@ def view_of(name: str, t: Tensor) -> View:
 TILE = 64  # rows of a product
 
 
-def hopper_tiles_and_tail(tokens: int, block_dim: int) -> tuple[int, int]:
-    """Return ``tiles_and_tail``; a tail's product has a row for each dimension, 64 at least."""
-    return tiles_and_tail(tokens, (16, 32) if block_dim >= TILE else ())
+def hopper_tails(block_dim: int) -> tuple[int, ...]:
+    """Return the sizes of tails: their products have a row for each dimension, 64 at least."""
+    return (16, 32) if block_dim >= TILE else ()
 
 
 def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:

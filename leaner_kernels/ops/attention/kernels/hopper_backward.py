@@ -29,9 +29,9 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, block_dim, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, hopper_tiles_and_tail, tiles_and_tail
+from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     correct,
     dropped,
@@ -450,17 +450,15 @@ def arguments_of_backward(
     others: dict[str, Tensor],
     max_log_sum: Tensor,
     ds: Tensor | None,
-    *,
-    tails: bool,
+    tails: tuple[int, ...],
 ) -> dict[str, Any]:
     """Return the arguments by name of a kernel whose programs own a head.
 
-    ``others`` are as ``arguments_of`` takes them. Without ``tails`` all tokens are in whole tiles.
+    ``others`` are as ``arguments_of`` takes them, ``tails`` as ``tiles_and_tail`` does.
     """
     tokens = call.query.shape[2]
-    dim = (arguments := arguments_of(kernel, call, others))["BLOCK_D"]
-    full, tail = hopper_tiles_and_tail(tokens, dim) if tails else tiles_and_tail(tokens, ())
-    return arguments | dict(
+    full, tail = tiles_and_tail(tokens, tails)
+    return arguments_of(kernel, call, others) | dict(
         **tile.arguments,
         max_log_sum_ptr=max_log_sum,
         ds_ptr=ds,
@@ -484,11 +482,13 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, _, dim = call.query.shape
+    width = block_dim(dim)
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
-    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + (dim > 64) > 1
+    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + width // 128 > 1
+    tails = () if crowded else hopper_tails(width)
     arguments = arguments_of_backward(
-        _hopper_bwd_kernel, tile, call, others, max_log_sum, ds, tails=not crowded
+        _hopper_bwd_kernel, tile, call, others, max_log_sum, ds, tails
     )
     arguments["IN_REGISTERS"] = tile.constexprs.get("IN_REGISTERS", False) and not arguments["T"]
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

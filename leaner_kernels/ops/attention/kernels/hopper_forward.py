@@ -27,7 +27,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, hopper_tiles_and_tail
+from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     add_sums,
     divisor_of,
@@ -436,7 +436,7 @@ def prepare(
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
-    full, tail = hopper_tiles_and_tail(tokens, arguments["BLOCK_D"])
+    full, tail = tiles_and_tail(tokens, hopper_tails(arguments["BLOCK_D"]))
     paired = tile.constexprs.get("PAIRED", False)
     arguments |= dict(
         **tile.options,

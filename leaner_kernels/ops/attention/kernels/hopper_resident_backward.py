@@ -28,9 +28,9 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, block_dim, rule
 from ..._triton import LOG2_E
-from ..call import Call
+from ..call import Call, hopper_tails
 from .gluon_tiles import (
     exponents_of,
     here,
@@ -51,7 +51,7 @@ from .hopper_backward import arguments_of_backward, keys_step, rows_step, start_
 TILES = Tiles(
     "hopper_resident_backward",
     rule(dim=32, tokens=128, maxnreg=128),
-    rule(dim=32, tokens=256, takes=("mask",), maxnreg=168),
+    rule(dim=32, tokens=256, takes=("mask",), maxnreg=255),
     rule(dim=64, tokens=208, takes=("mask", "padded_dim"), maxnreg=255),
     num_warps=4,
 )
@@ -336,8 +336,11 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    batch, heads, _, dim = call.query.shape
+    tails = hopper_tails(block_dim(dim))
+    if call.attn_mask is not None:
+        tails = tails[:1]  # beside a mask a tail of 32 spills
     arguments = arguments_of_backward(
-        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds, tails=True
+        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds, tails
     )
-    batch, heads, *_ = call.query.shape
     return Launch(_hopper_resident_bwd_kernel, (heads, batch), arguments)
