@@ -365,8 +365,8 @@ def _one_mask(
 ) -> tuple[Tensor | None, bool]:
     """Return one mask as ``attention`` takes it (True is visible) or None, and ``is_causal``.
 
-    The masks are as in ``forward``; ``attn_mask`` is not read where ``is_causal`` is set and there
-    is no padding. ``scores`` is (B, H, N, M) without the keys ``appended``, which every row sees.
+    ``attn_mask`` is not read where ``is_causal`` is set and there is no padding. ``scores`` is (B,
+    H, N, M) without the keys ``appended``, which every row sees.
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:

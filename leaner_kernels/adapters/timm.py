@@ -250,10 +250,10 @@ class _ChannelAttention(_TimmCapturing):
 
 
 class _WindowedAttention(_TimmCapturing):
-    """Attention that is called on windows, (B * windows, N, dim), those of a map side by side.
+    """Attention on windows, (B * windows, N, dim), those of a map side by side.
 
-    A captured batch entry is a map, as elsewhere, where the block around is a ``_WindowBlock``,
-    which sets ``map_size``; else it is a window.
+    A captured batch entry is a map where a ``_WindowBlock`` around sets ``map_size``, else a
+    window.
     """
 
     attends = "windows"

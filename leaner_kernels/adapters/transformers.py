@@ -306,11 +306,7 @@ def _fallback_reason(
     position_bias: Tensor | None,
     s_aux: Tensor | None,
 ) -> tuple[str | None, bool]:
-    """Return why a call falls back from ``attention``, or None; and whether to the eager function.
-
-    Raises:
-        ValueError: there is no eager function, or it does not read what the module writes.
-    """
+    """Return why a call falls back, or None; and whether to the eager function."""
     given = _counted(module, keywords)
     _refuse(module, {n: v for n, v in given.items() if keyword_use(type(module), n) == "other"})
     # Our softcap is of the products alone.

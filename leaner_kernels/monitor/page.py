@@ -75,11 +75,10 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass
 class Run:
-    """What a page shows of a run, of a long one not every step: its files, in the order of steps.
+    """What a page shows of a run: its files in the order of steps, of a long one not every step.
 
-    Attributes:
-        steps: about how many steps each file has of which some were left out, by its name.
-        damaged: how many damaged lines were met in each file, by its path.
+    ``steps`` has about how many steps a file has of which some were left out, by its name;
+    ``damaged`` how many damaged lines were met, by path.
     """
 
     name: str
@@ -169,11 +168,7 @@ def _read_runs(given: list[Path | Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a page shows of a run: of a long one evenly spaced steps, and every evaluation.
-
-    Raises:
-        ValueError: the folder does not exist, or has no rows.
-    """
+    """Read what a page shows of a run: evenly spaced steps of a long one, and every evaluation."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
     rows: dict[str, Any] = {}

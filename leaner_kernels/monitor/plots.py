@@ -186,10 +186,7 @@ def gaussian_lines(rows: Sequence[Row]) -> list[dict[int, float]]:
 
 
 def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
-    """Return the newest step that has norms of heads, and those of each layer by short name.
-
-    A norm that is not finite is nan.
-    """
+    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
     known = [row for row in rows if row.get("head_norms")]
     step = max((row["step"] for row in known), default=0)
     known = [row for row in known if row["step"] == step]
@@ -203,8 +200,7 @@ def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
     """Return the layers in their order, each with its name less what all names have alike.
 
-    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1": the part that stands
-    before what differs stays.
+    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
     """
     parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
     if len(parts) < 2:

@@ -21,14 +21,7 @@ from .transforms import BATCH, Products
 
 
 class Shapes(NamedTuple):
-    """Shapes of what an operator returns.
-
-    Attributes:
-        out: of the output, which has the dtype of the first input.
-        lse: of the log-sum-exp of each softmax row, float32.
-        per_head: (B, H), of each statistic.
-        heads: (tokens, H * D), of one captured sample.
-    """
+    """Shapes of an output, lse, statistics (B, H), and heads (tokens, H * D) of one sample."""
 
     out: tuple[int, ...]
     lse: tuple[int, ...]
@@ -45,9 +38,7 @@ class Operator:
         numbers: its numbers, as in a schema.
         gradients: what its backward returns, as in a schema: ``dNAME`` of an input.
         differentiable: how many inputs may have a gradient.
-        axes: as in ``transforms.Declaration``, and so are the next two.
-        fold: as there.
-        loop: as there.
+        axes: as in ``transforms.Declaration``, and so are ``fold`` and ``loop``.
         cast: how many inputs a region of autocast casts.
     """
 

@@ -369,15 +369,9 @@ def invert_forward(
 ) -> tuple[Tensor, Tensor]:
     """Return (core, max2): Z (K3 V), (B, H, M, D), and the largest scaled score of K2, (B, H).
 
-    Args:
-        q_land: (B, H, M, D) float32, contiguous, and so are the others.
-        k_land: as ``q_land``.
-        k3v: as ``q_land``.
-        scale: multiplies the scores.
-        iterations: of the pseudo-inverse.
-        whole_batch: the first iterate is divided by the largest column sum of all matrices, not
-            of each.
-        dtype: of the operator's inputs.
+    The tensors are (B, H, M, D) float32, contiguous; ``dtype`` is that of the operator's inputs.
+    With ``whole_batch`` the first iterate is divided by the largest column sum of all matrices, not
+    of each.
     """
     batch, heads, landmarks, _ = q_land.shape
     if whole_batch or landmarks > MAX_FUSED:

@@ -50,15 +50,7 @@ IN_FLIGHT = 2048
 
 
 class Landmarks(NamedTuple):
-    """What the forward makes, float32 and contiguous.
-
-    Attributes:
-        q_land: (B, H, M, D), means of the queries of each segment.
-        k_land: (B, H, M, D), of the keys.
-        k3v: (B, H, M, D), K3 V.
-        lse: (B, H, M), log-sum-exp of the rows of K3's scores, in nats.
-        largest: (B, H, M), the largest visible score of each row.
-    """
+    """What the forward makes, float32 and contiguous; lse and largest are of K3's scores."""
 
     q_land: Tensor
     k_land: Tensor

@@ -361,16 +361,10 @@ def output_forward(
 ) -> None:
     """Write ``out = K1 core`` and the log-sum-exp of K1's rows.
 
-    Args:
-        query: (B, H, N, D), float32, float16 or bfloat16, any strides with a contiguous last axis.
-        k_land: (B, H, M, D) float32, contiguous.
-        core: (B, H, M, D) float32, contiguous: Z (K3 V).
-        out: (B, H, N, D) in the dtype of query, any strides with a contiguous last axis, written.
-        lse: (B, H, N) float32, contiguous, written.
-        key_lengths: (B,) int32, contiguous, or None; queries at or past a length count as zeros.
-        scale: multiplies the scores.
-        stats: (statistics, B, H) float32, written; the largest score is of K1's alone: the caller
-            takes the maximum with the other two softmaxes.
+    ``query`` and ``out`` are (B, H, N, D) with a contiguous last axis, ``k_land`` and ``core``,
+    which is Z (K3 V), (B, H, M, D) float32, ``lse`` (B, H, N) float32, ``key_lengths`` (B,) int32,
+    all contiguous. Queries at or past a length count as zeros. The largest score in ``stats``
+    (statistics, B, H) is of K1's alone: the caller takes the maximum with the other two softmaxes.
     """
     tile = _tile(TILES, query, k_land)
     batch, heads, tokens, _ = query.shape
@@ -439,12 +433,9 @@ def output_backward_landmarks(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (dk_land, dcore, delta): what comes through K1. The first launch of the backward.
 
-    ``grad`` is (B, H, N, D) in the dtype of query; the others are as in ``output_forward``.
-
-    Returns:
-        dk_land (B, H, M, D) float32 contiguous, through K1 only; dcore (B, H, M, D) float32
-        contiguous; delta (B, H, N) float32, the sums over a row of P * dP, or None where one tile
-        holds all landmarks: ``output_backward_query`` takes it.
+    dk_land and dcore are (B, H, M, D) float32, contiguous; delta (B, H, N) float32 has the sums
+    over a row of P * dP, and is None where one tile holds all landmarks: ``output_backward_query``
+    takes it.
     """
     batch, heads, tokens, dim = query.shape
     landmarks = k_land.shape[2]
