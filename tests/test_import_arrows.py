@@ -44,7 +44,7 @@ MAY_IMPORT_SHARED = {
     "ops._launch_cache": {"ops._checks"},
     "ops.dispatcher": {"ops._checks", "ops._launch_cache"},
     "ops.operator": {
-        *("ops._checks", "ops._launch_cache", "ops.dispatcher"),
+        *("ops._checks", "ops.dispatcher"),
         *("ops.statistics", "ops.transforms"),
     },
     "ops.sharding": {"ops._checks", "ops.transforms"},
