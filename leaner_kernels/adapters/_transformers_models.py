@@ -251,20 +251,15 @@ def dispatches(module: nn.Module) -> bool:
 @cache
 def _dispatching_methods(cls: type) -> tuple[FunctionType, ...]:
     """Return the methods of a class that call ``get_interface`` of an ``AttentionInterface``."""
-    return tuple(function for function in _methods(cls) if _calls_get_interface(function))
-
-
-def _methods(cls: type) -> Iterator[FunctionType]:
-    for base in cls.__mro__:
-        if base not in (nn.Module, PreTrainedModel):
-            methods = (inspect.unwrap(m) for m in vars(base).values() if callable(m))
-            yield from (method for method in methods if isinstance(method, FunctionType))
-
-
-def _calls_get_interface(function: FunctionType) -> bool:
-    names = function.__code__.co_names
-    found = (function.__globals__.get(name) for name in names)
-    return "get_interface" in names and any(isinstance(f, AttentionInterface) for f in found)
+    bases = (base for base in cls.__mro__ if base not in (nn.Module, PreTrainedModel))
+    values = (value for base in bases for value in vars(base).values() if callable(value))
+    methods = (m for m in map(inspect.unwrap, values) if isinstance(m, FunctionType))
+    return tuple(
+        method
+        for method in methods
+        if "get_interface" in (names := method.__code__.co_names)
+        and any(isinstance(method.__globals__.get(n), AttentionInterface) for n in names)
+    )
 
 
 @cache
