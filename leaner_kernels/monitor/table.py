@@ -81,11 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also how correlated and isotropic the heads are, which explains a high κ",
     )
-    for name, text in (
-        ("--json", "write the rows, as JSON lines"),
-        ("--plot", "draw κ over layers: png, svg, pdf"),
-    ):
-        parser.add_argument(name, type=as_path, metavar="FILE", help=text)
+    to_file: Any = {"type": as_path, "metavar": "FILE"}
+    parser.add_argument("--json", **to_file, help="write the rows, as JSON lines")
+    parser.add_argument("--plot", **to_file, help="draw κ over layers: png, svg, pdf")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -112,10 +110,6 @@ def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
 def _number(value: float | None) -> str:
     if value is None:
         return "–"
-    return (
-        str(value)
-        if isinstance(value, int)
-        else f"{value:,.0f}"
-        if value >= 1e3
-        else f"{value:.3g}"
-    )
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.3g}"
