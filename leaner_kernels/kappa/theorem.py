@@ -207,16 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Condition number of Gaussian heads against theorem 3.2 of arXiv:2505.20802.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=197, help="rows N of each head")
-    parser.add_argument("--head-dim", type=int, default=64, help="width d of the widened heads")
-    parser.add_argument(
-        "--heads", type=_counts, default=[1, 2, 3, 4, 6, 8, 12, 16, 18], help="counts, with commas"
-    )
-    parser.add_argument("--seeds", type=int, default=32, help="draws for each row")
-    parser.add_argument("--split-width", type=int, default=768, help="fixed width that is divided")
-    parser.add_argument("--device", default="cpu", help="where kappa is computed")
-    parser.add_argument("--out", type=Path, help="PNG to draw")
-    parser.add_argument("--json", action="store_true", help="a JSON list of rows, no table")
+    add, heads = parser.add_argument, [1, 2, 3, 4, 6, 8, 12, 16, 18]
+    add("--tokens", type=int, default=197, help="rows N of each head")
+    add("--head-dim", type=int, default=64, help="width d of the widened heads")
+    add("--heads", type=_counts, default=heads, help="counts, with commas")
+    add("--seeds", type=int, default=32, help="draws for each row")
+    add("--split-width", type=int, default=768, help="fixed width that is divided")
+    add("--device", default="cpu", help="where kappa is computed")
+    add("--out", type=Path, help="PNG to draw")
+    add("--json", action="store_true", help="a JSON list of rows, no table")
     given = parser.parse_args(arguments)
     try:
         device = torch.device(given.device)
@@ -235,16 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw(rows, given.tokens, given.out)
     if given.json:
         # JSON has no infinity.
-        values = ({k: _json(v) for k, v in row._asdict().items()} for row in rows)
-        sys.stdout.write(json.dumps(list(values), indent=1) + "\n")
+        named = (row._asdict().items() for row in rows)
+        values = [{k: None if v == math.inf else v for k, v in pairs} for pairs in named]
+        sys.stdout.write(json.dumps(values, indent=1) + "\n")
     else:
-        sys.stdout.writelines(
-            line.rstrip() + "\n" for line in table(rows, given.tokens, given.seeds)
-        )
-
-
-def _json(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        lines = table(rows, given.tokens, given.seeds)
+        sys.stdout.writelines(line.rstrip() + "\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -67,16 +67,13 @@ def plot(
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    if over == "layers":
-        _draw_layers(figure, rows, steps)
-    else:
-        _DRAW[over](figure, rows)
+    _DRAW[over](figure, rows, steps)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
+def _draw_steps(figure: "Figure", rows: list[Row], _: Any) -> None:
     from matplotlib import colormaps
 
     axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
@@ -114,7 +111,7 @@ def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None)
     _legend(figure, axes)
 
 
-def _draw_heads(figure: "Figure", rows: list[Row]) -> None:
+def _draw_heads(figure: "Figure", rows: list[Row], _: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     step, norms = head_norms(rows)
