@@ -184,8 +184,8 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
                 f"{name or 'the model'} was wrapped since it was swapped, as "
                 f"{type(modules[name]).__name__}: unwrap it before undo"
             )
-    for name, origin in origins.items():
-        _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
+    for name in origins:
+        _restore_one(modules[name])
 
 
 def fx_leaf(module: nn.Module, *args: Any) -> Any:
@@ -201,9 +201,8 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     reason = rule.refuse(module)
     if reason is not None:
         return reason
-    before = dict(vars(module))
+    before, failed = dict(vars(module)), None
     module.__class__ = rule.new_class
-    failed = None
     try:
         rule.prepare(module)
     except (AttributeError, ValueError) as error:
@@ -212,21 +211,19 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     after = vars(module)
     added = tuple(name for name in after if name not in before)
     replaced = {name: old for name, old in before.items() if after.get(name) is not old}
-    if failed is not None:
-        _restore_one(module, rule.cls, added, replaced)
-        return failed
     after[_ORIGIN] = Origin(rule.cls, rule.new_class, added, replaced)
-    return None
+    if failed is not None:
+        _restore_one(module)
+    return failed
 
 
-def _restore_one(
-    module: nn.Module, cls: type[nn.Module], added: Sequence[str], replaced: dict[str, Any]
-) -> None:
+def _restore_one(module: nn.Module) -> None:
     attributes = vars(module)
-    for name in (*added, _ORIGIN):
+    origin: Origin = attributes.pop(_ORIGIN)
+    for name in origin.added:
         attributes.pop(name, None)
-    attributes.update(replaced)
-    module.__class__ = cls
+    attributes.update(origin.replaced)
+    module.__class__ = origin.cls
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -236,13 +233,9 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _calls_attention(module: nn.Module) -> bool:
-    functions = (
-        function
-        for cls in type(module).__mro__
-        for function in vars(cls).values()
-        if isinstance(function, FunctionType)
-    )
-    return any("scaled_dot_product_attention" in f.__code__.co_names for f in functions)
+    values = (value for cls in type(module).__mro__ for value in vars(cls).values())
+    codes = (value.__code__ for value in values if isinstance(value, FunctionType))
+    return any("scaled_dot_product_attention" in code.co_names for code in codes)
 
 
 def _why_left(

@@ -54,7 +54,7 @@ def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
 
 def _without_waiting(path: str, flags: int) -> int:
     # Opening a pipe that nobody writes to would wait for ever.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    return os.open(path, flags | _NO_WAIT)
 
 
 def read_file(path: str | Path, most: int) -> bytes:

@@ -134,15 +134,12 @@ def _is_list(value: Any) -> bool:
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
-    "layer": lambda value: _is_text(value),
+    "layer": _is_text,
     "reason": lambda value: value is None or _is_text(value),
     **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
     **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
     **dict.fromkeys(("tokens", "columns"), _is_positive),
-    **dict.fromkeys(
-        ("loss", "throughput", "sigma_max", "rank"),
-        lambda value: value is None or _is_number(value),
-    ),
+    **dict.fromkeys(("loss", "throughput", "sigma_max", "rank"), _is_value),
 }
 _NUMBER = int | float | None
 # What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
@@ -170,19 +167,18 @@ def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         steps.setdefault(row["step"], []).append(row)
-    means = []
-    for step, of_step in steps.items():
-        kappas = [row["kappa"] for row in of_step if row.get("kappa") is not None]
-        means.append(
-            {
-                "step": step,
-                "layers": len(kappas),
-                "not_resolved": sum(row.get("reason") == "not resolved" for row in of_step),
-                "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
-                "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
-            }
-        )
-    return means
+    return [_means(step, of_step) for step, of_step in steps.items()]
+
+
+def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    kappas = [row["kappa"] for row in rows if row.get("kappa") is not None]
+    return {
+        "step": step,
+        "layers": len(kappas),
+        "not_resolved": sum(row.get("reason") == "not resolved" for row in rows),
+        "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
+        "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
+    }
 
 
 def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -231,13 +227,13 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    def is_plain(value: Any) -> bool:
-        return isinstance(value, int | float | str | None)
-
     return {
         name: value
         for name, value in values.items()
-        if (all(map(is_plain, value)) if isinstance(value, list) else is_plain(value))
+        if all(
+            isinstance(one, int | float | str | None)
+            for one in (value if isinstance(value, list) else [value])
+        )
     }
 
 
