@@ -156,6 +156,7 @@ def gpu() -> Iterator[None]:
             mock.patch.object(torch._C, "_cuda_getDevice", _current_device, create=True),
             mock.patch.object(Tensor, "device", property(lambda _: GPU)),
             mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
+            mock.patch.object(Tensor, "get_device", lambda _: GPU.index),  # noqa: PT008
         ):
             yield
     finally:

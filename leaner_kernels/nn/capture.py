@@ -140,9 +140,9 @@ class Capturing(nn.Module):
     def _separate_stats(self, sample: Tensor | None) -> TypeGuard[Tensor]:
         """Whether statistics are a pass of their own, and the output has the bits of other steps.
 
-        Where logits are tracked, all steps have those of the statistics.
+        On a GPU one pass gives both. Where logits are tracked, all steps have statistics' bits.
         """
-        return sample is not None and not self.track_logits
+        return sample is not None and sample.device.type == "cpu" and not self.track_logits
 
     def _attention_with_stats(
         self, *args: Any, sample: Tensor | None, **params: Any
@@ -176,7 +176,7 @@ class Capturing(nn.Module):
         """``_run`` of an operator, on the CPU apart from an output with the bits of other steps."""
 
         def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
-            if not self._separate_stats(sample) or sample.device.type != "cpu":
+            if not self._separate_stats(sample):
                 return attend_with_stats(*args, sample=sample, **params)
             with torch.no_grad():
                 stats = attend_with_stats(*args, sample=sample, **params)

@@ -7,8 +7,6 @@ import torch
 
 from leaner_kernels import (
     attention,
-    attention_qkvpacked,
-    attention_varlen,
     condition_number,
     conditioning_penalty,
     head_report,
@@ -49,31 +47,6 @@ def test_a_refused_argument_is_caught_as_either_error(name: str) -> None:
 
 Q = torch.randn(2, 9, 4, 8)
 STARTS = torch.tensor([0, 9], dtype=torch.int32)
-
-
-@pytest.mark.parametrize(
-    ("other", "ours"),
-    [("causal", "is_causal"), ("softmax_scale", "scale"), ("dropout", "dropout_p")],
-)
-def test_an_argument_by_flash_attentions_name_is_told_pytorchs(other: str, ours: str) -> None:
-    given = {other: 0.5}
-    for call in (
-        lambda: attention(Q, Q, Q, **given),
-        lambda: attention_qkvpacked(torch.stack([Q, Q, Q], dim=2), **given),
-        lambda: attention_varlen(Q[0], Q[0], Q[0], STARTS, 9, **given),
-    ):
-        with pytest.raises(TypeError, match=rf"has no argument '{other}': it is named {ours}, as"):
-            call()
-
-
-def test_any_other_unknown_argument_is_pythons_error() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'window'"):
-        attention(Q, Q, Q, window=3)
-    # Of several the one that has another name here is told.
-    with pytest.raises(TypeError, match="named is_causal"):
-        attention(Q, Q, Q, window=3, causal=True)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
-        attention_qkvpacked(torch.stack([Q, Q, Q], dim=2), mask=None)
 
 
 def test_tokens_in_the_place_of_heads_are_told_of() -> None:

@@ -7,10 +7,8 @@ A call goes on to ``checks``, ``dispatch``, ``op``, ``launch`` and ``kernels``, 
 GPU one like a call before goes to ``op`` at once, which launches the same kernel again.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,43 +43,7 @@ __all__ = [
     "explain",
 ]
 
-Parameters = ParamSpec("Parameters")
-# What flash-attention, xFormers and others call the arguments that are named as PyTorch's here.
-PYTORCHS_NAMES = {
-    "causal": "is_causal",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "dropout": "dropout_p",
-    "p": "dropout_p",
-    "mask": "attn_mask",
-    "attention_mask": "attn_mask",
-    "attn_bias": "attn_mask",
-}
 
-
-def _pytorchs_names(function: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
-    """Say in the error of an argument with another library's name what it is called here."""
-    names = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def named(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Tensor:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        except TypeError:
-            for name in kwargs.keys() - names.keys():
-                if (ours := PYTORCHS_NAMES.get(name)) in names:
-                    raise TypeError(
-                        f"{function.__name__}() has no argument {name!r}: it is named {ours}, "
-                        "as in PyTorch's scaled_dot_product_attention"
-                    ) from None
-            raise
-
-    return named
-
-
-@_pytorchs_names
 def attention(
     query: Tensor,
     key: Tensor,
@@ -203,7 +165,6 @@ def attention(
     return op.attend_first(op.Dense, signature, tensors, numbers, enable_gqa)
 
 
-@_pytorchs_names
 def attention_qkvpacked(
     qkv: Tensor,
     *,
@@ -385,7 +346,6 @@ def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
 # --- Sequences side by side -----------------------------------------------------------------------
 
 
-@_pytorchs_names
 def attention_varlen(
     query: Tensor,
     key: Tensor,

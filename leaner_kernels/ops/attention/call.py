@@ -86,10 +86,9 @@ class Plan(NamedTuple):
     Attributes:
         forward: fills the output and statistics, or parts of these.
         capture: fills heads, where some are sampled.
-        out_shape: of the output.
-        out_strides: of the output.
-        rows: shape of max_log_sum.
-        statistics: shapes of lse, stats and heads, None without statistics.
+        out: shape and strides of the output.
+        rows: those of max_log_sum, float32. Allocating with strides is the faster way.
+        statistics: those of lse, stats and heads, float32; None without statistics.
         numbers: of the operator.
         present: how many of its tensors there are, up to the last.
         backward: launches, by the layouts of what the backward is given.
@@ -97,10 +96,9 @@ class Plan(NamedTuple):
 
     forward: CachedLaunch
     capture: CachedLaunch | None
-    out_shape: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    rows: tuple[int, ...]
-    statistics: list[Any] | None
+    out: tuple[torch.Size, tuple[int, ...]]
+    rows: tuple[torch.Size, tuple[int, ...]]
+    statistics: list[tuple[torch.Size, tuple[int, ...]]] | None
     numbers: Sequence[Any]
     present: int
     backward: dict[Hashable, CachedLaunch]

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from .._launch_cache import CachedLaunch, Launch
 from . import dispatch
-from .call import CALL_POINTERS, Call, Plan, Results
+from .call import CALL_POINTERS, Call, Results
 
 # Names of pointers, in the order of the addresses that repeat a launch.
 _FORWARD = (
@@ -30,29 +30,13 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     launch = prepare(tile, call, *results[:4])
     entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None
     if results.stats is not None:
-        _join(launch.arguments.get("parts_ptr"), results.stats)
+        join_parts(launch.arguments.get("parts_ptr"), results.stats)
     if results.heads is not None and results.sample is not None and len(results.sample):
         tile, sample = dispatch.online_tile("online_forward", call, "capture"), results.sample
         kernels = dispatch.module_of("online_forward")
         capture = kernels.prepare_capture(tile, call, sample.contiguous(), results.heads)
         captured = capture.first(_FORWARD)
     return entry, captured
-
-
-def repeat_with_stats(
-    plan: Plan,
-    pointers: list[int],
-    lse: Tensor,
-    stats: Tensor,
-    heads: Tensor,
-    sample: Tensor | None,
-) -> None:
-    """Launch again what ``forward`` did; ``pointers`` are those up to ``max_log_sum_ptr``."""
-    parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
-    _join(parts, stats)
-    if plan.capture is not None and sample is not None:
-        operands = pointers[: len(CALL_POINTERS)]
-        plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
 
 
 def backward(
@@ -95,7 +79,7 @@ def _counted(call: Call) -> Call:
     return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
 
 
-def _join(parts: Tensor | None, stats: Tensor) -> None:
+def join_parts(parts: Tensor | None, stats: Tensor) -> None:
     """Reduce the parts of statistics, where programs left some."""
     if parts is not None:
         from .._epilogue import join

@@ -35,7 +35,7 @@ from ..dispatcher import library
 from ..statistics import STATISTICS
 from ..transforms import BROADCAST, HEADS, Declaration, Products
 from . import cpu, dispatch, sdpa
-from .call import Call, Plan, Results, Sequences, draw_seed
+from .call import CALL_POINTERS, Call, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -309,27 +309,27 @@ _backwards: dict[Hashable, dict[Hashable, CachedLaunch]] = {}
 
 def attend_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
     """Launch ``NAME``."""
-    signature = key_of(args[: form.count], (form.name, *args[form.count :]))
-    plan = _plans.get(signature.key)
+    key, addresses, _ = key_of(args[: form.count], (form.name, *args[form.count :]))
+    plan = _plans.get(key)
     if plan is not None:
-        return _run(form, plan, signature.addresses, args[0])
-    return _launch_first(form, signature.key, args)[1]
+        return _run(form, plan, addresses, args[0])
+    return _launch_first(form, key, args)[1]
 
 
 def attend_with_stats_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
     """Launch ``NAME_with_stats``."""
     tensors, sample, numbers = args[: form.count], args[form.count], args[form.count + 1 :]
-    signature = key_of((*tensors, sample), (form.name, "statistics", *numbers))
-    plan = _plans.get(signature.key)
+    key, addresses, _ = key_of((*tensors, sample), (form.name, "statistics", *numbers))
+    plan = _plans.get(key)
     if plan is not None:
-        return _run(form, plan, signature.addresses[: form.count], args[0], sample)
-    return _launch_first(form, signature.key, (*tensors, *numbers), True, sample)[1]
+        return _run(form, plan, addresses[: form.count], args[0], sample)
+    return _launch_first(form, key, (*tensors, *numbers), True, sample)[1]
 
 
 def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
     """Launch ``NAME_backward``."""
     saved, numbers, mask_grad = _parts(form, args)
-    key = key_of(saved, (form.name, "backward", *numbers)).key
+    key, *_ = key_of(saved, (form.name, "backward", *numbers))
     if len(_backwards) >= MAX_CACHED:
         _backwards.clear()
     launches = _backwards.setdefault(key, {})
@@ -341,17 +341,24 @@ def _run(
     form: Form, plan: Plan, addresses: list[int], first: Tensor, sample: Tensor | None = None
 ) -> tuple[Any, ...]:
     """Return what the operator does, by the launches that a call of this signature left."""
-    out = first.new_empty_strided(plan.out_shape, plan.out_strides)
-    max_log_sum = first.new_empty(plan.rows, dtype=torch.float32)
+    out = first.new_empty_strided(*plan.out)
+    max_log_sum = first.new_empty_strided(*plan.rows, dtype=torch.float32)
     pointers = form.addresses(addresses, first)
     pointers += out.data_ptr(), max_log_sum.data_ptr()
     if plan.statistics is None:
         plan.forward.run(pointers)
         return out, max_log_sum
-    from . import launch
+    lse, stats, heads = (
+        first.new_empty_strided(*layout, dtype=torch.float32) for layout in plan.statistics
+    )
+    parts = plan.forward.run([*pointers, lse.data_ptr(), stats.data_ptr()])
+    if parts is not None:
+        from .launch import join_parts
 
-    lse, stats, heads = (first.new_empty(s, dtype=torch.float32) for s in plan.statistics)
-    launch.repeat_with_stats(plan, pointers, lse, stats, heads, sample)
+        join_parts(parts, stats)
+    if plan.capture is not None and sample is not None:
+        operands = pointers[: len(CALL_POINTERS)]
+        plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
     return out, lse, stats, heads, max_log_sum
 
 
@@ -374,11 +381,11 @@ def _launch_first(
         forward, capture = launch.forward(call, results)
         if forward is not None and _side_by_side(*inputs[form.integers], sample):
             present = max(i for i in range(form.count) if inputs[i] is not None) + 1
-            shapes = [t.shape for t in statistics if t is not None] or None
-            plan = Plan(
-                forward, capture, out.shape, out.stride(), results.max_log_sum.shape, shapes,
-                inputs[form.count :], present, {},
-            )  # fmt: skip
+            rows, *others = (
+                (t.shape, t.stride()) for t in (results.max_log_sum, *statistics) if t is not None
+            )
+            new_out, numbers = (out.shape, out.stride()), inputs[form.count :]
+            plan = Plan(forward, capture, new_out, rows, others or None, numbers, present, {})
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
             _plans[key] = plan
@@ -524,14 +531,15 @@ def repeat(
         tensors: the operator's, less the seed, which comes last.
         sample: of a call with statistics.
     """
-    plan = _plans.get(signature.key)
+    key, addresses, recorded = signature
+    plan = _plans.get(key)
     if plan is None:
         return None
     first, dropout_p = tensors[0], plan.numbers[form.dropout]
     seed = draw_seed(dropout_p, first.device) if dropout_p else None
-    addresses = [*signature.addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
+    addresses = [*addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
     results = _run(form, plan, addresses, first, sample)
-    if signature.recorded:
+    if recorded:
         tensors = (*tensors, seed)[: plan.present]
         results = Attention.apply(form, plan, plan.numbers, results, *tensors)
     return results if isinstance(results, tuple) else (results,)
@@ -557,7 +565,7 @@ def attend_first(
     if signature is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in call[:3])
     else:
-        backward = signature.recorded
+        *_, backward = signature
     if (library := dispatch.library_of(call, backward)) is not None:
         if library.name == "varlen_attn":
             return sdpa.varlen_attention(call)
@@ -583,8 +591,9 @@ def compute(
             return getattr(ops, form.name).default(*inputs)
         arguments = *inputs[: form.count], sample, *numbers
         return getattr(ops, f"{form.name}_with_stats").default(*arguments)
-    plan, results = _launch_first(form, signature.key, inputs, stats, sample)
-    if signature.recorded:
+    key, _, recorded = signature
+    plan, results = _launch_first(form, key, inputs, stats, sample)
+    if recorded:
         results = Attention.apply(*_arguments(form, plan, results, inputs))
     return results if isinstance(results, tuple) else (results,)
 

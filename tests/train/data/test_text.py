@@ -463,7 +463,7 @@ def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bpe", "wordpiece"])
 @pytest.mark.parametrize("letters", ["ACGT", "-", "กขฃคฅฆงจฉช"], ids=["dna", "dashes", "thai"])
-def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, name, letters):
+def test_text_without_spaces_trains_in_time_in_proportion(name, letters):
     train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
     specials = GPT if name == "bpe" else BERT
     text = "".join(random.Random(0).choices(letters, k=320_000))
@@ -477,9 +477,23 @@ def test_text_without_spaces_trains_in_time_in_proportion(monkeypatch, capsys, n
 
     seconds(1000)
     assert seconds(320_000) < 8 * seconds(80_000) + 0.5
+
+
+def test_training_says_how_much_it_has_read(monkeypatch, capsys):
     monkeypatch.setattr(tokenizers, "_SHOWN_EVERY", 0.001)
-    seconds(80_000)
-    assert "training a tokeniser on dna: " in capsys.readouterr().err
+    shown = ""
+
+    def batches():
+        nonlocal shown
+        yield ["ACGT " * 50]
+        deadline = time.monotonic() + 60
+        while " 250 characters read" not in shown and time.monotonic() < deadline:
+            time.sleep(0.01)
+            shown += capsys.readouterr().err
+        yield ["ACGT"]
+
+    tokenizers._train_byte_pairs(sources.TextSource("dna", [], batches), GPT, 300)
+    assert "training a tokeniser on dna: 250 characters read, " in shown
 
 
 def odd_text(length: int) -> str:
