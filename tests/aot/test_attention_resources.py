@@ -185,7 +185,7 @@ def test_every_rule_fits_its_gpus(
         assert used.shared <= GPUS[gpu].shared_per_program
 
 
-@pytest.mark.parametrize("gpu", (*resources.SUPPORTED, 89, 100, 120), ids="sm_{}".format)
+@pytest.mark.parametrize("gpu", [*resources.SUPPORTED, 89, 100, 120], ids="sm_{}".format)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
 def test_case_of_the_benchmark_stays_within_the_committed_table(
     case: AttentionCase, gpu: int

@@ -162,7 +162,8 @@ def test_the_page_has_the_worst_of_the_launches_of_a_name() -> None:
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    launched = [resources.key(row) for row in resources.names(resources.table_cases(), resources.IN_TABLE)]
+    names = resources.names(resources.table_cases(), resources.IN_TABLE)
+    launched = list(map(resources.key, names))
     assert [resources.key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
     # Of Nyström attention one case of each number of landmarks.
