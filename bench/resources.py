@@ -28,8 +28,9 @@ from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "bench" / "results" / "resources.json"
-# Held to the limits; nothing is tuned for what else is in GPUS.
+# Held to the limits and, by the tests, to the table; what else is in GPUS to the limits alone.
 SUPPORTED = ARCHITECTURES
+IN_TABLE = *SUPPORTED, 100
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
 KEYS = "case", "launch", "capability", "kernel", "tiles"
@@ -102,7 +103,7 @@ def key(row: dict[str, Any]) -> str:
 
 
 def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a row: in itself, and against the table of the same Triton."""
+    """Return what is wrong with a row: in itself, and against a table that has its GPU."""
     shared = GPUS[row["capability"]].shared_per_program
     found = []
     found += spill_faults(row["stack"], row["looped_spills"])
@@ -110,7 +111,7 @@ def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
         found.append(f"{row['shared']} bytes of shared memory, {shared} are there")
     elif row["programs_per_sm"] < 1:
         found.append("an SM cannot hold one program")
-    if table["versions"]["triton"] == version("triton"):
+    if row["capability"] in IN_TABLE and table["versions"]["triton"] == version("triton"):
         limit = next((line for line in table["rows"] if key(line) == key(row)), None)
         if limit is None:
             found.append("not in the table: python -m bench.resources --write")
@@ -157,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write and given.case:
         parser.error("--write writes every case: leave out --case")
     wanted = [case for name, case in cases.items() if not given.case or name in given.case]
-    table = measure(wanted, SUPPORTED if given.check else GPUS)
+    table = measure(wanted, SUPPORTED if given.check else IN_TABLE)
     if given.write:
         save(table)
     elif given.check:

@@ -153,12 +153,7 @@ class EntropyAlarm:
 
 
 class Rise(NamedTuple):
-    """A value far above the ones before.
-
-    Attributes:
-        usual: the median of these.
-        limit: what the value is above.
-    """
+    """A value above ``limit``, far above the ``usual``, the median of the ones before."""
 
     usual: float
     limit: float
@@ -167,13 +162,11 @@ class Rise(NamedTuple):
 class RiseDetector:
     """Detects when a series leaves its newest values upwards.
 
-    The limit lies above their median by ``deviations`` times their spread, and at least by the
-    floor. Spread is the median distance from the median times 1.48, of a normal distribution its
-    standard deviation. Neither minds a spike among them. A rise is returned once; the next one only
-    when a value was below the middle between median and limit, which after a lasting rise it is
-    when the new level has become the median, and at least ``window / 2`` values later. There is
-    no limit before half of the window is filled, and only ``patience`` values above it, one after
-    another, are a rise.
+    The limit lies above their median by ``deviations`` times their spread, 1.48 times the median
+    distance from it (of a normal distribution the standard deviation), and at least by the floor: a
+    spike among them moves neither. Only ``patience`` values above it, one after another, are a
+    rise. The next one is returned only after a value below the middle between median and limit, and
+    ``window / 2`` values.
     """
 
     def __init__(self, deviations: float, window: int, patience: int):

@@ -12,6 +12,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # What a reader would look for in each one's output.
 SHOWS = {
     "accelerate_kappa.py": r"(?ms)^step 20: loss \d.*^encoder\.layers\.1\.self_attn +8x4 +12 +\d",
+    "fast_inference.py": r"(?m)^ +compiled .* \d\.\de-0[5-9]\n +package .* \d\.\de-0[5-9]$",
     "monitor_kappa.py": r"(?m)^layers\.1\.self_attn +12x64 +197 +\d.* recomputed$",
     "qk_clip.py": r"(?m)^ +15 +\d\.\d+ +(?:[89]|\d\d)\.\d +\d\.\d+ +[2-5]\.\d$",
     "timm_drop_in.py": r"(?ms)^ +blocks\.11\.attn +\d.*^undone: <class 'timm\.",
@@ -19,6 +20,7 @@ SHOWS = {
 }
 SMALLER = {
     "accelerate_kappa.py": ["--steps", "21"],
+    "fast_inference.py": ["--seconds", "0.05"],
     "qk_clip.py": ["--steps", "16", "--threshold", "3"],
 }
 

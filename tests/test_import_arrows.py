@@ -40,10 +40,11 @@ MAY_IMPORT_BENCH = {
 SUBJECTS = "attention", "cross_entropy", "kappa", "networks", "adapters"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
+    "ops._launch": {"ops._launch_cache"},
     "ops._launch_cache": {"ops._checks"},
     "ops.dispatcher": {"ops._checks", "ops._launch_cache"},
     "ops.operator": {
-        *("ops._checks", "ops._launch_cache", "ops.dispatcher"),
+        *("ops._checks", "ops.dispatcher"),
         *("ops.statistics", "ops.transforms"),
     },
     "ops.sharding": {"ops._checks", "ops.transforms"},

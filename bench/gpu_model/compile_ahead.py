@@ -37,8 +37,10 @@ class GPU(NamedTuple):
 GPUS = {
     80: GPU(163 * 1024, 164 * 1024, 2048, 32),
     86: GPU(99 * 1024, 100 * 1024, 1536, 16),
+    89: GPU(99 * 1024, 100 * 1024, 1536, 24),
     90: GPU(227 * 1024, 228 * 1024, 2048, 32),
     100: GPU(227 * 1024, 228 * 1024, 2048, 32, 512),
+    120: GPU(99 * 1024, 100 * 1024, 1536, 24),
 }
 WARP = 32
 # Each of the four parts of an SM has 16K registers and gives them out to a warp by 256;

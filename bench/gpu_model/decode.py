@@ -146,6 +146,8 @@ class Program:
         kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
         if parts[0] == "setp":
             kept[1] = UNSIGNED_NAMES.get(kept[1], kept[1])
+        if parts[0] in ("max", "min") and len(s.operands) == 4:
+            kept[0] += "3"
         kind = kept.pop()
         if "ftz" in parts:
             kept.append("ftz")

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     files: dict[int, str]
 
 
-BITS = {"pred": 1, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32}
+BITS = {"pred": 1, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32, "f32x2": 64}
 BITS |= {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
 
 

@@ -25,12 +25,7 @@ KeywordUse = Literal["eager", "other", "none"]
 
 
 class Swapped(swapping.Swapped):
-    """What was swapped in a model, and what was not; printed, it is the report.
-
-    Attributes:
-        swapped: by module name, what it was and calls now.
-        left: by module name, the attention-like modules that stay, and why, in one line.
-    """
+    """As ``swap.Swapped``; of calls that fall back to another attention it tells too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,14 +52,7 @@ class Swapped(swapping.Swapped):
 def swap(model: nn.Module) -> Swapped:
     """Set our attention in the configurations of a model whose modules dispatch theirs.
 
-    Args:
-        model: changed in place.
-
-    Returns:
-        What was swapped and what was left.
-
-    Raises:
-        ValueError: no module dispatches; the model is as it was.
+    Where no module does, a ValueError is raised and the model is as it was.
     """
     before = {id(config): config._attn_implementation for _, _, config in _configs(model)}
     try:
@@ -85,9 +73,7 @@ def swap(model: nn.Module) -> Swapped:
 def undo(model: nn.Module) -> None:
     """Have a model, or a copy of one, call what it called before ``use``.
 
-    Args:
-        model: changed in place; weights stay, as trained. Without swapped modules, or where
-            another attention has been set since, nothing happens.
+    Where another attention has been set since, nothing happens.
     """
     for module in model.modules():
         for path, before in vars(module).pop(_ORIGINS, {}).items():
@@ -188,8 +174,8 @@ def _why_left(module: nn.Module) -> str:
 def supports_sdpa(config: type) -> bool:
     """Whether the models of a configuration all support PyTorch's attention.
 
-    Those that do not were written for eager attention, in which no mask means that nothing is
-    hidden, whatever ``is_causal`` is. A configuration without models counts as supported.
+    Others were written for eager attention, in which no mask means that nothing is hidden, whatever
+    ``is_causal`` is. A configuration without models counts as supported.
     """
     return all(model._supports_sdpa for model in _models(config))
 
@@ -222,14 +208,9 @@ def _eager_place(cls: type) -> tuple[str, str] | None:
 def keyword_use(cls: type, name: str) -> KeywordUse:
     """Return what a keyword, in calls of attention by modules of a class, is for.
 
-    Args:
-        cls: of the module.
-        name: of the keyword.
-
-    Returns:
-        "eager" where the eager function reads it, or there is none to tell; "other" where that
-        does not, but the module writes the keyword itself, for the functions of other names; "none"
-        where the module only hands it on with what else its model was called with.
+    "eager" where the eager function reads it, or there is none to tell; "other" where that does
+    not, but the module writes the keyword itself, for the functions of other names; "none" where
+    the module only hands it on with what else its model was called with.
     """
     return _keyword_use(cls, name)
 
@@ -270,20 +251,15 @@ def dispatches(module: nn.Module) -> bool:
 @cache
 def _dispatching_methods(cls: type) -> tuple[FunctionType, ...]:
     """Return the methods of a class that call ``get_interface`` of an ``AttentionInterface``."""
-    return tuple(function for function in _methods(cls) if _calls_get_interface(function))
-
-
-def _methods(cls: type) -> Iterator[FunctionType]:
-    for base in cls.__mro__:
-        if base not in (nn.Module, PreTrainedModel):
-            methods = (inspect.unwrap(m) for m in vars(base).values() if callable(m))
-            yield from (method for method in methods if isinstance(method, FunctionType))
-
-
-def _calls_get_interface(function: FunctionType) -> bool:
-    names = function.__code__.co_names
-    found = (function.__globals__.get(name) for name in names)
-    return "get_interface" in names and any(isinstance(f, AttentionInterface) for f in found)
+    bases = (base for base in cls.__mro__ if base not in (nn.Module, PreTrainedModel))
+    values = (value for base in bases for value in vars(base).values() if callable(value))
+    methods = (m for m in map(inspect.unwrap, values) if isinstance(m, FunctionType))
+    return tuple(
+        method
+        for method in methods
+        if "get_interface" in (names := method.__code__.co_names)
+        and any(isinstance(method.__globals__.get(n), AttentionInterface) for n in names)
+    )
 
 
 @cache

@@ -135,31 +135,16 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Compute attention within each sequence of a varlen batch.
+    """Compute attention within each sequence of a varlen batch: (T, H, D), as ``q``.
 
-    Args:
-        q: (T, H, D), sequences side by side.
-        k: (Tk, Hkv, D).
-        v: (Tk, Hkv, D).
-        cu_seqlens_q: (S + 1,) int32, where each sequence of ``q`` starts, and the last ends.
-        cu_seqlens_k: the same of ``k``; pass the same tensor for self-attention.
-        max_seqlen_q: tokens of the longest sequence of ``q``, or more.
-        max_seqlen_k: tokens of the longest sequence of ``k``, or more.
-        dropout_p: as in ``flash_attn_func``.
-        softmax_scale: as in ``flash_attn_func``.
-        causal: as in ``flash_attn_func``, in each sequence.
-        window_size: as in ``flash_attn_func``, in each sequence.
-        softcap: refused.
-        alibi_slopes: refused.
-        deterministic: as in ``flash_attn_func``.
-        return_attn_probs: return (out, log-sum-exp (H, T), None); not with dropout.
-        block_table: refused.
-
-    Returns:
-        (T, H, D).
+    ``k`` and ``v`` are (Tk, Hkv, D). ``cu_seqlens_q`` (S + 1,) int32 says where each sequence of
+    ``q`` starts, and the last ends, ``max_seqlen_q`` has the tokens of the longest one, or more;
+    the next two are the same of ``k``: pass the same tensors for self-attention. The others are as
+    in ``flash_attn_func``, in each sequence; the log-sum-exp is (H, T).
 
     Raises:
-        ValueError: what is refused, or what ``leaner_kernels.attention_varlen`` refuses.
+        ValueError: a softcap or a block_table, which are refused, as what ``flash_attn_func`` and
+            ``leaner_kernels.attention_varlen`` refuse.
     """
     _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
     if softcap:

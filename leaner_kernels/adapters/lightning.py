@@ -129,12 +129,11 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         assert self.run is not None
         metrics = dict(trainer.callback_metrics)
         # What was logged before stays among them; what is logged again has a storage of its own.
+        before = {name: value.data_ptr() for name, value in self._logged.items()}
         new = {
             name: value.item()
             for name, value in metrics.items()
-            if value.numel() == 1
-            and name != "kappa"
-            and (name not in self._logged or value.data_ptr() != self._logged[name].data_ptr())
+            if value.numel() == 1 and name != "kappa" and value.data_ptr() != before.get(name)
         }
         self._logged = metrics
         self.run.log(self._row, new | (values or {}))

@@ -5,7 +5,8 @@ their state dicts are PyTorch's. nn.TransformerDecoderLayer needs nothing of its
 attentions are swapped.
 """
 
-from functools import wraps
+import math
+from functools import reduce, wraps
 
 import torch
 import torch.nn.functional as F
@@ -207,7 +208,12 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = qkv.unbind(2)
         else:
             qkv = None
-            q, k, v = (self._split(t, 1) for t in self._project_inputs(query, key, value))
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+            if self._qkv_same_embed_dim:
+                weights = self.in_proj_weight.chunk(3)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            parts = zip((query, key, value), weights, biases, strict=True)
+            q, k, v = (self._split(F.linear(*part), 1) for part in parts)
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
         mask, is_causal = _one_mask(
@@ -244,13 +250,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         return torch.nested.as_nested_tensor(
             [tokens[:size] for tokens, size in zip(output, sizes.tolist(), strict=True)]
         )
-
-    def _project_inputs(self, *inputs: Tensor) -> list[Tensor]:
-        weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        if self._qkv_same_embed_dim:
-            weights = self.in_proj_weight.chunk(3)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
-        return [F.linear(*each) for each in zip(inputs, weights, biases, strict=True)]
 
     def _split(self, projected: Tensor, parts: int) -> Tensor:
         """Return a view (B, N, H, D), or (B, N, 3, H, D) of three parts."""
@@ -365,8 +364,8 @@ def _one_mask(
 ) -> tuple[Tensor | None, bool]:
     """Return one mask as ``attention`` takes it (True is visible) or None, and ``is_causal``.
 
-    The masks are as in ``forward``; ``attn_mask`` is not read where ``is_causal`` is set and there
-    is no padding. ``scores`` is (B, H, N, M) without the keys ``appended``, which every row sees.
+    ``attn_mask`` is not read where ``is_causal`` is set and there is no padding. ``scores`` is (B,
+    H, N, M) without the keys ``appended``, which every row sees.
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:
@@ -396,16 +395,13 @@ def _one_mask(
     if not masks:
         return None, False
     if all(mask.dtype == torch.bool for mask in masks):
-        hidden = masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return ~hidden, False
-    added = [_additive(mask, dtype) for mask in masks]
-    return added[0] if len(added) == 1 else added[0] + added[1], False
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(dtype)
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+        return ~reduce(torch.logical_or, masks), False
+    nothing = torch.zeros((), dtype=dtype, device=masks[0].device)
+    added = (
+        nothing.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask.to(dtype)
+        for mask in masks
+    )
+    return reduce(torch.add, added), False
 
 
 def _why_not_attention(module: nn.Module) -> str | None:

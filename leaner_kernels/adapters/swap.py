@@ -19,14 +19,7 @@ _ORIGIN = "_origin"
 
 
 class Origin(NamedTuple):
-    """What a module was before it was swapped.
-
-    Attributes:
-        cls: its class.
-        new_class: the one it was given.
-        added: names of the attributes that it did not have.
-        replaced: those that it had, with their values.
-    """
+    """What a module was: its class, attributes that it did not have, and old values of others."""
 
     cls: type[nn.Module]
     new_class: type[nn.Module]
@@ -79,11 +72,7 @@ class Swapped:
         self._modules: dict[str, nn.Module] = {}
 
     def undo(self) -> None:
-        """Give the swapped modules their classes and attributes back; weights stay as trained.
-
-        Raises:
-            ValueError: a module has been wrapped since, as by ``fully_shard``.
-        """
+        """Give the swapped modules their classes and attributes back; weights stay as trained."""
         restore(self._modules)
 
     def nothing_in(self, model: nn.Module) -> str:
@@ -120,18 +109,10 @@ def swap(
     rules: Sequence[Rule],
     unsupported: Mapping[type[nn.Module], str] | None = None,
 ) -> Swapped:
-    """Swap every module that a rule is for; those that are swapped already count as well.
+    """Swap every module that a rule is for, in place; those that are swapped already count as well.
 
-    Args:
-        model: any; changed in place.
-        rules: at most one for a class.
-        unsupported: why modules of further classes are left, in one line.
-
-    Returns:
-        What was swapped and what was left.
-
-    Raises:
-        ValueError: nothing is swapped; the model is as it was.
+    ``unsupported`` says why modules of further classes are left. Where nothing is swapped the model
+    is as it was, and a ValueError says why.
     """
     by_class = {rule.cls: rule for rule in rules}
     by_new_class = {rule.new_class: rule for rule in rules}
@@ -162,12 +143,10 @@ def swap(
 def without_holders(
     model: nn.Module, inner: Mapping[str, str], others: Sequence[str]
 ) -> dict[str, str]:
-    """Return ``inner`` without the blocks that are only named after the attention that they hold.
+    """Return ``inner`` without the blocks that are only named after the attention in them.
 
-    Args:
-        model: in which the modules are.
-        inner: by module name, why it is left.
-        others: the names of all other attention modules.
+    ``inner`` says why each is left, by name; ``others`` are the names of all other attention
+    modules.
     """
     attention = [*others, *inner]
 
@@ -183,15 +162,7 @@ def without_holders(
 
 
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """Undo the swaps of ``rules`` in a model or in a copy of it; without any, do nothing.
-
-    Args:
-        model: any; changed in place.
-        rules: as given to ``swap``.
-
-    Raises:
-        ValueError: a module has been wrapped since it was swapped, as by ``fully_shard``.
-    """
+    """Undo the swaps of ``rules`` in a model or in a copy of it; without any, do nothing."""
     classes = tuple(rule.new_class for rule in rules)
     restore({name: m for name, m in model.named_modules() if isinstance(m, classes)})
 
@@ -199,8 +170,8 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
 def restore(modules: Mapping[str, nn.Module]) -> None:
     """Undo the swap of each module, by name; one that was constructed as it is stays.
 
-    Raises:
-        ValueError: an attention module has been wrapped since it was swapped; then none is undone.
+    Where an attention module has been wrapped since, as by ``fully_shard``, a ValueError is raised
+    and none is undone.
     """
     origins = {name: vars(m)[_ORIGIN] for name, m in modules.items() if _ORIGIN in vars(m)}
     for name, origin in list(origins.items()):
@@ -213,8 +184,8 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
                 f"{name or 'the model'} was wrapped since it was swapped, as "
                 f"{type(modules[name]).__name__}: unwrap it before undo"
             )
-    for name, origin in origins.items():
-        _restore_one(modules[name], origin.cls, origin.added, origin.replaced)
+    for name in origins:
+        _restore_one(modules[name])
 
 
 def fx_leaf(module: nn.Module, *args: Any) -> Any:
@@ -230,9 +201,8 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     reason = rule.refuse(module)
     if reason is not None:
         return reason
-    before = dict(vars(module))
+    before, failed = dict(vars(module)), None
     module.__class__ = rule.new_class
-    failed = None
     try:
         rule.prepare(module)
     except (AttributeError, ValueError) as error:
@@ -241,21 +211,19 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     after = vars(module)
     added = tuple(name for name in after if name not in before)
     replaced = {name: old for name, old in before.items() if after.get(name) is not old}
-    if failed is not None:
-        _restore_one(module, rule.cls, added, replaced)
-        return failed
     after[_ORIGIN] = Origin(rule.cls, rule.new_class, added, replaced)
-    return None
+    if failed is not None:
+        _restore_one(module)
+    return failed
 
 
-def _restore_one(
-    module: nn.Module, cls: type[nn.Module], added: Sequence[str], replaced: dict[str, Any]
-) -> None:
+def _restore_one(module: nn.Module) -> None:
     attributes = vars(module)
-    for name in (*added, _ORIGIN):
+    origin: Origin = attributes.pop(_ORIGIN)
+    for name in origin.added:
         attributes.pop(name, None)
-    attributes.update(replaced)
-    module.__class__ = cls
+    attributes.update(origin.replaced)
+    module.__class__ = origin.cls
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -265,13 +233,9 @@ def is_attention(module: nn.Module) -> bool:
 
 
 def _calls_attention(module: nn.Module) -> bool:
-    functions = (
-        function
-        for cls in type(module).__mro__
-        for function in vars(cls).values()
-        if isinstance(function, FunctionType)
-    )
-    return any("scaled_dot_product_attention" in f.__code__.co_names for f in functions)
+    values = (value for cls in type(module).__mro__ for value in vars(cls).values())
+    codes = (value.__code__ for value in values if isinstance(value, FunctionType))
+    return any("scaled_dot_product_attention" in code.co_names for code in codes)
 
 
 def _why_left(

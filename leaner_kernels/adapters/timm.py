@@ -237,10 +237,8 @@ class _ChannelAttention(_TimmCapturing):
         # DaViT's second version calls them groups.
         heads = self.groups if hasattr(self, "groups") else self.num_heads
         head_dim = self.qkv.in_features // heads
-        if head_dim > MAX_HEAD_DIM_CUDA:
-            raise ValueError(
-                f"heads of at most {MAX_HEAD_DIM_CUDA} channels on a GPU, got {head_dim}"
-            )
+        if head_dim > (most := MAX_HEAD_DIM_CUDA):
+            raise ValueError(f"heads of at most {most} channels on a GPU, got {head_dim}")
         self._set_sizes(self.qkv.in_features, heads, head_dim)
         del self.track_logits
 
@@ -250,10 +248,10 @@ class _ChannelAttention(_TimmCapturing):
 
 
 class _WindowedAttention(_TimmCapturing):
-    """Attention that is called on windows, (B * windows, N, dim), those of a map side by side.
+    """Attention on windows, (B * windows, N, dim), those of a map side by side.
 
-    A captured batch entry is a map, as elsewhere, where the block around is a ``_WindowBlock``,
-    which sets ``map_size``; else it is a window.
+    A captured batch entry is a map where a ``_WindowBlock`` around sets ``map_size``, else a
+    window.
     """
 
     attends = "windows"
@@ -369,14 +367,8 @@ class _RotaryAttention(_TimmCapturing):
         if self.qkv is not None:
             return _split_heads(_biased_qkv(self, x), self.num_heads, 3)
         # Keys and values may have fewer heads.
-        widths = (p(x).unflatten(-1, (-1, self.head_dim)) for p in self._projections())
-        return tuple(each.transpose(1, 2) for each in widths)
-
-    def _projections(self: Any) -> tuple[nn.Module, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
-
-    def _is_gqa(self: Any) -> bool:
-        return self.qkv is None and self.k_proj.out_features != self.q_proj.out_features
+        projected = (project(x) for project in (self.q_proj, self.k_proj, self.v_proj))
+        return tuple(t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in projected)
 
     def _rotate(self: Any, t: Tensor, rope: Tensor) -> Tensor:
         before, rest = t.split([self.num_prefix_tokens, t.shape[2] - self.num_prefix_tokens], dim=2)
@@ -401,7 +393,7 @@ class _RotaryAttention(_TimmCapturing):
             *(q, k, v, attn_mask),
             dropout_p=self._dropout_p(),
             is_causal=is_causal,
-            enable_gqa=self._is_gqa(),
+            enable_gqa=self.qkv is None and self.k_proj.out_features != self.q_proj.out_features,
         )
 
 
@@ -580,8 +572,7 @@ class SwinWindowAttention(_WindowedAttention, swin_transformer.WindowAttention):
         """
         bias = self._get_rel_pos_bias()
         if mask is not None:
-            each = bias + mask[:, None]
-            bias = each.repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+            bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
         q, k, v = _split_heads(self.qkv(x), self.num_heads, 3)
         return self._attend(self._project, q, k, v, bias, dropout_p=self._dropout_p())
 

@@ -224,8 +224,13 @@ def attention_forward(
         others["sliding_window"] = sliding_window if windowed else None
         others |= _counted(module, kwargs) | {"softcap": softcap}
         _refuse(module, others, "the sequences of a varlen batch")
-        starts = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
-        return _attend_varlen(query, key, value, starts, longest, dropout, is_causal, scaling), None
+        # The sequences are all tokens of the batch, side by side.
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        others = {"cu_seqlens_k": cu_seq_lens_k.to(torch.int32), "max_seqlen_k": longest[1]}
+        others |= {"dropout_p": dropout, "is_causal": is_causal, "scale": scaling}
+        others["enable_gqa"] = q.shape[1] != k.shape[1]
+        out = attention_varlen(q, k, v, cu_seq_lens_q.to(torch.int32), longest[0], **others)
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
 
     rows = query.shape[2]
     # In this order, so that the outcome is a bool where rows is a symbol of torch.compile.
@@ -242,19 +247,23 @@ def attention_forward(
         attention_mask = _window_mask(rows, cols, sliding_window, causal, query.device)
         causal = False
     if why is not None:
-        params: dict[str, Any] = {"dropout": dropout, "scaling": scaling, "is_causal": causal}
-        params |= {"position_bias": position_bias}
-        if only_eager:
-            params |= {
-                "s_aux": s_aux,
-                "softcap": softcap,
-                "sliding_window": sliding_window,
-            } | kwargs
-        function = eager_attention(module) if only_eager else sdpa_attention_forward
         _record_fallback(
             module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it"
         )
-        return _call_fallback(function, module, query, key, value, attention_mask, params)
+        params: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
+        params["position_bias"] = position_bias
+        tensors = module, query, key, value
+        if not only_eager:
+            return sdpa_attention_forward(*tensors, attention_mask, is_causal=causal, **params)
+        params |= {"s_aux": s_aux, "softcap": softcap, "sliding_window": sliding_window} | kwargs
+        params = {name: given for name, given in params.items() if given is not None}
+        # Eager functions read a causal mask and add it, whatever ``is_causal`` is.
+        if attention_mask is not None and attention_mask.dtype == torch.bool:
+            attention_mask = _add_bias(attention_mask, query.new_zeros(()))
+        if attention_mask is not None and attention_mask.dim() == 2:
+            attention_mask = attention_mask[None, None]
+        function: Any = eager_attention(module)
+        return function(*tensors, attention_mask, **params)
     if position_bias is not None:
         attention_mask = _add_bias(attention_mask, position_bias.to(query.dtype))
     if attention_mask is not None and attention_mask.is_floating_point():
@@ -306,11 +315,7 @@ def _fallback_reason(
     position_bias: Tensor | None,
     s_aux: Tensor | None,
 ) -> tuple[str | None, bool]:
-    """Return why a call falls back from ``attention``, or None; and whether to the eager function.
-
-    Raises:
-        ValueError: there is no eager function, or it does not read what the module writes.
-    """
+    """Return why a call falls back, or None; and whether to the eager function."""
     given = _counted(module, keywords)
     _refuse(module, {n: v for n, v in given.items() if keyword_use(type(module), n) == "other"})
     # Our softcap is of the products alone.
@@ -331,27 +336,6 @@ def _fallback_reason(
     return why, only_eager
 
 
-def _call_fallback(
-    function: Any,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    params: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Return what another attention function of transformers returns for a call."""
-    if function is not sdpa_attention_forward:
-        # Eager functions read a causal mask and add it, whatever ``is_causal`` is.
-        del params["is_causal"]
-        params = {name: each for name, each in params.items() if each is not None}
-        if mask is not None and mask.dtype == torch.bool:
-            mask = _add_bias(mask, query.new_zeros(()))
-        if mask is not None and mask.dim() == 2:
-            mask = mask[None, None]
-    return function(module, query, key, value, mask, **params)
-
-
 def _record_fallback(module: nn.Module, what: str) -> None:
     """Keep for the report why a call fell back, and warn once."""
     if getattr(module, _hooks.FALLBACK, None) == what:
@@ -359,34 +343,6 @@ def _record_fallback(module: nn.Module, what: str) -> None:
     setattr(module, _hooks.FALLBACK, what)
     if not torch.compiler.is_compiling():
         warnings.warn(f"{type(module).__name__} falls back: {what}", stacklevel=3)
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: tuple[Tensor, Tensor],
-    longest: tuple[int, int],
-    dropout: float,
-    is_causal: bool,
-    scaling: float | None,
-) -> Tensor:
-    """Return (B, N, H, D): attention within the sequences that all tokens of a batch make up."""
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    out = attention_varlen(
-        q,
-        k,
-        v,
-        starts[0],
-        longest[0],
-        cu_seqlens_k=starts[1],
-        max_seqlen_k=longest[1],
-        dropout_p=dropout,
-        is_causal=is_causal,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
-    return out.unflatten(0, (query.shape[0], query.shape[2]))
 
 
 def _window_mask(

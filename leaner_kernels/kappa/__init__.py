@@ -39,10 +39,6 @@ class ConditionReport(NamedTuple):
     """``ConditionNumber`` and measures of how many directions a matrix uses, float64.
 
     Attributes:
-        kappa: as in ConditionNumber.
-        sigma_max: as in ConditionNumber.
-        sigma_min: as in ConditionNumber.
-        resolved: as in ConditionNumber.
         effective_rank: exp of the entropy of the normalised singular values (Roy and Vetterli
             2007); at most min(N, M).
         stable_rank: squared Frobenius norm over squared largest singular value.

@@ -118,9 +118,7 @@ def solve(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Call the library on (B, N, M) float32; ``lengths`` (B,) int32 on the same device.
 
-    Returns:
-        kappa, sigma_max, sigma_min (B,) float64, resolved (B,) bool, and all singular values
-        (B, min(N, M)) float64 descending, or (B, 0).
+    Results are those of ``new_report``; the singular values, descending, only with ``spectrum``.
 
     Raises:
         ValueError: another shape, dtype or device.

@@ -39,16 +39,10 @@ SQUARE_LOG_MEAN = 1.537
 class TheoremRow(NamedTuple):
     """Measured and predicted kappa of one choice of heads.
 
-    Attributes:
-        convention: "widen", "split" or "edge".
-        heads: h.
-        head_dim: d; for "split" the fixed width over h, rounded down.
-        width: h * d.
-        predicted: ``gaussian_condition_number(tokens, width)``, inf where the two are equal.
-        median: of kappa over the seeds; of an even count the mean of the middle two.
-        geometric_mean: of kappa over the seeds; inf if one was not resolved.
-        low: the tenth percentile.
-        high: the ninetieth percentile.
+    ``heads`` h of width ``head_dim`` d (for "split" the fixed width over h, rounded down) make
+    ``width`` h * d. Of the seeds, ``median`` is the mean of the middle two of an even count,
+    ``geometric_mean`` is inf if one was not resolved, ``low`` and ``high`` are the tenth and the
+    ninetieth percentile. ``predicted`` is ``gaussian_condition_number(tokens, width)``.
     """
 
     convention: str
@@ -63,17 +57,9 @@ class TheoremRow(NamedTuple):
 
 
 def draw_heads(tokens: int, heads: int, head_dim: int, seeds: int, device: str = "cpu") -> Tensor:
-    """Draw heads with independent N(0, 1) entries and lay them side by side.
+    """Return (seeds, N, h * d) float32 heads with independent N(0, 1) entries, side by side.
 
-    Args:
-        tokens: N.
-        heads: h.
-        head_dim: d.
-        seeds: independent draws; the same ones for the same sizes.
-        device: where the matrices go; they are drawn on the CPU, the same everywhere.
-
-    Returns:
-        (seeds, N, h * d), float32.
+    They are drawn on the CPU: the same ones for the same sizes, on every device.
     """
     generator = torch.Generator().manual_seed(tokens * 1_000_003 + heads * 1_009 + head_dim)
     size = seeds, heads, tokens, head_dim
@@ -89,24 +75,10 @@ def measure(
     split_width: int = 768,
     device: str = "cpu",
 ) -> list[TheoremRow]:
-    """Measure kappa of Gaussian heads in all three conventions.
-
-    Args:
-        tokens: N, at least 2.
-        head_dim: d of the widened heads, at least 1.
-        heads: head counts for "widen" and "split", each at least 1 and at most ``split_width``.
-        seeds: matrices drawn for each row, at least 1.
-        split_width: the fixed width of "split".
-        device: where kappa is computed.
-
-    Returns:
-        The rows of "widen", then of "split", then of "edge", in the order of ``heads`` or by width.
+    """Measure kappa of Gaussian heads: rows of "widen", of "split", of "edge".
 
     Raises:
-        ValueError: a count outside the list above.
-
-    Numerics: heads are float32; kappa as ``condition_number`` computes it for float32.
-    Source: arXiv:2505.20802, theorem 3.2.
+        ValueError: ``tokens`` below 2, another count below 1, or more heads than ``split_width``.
     """
     least = {"tokens": (tokens, 2), "head_dim": (head_dim, 1), "seeds": (seeds, 1)}
     for name, (value, allowed) in least.items():
@@ -181,16 +153,7 @@ def _number(value: float) -> str:
 
 
 def draw(rows: Iterable[TheoremRow], tokens: int, path: Path) -> None:
-    """Draw measured and predicted kappa over the width and over the heads.
-
-    Args:
-        rows: of ``measure``.
-        tokens: N.
-        path: of the PNG.
-
-    Raises:
-        SystemExit: matplotlib is missing, or the file cannot be written; in one line.
-    """
+    """Draw measured and predicted kappa over the width and over the heads, as a PNG."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -244,16 +207,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Condition number of Gaussian heads against theorem 3.2 of arXiv:2505.20802.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=197, help="rows N of each head")
-    parser.add_argument("--head-dim", type=int, default=64, help="width d of the widened heads")
-    parser.add_argument(
-        "--heads", type=_counts, default=[1, 2, 3, 4, 6, 8, 12, 16, 18], help="counts, with commas"
-    )
-    parser.add_argument("--seeds", type=int, default=32, help="draws for each row")
-    parser.add_argument("--split-width", type=int, default=768, help="fixed width that is divided")
-    parser.add_argument("--device", default="cpu", help="where kappa is computed")
-    parser.add_argument("--out", type=Path, help="PNG to draw")
-    parser.add_argument("--json", action="store_true", help="a JSON list of rows, no table")
+    add, heads = parser.add_argument, [1, 2, 3, 4, 6, 8, 12, 16, 18]
+    add("--tokens", type=int, default=197, help="rows N of each head")
+    add("--head-dim", type=int, default=64, help="width d of the widened heads")
+    add("--heads", type=_counts, default=heads, help="counts, with commas")
+    add("--seeds", type=int, default=32, help="draws for each row")
+    add("--split-width", type=int, default=768, help="fixed width that is divided")
+    add("--device", default="cpu", help="where kappa is computed")
+    add("--out", type=Path, help="PNG to draw")
+    add("--json", action="store_true", help="a JSON list of rows, no table")
     given = parser.parse_args(arguments)
     try:
         device = torch.device(given.device)
@@ -272,16 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         draw(rows, given.tokens, given.out)
     if given.json:
         # JSON has no infinity.
-        values = ({k: _json(v) for k, v in row._asdict().items()} for row in rows)
-        sys.stdout.write(json.dumps(list(values), indent=1) + "\n")
+        named = (row._asdict().items() for row in rows)
+        values = [{k: None if v == math.inf else v for k, v in pairs} for pairs in named]
+        sys.stdout.write(json.dumps(values, indent=1) + "\n")
     else:
-        sys.stdout.writelines(
-            line.rstrip() + "\n" for line in table(rows, given.tokens, given.seeds)
-        )
-
-
-def _json(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        lines = table(rows, given.tokens, given.seeds)
+        sys.stdout.writelines(line.rstrip() + "\n" for line in lines)
 
 
 if __name__ == "__main__":

@@ -96,11 +96,7 @@ def _loading(name: str) -> Iterator[None]:
 
 
 def _forward(model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
-    """Run a model, which may need more than pictures or text, as CLIP does.
-
-    Raises:
-        ValueError: it failed, whatever with, for a model of others may raise anything.
-    """
+    """Run a model, which may need more than pictures or text; ValueError if it fails."""
     try:
         model(**batch)
     except Exception as error:

@@ -71,10 +71,9 @@ def command(
 
 
 def take_every_character(program: str) -> None:
-    """Write what an output stream cannot show, as κ in ASCII or half a character, as an escape.
+    """Write what an output stream cannot show, as κ in ASCII, as an escape of Python's.
 
-    Otherwise it would end the program. Escapes are those of JSON and Python: nothing is lost. A
-    stream that is closed, or that nobody reads any more, ends nothing either.
+    A stream that is closed, or that nobody reads any more, does not end the program either.
     """
     _fill_descriptors()
     for name in ("stdout", "stderr"):
@@ -103,11 +102,7 @@ def _fill_descriptors() -> None:
 
 
 class UntilUnread:
-    """A stream, until nobody reads it, as behind ``| head``: then what is written is dropped.
-
-    Args:
-        stream: of text.
-    """
+    """A stream of text, until nobody reads it, as behind ``| head``: then writes are dropped."""
 
     # What is no error: of a disk that is full, the command ends.
     FORGIVEN: type[OSError] = BrokenPipeError

@@ -41,11 +41,7 @@ _FOLDERS = ("checkpoints", "tensorboard")
 
 
 def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
-    """Open a regular file of at most so many bytes to read it; links are followed.
-
-    Raises:
-        OSError: it cannot be opened, is no regular file, or is larger.
-    """
+    """Open a regular file of at most so many bytes, or raise OSError; links are followed."""
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
     about = os.fstat(file.fileno())
     if stat.S_ISREG(about.st_mode) and about.st_size <= most:
@@ -58,7 +54,7 @@ def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
 
 def _without_waiting(path: str, flags: int) -> int:
     # Opening a pipe that nobody writes to would wait for ever.
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    return os.open(path, flags | _NO_WAIT)
 
 
 def read_file(path: str | Path, most: int) -> bytes:
@@ -82,10 +78,7 @@ def lines_of(file: IO[AnyStr], most: int = DATA) -> Iterator[AnyStr]:
 
 
 def lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line of a file begins, and the line with its end, from the last one on.
-
-    Only what is taken is read.
-    """
+    """Yield where each line begins, and the line, from the last one on; the rest is not read."""
     end = os.fstat(file.fileno()).st_size
     if not end:
         return
@@ -97,12 +90,9 @@ def lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return JSON that may come from anyone.
+    """Return JSON that may come from anyone; ValueError where it is none, or nested too deeply.
 
     A whole number past the range of a float is infinite, as another number is.
-
-    Raises:
-        ValueError: it is none, or nested too deeply.
     """
     try:
         return json.loads(text, parse_int=_whole)
@@ -115,11 +105,7 @@ def _whole(digits: str) -> int | float:
 
 
 def text_of(content: bytes) -> str:
-    """Return the text of a file: UTF-8, with a byte order mark or not, and any line ends.
-
-    Raises:
-        UnicodeDecodeError: it is not UTF-8.
-    """
+    """Return the text of a file in UTF-8, with a byte order mark or not, and any line ends."""
     return plain(content.decode("utf-8-sig"))
 
 
@@ -129,10 +115,10 @@ def plain(text: str) -> str:
 
 
 def is_hidden(path: str | PurePath) -> bool:
-    """Return whether a path, relative to the root of the data, is no data of the user's.
+    """Whether a path, relative to the root of the data, is no data of the user's.
 
-    That is so where a component begins with a dot, as ``.ipynb_checkpoints`` or ``._1.jpg``, or is
-    one of ``SYSTEM``. The path does not exist for any reader.
+    A component begins with a dot, as ``.ipynb_checkpoints`` or ``._1.jpg``, or is one of
+    ``SYSTEM``.
     """
     return any(part != ".." and _is_hidden(part) for part in PurePath(path).parts)
 
@@ -144,8 +130,8 @@ def _is_hidden(name: str) -> bool:
 def files_below(root: str | Path) -> Iterator[Path]:
     """Yield the files of a folder and its folders, in no order, without hidden ones.
 
-    Links are followed. One that leads nowhere, a pipe and a device are yielded, for their reader to
-    name; a link that leads to a folder around it is not.
+    Links are followed, but not to a folder around them. One that leads nowhere, a pipe and a device
+    are yielded, for their reader to name.
     """
     yield from _below(root, {identity(root)})
 
@@ -182,10 +168,7 @@ def identity(path: str | Path) -> Hashable:
 
 
 def check_below(folder: str | Path) -> None:
-    """Check all files of a folder that a library is to read: regular ones, of bounded size.
-
-    A link that leads nowhere is left to the library.
-    """
+    """Check the files of a folder that a library is to read; links to nowhere are left to it."""
     for path in files_below(folder):
         if path.exists():
             check_file(path, DATA if path.suffix.lower() in _WHOLE else LARGEST)
@@ -199,10 +182,7 @@ def write_file(path: str | Path, content: str | bytes) -> None:
 
 @contextmanager
 def new_path(path: Path) -> Iterator[Path]:
-    """Make an empty file ``.NAME.partial`` beside a path, which it becomes at the end.
-
-    An exception in the context leaves what the path had before.
-    """
+    """Make an empty ``.NAME.partial`` beside a path, which it becomes unless the context raises."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666))
@@ -227,12 +207,7 @@ def open_own(path: Path, mode: str = "ab") -> IO[bytes]:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Check that the folder of a run, which is to go on, leads nowhere else.
-
-    Raises:
-        ValueError: it, or a folder that a run makes in it, holds a link, a pipe or a device.
-        OSError: it cannot be read.
-    """
+    """Raise ValueError where the folder of a run holds a link, a pipe or a device."""
     folder = Path(folder)
     below = [Path(place) for name in _FOLDERS for place, _, _ in os.walk(folder / name)]
     for place in (folder, *below):

@@ -135,16 +135,10 @@ def gather(captured: Sequence[Any]) -> GatheredCaptures:
 
 
 def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = False) -> Tensor:
-    """Measure every matrix.
+    """Measure every matrix of L layers, with places for ``most_heads`` heads.
 
-    Args:
-        gathered: of L layers.
-        most_heads: places for heads, those of the layer that has the most.
-        head_report: whether to measure what ``KappaMonitor`` adds to a row for it.
-
-    Returns:
-        (L, width), float64, on the device of the captures: columns as in ``columns_of``, the status
-        last; nan and, for kappa, inf where a layer has no output and residual to measure.
+    Returns (L, width), float64, on the device of the captures: columns as in ``columns_of``, the
+    status last; nan and, for kappa, inf where a layer has no output and residual to measure.
     """
     num_layers, device = len(gathered.heads), next(iter(gathered.statistics.values())).device
     blank = torch.full((len(_SPECTRUM),), torch.nan, dtype=torch.float64, device=device)
@@ -237,10 +231,7 @@ def unmeasured(status: Sequence[float], most_heads: int, device: torch.device) -
 
 
 def merge_ranks(ranks: Tensor) -> Tensor:
-    """Return the matrix (L, width) of all ranks, of those of each, (ranks, L, width).
-
-    Each layer's is of the ranks that measured it, where any did.
-    """
+    """Return the matrix (L, width) of (ranks, L, width): of the ranks that measured a layer."""
     first = next(field.name for field in FIELDS if field.over_ranks == "max")
     end = columns_of(ranks.shape[-1])[first].start
     status = ranks[..., -1:]
@@ -336,8 +327,7 @@ def row(
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it.
 
-    ``measured`` is the layer's row of the matrix of measurements, on the CPU, and ``dtype`` that of
-    the module's output.
+    ``measured`` is the layer's row of measurements, on the CPU, ``dtype`` that of its output.
     """
     heads, head_dim, columns = layer
     slices, status = columns_of(len(measured)), measured[-1].item()

@@ -75,11 +75,10 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass
 class Run:
-    """What a page shows of a run, of a long one not every step: its files, in the order of steps.
+    """What a page shows of a run: its files in the order of steps, of a long one not every step.
 
-    Attributes:
-        steps: about how many steps each file has of which some were left out, by its name.
-        damaged: how many damaged lines were met in each file, by its path.
+    ``steps`` has about how many steps a file has of which some were left out, by its name;
+    ``damaged`` how many damaged lines were met, by path.
     """
 
     name: str
@@ -129,8 +128,12 @@ def write_page(runs: Iterable[str | Path | Run], path: str | Path) -> dict[str, 
     except ImportError:
         raise ImportError("a page needs the package plotly: pip install plotly") from None
     runs = _read_runs([run if isinstance(run, Run) else Path(run) for run in runs])
+    steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
+    margin = 0.02 * max(max(steps) - min(steps), 1)
     charts = []
     for index, chart in enumerate(_charts(runs)):
+        if chart.data[0]["type"] == "scatter":  # the axes of steps are all alike
+            chart.layout["xaxis"]["range"] = [min(steps) - margin, max(steps) + margin]
         drawn = io.to_html(
             {"data": chart.data, "layout": chart.layout},
             validate=False,
@@ -169,11 +172,7 @@ def _read_runs(given: list[Path | Run]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a page shows of a run: of a long one evenly spaced steps, and every evaluation.
-
-    Raises:
-        ValueError: the folder does not exist, or has no rows.
-    """
+    """Read what a page shows of a run: evenly spaced steps of a long one, and every evaluation."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
     rows: dict[str, Any] = {}
@@ -206,16 +205,6 @@ def read_run(folder: Path) -> Run:
 
 
 def _charts(runs: list[Run]) -> Iterator[_Chart]:
-    """Yield the charts of a page, whose axes of steps are all alike."""
-    steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
-    margin = 0.02 * max(max(steps) - min(steps), 1)
-    for chart in _all_charts(runs):
-        if chart.data[0]["type"] == "scatter":
-            chart.layout["xaxis"]["range"] = [min(steps) - margin, max(steps) + margin]
-        yield chart
-
-
-def _all_charts(runs: list[Run]) -> Iterator[_Chart]:
     yield from _of_metrics(runs)
     several = len(runs) > 1
     if several and any(run.kappa for run in runs):
@@ -254,7 +243,7 @@ def _of_metrics(runs: list[Run]) -> Iterator[_Chart]:
                 lines.append((name, points, style))
     if lines:
         values = [value for _, points, _ in lines for _, value in points]
-        steps = _most_steps(runs, "metrics")
+        steps = max(run.steps.get("metrics", 0) for run in runs)
         yield _lines("Loss", "loss", lines, steps, scale=axis_scale(values), alarms=runs)
     lines = []
     for index, run in enumerate(runs):
@@ -270,10 +259,6 @@ def _of_metrics(runs: list[Run]) -> Iterator[_Chart]:
         yield _lines("Held-out accuracy", "correct, %", lines)
 
 
-def _most_steps(runs: list[Run], kind: str) -> int:
-    return max(run.steps.get(kind, 0) for run in runs)
-
-
 def _of_course(runs: list[Run]) -> Iterator[_Chart]:
     for title, unit, keys in _COURSE:
         lines = []
@@ -283,7 +268,7 @@ def _of_course(runs: list[Run]) -> Iterator[_Chart]:
                 lines.append((run.name, points, {"line": {"color": _colour(index), "width": 1}}))
         if lines:
             unit = unit.format(unit=runs[0].summary.get("unit", "items"))
-            chart = _lines(title, unit, lines, _most_steps(runs, "metrics"))
+            chart = _lines(title, unit, lines, max(run.steps.get("metrics", 0) for run in runs))
             chart.layout["showlegend"], chart.height = len(runs) > 1, 260
             yield chart
 
@@ -344,15 +329,14 @@ def _left_out(rows: Sequence[Mapping[str, Any]]) -> str:
 def _mean_kappa(runs: list[Run]) -> _Chart:
     lines = []
     for index, run in enumerate(runs):
-        points = []
-        for step, values in _by_step(run.kappa, "kappa"):
-            points.append((step, geometric_mean(values)))
-        lines.append((run.name, points, _dots(_colour(index))))
-        predicted = _by_step(run.kappa, "kappa_gaussian")
-        points = [(step, geometric_mean(values)) for step, values in predicted]
+        measured, predicted = (
+            [(step, geometric_mean(values)) for step, values in _by_step(run.kappa, key)]
+            for key in ("kappa", "kappa_gaussian")
+        )
+        lines.append((run.name, measured, _dots(_colour(index))))
         style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
-        lines.append((f"{run.name}, Gaussian heads", points, style | {"showlegend": False}))
-    steps = _most_steps(runs, "kappa")
+        lines.append((f"{run.name}, Gaussian heads", predicted, style | {"showlegend": False}))
+    steps = max(run.steps.get("kappa", 0) for run in runs)
     chart = _lines("κ, geometric mean over layers", "κ", lines, steps, scale="log")
     dashed = "Dashed: what independent Gaussian heads of their sizes would have"
     chart.caption = ["Layers without a κ at a step do not count there", dashed, *chart.caption]
@@ -380,7 +364,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
                 for i, run in enumerate(runs)
             ]
         if any(points for _, points, _ in lines):
-            steps = _most_steps(runs, "kappa")
+            steps = max(run.steps.get("kappa", 0) for run in runs)
             unit = UNITS[column.statistic]
             chart = _lines(title, unit, lines, steps, alarms=runs if key == "entropy" else ())
             chart.caption.insert(0, caption)
@@ -470,14 +454,9 @@ def _lines(
         logs = [math.log10(y) for _, points, _ in lines for _, y in points if y > 0]
         few = not logs or max(logs) - min(logs) < 2.5
         layout["yaxis"]["dtick"] = "D2" if few else 1  # over few decades digits between them
-    marks = [alarm for run in alarms for alarm in run.alarms]
-    if marks:
-        layout["yaxis2"] = {
-            "overlaying": "y",
-            "range": [0, 1],
-            "visible": False,
-            "fixedrange": True,
-        }
+    if marks := [alarm for run in alarms for alarm in run.alarms]:
+        hidden = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
+        layout["yaxis2"] = hidden
         data.append(_marks(_thinned(marks, 200)))
     caption = []
     if longest > max(most, 1):
@@ -557,24 +536,22 @@ def _sentences(parts: Iterable[str]) -> str:
 
 
 def _alarms_table(runs: list[Run]) -> str:
-    rows = [(run.name, alarm) for run in runs for alarm in run.alarms]
+    rows = [
+        (run.name, alarm["step"], alarm.get("kind", ""), alarm["message"])
+        for run in runs
+        for alarm in run.alarms
+    ]
     if not rows:
         return "<p>None.</p>"
-    several = len(runs) > 1
-    lines = []
-    for name, alarm in rows[:200]:
-        cells = [
-            *([name] if several else []),
-            alarm["step"],
-            alarm.get("kind", ""),
-            alarm["message"],
-        ]
-        lines.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    head = "".join(
-        f"<th>{name}</th>" for name in (*(["run"] if several else []), "step", "kind", "what")
-    )
+    first = len(runs) == 1  # whose name is above
+    lines = "".join(f"<tr>{_cells('td', row[first:])}</tr>" for row in rows[:200])
+    head = _cells("th", ("run", "step", "kind", "what")[first:])
     more = f"<p>And {len(rows) - 200:,} more.</p>" if len(rows) > 200 else ""
-    return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>{more}"
+    return f"<div class=scroll><table><tr>{head}</tr>{lines}</table></div>{more}"
+
+
+def _cells(tag: str, values: Iterable[object]) -> str:
+    return "".join(f"<{tag}>{escape(str(value))}</{tag}>" for value in values)
 
 
 def _glance(run: Run) -> dict[str, str]:
@@ -585,7 +562,7 @@ def _glance(run: Run) -> dict[str, str]:
         scored = _points(run.metrics, f"held_out_{name}")
         if not scored:
             continue
-        shown = _percent if name == "accuracy" else _shown
+        shown = "{:.1%}".format if name == "accuracy" else _shown
         (at, best), (last_at, last) = best_of(scored, key=lambda point: point[1]), scored[-1]
         said = f"best {shown(best)} at step {at:,}; final {shown(last)} at step {last_at:,}"
         kept = number(run.summary.get(f"best_held_out_{name}"))
@@ -593,10 +570,6 @@ def _glance(run: Run) -> dict[str, str]:
             said += f"; of the best weights, after {_shown(step)} steps, {shown(kept)}"
         facts[f"held-out {name}"] = said
     return facts | _kappa_at_a_glance(run.kappa)
-
-
-def _percent(value: float) -> str:
-    return f"{value:.1%}"
 
 
 def _kappa_at_a_glance(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -641,13 +614,13 @@ def _facts_table(runs: list[Run]) -> str:
 
 
 def _table(names: list[str], columns: list[dict[str, str]]) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *names))
     lines = []
     for key in dict.fromkeys(key for column in columns for key in column):
         values = [column.get(key, "") for column in columns]
         different = ' class="different"' if len(set(values)) > 1 else ""
-        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
-        lines.append(f"<tr{different}><th>{escape(key.replace('_', ' '))}</th>{cells}</tr>")
+        cells = _cells("th", [key.replace("_", " ")]) + _cells("td", values)
+        lines.append(f"<tr{different}>{cells}</tr>")
+    head = _cells("th", ("", *names))
     return f"<div class=scroll><table><tr>{head}</tr>{''.join(lines)}</table></div>"
 
 

@@ -21,18 +21,13 @@ MAX_UNEQUAL = 100  # longer side, in shorter sides
 def decode(content: bytes, name: Callable[[], str]) -> Any:
     """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
 
-    Raises:
-        ValueError: these are no image; the message has what ``name()`` returns.
+    What is no image is a ValueError, whose message has what ``name()`` returns; so it is below.
     """
     return decoded(opened(content, name), name)
 
 
 def opened(content: bytes, name: Callable[[], str]) -> Any:
-    """Return the PIL image of the bytes of a file, of which only the header is read.
-
-    Raises:
-        ValueError: these are no image, or one that is too large or too long.
-    """
+    """Return the PIL image of the bytes of a file, of which only the header is read."""
     with _named(content, name):
         image = _pillow().open(io.BytesIO(content), formats=FORMATS)
         if max(image.size) > MAX_UNEQUAL * min(image.size):
@@ -41,11 +36,7 @@ def opened(content: bytes, name: Callable[[], str]) -> Any:
 
 
 def decoded(image: Any, name: Callable[[], str]) -> Any:
-    """Return an opened image in RGB, on white, turned as its EXIF data say.
-
-    Raises:
-        ValueError: its data are damaged.
-    """
+    """Return an opened image in RGB, on white, turned as its EXIF data say."""
     with _named(b"", name), image:
         return upright(image, _in_rgb(image))
 
@@ -69,8 +60,7 @@ def _named(content: bytes, name: Callable[[], str]) -> Iterator[None]:
 def _pillow() -> Any:
     """Return ``PIL.Image``, which refuses images of 179 million pixels.
 
-    It also warns of half as many, and of EXIF data that make no sense. What cannot be read is named
-    by who reads it, and the rest can be.
+    Its warnings of half as many and of EXIF data that make no sense are silenced.
     """
     from PIL import Image
 

@@ -67,16 +67,13 @@ def plot(
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    if over == "layers":
-        _draw_layers(figure, rows, steps)
-    else:
-        _DRAW[over](figure, rows)
+    _DRAW[over](figure, rows, steps)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
+def _draw_steps(figure: "Figure", rows: list[Row], _: Any) -> None:
     from matplotlib import colormaps
 
     axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
@@ -114,7 +111,7 @@ def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None)
     _legend(figure, axes)
 
 
-def _draw_heads(figure: "Figure", rows: list[Row]) -> None:
+def _draw_heads(figure: "Figure", rows: list[Row], _: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     step, norms = head_norms(rows)
@@ -186,10 +183,7 @@ def gaussian_lines(rows: Sequence[Row]) -> list[dict[int, float]]:
 
 
 def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
-    """Return the newest step that has norms of heads, and those of each layer by short name.
-
-    A norm that is not finite is nan.
-    """
+    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
     known = [row for row in rows if row.get("head_norms")]
     step = max((row["step"] for row in known), default=0)
     known = [row for row in known if row["step"] == step]
@@ -203,8 +197,7 @@ def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
     """Return the layers in their order, each with its name less what all names have alike.
 
-    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1": the part that stands
-    before what differs stays.
+    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
     """
     parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
     if len(parts) < 2:

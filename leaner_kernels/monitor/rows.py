@@ -17,13 +17,9 @@ _LINE = 1 << 24  # bytes of a row
 
 
 def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file of JSON lines, and how many lines were damaged.
+    """Return the rows of a file of JSON lines with ``keys``, and how many lines were damaged.
 
     Half a line at the end, which a kill leaves, is dropped and not counted.
-
-    Args:
-        path: of the file.
-        keys: as ``parse_row`` takes them; another line is damaged.
     """
     rows, damaged = [], 0
     with open_file(path) as file:
@@ -44,13 +40,9 @@ class Thinned(NamedTuple):
 
 
 def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> Thinned:
-    """Return rows of steps that are evenly spaced, the first and the last among them.
+    """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    Args:
-        path: of a file of JSON lines, in the order of their steps.
-        most: about how many rows; of a file with no more all are returned.
-        always: rows that contain it are returned besides.
-        keys: as ``parse_row`` takes them.
+    A file with no more rows is returned whole. Rows that contain ``always`` are returned besides.
     """
     starts, kept = array("Q"), set()
     with open_file(path) as file:
@@ -96,15 +88,10 @@ def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> 
 
 
 def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:
-    """Return a row of a file of JSON lines, which may come from anyone.
+    """Return a row of a file of JSON lines, which may come from anyone; ValueError if it is none.
 
-    Args:
-        line: of the file.
-        keys: what the row must have, and of which type. What ``KappaMonitor`` writes must be as
-            it writes it, wherever it is; whatever else there is may be anything.
-
-    Raises:
-        ValueError: it is no such row.
+    It must have ``keys``, of their types. What ``KappaMonitor`` writes must be as it writes it;
+    whatever else there is may be anything.
     """
     row = parse_json(line)
     check_row(row, **keys)
@@ -147,15 +134,12 @@ def _is_list(value: Any) -> bool:
 
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
-    "layer": lambda value: _is_text(value),
+    "layer": _is_text,
     "reason": lambda value: value is None or _is_text(value),
     **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
     **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
     **dict.fromkeys(("tokens", "columns"), _is_positive),
-    **dict.fromkeys(
-        ("loss", "throughput", "sigma_max", "rank"),
-        lambda value: value is None or _is_number(value),
-    ),
+    **dict.fromkeys(("loss", "throughput", "sigma_max", "rank"), _is_value),
 }
 _NUMBER = int | float | None
 # What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
@@ -175,34 +159,26 @@ MEANS = "arithmetic_mean", "geometric_mean"
 
 
 def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the means of kappa over the layers of each step.
+    """Return the means of kappa over the layers of each step, in the order of the rows.
 
-    They are of the layers with a kappa. Layers that are "not resolved" have a larger one than can
-    be told, so where there are some both means are lower bounds: look at ``not_resolved`` first.
-
-    Args:
-        rows: of ``KappaMonitor``.
-
-    Returns:
-        By step, in the order of the rows: step; layers, how many have a kappa; not_resolved, how
-        many have none for that reason; arithmetic_mean and geometric_mean, None without a layer.
+    They are of the ``layers`` with a kappa, and None without any. Layers that are ``not_resolved``
+    have a larger one than can be told: where there are some, both means are lower bounds.
     """
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
         steps.setdefault(row["step"], []).append(row)
-    means = []
-    for step, of_step in steps.items():
-        kappas = [row["kappa"] for row in of_step if row.get("kappa") is not None]
-        means.append(
-            {
-                "step": step,
-                "layers": len(kappas),
-                "not_resolved": sum(row.get("reason") == "not resolved" for row in of_step),
-                "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
-                "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
-            }
-        )
-    return means
+    return [_means(step, of_step) for step, of_step in steps.items()]
+
+
+def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    kappas = [row["kappa"] for row in rows if row.get("kappa") is not None]
+    return {
+        "step": step,
+        "layers": len(kappas),
+        "not_resolved": sum(row.get("reason") == "not resolved" for row in rows),
+        "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
+        "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
+    }
 
 
 def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -251,13 +227,13 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    def is_plain(value: Any) -> bool:
-        return isinstance(value, int | float | str | None)
-
     return {
         name: value
         for name, value in values.items()
-        if (all(map(is_plain, value)) if isinstance(value, list) else is_plain(value))
+        if all(
+            isinstance(one, int | float | str | None)
+            for one in (value if isinstance(value, list) else [value])
+        )
     }
 
 

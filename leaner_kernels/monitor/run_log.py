@@ -44,13 +44,7 @@ class RunLog:
         entropy_floor: of ``EntropyAlarm``; 0 for none.
         **options: of ``KappaMonitor``: every, samples, probe, writer, head_report.
 
-    Attributes:
-        monitor: the ``KappaMonitor``.
-        newest: the newest of ``layer_means``, or None.
-
-    Raises:
-        ValueError: what the monitor or an alarm refuses.
-        OSError: a folder that cannot be made or written.
+    ``newest`` has the newest of ``layer_means``, or None.
     """
 
     def __init__(
@@ -100,8 +94,8 @@ class RunLog:
     def begin(self, step: int) -> None:
         """Begin a step, of so many updates before it; sample it if ``every`` steps are over.
 
-        Where updates are counted by several at a time, the first step after a multiple of ``every``
-        takes its place.
+        Where updates are counted by several at a time, the first after a multiple of ``every``
+        counts.
         """
         every, before = self.monitor.every, self._begun
         self._begun = step
@@ -112,8 +106,7 @@ class RunLog:
     def batch(self, step: int) -> Iterator[None]:
         """Begin a step with the first of its batches, and go on with it in those that follow.
 
-        Between them, and after what raises, no hook is set and nothing is kept from compiling: a
-        trainer need not say that it was left.
+        Between them, and after what raises, no hook is set and nothing is kept from compiling.
         """
         try:
             if step == self._begun:

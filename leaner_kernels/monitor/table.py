@@ -31,12 +31,8 @@ _HEAD_REPORT = {
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return a line per layer of the newest step among ``rows``, and the means over the layers.
 
-    Where kappa is None the reason is there instead. Entropy is in nats. Rows with a head report
-    also show the correlation of pairs of heads, the isotropy of heads, each before what
-    independent Gaussian heads have, and the share of the norm that is the token mean.
-
-    Raises:
-        ValueError: no rows.
+    Where kappa is None the reason is there instead. Of rows with a head report, what independent
+    Gaussian heads have is beside the correlation and the isotropy of heads.
     """
     rows = list(rows)
     if not rows:
@@ -85,22 +81,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also how correlated and isotropic the heads are, which explains a high κ",
     )
-    for name, text in (
-        ("--json", "write the rows, as JSON lines"),
-        ("--plot", "draw κ over layers: png, svg, pdf"),
-    ):
-        parser.add_argument(name, type=as_path, metavar="FILE", help=text)
+    to_file: Any = {"type": as_path, "metavar": "FILE"}
+    parser.add_argument("--json", **to_file, help="write the rows, as JSON lines")
+    parser.add_argument("--plot", **to_file, help="draw κ over layers: png, svg, pdf")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def show(rows: list[dict[str, Any]], flags: argparse.Namespace) -> None:
-    """Print the table of rows, and write what ``--json`` and ``--plot`` name.
-
-    Raises:
-        ImportError: a plot without matplotlib.
-        ValueError: no rows.
-        OSError: a file cannot be written.
-    """
+    """Print the table of rows, and write what ``--json`` and ``--plot`` name."""
     sys.stdout.write(table(rows) + "\n")
     if flags.json is not None:
         flags.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
@@ -111,10 +99,7 @@ def show(rows: list[dict[str, Any]], flags: argparse.Namespace) -> None:
 
 
 def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
-    """Return at most ``samples`` whole pieces of a text, (S, N) int64, without padding.
-
-    A text shorter than ``length`` is one piece; of fewer than two tokens it is a ValueError.
-    """
+    """Return at most ``samples`` whole pieces of a text, (S, N); a short one is one piece."""
     length = min(length, len(tokens))
     if length < 2:
         raise ValueError("the text has fewer than two tokens")
@@ -125,10 +110,6 @@ def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
 def _number(value: float | None) -> str:
     if value is None:
         return "–"
-    return (
-        str(value)
-        if isinstance(value, int)
-        else f"{value:,.0f}"
-        if value >= 1e3
-        else f"{value:.3g}"
-    )
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.3g}"

@@ -51,15 +51,9 @@ MAX_SCORES = 2**24
 class TracedCall(NamedTuple):
     """What one call of attention left; no gradients. Most as in ``leaner_kernels.nn.Captured``.
 
-    Attributes:
-        heads: (S, N, H * E), of the sampled entries, float32 or float64.
-        lengths: (S,) int32, tokens that are not padding; None where all count.
-        statistics: as there, of the forwards since the step began; of (S, H) where recomputed.
-        dtype: of the query.
-        head_dim: E, that of the values.
-        columns: M, the number of keys.
-        source: ``SAME_PASS`` or ``RECOMPUTED``.
-        residual: None: what the output is added to is not part of a call.
+    ``statistics`` are of the forwards since the step began, (S, H) where recomputed; ``columns``
+    counts the keys; ``source`` is ``SAME_PASS`` or ``RECOMPUTED``; a call does not name its
+    ``residual``.
     """
 
     heads: Tensor
@@ -84,8 +78,8 @@ class CallTrace:
 
     Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
     ``leaner_kernels.attention`` get their statistics from the same pass. Those of PyTorch's
-    ``scaled_dot_product_attention`` return what they would, and are computed once more.
-    Meanwhile what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
+    ``scaled_dot_product_attention`` return what they would, and are computed once more. Meanwhile
+    what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
 
     Args:
         names: of the modules of the model.
@@ -93,8 +87,7 @@ class CallTrace:
         samples: batch entries whose heads are kept, at most.
 
     Attributes:
-        calls: the newest call of each layer: the module's name, with "#1" added for the second call
-            in one run of the module, and so on.
+        calls: the newest call of each layer: the module's name, with "#1" for a second call.
         refused: why a call of a layer could not be traced.
         ran: whether a module of the model ran.
     """
@@ -455,7 +448,7 @@ def may_be_compiled() -> bool:
 
 
 def looks_like_attention(module: nn.Module) -> bool:
-    """Whether a class is called attention, or its code calls an attention function by name."""
+    """Whether a class is called attention, or its code names an attention function."""
     if "attention" in type(module).__name__.lower():
         return True
     classes = [c for c in type(module).__mro__ if c not in (nn.Module, object)]
@@ -473,16 +466,10 @@ def attention_statistics(
     scale: float | None,
     samples: int,
 ) -> AttentionStats:
-    """Attend for at most ``samples`` batch entries, without dropout.
+    """Attend as PyTorch's function does, for at most ``samples`` batch entries, without dropout.
 
-    The arguments are those of PyTorch's ``scaled_dot_product_attention``: (..., H, N, D) queries,
-    (..., Hkv, M, D) keys and (..., Hkv, M, E) values; (B, N, D) is a batch of one head.
-
-    Returns:
-        AttentionStats of S entries: heads (S, N, H * E), float32, or float64 of float64; the
-        statistics (S, H) float32; out and lse are empty.
-
-    Numerics: an autocast region rounds the inputs, as it does for PyTorch's function; then all is
+    Returns heads (S, N, H * E), float32, or float64 of float64, and statistics (S, H); out and lse
+    are empty. An autocast region rounds the inputs, as it does for PyTorch's function; then all is
     float32, in whole products even where TF32 is allowed.
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)

@@ -30,25 +30,20 @@ _BLOCK = 1 << 20  # bytes
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
-    It stays open, and each line is in it when ``append`` returns. Of a resume no more is read than
-    the end of the file.
+    Each line is in the file when ``append`` returns. A resume reads the file's end alone.
 
     Args:
         path: of the file.
-        first: lines of this step and later ones are removed, and damaged ones; with None nothing
-            is, and the file is made with its first line.
+        first: lines of this step and later ones are removed, and damaged ones; None keeps all.
         log: shows, once, that lines could not be written; they wait for the next call. Without it
-            ``append`` raises.
-        steps: how many of the newest steps before ``first`` are looked at.
+            ``append`` raises OSError.
+        steps: how many of the newest steps before ``first`` are kept in ``rows``.
         is_before: whether a line is of before ``first``, where that does not follow from its step.
         **keys: what a line must have, beside a step, as ``parse_row`` takes it.
 
     Attributes:
         rows: those of the first steps and of the newest ``steps`` before ``first``.
         removed: steps of the lines that were removed.
-
-    Raises:
-        OSError: the file cannot be opened.
     """
 
     def __init__(
@@ -129,11 +124,7 @@ class JsonLines:
                 os.fsync(self._descriptor)
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows; on a full disk they wait for the next call, and training goes on.
-
-        Raises:
-            OSError: they cannot be written, and there is no ``log``.
-        """
+        """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
         if not self.unwritten:
             return
@@ -199,11 +190,7 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Logs rows to a SummaryWriter, first with a layout (Custom Scalars) that overlays the layers.
-
-    Args:
-        writer: of TensorBoard, or anything with ``add_scalar(name, value, step)``.
-    """
+    """Logs rows to a ``SummaryWriter``, first with a layout that overlays the layers."""
 
     def __init__(self, writer: Any) -> None:
         self.writer, self._laid_out = writer, False
@@ -224,13 +211,9 @@ class WandbRun:
     """Logs rows to a run that others log to, and loses none of theirs or of its own.
 
     W&B merges what is logged for one of its steps, and drops what comes for an earlier one. Rows
-    arrive late, and the loop may count its steps otherwise than the run. So rows are added to the
-    step that the run is at, which the next ``log`` of the loop ends; where rows wait there already,
-    they begin the next.
-
-    Args:
-        run: of ``wandb.init``; ``wandb`` itself, for the run of the moment; or anything with
-            ``log(values)``.
+    arrive late, and the loop may count its steps otherwise. So rows are added to the step that the
+    run is at, which the next ``log`` of the loop ends; where rows wait there already, they begin
+    the next.
     """
 
     def __init__(self, run: Any) -> None:

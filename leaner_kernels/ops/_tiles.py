@@ -65,13 +65,9 @@ class Tile:
 class Rule:
     """A row of a table: a tile, and the calls that get it.
 
-    Attributes:
-        tile: block sizes, other constants and launch options.
-        dim: the widest head dimension, rounded up as the tile has it.
-        tokens: the most tokens, of the longer of rows and keys; of Nyström attention landmarks.
-        takes: features that a call may bring; each operator defines its own.
-        size: the most bytes of an element.
-        gpus: architectures, None for any.
+    Those with at most ``dim`` of head dimension, rounded up as the tile has it, ``tokens`` (the
+    longer of rows and keys; of Nyström attention landmarks) and ``size`` bytes of an element, with
+    no features beyond ``takes``, on one of the architectures ``gpus``, None for any.
     """
 
     tile: Tile
@@ -108,13 +104,7 @@ def rule(
 
 
 class Tiles:
-    """The table of a kernel.
-
-    Args:
-        name: of the kernel, as ``explain`` shows it.
-        rules: tried in order.
-        numbers: constants and options of every tile.
-    """
+    """The table of a kernel: rules, tried in order, with ``numbers`` in every tile."""
 
     def __init__(self, name: str, *rules: Rule, **numbers: Any) -> None:
         self.name = name
@@ -137,11 +127,7 @@ class Tiles:
         return None
 
     def tile(self, device: torch.device, **call: Any) -> Tile:
-        """Return the tile of a call that a rule takes.
-
-        Raises:
-            LookupError: no rule does, which is a fault of the table.
-        """
+        """Return the tile of a call that a rule takes; LookupError is a fault of the table."""
         row = self.find(device, **call)
         if row is None:
             raise LookupError(f"no rule gives {self.name} a tile for {call}")

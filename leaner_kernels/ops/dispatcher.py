@@ -26,14 +26,7 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 def implement(
     name: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """Register what computes an operator that is defined, on each device.
-
-    Args:
-        name: of the operator.
-        cpu: computes it on the CPU, and by operations that PyTorch can differentiate.
-        cuda: launches it on the GPU that is current.
-        fake: allocates its results, for tensors without memory.
-    """
+    """Register what computes a defined operator: on the CPU, on the current GPU, without memory."""
     library.impl(name, on_cpu(cpu), "CPU")
     library.impl(name, on_device(cuda), "CUDA")
     torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
@@ -71,10 +64,8 @@ def register_autograd(
 
     Args:
         name: of the operator.
-        record: puts results on the graph, by an autograd Function; called with the results and the
-            operator's arguments, where a gradient is wanted.
-        decomposition: computes the operator by operations that PyTorch can differentiate, for
-            derivatives in forward mode.
+        record: puts results on the graph; called with the results and the operator's arguments.
+        decomposition: computes it by operations that PyTorch can differentiate in forward mode.
         count: how many leading arguments a region of autocast casts.
     """
     op = getattr(ops, name).default

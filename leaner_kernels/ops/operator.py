@@ -5,7 +5,8 @@ gradient of each input that may have one. An operator is a class that says what 
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +15,13 @@ from torch import Tensor
 from .._ops import ops
 from . import dispatcher, transforms
 from ._checks import check_device, check_sample
-from ._launch_cache import rows_contiguous, seen_by_autograd_alone
 from .dispatcher import library, upcast
 from .statistics import STATISTICS, AttentionStats, attention_stats
 from .transforms import BATCH, Products
 
 
 class Shapes(NamedTuple):
-    """Shapes of what an operator returns.
-
-    Attributes:
-        out: of the output, which has the dtype of the first input.
-        lse: of the log-sum-exp of each softmax row, float32.
-        per_head: (B, H), of each statistic.
-        heads: (tokens, H * D), of one captured sample.
-    """
+    """Shapes of an output, lse, statistics (B, H), and heads (tokens, H * D) of one sample."""
 
     out: tuple[int, ...]
     lse: tuple[int, ...]
@@ -41,17 +34,17 @@ class Operator:
 
     Attributes:
         name: of the operator.
+        kernels: what launches it on a GPU, a module or an object in one; imports Triton.
         inputs: its tensors, as in a schema; those that may have a gradient first.
         numbers: its numbers, as in a schema.
         gradients: what its backward returns, as in a schema: ``dNAME`` of an input.
         differentiable: how many inputs may have a gradient.
-        axes: as in ``transforms.Declaration``, and so are the next two.
-        fold: as there.
-        loop: as there.
+        axes: as in ``transforms.Declaration``, and so are ``fold`` and ``loop``.
         cast: how many inputs a region of autocast casts.
     """
 
     name: str
+    kernels: str
     inputs: str
     numbers: str
     gradients: str
@@ -76,10 +69,11 @@ class Operator:
         """Return the gradients, by the reference."""
         raise NotImplementedError
 
-    @staticmethod
-    def launcher() -> Any:
+    @classmethod
+    @cache
+    def launcher(cls) -> Any:
         """Import and return what has ``forward`` and ``backward`` on a GPU."""
-        raise NotImplementedError
+        return resolve_name(f"{__package__}.{cls.kernels}")
 
     @staticmethod
     def flops(*args: Any) -> Products:
@@ -105,11 +99,7 @@ class _Attention(dispatcher.SingleLevelFunction):
     @staticmethod
     def forward(ctx, of, count, results, *args):
         ctx.of, ctx.numbers = of, args[count:]
-        ctx.save_for_backward(*args[:count], results[1])
-        ctx.mark_non_differentiable(*results[1:])
-        # Zeros for the others would be a launch each.
-        ctx.set_materialize_grads(False)
-        return results
+        return dispatcher.save(ctx, results, *args[:count], results[1])
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -117,12 +107,9 @@ class _Attention(dispatcher.SingleLevelFunction):
         others = len(saved) - 1 + len(numbers)
         if grad is None:
             return (None,) * (3 + others)
-        grad, args = rows_contiguous(grad), (*saved, *numbers)
-        if torch.is_grad_enabled() or not seen_by_autograd_alone((grad, *args)) or grad.is_neg():
-            run = getattr(ops, f"{ctx.of.name}_backward").default
-        else:  # the dispatcher has no part in it
-            run = dispatcher.on_device(partial(_differentiate, ctx.of, len(saved) - 1, True))
-        gradients = run(grad, *args)
+        op = getattr(ops, f"{ctx.of.name}_backward").default
+        launch = partial(_differentiate, ctx.of, len(saved) - 1, True)
+        gradients = dispatcher.run_backward(op, launch, grad, *saved, *numbers)
         gradients = (gradients,) if isinstance(gradients, Tensor) else gradients
         return None, None, None, *gradients, *(None,) * (others - len(gradients))
 

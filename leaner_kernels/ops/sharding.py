@@ -43,13 +43,8 @@ def acceptable(
 ) -> list[tuple[list[Any], list[Any]]]:
     """Return what ``register_sharding`` takes: placements of the outputs and of the inputs.
 
-    Args:
-        operator: of ``leaner_kernels``.
-        declared: of it.
-        *args: what it is called with, with a specification (``shape``, ``mesh``) for each tensor.
-
-    Raises:
-        ValueError: dropout, whose masks depend on the place of a head among all of them.
+    ``args`` are what the operator is called with, a specification (``shape``, ``mesh``) for each
+    tensor. Dropout is a ValueError: its masks depend on the place of a head among all of them.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 

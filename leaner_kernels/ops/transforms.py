@@ -95,9 +95,9 @@ def declare(operator: Declaration) -> None:
 def flop_formulas() -> Iterator[tuple[str, Callable[..., int]]]:
     """Yield each operator's name and FLOPs, a function of the arguments that it is called with.
 
-    Only products count, 2 per multiply-add, and all of them: what a mask or causality hides is not
-    subtracted, nor are the further products by which a captured head gets its precision added. A
-    backward computes every product of the forward but the last again, and two gradients of each.
+    Only products count, 2 per multiply-add, whatever a mask hides, less those that give a captured
+    head its precision. A backward has every product of the forward but the last, and two gradients
+    of each.
     """
     for name, declared in DECLARATIONS.items():
 

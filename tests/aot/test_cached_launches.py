@@ -25,31 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
-from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._launch_cache import LaunchCache
+from leaner_kernels.ops import _launch, _tiles
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.covariance import launch as covariance
-from leaner_kernels.ops.nystrom import (
-    inverse,
-    inverse_backward,
-    landmarks,
-    landmarks_backward,
-    output,
-    output_backward,
-)
 from leaner_kernels.ops.nystrom import launch as nystrom
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.statistics import STATISTICS
 from leaner_kernels.ops.window import launch as window
 
-_OWNERS = (
-    *(window, outlook, covariance.channel, covariance.cross_covariance),
-    *(landmarks, landmarks_backward, inverse, inverse_backward, output, output_backward),
-)
-CACHES = [
-    value for owner in _OWNERS for value in vars(owner).values() if isinstance(value, LaunchCache)
-]
-CACHES += window._tiled_caches.values()
 PASSES = {form: op.on_gpu(form) for form in (op.Dense, op.Packed, op.Varlen)}
 
 
@@ -165,15 +148,11 @@ class Kept(TorchDispatchMode):
 @contextmanager
 def caches(kind: type[dict[Any, Any]]) -> Iterator[None]:
     """Have other caches, empty ones of ``kind``, and at the end those of before."""
-    kept = [one._entries for one in CACHES]
-    for one in CACHES:
-        one._entries = kind()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_launch, "_entries", kind())
         patch.setattr(op, "_plans", kind())
         patch.setattr(op, "_backwards", kind())
         yield
-    for one, entries in zip(CACHES, kept, strict=True):
-        one._entries = entries
 
 
 def launches_of(log: list[Launched], run: Callable[[], Sequence[Any]]) -> list[Launched]:

@@ -162,7 +162,8 @@ def test_the_page_has_the_worst_of_the_launches_of_a_name() -> None:
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    launched = [resources.key(row) for row in resources.names(resources.table_cases(), GPUS)]
+    names = resources.names(resources.table_cases(), resources.IN_TABLE)
+    launched = list(map(resources.key, names))
     assert [resources.key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
     # Of Nyström attention one case of each number of landmarks.
@@ -179,7 +180,7 @@ def test_the_command_checks_and_writes(
     monkeypatch.setattr(resources, "CASES", (CASE,))
     monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "OPERATOR_CASES", ())
-    monkeypatch.setattr(resources, "GPUS", {80: GPUS[80]})
+    monkeypatch.setattr(resources, "IN_TABLE", (80,))
     monkeypatch.setattr(resources, "SUPPORTED", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
     assert resources.main(["--write"]) == 0

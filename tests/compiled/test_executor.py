@@ -112,6 +112,8 @@ def test_integers(instruction: str, expected: Callable[[int, int], int]) -> None
 
 FLOATS = torch.tensor([0.0, -0.0, 1.5, -2.25, float("inf"), float("nan"), 3e-39, 1e30]).repeat(4)
 MORE = FLOATS.reshape(4, 8).T.flatten().contiguous()
+PAIRS = "mov.b64 %rd8, {%r10, %r11}; mov.b64 %rd9, {%r11, %r10};"
+UNPACK = "mov.b64 {_, %r12}, %rd8"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +126,13 @@ MORE = FLOATS.reshape(4, 8).T.flatten().contiguous()
         ("max.f32 %r12, %r10, %r11", torch.fmax),
         ("max.NaN.f32 %r12, %r10, %r11", torch.maximum),
         ("min.f32 %r12, %r10, %r11", torch.fmin),
+        ("max.f32 %r12, %r10, %r11, %r10", torch.fmax),
+        ("redux.sync.max.f32 %r12, %r10, -1", lambda a, b: torch.full_like(a, float("inf"))),
+        (f"{PAIRS} sub.rn.f32x2 %rd8, %rd8, %rd9; {UNPACK}", lambda a, b: b - a),
+        (
+            f"{PAIRS} fma.rn.f32x2 %rd8, %rd8, %rd8, %rd9; {UNPACK}",
+            lambda a, b: (b.double() * b + a).float(),
+        ),
         ("neg.f32 %r12, %r10", lambda a, b: -a),
         ("sqrt.approx.f32 %r12, %r10", lambda a, b: a.sqrt()),
         ("add.ftz.f32 %r12, %r10, %r10", lambda a, b: torch.where(a.abs() < 1e-37, 0.0, 2 * a)),

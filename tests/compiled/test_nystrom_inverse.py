@@ -10,8 +10,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels.ops.nystrom import reference
-from leaner_kernels.ops.nystrom.inverse import invert_forward
-from leaner_kernels.ops.nystrom.inverse_backward import invert_backward
+from leaner_kernels.ops.nystrom.inverse import invert_backward, invert_forward
 from tests.error_budget import assert_within_budget
 
 SCALE, ITERATIONS = 0.5, 4

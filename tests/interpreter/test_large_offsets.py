@@ -31,7 +31,7 @@ from leaner_kernels.ops.attention.kernels import (
     short_forward,
 )
 from leaner_kernels.ops.covariance import launch as covariance
-from leaner_kernels.ops.nystrom import inverse, inverse_backward, landmarks, landmarks_backward
+from leaner_kernels.ops.nystrom import inverse, landmarks
 from leaner_kernels.ops.nystrom import launch as nystrom
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.window import launch as window
@@ -420,7 +420,7 @@ def test_a_huge_batch_has_landmarks() -> None:
         for t in gradients:
             t[-1] = made.k3v[-1]
         dk, dv = (sparse(tuple(key.shape), HALF) for _ in range(2))
-        landmarks_backward.landmarks_backward(key, value, None, made, *gradients, 0.25, dk, dv)
+        landmarks.landmarks_backward(key, value, None, made, *gradients, 0.25, dk, dv)
         return *made, gradients[1], dk, dv
 
     small = tuple(t[-1:] for t in (query, key, value))
@@ -437,7 +437,7 @@ def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
         found = inverse.invert_forward(q_land, k_land, k3v, 0.1, 1, False)
-        gradients = inverse_backward.invert_backward(dcore, q_land, k_land, k3v, 0.1, 1, False)
+        gradients = inverse.invert_backward(dcore, q_land, k_land, k3v, 0.1, 1, False)
         return *found, *gradients
 
     run_both(run, made, tuple(t[-1:] for t in made), last(heads))

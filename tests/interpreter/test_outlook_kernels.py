@@ -21,6 +21,7 @@ from tests.outlook_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.outlook import launch
 
 
@@ -64,19 +65,27 @@ def test_kernels_stay_within_the_error_budget(name: str, dtype: torch.dtype) -> 
         assert_within_budget(actual, peers[result], exact[result])
 
 
-def test_output_without_statistics_is_the_same() -> None:
+def test_output_without_statistics_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs then own a tile each, and not a whole head."""
+    grids, start = [], Launch.start
+
+    def noted(self: Launch) -> None:
+        grids.append(self.grid)
+        start(self)
+
+    monkeypatch.setattr(Launch, "start", noted)
     inputs = make_inputs(CASES[NAMES.index("more than a tile, lean")], torch.float16)
     tensors, params = inputs[:2], inputs.params
     shape = *inputs.logits.shape[1:3], inputs.logits.shape[-1]
     found = []
     for stats in (torch.empty(len(STATISTICS), 1, 1), None):
         out, lse = inputs.value.new_empty(inputs.value.shape), torch.empty(1, 1, *shape)
-        found.append((launch.prepare_forward(tensors, params, out, lse, stats), out, lse))
-        found[-1][0].start()
-    (with_stats, *expected), (plain, *actual) = found
-    assert with_stats.grid == (1,)
-    assert plain.grid > (1,)
+        launch.attend(tensors, params, out, lse, stats)
+        found.append((out, lse))
+    expected, actual = found
+    (with_stats,), (plain,) = grids
+    assert with_stats == 1
+    assert plain > 1
     for a, b in zip(actual, expected):
         assert torch.equal(a, b)
 
@@ -86,7 +95,7 @@ def test_a_sample_past_the_batch_is_skipped() -> None:
     inputs = make_inputs(CASES[NAMES.index("VOLO")], torch.float16)
     wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
     heads = torch.full((3, 24, 64), 7.0)
-    launch.prepare_forward(inputs[:2], inputs.params, heads, None, None, wild).start()
+    launch.attend(inputs[:2], inputs.params, heads, sample=wild)
     assert (heads == 7).all()
 
 

@@ -102,7 +102,7 @@ def test_a_sample_past_the_batch_is_skipped() -> None:
     wild = torch.tensor([2, -7, 1 << 20], dtype=torch.int32)
     qkv, params = inputs.qkv, (*inputs.window, inputs.scale)
     heads = torch.full((3, 98, 96), 7.0)
-    launch.capture(qkv, params, heads, wild)
+    launch.attend(qkv, params, heads, sample=wild)
     assert (heads == 7).all()
 
 

@@ -132,6 +132,16 @@ template <class F> u32 of_pairs(F f, u32 a, u32 b, u32 c) {
   return in_pair(one(0), one(16));
 }
 
+// Each float of a pair.
+template <bool FTZ, class F, class... Pair> u64 of_float_pairs(F f, Pair... pairs) {
+  auto number = [](float x) { return FTZ ? flushed(x) : x; };
+  auto one = [&](int shift) {
+    const float x = f(number(as_float(u32(pairs >> shift)))...);
+    return u64(as_bits(canonical(number(x)))) << shift;
+  };
+  return one(0) | one(32);
+}
+
 inline void add_floats(std::vector<Operation>& all) {
   auto both = [&](std::string name, auto f) {  // with subnormals, and with zeros in their place
     auto flush = [](auto... x) { return canonical(flushed(decltype(f){}(flushed(x)...))); };
@@ -156,6 +166,8 @@ inline void add_floats(std::vector<Operation>& all) {
   both("min", [](float a, float b) { return minimum(a, b); });
   both("max.NaN", [](float a, float b) { return a != a || b != b ? NAN : maximum(a, b); });
   both("min.NaN", [](float a, float b) { return a != a || b != b ? NAN : minimum(a, b); });
+  both("max3", [](float a, float b, float c) { return maximum(maximum(a, b), c); });
+  both("min3", [](float a, float b, float c) { return minimum(minimum(a, b), c); });
   both("rcp", [](float a) { return 1 / a; });
   both("sqrt", [](float a) { return std::sqrt(a); });
   both("rsqrt", [](float a) { return 1 / std::sqrt(a); });
@@ -179,6 +191,18 @@ inline void add_floats(std::vector<Operation>& all) {
   all.push_back(each<bool, float, float>("setp.num.f32", [](float a, float b) { return a == a && b == b; }));
   all.push_back(each<bool, float, float>("setp.nan.f32", [](float a, float b) { return a != a || b != b; }));
 
+  auto pairs = [&]<class... U>(std::string name, auto f, U...) {
+    all.push_back(each<u64, U...>(name + ".f32x2", [](U... x) {
+      return of_float_pairs<false>(decltype(f){}, x...);
+    }));
+    all.push_back(each<u64, U...>(name + ".ftz.f32x2", [](U... x) {
+      return of_float_pairs<true>(decltype(f){}, x...);
+    }));
+  };
+  pairs("add", [](float a, float b) { return a + b; }, u64(), u64());
+  pairs("sub", [](float a, float b) { return a - b; }, u64(), u64());
+  pairs("mul", [](float a, float b) { return a * b; }, u64(), u64());
+  pairs("fma", [](float a, float b, float c) { return std::fma(a, b, c); }, u64(), u64(), u64());
   all.push_back(each<u32, u32, u32, u32>("fma.bf16x2", [](u32 a, u32 b, u32 c) {
     return of_pairs([](double x, double y, double z) { return x * y + z; }, a, b, c);
   }));

@@ -82,6 +82,8 @@ const std::vector<Operation>& operations() {
     all.push_back(reduction<u32>("max.u32", [](u32 a, u32 b) { return a > b ? a : b; }));
     all.push_back(reduction<s32>("min.s32", [](s32 a, s32 b) { return a < b ? a : b; }));
     all.push_back(reduction<s32>("max.s32", [](s32 a, s32 b) { return a > b ? a : b; }));
+    all.push_back(reduction<float>("min.f32", [](float a, float b) { return minimum(a, b); }));
+    all.push_back(reduction<float>("max.f32", [](float a, float b) { return maximum(a, b); }));
     all.push_back({"vote.ballot", ballot});
     all.push_back({"vote.any", vote<false>});
     all.push_back({"vote.all", vote<true>});

@@ -78,21 +78,14 @@ def cross_covariance_attention_with_stats(
 ) -> AttentionStats:
     """``cross_covariance_attention``, with statistics of every head and the heads of samples.
 
-    Args:
-        qkv: as in ``cross_covariance_attention``.
-        temperature: as in ``cross_covariance_attention``.
-        eps: as in ``cross_covariance_attention``.
-        sample: (S,) int32 on the device of ``qkv``: the batch entries whose heads are captured.
-            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            batch, which the CPU refuses.
+    Arguments and errors are those of ``cross_covariance_attention``, and ``sample``: (S,) int32 on
+    the device of ``qkv``, the batch entries whose heads are captured. A negative index leaves its
+    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
 
     Returns:
         AttentionStats: out (B, N, H, D); lse (B, H, D), one for each channel's row of scores;
             max_logit, entropy, prob_norm and head_norm (B, H), over the D rows of the head; heads
             (S, N, H * D), None without ``sample``.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
 
     Numerics: as ``cross_covariance_attention``; for ``heads`` the probabilities enter the product
     with V as the sum of two float16 or three bfloat16 numbers, and the float32 sum is stored.
@@ -138,16 +131,8 @@ def channel_attention_with_stats(
 ) -> AttentionStats:
     """``channel_attention``, with the statistics of ``cross_covariance_attention_with_stats``.
 
-    Args:
-        qkv: as in ``channel_attention``.
-        scale: as in ``channel_attention``.
-        sample: as in ``cross_covariance_attention_with_stats``.
-
-    Returns:
-        AttentionStats, of the same shapes.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+    Arguments and errors are those of ``channel_attention``; ``sample`` and what is returned are as
+    there.
     """
     qkv, scale = _check_channel(qkv, scale)
     return run_with_stats(ops.channel_attention_with_stats, (qkv,), sample, scale)

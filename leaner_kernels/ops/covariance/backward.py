@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .._tiles import Tiles, rule
 from .._triton import PRECISION, head_of, load_rows, narrow, scaled, store_rows
-from .scores import (
+from .forward import (
     inverse_lengths,
     products_over_tokens,
     row_softmax,

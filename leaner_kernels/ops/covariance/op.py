@@ -30,7 +30,7 @@ def _results(s: Tensor, values: Tensor) -> Any:
 class ChannelAttention(Operator):
     """Attention between the channels of a head; the projection is (B, N, 3, H, D)."""
 
-    name = "channel_attention"
+    name, kernels = "channel_attention", "covariance.launch:channel"
     inputs, differentiable, cast = "Tensor qkv", 1, 1
     numbers, gradients = "float scale", "Tensor dqkv"
     axes = {"qkv": (0, 3), "out": (0, 2), "lse": (0, 1)}  # noqa: RUF012
@@ -55,12 +55,6 @@ class ChannelAttention(Operator):
         return (_packed(dq, dk, dv),)
 
     @staticmethod
-    def launcher() -> Any:
-        from .launch import channel
-
-        return channel
-
-    @staticmethod
     def flops(qkv: Tensor, *_: Any) -> Products:
         batch, tokens, _three, heads, dim = qkv.shape
         product = 2 * batch * heads * dim**2 * tokens
@@ -70,7 +64,7 @@ class ChannelAttention(Operator):
 class CrossCovarianceAttention(ChannelAttention):
     """The same of channels of unit length, with a temperature (H,) for each head."""
 
-    name = "cross_covariance_attention"
+    name, kernels = "cross_covariance_attention", "covariance.launch:cross_covariance"
     inputs, differentiable = "Tensor qkv, Tensor temperature", 2
     numbers, gradients = "float eps", "Tensor dqkv, Tensor dtemperature"
     axes = {**ChannelAttention.axes, "temperature": (None, 0)}  # noqa: RUF012
@@ -90,12 +84,6 @@ class CrossCovarianceAttention(ChannelAttention):
         ds, dv = reference.attend_backward(grad.transpose(1, 2), p, v)
         dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, eps)
         return _packed(dq, dk, dv), dtau
-
-    @staticmethod
-    def launcher() -> Any:
-        from .launch import cross_covariance
-
-        return cross_covariance
 
 
 register(CrossCovarianceAttention)

@@ -104,27 +104,15 @@ def nystrom_attention_with_stats(
 ) -> AttentionStats:
     """``nystrom_attention``, with statistics of every head and the heads of samples.
 
-    Args:
-        query: as in ``nystrom_attention``.
-        key: as in ``nystrom_attention``.
-        value: as in ``nystrom_attention``.
-        num_landmarks: as in ``nystrom_attention``.
-        scale: as in ``nystrom_attention``.
-        key_lengths: as in ``nystrom_attention``.
-        iterations: as in ``nystrom_attention``.
-        init: as in ``nystrom_attention``.
-        sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
-            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            batch, which the CPU refuses.
+    Arguments and errors are those of ``nystrom_attention``, and ``sample``: (S,) int32 on the
+    device of ``query``, the batch entries whose heads are captured. A negative index leaves its
+    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
 
     Returns:
         AttentionStats: out (B, H, N, D), as from ``nystrom_attention``; lse (B, H, N) of the rows
             of the first softmax, tokens by landmarks; max_logit (B, H), the largest visible score
             of the three softmaxes; entropy and prob_norm (B, H) of the first softmax, rows of
             padded tokens included; head_norm (B, H); heads (S, N, H * D), None without ``sample``.
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or number outside the list above.
 
     Numerics: as ``nystrom_attention``; for ``heads`` the probabilities enter each product as sums
     of numbers of ``query.dtype``, and the float32 sum is stored.

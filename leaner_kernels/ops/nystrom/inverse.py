@@ -1,4 +1,4 @@
-"""The middle stage of Nyström attention: K2, its iterated pseudo-inverse Z, and Z (K3 V).
+"""The middle stage of Nyström attention: K2, its iterated pseudo-inverse Z, Z (K3 V); the backward.
 
 Sizes: B batch, H heads, M landmarks, D head dimension. Mapping: one program owns a head at a time,
 so that a step of the iteration needs no launch. Its matrices lie in scratch memory, which the
@@ -9,6 +9,11 @@ products are added up.
 
 With A = K2 V a step V (13 - A (15 - A (7 - A))) / 4 is B = 7 A - A A, C = 15 A - A B and
 (13 V - V C) / 4: four products.
+
+The forward keeps nothing: a program of the backward computes its iterates again, holds all of them
+in scratch memory, and walks back over them. With G the gradient of an iterate that came from V:
+dV = (13 G - G C^T) / 4 and dC = -V^T G / 4; dB = -A^T dC;
+dA = 15 dC - dC B^T + 7 dB - dB A^T - A^T dB; dK2 += dA V^T and dV += K2^T dA.
 
 Where the matrices are too large for a program, or their start is divided by a maximum over all of
 them, PyTorch's batched products do the same.
@@ -27,13 +32,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch_cache import Launch, LaunchCache
+from .._launch import launch
 from .._tiles import Tiles, block_dim, rule
 from .._triton import add_product, scaled
 
 MAX_FUSED = 128  # landmarks
 PART = 64  # landmarks of a sum in PyTorch's products
-SLOTS = 5  # matrices in scratch memory
+SLOTS, BACKWARD_SLOTS = 5, 8  # matrices in scratch memory; of the backward beside the iterates
 # More would take memory, and push each other's matrices out of the caches; each runs several heads.
 MAX_PROGRAMS = 264
 
@@ -226,13 +231,131 @@ def _inverse_fwd_kernel(
         )  # fmt: skip
 
 
-_cache = LaunchCache(("q_ptr", "k_ptr", "k3v_ptr", "core_ptr", "max_ptr", "scratch_ptr"))
+@triton.jit(do_not_specialize=["heads", "iterations"])
+def _inverse_bwd_kernel(
+    q_ptr,
+    k_ptr,
+    k3v_ptr,
+    dcore_ptr,
+    dq_ptr,
+    dk_ptr,
+    dk3v_ptr,
+    scratch_ptr,
+    scale,
+    heads,
+    iterations,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    matrices = SLOTS + iterations + 1
+    k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * matrices * M * M
+    dk2_ptr = k2_ptr + M * M
+    a_ptr = dk2_ptr + M * M
+    b_ptr = a_ptr + M * M
+    c_ptr = b_ptr + M * M
+    g_ptr = c_ptr + M * M
+    dv_ptr = g_ptr + M * M
+    da_ptr = dv_ptr + M * M
+    v_ptr = da_ptr + M * M
+    for head in range(tl.program_id(0), heads, tl.num_programs(0)):
+        rows = tl.cast(head, tl.int64) * M * D
+        sums, largest, _ = start_iterates(
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D,
+            BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS,
+        )  # fmt: skip
+        for _ in range(iterations):
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
+            combine(
+                v_ptr + M * M, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
+                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            v_ptr += M * M
 
+        combine(  # (M, D)
+            dk3v_ptr + rows, None, 0, None, 0, 1, v_ptr, dcore_ptr + rows,
+            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
+        )  # fmt: skip
+        combine(  # (M, M)
+            g_ptr, None, 0, None, 0, 1, dcore_ptr + rows, k3v_ptr + rows,
+            M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+        )  # fmt: skip
+        zeros = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+        for first in range(0, M, BLOCK_R):
+            store_tile(dk2_ptr, zeros, first, M, M, BLOCK_R, BLOCK_M)
+        tl.debug_barrier()
+        for _ in range(iterations):
+            v_ptr -= M * M
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
+            combine(
+                dv_ptr, g_ptr, 3.25, None, 0, -0.25, g_ptr, c_ptr,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            dc_ptr = c_ptr  # C is done with
+            combine(
+                dc_ptr, None, 0, None, 0, -0.25, v_ptr, g_ptr,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            db_ptr = g_ptr  # G is done with
+            combine(
+                db_ptr, None, 0, None, 0, -1, a_ptr, dc_ptr,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            combine(
+                da_ptr, dc_ptr, 15, db_ptr, 7, -1, dc_ptr, b_ptr,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            combine(
+                da_ptr, da_ptr, 1, None, 0, -1, db_ptr, a_ptr,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            combine(
+                da_ptr, da_ptr, 1, None, 0, -1, a_ptr, db_ptr,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            combine(
+                dk2_ptr, dk2_ptr, 1, None, 0, 1, da_ptr, v_ptr,
+                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
+            combine(
+                g_ptr, dv_ptr, 1, None, 0, 1, k2_ptr, da_ptr,
+                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            )  # fmt: skip
 
-def as_written(t: Tensor) -> torch.autocast:
-    """Return a context for library products: a region of autocast reaches in, and would round."""
-    # PyTorch has no autocast on meta.
-    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
+        # The start is K2^T / c with c the largest column sum: v_ptr points at it again. Columns
+        # that share the maximum share its gradient, as they do in PyTorch's amax.
+        along = tl.zeros([BLOCK_R], tl.float32)
+        for first in range(0, M, BLOCK_R):
+            g = load_tile(g_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
+            v = load_tile(v_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
+            along += tl.sum(g * v, axis=1)  # (BLOCK_R,)
+        at_maximum = (sums == largest).to(tl.float32)  # (BLOCK_M,)
+        to_columns = at_maximum * (tl.sum(along) / (largest * tl.sum(at_maximum)))  # (BLOCK_M,)
+        ds_ptr = a_ptr  # A is done with
+        cols = tl.arange(0, BLOCK_M)
+        for first in range(0, M, BLOCK_R):
+            k2 = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
+            own = first + tl.arange(0, BLOCK_R)
+            inside = (own < M)[:, None] & (cols < M)[None, :]
+            g = tl.load(g_ptr + cols[None, :] * M + own[:, None], mask=inside, other=0.0)
+            dk2 = load_tile(dk2_ptr, first, M, M, BLOCK_R, BLOCK_M) + g / largest
+            dk2 -= to_columns[None, :]
+            ds = scale * k2 * (dk2 - tl.sum(k2 * dk2, axis=1)[:, None])  # (BLOCK_R, BLOCK_M)
+            store_tile(ds_ptr, ds, first, M, M, BLOCK_R, BLOCK_M)
+        tl.debug_barrier()
+        combine(  # (M, D)
+            dq_ptr + rows, None, 0, None, 0, 1, ds_ptr, k_ptr + rows,
+            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
+        )  # fmt: skip
+        combine(  # (M, D)
+            dk_ptr + rows, None, 0, None, 0, 1, ds_ptr, q_ptr + rows,
+            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
+        )  # fmt: skip
 
 
 def invert_forward(
@@ -244,102 +367,114 @@ def invert_forward(
     whole_batch: bool,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return (core, max2): Z (K3 V) and the largest scaled score of K2.
+    """Return (core, max2): Z (K3 V), (B, H, M, D), and the largest scaled score of K2, (B, H).
 
-    Args:
-        q_land: (B, H, M, D) float32, contiguous, and so are the others.
-        k_land: as ``q_land``.
-        k3v: as ``q_land``.
-        scale: multiplies the scores.
-        iterations: of the pseudo-inverse.
-        whole_batch: the first iterate is divided by the largest column sum of all matrices, not
-            of each.
-        dtype: of the operator's inputs.
-
-    Returns:
-        core (B, H, M, D) and max2 (B, H), float32, contiguous, new.
+    The tensors are (B, H, M, D) float32, contiguous; ``dtype`` is that of the operator's inputs.
+    With ``whole_batch`` the first iterate is divided by the largest column sum of all matrices, not
+    of each.
     """
     batch, heads, landmarks, _ = q_land.shape
     if whole_batch or landmarks > MAX_FUSED:
-        with as_written(q_land):
-            k2, largest = batched_softmax(q_land, k_land, scale)
+        with _as_written(q_land):
+            k2, largest = _batched_softmax(q_land, k_land, scale)
             # One iterate at a time: the backward alone wants them all.
-            (z,) = deque(batched_iterates(k2, iterations, whole_batch), maxlen=1)
-            return batched_product(z, k3v), largest
+            (z,) = deque(_batched_iterates(k2, iterations, whole_batch), maxlen=1)
+            return _batched_product(z, k3v), largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
-    programs = min(batch * heads, MAX_PROGRAMS)
-    scratch = q_land.new_empty(programs, SLOTS, landmarks, landmarks)
-    tensors = q_land, k_land, k3v, core, largest, scratch
-    kind = kind_of(q_land, scale, iterations, dtype)
-    if not _cache.run(kind, tensors):
-        arguments = dict(
-            **shared_arguments(q_land, k_land, k3v, scale, iterations, dtype),
-            core_ptr=core,
-            max_ptr=largest,
-            scratch_ptr=scratch,
-            SLOTS=SLOTS,
-        )
-        launch = Launch(_inverse_fwd_kernel, (programs,), arguments)
-        _cache.start(kind, launch, tensors)
+    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "core_ptr": core}
+    tensors["max_ptr"] = largest
+    _launch(_inverse_fwd_kernel, tensors, SLOTS, SLOTS, scale, iterations, dtype)
     return core, largest
 
 
-def shared_arguments(
+def invert_backward(
+    dcore: Tensor,
     q_land: Tensor,
     k_land: Tensor,
     k3v: Tensor,
     scale: float,
     iterations: int,
+    whole_batch: bool,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_land, dk_land, dk3v) of ``invert_forward``: float32, contiguous, new.
+
+    dq_land and dk_land are what comes through K2 alone.
+    """
+    if whole_batch or q_land.shape[2] > MAX_FUSED:
+        with _as_written(q_land):
+            return _batched_backward(dcore, q_land, k_land, k3v, scale, iterations, whole_batch)
+    dq, dk, dk3v = (torch.empty_like(q_land) for _ in range(3))
+    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "dcore_ptr": dcore}
+    tensors |= {"dq_ptr": dq, "dk_ptr": dk, "dk3v_ptr": dk3v}
+    slots = BACKWARD_SLOTS
+    _launch(_inverse_bwd_kernel, tensors, slots, slots + iterations + 1, scale, iterations, dtype)
+    return dq, dk, dk3v
+
+
+def _launch(
+    kernel: Any,
+    tensors: dict[str, Tensor],
+    slots: int,
+    matrices: int,
+    scale: float,
+    iterations: int,
     dtype: torch.dtype,
-) -> dict[str, Any]:
-    """Return the arguments that the forward and the backward have in common."""
+) -> None:
+    """Launch either kernel; a program has scratch memory for ``matrices`` matrices."""
+    q_land = tensors["q_ptr"]
     batch, heads, landmarks, dim = q_land.shape
-    # Triton's interpreter has no products of parts.
-    size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
-    tile = TILES.tile(q_land.device, size=size, tokens=landmarks)
-    return dict(
-        **tile.arguments,
-        q_ptr=q_land,
-        k_ptr=k_land,
-        k3v_ptr=k3v,
-        scale=scale,
-        heads=batch * heads,
-        iterations=iterations,
-        M=landmarks,
-        D=dim,
-        BLOCK_D=block_dim(dim),
-    )
+    programs = min(batch * heads, MAX_PROGRAMS)
+
+    def prepare() -> Any:
+        # Triton's interpreter has no products of parts.
+        size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
+        tile = TILES.tile(q_land.device, size=size, tokens=landmarks)
+        return (programs,), dict(
+            **tile.arguments,
+            scale=scale,
+            heads=batch * heads,
+            iterations=iterations,
+            M=landmarks,
+            D=dim,
+            BLOCK_D=block_dim(dim),
+            SLOTS=slots,
+        )
+
+    tensors["scratch_ptr"] = q_land.new_empty(programs, matrices, landmarks, landmarks)
+    launch(kernel, tensors, (scale, iterations, dtype), prepare)
 
 
-def kind_of(q_land: Tensor, scale: float, iterations: int, dtype: torch.dtype) -> Any:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    return q_land.device.index, q_land.shape, scale, iterations, dtype
+def _as_written(t: Tensor) -> torch.autocast:
+    """Return a context for library products: a region of autocast reaches in, and would round."""
+    # PyTorch has no autocast on meta.
+    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
 
-def batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return K2 (B, H, M, M) and its largest score (B, H)."""
     s = scale * (q_land @ k_land.mT)
     return torch.softmax(s, dim=-1), s.amax(dim=(-2, -1))
 
 
-def batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator[Tensor]:
+def _batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator[Tensor]:
     """Yield the start and the iterates of the pseudo-inverse of each matrix, the last one best."""
     sums = k2.sum(dim=-2, keepdim=True)
     v = k2.mT / (sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True))
     yield v
     for _ in range(iterations):
-        c = batched_polynomial(batched_product(k2, v))[1]
-        v = (13 * v - batched_product(v, c)) / 4
+        c = _batched_polynomial(_batched_product(k2, v))[1]
+        v = (13 * v - _batched_product(v, c)) / 4
         yield v
 
 
-def batched_polynomial(a: Tensor) -> tuple[Tensor, Tensor]:
+def _batched_polynomial(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return B = 7 A - A A and C = 15 A - A B."""
-    b = 7 * a - batched_product(a, a)
-    return b, 15 * a - batched_product(a, b)
+    b = 7 * a - _batched_product(a, a)
+    return b, 15 * a - _batched_product(a, b)
 
 
-def batched_product(a: Tensor, b: Tensor) -> Tensor:
+def _batched_product(a: Tensor, b: Tensor) -> Tensor:
     """Return A B of (B, H, M, K) and (B, H, K, N), in sums of at most ``PART`` terms, added up.
 
     Libraries add up float32 products one after another, each sum rounded, and the iteration
@@ -353,3 +488,38 @@ def batched_product(a: Tensor, b: Tensor) -> Tensor:
     for x, y in pairs[1:]:
         total = torch.baddbmm(total, x, y)
     return total.unflatten(0, a.shape[:2])
+
+
+def _batched_backward(
+    dcore: Tensor,
+    q_land: Tensor,
+    k_land: Tensor,
+    k3v: Tensor,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    k2, _ = _batched_softmax(q_land, k_land, scale)
+    found = list(_batched_iterates(k2, iterations, whole_batch))
+    dk3v = _batched_product(found[-1].mT, dcore)
+    g, dk2 = dcore @ k3v.mT, torch.zeros_like(k2)
+    for v in reversed(found[:-1]):
+        a = _batched_product(k2, v)
+        b, c = _batched_polynomial(a)
+        dc = _batched_product(v.mT, g) / -4
+        db = -_batched_product(a.mT, dc)
+        da = 15 * dc - _batched_product(dc, b.mT) + 7 * db
+        da -= _batched_product(db, a.mT) + _batched_product(a.mT, db)
+        g = (13 * g - _batched_product(g, c.mT)) / 4 + _batched_product(k2.mT, da)
+        dk2 += _batched_product(da, v.mT)
+    # The start is K2^T / c with c the largest column sum. Columns that share the maximum share its
+    # gradient, as they do in PyTorch's amax.
+    sums = k2.sum(dim=-2, keepdim=True)
+    over = (0, 1, 2, 3) if whole_batch else (2, 3)
+    largest = sums.amax(dim=over, keepdim=True)
+    at_maximum = (sums == largest).to(k2.dtype)
+    g = g.mT / largest
+    along = (g * k2).sum(dim=over, keepdim=True) / largest
+    dk2 += g - along * at_maximum / at_maximum.sum(dim=over, keepdim=True)
+    ds = scale * k2 * (dk2 - (k2 * dk2).sum(dim=-1, keepdim=True))
+    return _batched_product(ds, k_land), _batched_product(ds.mT, q_land), dk3v

@@ -1,11 +1,17 @@
-"""Triton kernel of the landmarks: their means, and what those of q attend to.
+"""Triton kernels of the landmarks: their means, and what those of q attend to.
 
 Sizes: B batch, H heads, N tokens, M landmarks, D head dimension. Mapping: one program owns one tile
 of landmarks of one head of one batch entry: it averages its segments of q and k, and walks over the
 tokens for K3 V, with the softmax online.
 
+The backward is two launches, bitwise deterministic, without atomics: first one program owns one
+tile of landmarks and walks over the tokens for what K3 passes on to the landmarks of q; then one
+program owns one tile of tokens and walks over the landmarks for dk and dv.
+
 Landmarks and K3 V stay float32, and half-precision products are of sums of numbers of that
-precision: the pseudo-inverse magnifies what is rounded before it.
+precision: the pseudo-inverse magnifies what is rounded before it. Their gradients sum over many
+tokens, and may be no float16: products are of float32 numbers, which half-precision inputs round to
+TF32's ten bits.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -19,14 +25,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._launch_cache import Launch, LaunchCache, View, layout
+from .._launch import launch
+from .._launch_cache import View
 from .._tiles import Tiles, block_dim, rule
 from .._triton import (
     SHIFT,
+    add_product,
+    exponential,
     head_of,
     load_rows,
     nats,
     parts_of,
+    product_apart,
     product_of_parts,
     scaled,
     softmax_step,
@@ -40,15 +50,7 @@ IN_FLIGHT = 2048
 
 
 class Landmarks(NamedTuple):
-    """What the forward makes, float32 and contiguous.
-
-    Attributes:
-        q_land: (B, H, M, D), means of the queries of each segment.
-        k_land: (B, H, M, D), of the keys.
-        k3v: (B, H, M, D), K3 V.
-        lse: (B, H, M), log-sum-exp of the rows of K3's scores, in nats.
-        largest: (B, H, M), the largest visible score of each row.
-    """
+    """What the forward makes, float32 and contiguous; lse and largest are of K3's scores."""
 
     q_land: Tensor
     k_land: Tensor
@@ -71,6 +73,28 @@ TILES = Tiles(
     BLOCK_M=16,
     num_warps=4,
     maxnreg=255,
+)
+
+
+ROWS_TILES = Tiles(
+    "nystrom_landmarks_backward_rows",
+    rule(dim=64, BLOCK_N=64),
+    rule(dim=64, takes=("padded_dim",), BLOCK_N=32),
+    rule(dim=64, size=4, takes=("padded_dim",), BLOCK_N=16),
+    BLOCK_M=16,
+    num_warps=4,
+    num_stages=2,
+    maxnreg=255,
+)
+KEYS_TILES = Tiles(
+    "nystrom_landmarks_backward_keys",
+    rule(dim=32, BLOCK_M=32, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=64, BLOCK_M=16, BLOCK_N=64, num_warps=4, maxnreg=255),
+    rule(dim=32, takes=("padded_dim",), BLOCK_M=32, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=64, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=32, num_warps=4, maxnreg=255),
+    rule(dim=32, size=4, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=16, num_warps=4, maxnreg=255),
+    rule(dim=64, size=4, takes=("padded_dim",), BLOCK_M=16, BLOCK_N=16, num_warps=8),
+    num_stages=2,
 )
 
 
@@ -174,12 +198,120 @@ def _landmarks_fwd_kernel(
     tl.store(largest_ptr + at, largest, mask=rows < M)
 
 
-_forward_cache = LaunchCache(
-    (
-        *("q_view", "k_view", "v_view", "lengths_ptr"),
-        *("q_land_ptr", "k_land_ptr", "k3v_ptr", "lse_ptr", "largest_ptr"),
-    )
-)
+@triton.jit(do_not_specialize=["H", "N", "M"])
+def _landmark_rows_bwd_kernel(
+    k_view,
+    v_view,
+    lengths_ptr,
+    q_land_ptr,
+    k3v_ptr,
+    lse_ptr,
+    dk3v_ptr,
+    dq_land_ptr,
+    delta_ptr,
+    H,
+    N,
+    M,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Add to dq_land what passes through K3; write delta, the sums over a row of K3 dK3."""
+    tiles = tl.cdiv(M, BLOCK_M)
+    head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    length = visible_keys(lengths_ptr, b, N)
+    k_ptr = head_of(k_view, b, h)
+    v_ptr = head_of(v_view, b, h)
+    offset = head.to(tl.int64) * M * D
+    q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    delta = tl.sum(k3v * dk3v, axis=1)  # (BLOCK_M,)
+    rows = first + tl.arange(0, BLOCK_M)
+    at = head.to(tl.int64) * M + rows
+    tl.store(delta_ptr + at, delta, mask=rows < M)
+
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    lse = tl.load(lse_ptr + at, mask=rows < M, other=float("inf")) * units(DTYPE)  # (BLOCK_M,)
+    in_units = scale * units(DTYPE)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for start in range(0, length, BLOCK_N):
+        k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+        s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units  # (BLOCK_M, BLOCK_N)
+        # Past the length k is zero, but e^(0 - lse) may be infinite, and that times zero nan.
+        s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
+        p = exponential(s - lse[:, None], DTYPE)  # (BLOCK_M, BLOCK_N)
+        dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)  # (BLOCK_M, BLOCK_N)
+        acc += product_apart(p * (dp - delta[:, None]), k, PRODUCTS)  # (BLOCK_M, BLOCK_D)
+    before = load_rows(dq_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    total = before + scale * acc
+    store_rows(dq_land_ptr + offset, total, first, D, M, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H", "N", "M", "segment"])
+def _landmark_keys_bwd_kernel(
+    k_view,
+    v_view,
+    lengths_ptr,
+    q_land_ptr,
+    lse_ptr,
+    dk3v_ptr,
+    delta_ptr,
+    dk_land_ptr,
+    dk_ptr,
+    dv_ptr,
+    H,
+    N,
+    M,
+    segment,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):
+    """Write dk, through K3 and through the means, and dv."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    head, start = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_N
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    length = visible_keys(lengths_ptr, b, N)
+    k_ptr = head_of(k_view, b, h)
+    v_ptr = head_of(v_view, b, h)
+    k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+    v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
+
+    DTYPE: tl.constexpr = k_ptr.dtype.element_ty
+    in_units = scale * units(DTYPE)
+    offset, at = head.to(tl.int64) * M * D, head.to(tl.int64) * M
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for first in range(0, M, BLOCK_M):
+        q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
+        dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        cols = first + tl.arange(0, BLOCK_M)
+        # e^(s - inf) = 0: no landmark there.
+        lse = tl.load(lse_ptr + at + cols, mask=cols < M, other=float("inf")) * units(DTYPE)
+        delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)  # (BLOCK_M,)
+        s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units  # (BLOCK_N, BLOCK_M)
+        p = exponential(s - lse[None, :], DTYPE)  # (BLOCK_N, BLOCK_M)
+        dv = add_product(dv, p, dk3v, PRODUCTS)  # (BLOCK_N, BLOCK_D)
+        dp = tl.dot(v, tl.trans(dk3v), input_precision=PRODUCTS)  # (BLOCK_N, BLOCK_M)
+        dk = add_product(dk, p * (dp - delta[None, :]), q_land, PRODUCTS)
+    tokens = start + tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (tokens < length)[:, None] & (dims < D)[None, :]
+    ptrs = dk_land_ptr + offset + (tokens // segment)[:, None] * D + dims[None, :]
+    dk = dk * scale + tl.load(ptrs, mask=inside, other=0.0) / segment
+    out = head.to(tl.int64) * N * D
+    dk, dv = tl.where(inside, dk, 0.0), tl.where(inside, dv, 0.0)
+    store_rows(dk_ptr + out, dk, start, D, N, BLOCK_N, D, BLOCK_D)
+    store_rows(dv_ptr + out, dv, start, D, N, BLOCK_N, D, BLOCK_D)
 
 
 def landmarks_forward(
@@ -190,46 +322,75 @@ def landmarks_forward(
     num_landmarks: int,
     scale: float,
 ) -> Landmarks:
-    """Return the landmarks and what they attend to.
+    """Return M = ``num_landmarks`` landmarks and what they attend to.
 
-    Args:
-        query: (B, H, N, D), float32, float16 or bfloat16, any strides with a contiguous last axis.
-        key: as ``query``.
-        value: as ``query``.
-        key_lengths: (B,) int32, contiguous, or None.
-        num_landmarks: M, a divisor of N.
-        scale: multiplies the scores.
+    ``query``, ``key`` and ``value`` are (B, H, N, D) with a contiguous last axis, ``key_lengths``
+    (B,) int32, contiguous.
     """
-    batch, heads, _, dim = query.shape
+    batch, heads, tokens, dim = query.shape
     shape = batch, heads, num_landmarks
     made = Landmarks(
-        *(_float32(query, (*shape, dim)) for _ in range(3)),
-        *(_float32(query, shape) for _ in range(2)),
+        *(query.new_empty(*shape, dim, dtype=torch.float32) for _ in range(3)),
+        *(query.new_empty(shape, dtype=torch.float32) for _ in range(2)),
     )
-    tensors = query, key, value, key_lengths, *made
-    kind = kind_of(query, key, value, key_lengths, num_landmarks, scale)
-    if not _forward_cache.run(kind, tensors):
-        shared = shared_arguments(TILES, key, value, key_lengths, num_landmarks, scale)
-        segment = query.shape[2] // num_landmarks
-        arguments = dict(
-            **shared,
-            q_view=View(query, *query.stride()[:3]),
-            **{f"{name}_ptr": t for name, t in made._asdict().items()},
-            segment=segment,
-            CHUNK=_chunk(segment, shared["BLOCK_M"] * shared["BLOCK_D"]),
-        )
-        launch = Launch(_landmarks_fwd_kernel, grid_of_landmarks(shared, batch * heads), arguments)
-        _forward_cache.start(kind, launch, tensors)
+    segment = tokens // num_landmarks
+
+    def prepare() -> Any:
+        arguments = _shared(TILES, key, value, num_landmarks, scale)
+        chunk = IN_FLIGHT // (arguments["BLOCK_M"] * arguments["BLOCK_D"])
+        arguments |= {
+            "q_view": View(query, *query.stride()[:3]),
+            "segment": segment,
+            "CHUNK": max(1, min(chunk, triton.next_power_of_2(segment))),
+        }
+        return (batch * heads * triton.cdiv(num_landmarks, arguments["BLOCK_M"]),), arguments
+
+    tensors = {"q_view": query, "k_view": key, "v_view": value, "lengths_ptr": key_lengths}
+    tensors |= {f"{name}_ptr": t for name, t in made._asdict().items()}
+    launch(_landmarks_fwd_kernel, tensors, (scale,), prepare)
     return made
 
 
-def shared_arguments(
-    tiles: Tiles,
+def landmarks_backward(
     key: Tensor,
     value: Tensor,
     key_lengths: Tensor | None,
-    num_landmarks: int,
+    made: Landmarks,
+    dk3v: Tensor,
+    dq_land: Tensor,
+    dk_land: Tensor,
     scale: float,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write dk and dv, zero past a length, and add to ``dq_land`` what passes through K3.
+
+    ``made`` is what the forward returned. The gradients of landmarks are (B, H, M, D) float32:
+    ``dq_land`` has come through K2, ``dk_land`` through K1 and K2.
+    """
+    batch, heads, tokens, _ = key.shape
+    num_landmarks = made.lse.shape[2]
+
+    def prepare(tiles: Tiles) -> Any:
+        arguments = _shared(tiles, key, value, num_landmarks, scale)
+        arguments["PRODUCTS"] = "ieee" if key.dtype == torch.float32 else "tf32"
+        if tiles is ROWS_TILES:
+            programs = triton.cdiv(num_landmarks, arguments["BLOCK_M"])
+        else:
+            programs = triton.cdiv(tokens, arguments["BLOCK_N"])
+            arguments["segment"] = tokens // num_landmarks
+        return (batch * heads * programs,), arguments
+
+    shared = {"k_view": key, "v_view": value, "lengths_ptr": key_lengths, "lse_ptr": made.lse}
+    shared |= {"q_land_ptr": made.q_land, "dk3v_ptr": dk3v, "delta_ptr": torch.empty_like(made.lse)}
+    tensors = shared | {"k3v_ptr": made.k3v, "dq_land_ptr": dq_land}
+    launch(_landmark_rows_bwd_kernel, tensors, (scale,), lambda: prepare(ROWS_TILES))
+    tensors = shared | {"dk_land_ptr": dk_land, "dk_ptr": dk, "dv_ptr": dv}
+    launch(_landmark_keys_bwd_kernel, tensors, (scale,), lambda: prepare(KEYS_TILES))
+
+
+def _shared(
+    tiles: Tiles, key: Tensor, value: Tensor, num_landmarks: int, scale: float
 ) -> dict[str, Any]:
     """Return the arguments that every kernel here takes."""
     _, heads, tokens, dim = key.shape
@@ -244,7 +405,6 @@ def shared_arguments(
         **tile.arguments,
         k_view=View(key, *key.stride()[:3]),
         v_view=View(value, *value.stride()[:3]),
-        lengths_ptr=key_lengths,
         H=heads,
         N=tokens,
         M=num_landmarks,
@@ -252,25 +412,3 @@ def shared_arguments(
         D=dim,
         BLOCK_D=block_d,
     )
-
-
-def grid_of_landmarks(arguments: dict[str, Any], heads: int) -> tuple[int]:
-    """Return the grid of a kernel whose programs own a tile of landmarks of one of ``heads``."""
-    return (heads * triton.cdiv(arguments["M"], arguments["BLOCK_M"]),)
-
-
-def _chunk(segment: int, elements: int) -> int:
-    """Return how many tokens of a segment to load at once: a power of two."""
-    return max(1, min(IN_FLIGHT // elements, triton.next_power_of_2(segment)))
-
-
-def kind_of(*arguments: Any) -> Any:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    first = arguments[0]
-    return first.device.index, *(
-        layout(a) if a is None or isinstance(a, Tensor) else a for a in arguments
-    )
-
-
-def _float32(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return torch.empty(shape, dtype=torch.float32, device=like.device)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
-from .inverse import invert_forward
-from .inverse_backward import invert_backward
-from .landmarks import landmarks_forward
-from .landmarks_backward import landmarks_backward
-from .output import output_capture, output_forward
-from .output_backward import (
+from .inverse import invert_backward, invert_forward
+from .landmarks import landmarks_backward, landmarks_forward
+from .output import (
     output_backward_landmarks,
     output_backward_query,
+    output_capture,
+    output_forward,
 )
 
 

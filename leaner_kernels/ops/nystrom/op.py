@@ -23,7 +23,7 @@ def per_head_of(k1: Tensor, scores: tuple[Tensor, ...], a: Tensor) -> Tensor:
 class NystromAttention(Operator):
     """Attention by way of landmarks; query, key and value are (B, H, N, D), out (B, N, H, D)."""
 
-    name = "nystrom_attention"
+    name, kernels = "nystrom_attention", "nystrom.launch"
     inputs = "Tensor query, Tensor key, Tensor value, Tensor? key_lengths"
     differentiable, cast = 3, 3
     numbers = "int num_landmarks, float scale, int iterations, bool whole_batch"
@@ -46,12 +46,6 @@ class NystromAttention(Operator):
     @staticmethod
     def differentiate(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
         return reference.backward(grad.transpose(1, 2), *args)
-
-    @staticmethod
-    def launcher() -> Any:
-        from . import launch
-
-        return launch
 
     @staticmethod
     def flops(query: Tensor, *others: Any) -> Products:

@@ -1,4 +1,4 @@
-"""Triton forward of the last stage of Nyström attention: K1 core, its statistics and its capture.
+"""Triton kernels of the last stage of Nyström attention: K1 core, statistics, capture, backward.
 
 Sizes: B batch, H heads, N tokens, M landmarks, D head dimension, S sampled entries, T row tiles.
 Mapping: one program owns one tile of tokens of one head and walks over the landmarks with the
@@ -8,6 +8,11 @@ numbers of half precision, because a mean of keys is none.
 Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
 launch: it computes in float32, since the core is no half-precision number either and a captured
 row must show condition numbers up to 1e6 (docs/kappa.md).
+
+The backward has no atomics. For the landmarks, one program owns one tile of them and a stretch of
+the tokens of one head, and the sums of the stretches are joined in a fixed order; for the queries,
+one program owns one tile of tokens. Where one tile does not hold all landmarks, a launch before
+these sums each row of P * dP.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -16,15 +21,19 @@ row must show condition numbers up to 1e6 (docs/kappa.md).
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._epilogue import NUM_SUMS, join, store_part, sums_of_rows
-from .._launch_cache import Launch, LaunchCache, View, check_tile
+from .._launch import launch
+from .._launch_cache import View, check_tile
 from .._tiles import Tile, Tiles, block_dim, rule
 from .._triton import (
     PRECISION,
+    add_product,
+    exponential,
     head_of,
     load_rows,
     narrow,
@@ -42,6 +51,31 @@ from .._triton import (
 TILES = Tiles(
     "nystrom_output_forward",
     rule(dim=64, BLOCK_N=128, BLOCK_M=64, num_warps=8),
+    rule(dim=32, size=4, BLOCK_N=32, BLOCK_M=32, num_warps=4),
+    rule(dim=64, size=4, BLOCK_N=32, BLOCK_M=16, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
+)
+
+
+STRETCH = 512  # tokens of a program that owns landmarks
+
+LANDMARKS_TILES = Tiles(
+    "nystrom_output_backward_landmarks",
+    rule(dim=32, BLOCK_N=64, BLOCK_M=64, num_warps=4),
+    rule(dim=64, BLOCK_N=64, BLOCK_M=32, num_warps=4),
+    rule(dim=32, size=4, BLOCK_N=16, BLOCK_M=32, num_warps=4),
+    rule(dim=64, size=4, BLOCK_N=16, BLOCK_M=32, num_warps=8),
+    num_stages=1,
+    maxnreg=255,
+)
+# A loop over landmarks takes smaller tiles of them.
+QUERY_TILES = Tiles(
+    "nystrom_output_backward_query",
+    rule(dim=32, tokens=64, BLOCK_N=64, BLOCK_M=64, num_warps=4),
+    rule(dim=32, BLOCK_N=64, BLOCK_M=32, num_warps=4),
+    rule(dim=64, tokens=64, BLOCK_N=32, BLOCK_M=64, num_warps=4),
+    rule(dim=64, BLOCK_N=32, BLOCK_M=32, num_warps=4),
     rule(dim=32, size=4, BLOCK_N=32, BLOCK_M=32, num_warps=4),
     rule(dim=64, size=4, BLOCK_N=32, BLOCK_M=16, num_warps=8),
     num_stages=1,
@@ -141,12 +175,178 @@ def _output_fwd_kernel(
         store_part(parts_ptr, sums, tl.program_id(0), N, nats(q.dtype))
 
 
-_cache = LaunchCache(
-    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "out_view", "lse_ptr", "parts_ptr"),
-)
-_capture_cache = LaunchCache(
-    ("q_view", "k_ptr", "core_ptr", "lengths_ptr", "sample_ptr", "out_view")
-)
+@triton.jit
+def _probabilities(
+    q, do, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
+    s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=False)
+    p = exponential(s - lse[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
+    core, divisor = narrow(core, q.dtype)
+    dp = tl.dot(do, tl.trans(core), input_precision=PRECISION)  # (BLOCK_N, BLOCK_M)
+    return p, dp * divisor
+
+
+@triton.jit
+def _mean(products, row_sum):
+    """Return the mean of dP over each row of P, from the sums of P * dP and of P, (BLOCK_N,).
+
+    The log-sum-exp is rounded, so rows of P miss 1 by its last bit: without the quotient
+    dP - delta would keep as much of a dP that it should cancel. Past the last row P is zero.
+    """
+    return products / tl.maximum(row_sum, 1e-30)
+
+
+@triton.jit
+def _load_lse(lse_ptr, rows, N, DTYPE: tl.constexpr):
+    """Return the log-sum-exp of rows in ``units``; past the last, one that makes P zero."""
+    return tl.load(lse_ptr + rows, mask=rows < N, other=float("inf")) * units(DTYPE)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _output_bwd_delta_kernel(
+    q_view,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    do_view,
+    lse_ptr,
+    delta_ptr,
+    H,
+    N,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) % num_tiles * BLOCK_N
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // H, head % H
+    limit = visible_keys(lengths_ptr, b, N)
+    q_ptr = head_of(q_view, b, h)
+    do_ptr = head_of(do_view, b, h)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+    do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_N)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
+    delta = tl.zeros([BLOCK_N], tl.float32)
+    row_sum = tl.zeros([BLOCK_N], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
+        delta += tl.sum(p * dp, axis=1)  # (BLOCK_N,)
+        row_sum += tl.sum(p, axis=1)  # (BLOCK_N,)
+    tl.store(delta_ptr + head * N + rows, _mean(delta, row_sum), mask=rows < N)
+
+
+@triton.jit(do_not_specialize=["H", "N"])
+def _output_bwd_landmark_kernel(
+    q_view,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    do_view,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dcore_ptr,
+    H,
+    N,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRETCH: tl.constexpr,
+):
+    num_tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    start = tl.program_id(0) % num_tiles * BLOCK_M
+    num_stretches = tl.cdiv(N, STRETCH)
+    stretch = tl.program_id(0) // num_tiles % num_stretches
+    head = (tl.program_id(0) // num_tiles // num_stretches).to(tl.int64)
+    b, h = head // H, head % H
+    limit = visible_keys(lengths_ptr, b, N)
+    q_ptr = head_of(q_view, b, h)
+    do_ptr = head_of(do_view, b, h)
+    k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+    dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dcore = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    last = tl.minimum((stretch + 1) * STRETCH, N)
+    for first in range(stretch * STRETCH, last, BLOCK_N):
+        q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        rows = first + tl.arange(0, BLOCK_N)
+        lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
+        if delta_ptr is None:
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
+        else:
+            delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
+        ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
+        dcore = add_product(dcore, tl.trans(p.to(q.dtype)), do)
+        dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
+    part = (head * num_stretches + stretch) * M * D
+    store_rows(dk_ptr + part, dk * scale, start, D, M, BLOCK_M, D, BLOCK_D)
+    store_rows(dcore_ptr + part, dcore, start, D, M, BLOCK_M, D, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["H", "N", "SEGMENT"])
+def _output_bwd_query_kernel(
+    q_view,
+    k_ptr,
+    core_ptr,
+    lengths_ptr,
+    do_view,
+    lse_ptr,
+    delta_ptr,
+    dq_land_ptr,
+    dq_view,
+    H,
+    N,
+    SEGMENT,
+    scale,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    num_tiles = tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) % num_tiles * BLOCK_N
+    head = (tl.program_id(0) // num_tiles).to(tl.int64)
+    b, h = head // H, head % H
+    limit = visible_keys(lengths_ptr, b, N)
+    q_ptr = head_of(q_view, b, h)
+    do_ptr = head_of(do_view, b, h)
+    q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+    do = load_rows(do_ptr, first, do_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+    rows = first + tl.arange(0, BLOCK_N)
+    lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
+    dq = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    for start in range(0, M, BLOCK_M):
+        k = load_rows(k_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
+        p, dp = _probabilities(q, do, k, core, lse, start, scale, M, BLOCK_M)
+        if delta_ptr is None:
+            delta = _mean(tl.sum(p * dp, axis=1), tl.sum(p, axis=1))
+        else:
+            delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
+        ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
+        dq = add_product(dq, ds.to(q.dtype), k.to(q.dtype))
+    # A query's share of its landmark; padded ones count as zeros and have no gradient.
+    dims = tl.arange(0, BLOCK_D)
+    own = (rows < limit)[:, None] & (dims < D)[None, :]
+    shares = dq_land_ptr + head * M * D + (rows // SEGMENT)[:, None] * D + dims[None, :]
+    share = tl.load(shares, mask=own, other=0.0)
+    dq = tl.where(own, dq * scale + share / SEGMENT, 0.0)  # (BLOCK_N, BLOCK_D)
+    dq_ptr = head_of(dq_view, b, h)
+    store_rows(dq_ptr, dq, first, dq_view.stride_n, N, BLOCK_N, D, BLOCK_D)
 
 
 def output_forward(
@@ -161,28 +361,18 @@ def output_forward(
 ) -> None:
     """Write ``out = K1 core`` and the log-sum-exp of K1's rows.
 
-    Args:
-        query: (B, H, N, D), float32, float16 or bfloat16, any strides with a contiguous last axis.
-        k_land: (B, H, M, D) float32, contiguous.
-        core: (B, H, M, D) float32, contiguous: Z (K3 V).
-        out: (B, H, N, D) in the dtype of query, any strides with a contiguous last axis, written.
-        lse: (B, H, N) float32, contiguous, written.
-        key_lengths: (B,) int32, contiguous, or None; queries at or past a length count as zeros.
-        scale: multiplies the scores.
-        stats: (statistics, B, H) float32, written; the largest score is of K1's alone: the caller
-            takes the maximum with the other two softmaxes.
+    ``query`` and ``out`` are (B, H, N, D) with a contiguous last axis, ``k_land`` and ``core``,
+    which is Z (K3 V), (B, H, M, D) float32, ``lse`` (B, H, N) float32, ``key_lengths`` (B,) int32,
+    all contiguous. Queries at or past a length count as zeros. The largest score in ``stats``
+    (statistics, B, H) is of K1's alone: the caller takes the maximum with the other two softmaxes.
     """
-    tile = tile_of(TILES, query, k_land.shape[2])
+    tile = _tile(TILES, query, k_land)
     batch, heads, tokens, _ = query.shape
     num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
     parts = None if stats is None else lse.new_empty(batch, heads, num_tiles, NUM_SUMS)
-    tensors = query, k_land, core, key_lengths, out, lse, parts
-    kind = kind_of(query, k_land, key_lengths, scale, out.stride(), stats is None)
-    if not _cache.run(kind, tensors):
-        arguments = shared_arguments(query, k_land, core, key_lengths, scale)
-        launch = _prepare(arguments, tile, out, lse_ptr=lse, parts_ptr=parts)
-        _cache.start(kind, launch, tensors)
-    if stats is not None and parts is not None:
+    tensors = {"out_view": out, "lse_ptr": lse, "parts_ptr": parts, "sample_ptr": None}
+    _attend(tile, query, k_land, core, key_lengths, scale, tensors)
+    if parts is not None and stats is not None:
         join(parts, stats)
 
 
@@ -200,64 +390,130 @@ def output_capture(
     A negative index leaves its slot unwritten. Otherwise as ``output_forward``.
     """
     _, num_heads, tokens, dim = query.shape
-    slots = sample.shape[0]
-    if slots == 0:
-        return
-    sample = sample.contiguous()
-    tensors = query, k_land, core, key_lengths, sample, heads
-    kind = kind_of(query, k_land, key_lengths, scale, slots)
-    if _capture_cache.run(kind, tensors):
-        return
-    tile = tile_of(TILES, query, k_land.shape[2], size=4)
-    arguments = shared_arguments(query, k_land, core, key_lengths, scale)
-    out = heads.view(slots, tokens, num_heads, dim).transpose(1, 2)
-    _capture_cache.start(kind, _prepare(arguments, tile, out, sample_ptr=sample), tensors)
+    out = heads.view(len(sample), tokens, num_heads, dim).transpose(1, 2)
+    tensors = {"out_view": out, "lse_ptr": None, "parts_ptr": None}
+    tensors["sample_ptr"] = sample.contiguous()
+    if len(sample):
+        tile = _tile(TILES, query, k_land, size=4)
+        _attend(tile, query, k_land, core, key_lengths, scale, tensors)
 
 
-def _prepare(
-    arguments: dict[str, Any],
+def _attend(
     tile: Tile,
-    out: Tensor,
-    lse_ptr: Tensor | None = None,
-    parts_ptr: Tensor | None = None,
-    sample_ptr: Tensor | None = None,
-) -> Launch:
-    slots, heads, tokens, _ = out.shape
-    arguments |= dict(
-        **tile.arguments,
-        out_view=view_of("out", out),
-        B=arguments["q_view"].ptr.shape[0],
-        sample_ptr=sample_ptr,
-        lse_ptr=lse_ptr,
-        parts_ptr=parts_ptr,
-        STATS=parts_ptr is not None,
-        CAPTURE=sample_ptr is not None,
-    )
-    grid = (slots * heads * triton.cdiv(tokens, tile["BLOCK_N"]),)
-    return Launch(_output_fwd_kernel, grid, arguments)
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+    results: dict[str, Any],
+) -> None:
+    def prepare() -> Any:
+        out = results["out_view"]
+        slots, heads, tokens, _ = out.shape
+        arguments = _shared(tile, query, k_land, scale) | {
+            "out_view": _view_of("out", out),
+            "B": len(query),
+            "STATS": results["parts_ptr"] is not None,
+            "CAPTURE": results["sample_ptr"] is not None,
+        }
+        return (slots * heads * triton.cdiv(tokens, tile["BLOCK_N"]),), arguments
+
+    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
+    launch(_output_fwd_kernel, tensors | results, (scale,), prepare)
 
 
-def tile_of(tiles: Tiles, query: Tensor, landmarks: int, size: int | None = None) -> Tile:
+def output_backward_landmarks(
+    grad: Tensor,
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return (dk_land, dcore, delta): what comes through K1. The first launch of the backward.
+
+    dk_land and dcore are (B, H, M, D) float32, contiguous; delta (B, H, N) float32 has the sums
+    over a row of P * dP, and is None where one tile holds all landmarks: ``output_backward_query``
+    takes it.
+    """
+    batch, heads, tokens, dim = query.shape
+    landmarks = k_land.shape[2]
+    stretches = triton.cdiv(tokens, STRETCH)
+    tile, query_tile = (_tile(tiles, query, k_land) for tiles in (LANDMARKS_TILES, QUERY_TILES))
+    many = landmarks > min(tile["BLOCK_M"], query_tile["BLOCK_M"])
+    # Sums per stretch of tokens, joined below in a fixed order: deterministic, as atomics are not.
+    partial = core.new_empty(2, batch, heads, stretches, landmarks, dim)
+    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
+    delta = torch.empty_like(lse) if many else None
+    tensors |= {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
+
+    def prepare(own: Tile, programs: int) -> Any:
+        arguments = _shared(own, query, k_land, scale) | {"do_view": _view_of("grad", grad)}
+        return (batch * heads * programs,), arguments
+
+    def prepare_landmarks() -> Any:
+        grid, arguments = prepare(tile, stretches * triton.cdiv(landmarks, tile["BLOCK_M"]))
+        return grid, arguments | {"STRETCH": STRETCH}
+
+    if many:
+        tiles = triton.cdiv(tokens, query_tile["BLOCK_N"])
+        launch(_output_bwd_delta_kernel, tensors, (scale,), lambda: prepare(query_tile, tiles))
+    sums = {"dk_ptr": partial[0], "dcore_ptr": partial[1]}
+    launch(_output_bwd_landmark_kernel, tensors | sums, (scale,), prepare_landmarks)
+    dk_land, dcore = partial.sum(dim=3)
+    return dk_land, dcore, delta
+
+
+def output_backward_query(
+    grad: Tensor,
+    query: Tensor,
+    k_land: Tensor,
+    core: Tensor,
+    lse: Tensor,
+    delta: Tensor | None,
+    dq_land: Tensor,
+    dq: Tensor,
+    key_lengths: Tensor | None,
+    scale: float,
+) -> None:
+    """Write dq, through K1 and through the landmarks of queries. The last launch of the backward.
+
+    A query past a length gets zero, any other M / N of what its landmark's ``dq_land``, (B, H, M,
+    D) float32, has gathered through K2 and K3. ``delta`` is what ``output_backward_landmarks``
+    returned; the others are as there.
+    """
+    batch, heads, tokens, _ = query.shape
+
+    def prepare() -> Any:
+        tile = _tile(QUERY_TILES, query, k_land)
+        arguments = _shared(tile, query, k_land, scale) | {
+            "do_view": _view_of("grad", grad),
+            "dq_view": _view_of("dq", dq),
+            "SEGMENT": tokens // k_land.shape[2],
+        }
+        return (batch * heads * triton.cdiv(tokens, tile["BLOCK_N"]),), arguments
+
+    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
+    tensors |= {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
+    tensors |= {"dq_land_ptr": dq_land, "dq_view": dq}
+    launch(_output_bwd_query_kernel, tensors, (scale,), prepare)
+
+
+def _tile(tiles: Tiles, query: Tensor, k_land: Tensor, size: int | None = None) -> Tile:
     """Return the tile for a call, no wider than its landmarks."""
-    tile = tiles.tile(
-        query.device,
-        size=size or query.element_size(),
-        dim=block_dim(query.shape[-1]),
-        tokens=landmarks,
-    )
+    dim, landmarks = block_dim(query.shape[-1]), k_land.shape[2]
+    size = size or query.element_size()
+    tile = tiles.tile(query.device, size=size, dim=dim, tokens=landmarks)
     return tile.at_most(BLOCK_M=block_dim(landmarks))
 
 
-def shared_arguments(
-    query: Tensor, k_land: Tensor, core: Tensor, key_lengths: Tensor | None, scale: float
-) -> dict[str, Any]:
+def _shared(tile: Tile, query: Tensor, k_land: Tensor, scale: float) -> dict[str, Any]:
     """Return the arguments that all kernels of this stage have in common."""
     _, heads, tokens, dim = query.shape
     return {
-        "q_view": view_of("q", query),
-        "k_ptr": k_land,
-        "core_ptr": core,
-        "lengths_ptr": key_lengths,
+        **tile.arguments,
+        "q_view": _view_of("q", query),
         "H": heads,
         "N": tokens,
         "scale": scale,
@@ -267,25 +523,9 @@ def shared_arguments(
     }
 
 
-def view_of(name: str, t: Tensor) -> View:
+def _view_of(name: str, t: Tensor) -> View:
     """Return (B, H, N, D) as kernels take it."""
     view = View(t, *t.stride()[:3])
     # Those of the output lie as far apart as all heads are wide.
     check_tile(f"rows of {name}", t.shape[2], view.stride_n)
     return view
-
-
-def kind_of(
-    query: Tensor, k_land: Tensor, key_lengths: Tensor | None, scale: float, *others: Any
-) -> Any:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    return (
-        query.device.index,
-        query.dtype,
-        query.shape,
-        query.stride(),
-        k_land.shape[2],
-        key_lengths is None,
-        scale,
-        *others,
-    )

@@ -89,10 +89,9 @@ def backward(
     iterations: int,
     whole_batch: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV from the gradient of the output.
+    """Return dQ, dK and dV from the gradient of the output, as gradcheck ties them to ``attend``.
 
-    These derivatives are written out because autograd cannot run inside a dispatcher kernel;
-    gradcheck ties them to ``attend``.
+    Autograd cannot run inside a dispatcher kernel.
     """
     parts = attend(q, k, v, key_lengths, m, scale, iterations, whole_batch)
     q, k, v = (hide(t, key_lengths) for t in (q, k, v))

@@ -89,25 +89,15 @@ def outlook_attention_with_stats(
 ) -> AttentionStats:
     """``outlook_attention``, with statistics of every head and the outputs of sampled maps.
 
-    Args:
-        value: as in ``outlook_attention``.
-        logits: as in ``outlook_attention``.
-        kernel_size: as in ``outlook_attention``.
-        stride: as in ``outlook_attention``.
-        padding: as in ``outlook_attention``.
-        scale: as in ``outlook_attention``.
-        sample: (S,) int32 on the device of ``value``: the batch entries whose heads are captured.
-            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            batch, which the CPU refuses.
+    Arguments and errors are those of ``outlook_attention``, and ``sample``: (S,) int32 on the
+    device of ``value``, the batch entries whose heads are captured. A negative index leaves its
+    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
 
     Returns:
         AttentionStats with lse (B, H, y, x, K * K); max_logit, entropy and prob_norm (B, H) over
         all softmax rows of all windows, those of places outside the map among them, for the model
         makes them too; head_norm (B, H) of the summed map; heads (S, Y * X, H * D), pixels in
         row-major order, of float32 products and sums throughout.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)

@@ -24,29 +24,11 @@ TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
 
 @triton.jit
 def _logits_gradient(
-    v_ptr,
-    logits_ptr,
-    do_ptr,
-    dlogits_ptr,
-    v_view,
-    logits_view,
-    do_view,
-    first,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    v_ptr, logits_ptr, do_ptr, dlogits_ptr, v_view, logits_view, do_view, first, H, Y, X,
+    WINDOWS_Y, WINDOWS_X, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
@@ -93,30 +75,11 @@ def _logits_gradient(
 
 @triton.jit
 def _value_gradient(
-    logits_ptr,
-    do_ptr,
-    lse_ptr,
-    dv_ptr,
-    logits_view,
-    do_view,
-    first,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    CELLS_X,
-    CELLS,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits_ptr, do_ptr, lse_ptr, dv_ptr, logits_view, do_view, first, H, Y, X, WINDOWS_Y,
+    WINDOWS_X, CELLS_X, CELLS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     cells = first + tl.arange(0, BLOCK)

@@ -51,20 +51,9 @@ def load_pixels(ptr, y, x, stride_y, stride_x, seen, Y, X, D: tl.constexpr, BLOC
 
 @triton.jit
 def store_pixels(
-    ptr,
-    sums,
-    cells,
-    cell_y,
-    cell_x,
-    H,
-    Y,
-    X,
-    CELLS,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    ptr, sums, cells, cell_y, cell_x, H, Y, X, CELLS,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Store the pixels of cells, one (BLOCK, BLOCK_D) tile a place in the cell, inside the map.
 
     ``ptr`` is where one head of (Y, X, H, D), contiguous, starts. Returns the sum of the squares of

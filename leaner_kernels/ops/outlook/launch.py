@@ -1,25 +1,20 @@
 """How the kernels of outlook attention are launched: grids, tiles, arguments."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._launch_cache import LARGEST_OFFSET, Launch, LaunchCache, MapView, layout
+from .._launch import launch
+from .._launch_cache import LARGEST_OFFSET, MapView
 from .._tiles import Tile, Tiles, power_of_2
 from .backward import TILES as BACKWARD_TILES
 from .backward import _outlook_bwd_kernel
 from .forward import TILES as FORWARD_TILES
 from .forward import _outlook_fwd_kernel
 from .reference import num_windows
-
-_forward_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "lse_ptr", "stats_ptr"))
-_capture_cache = LaunchCache(("v_view", "logits_view", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(
-    ("v_view", "logits_view", "do_view", "lse_ptr", "dv_ptr", "dlogits_ptr")
-)
 
 
 class LogitsView(NamedTuple):
@@ -42,19 +37,34 @@ def forward(
     heads: Tensor | None,
     sample: Tensor | None,
 ) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K) and any ``stats``."""
-    tensors = *inputs, out, lse, stats
-    kind = _kind(inputs, params, stats is None)
-    if not _forward_cache.run(kind, tensors):
-        found = prepare_forward(inputs, params, out, lse, stats)
-        _forward_cache.start(kind, found, tensors)
-    if heads is not None and sample is not None and sample.shape[0]:
-        sample = sample.contiguous()  # free unless strided: the kernel counts along it
-        _capture_cache.launch(
-            _kind(inputs, params, len(sample)),
-            (*inputs, heads, sample),
-            lambda: prepare_forward(inputs, params, heads, None, None, sample),
-        )
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K), any ``stats`` and ``heads``."""
+    attend(inputs, params, out, lse, stats)
+    if heads is not None and sample is not None and len(sample):
+        # Contiguous is free unless strided: the kernel counts along it.
+        attend(inputs, params, heads, sample=sample.contiguous())
+
+
+def attend(
+    inputs: tuple[Tensor, ...],
+    params: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor | None = None,
+    stats: Tensor | None = None,
+    sample: Tensor | None = None,
+) -> None:
+    """Fill ``out``, ``lse`` and any ``stats`` (statistics, B, H), or heads (S, Y * X, H * D)."""
+
+    def prepare() -> Any:
+        arguments = shared_arguments(inputs, params)
+        tile = choose(FORWARD_TILES, arguments, inputs[0])
+        # With statistics one program owns a head, so that its sums are complete, in one order.
+        parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
+        arguments |= {"PARTS": parts, **tile.arguments}
+        return (len(out) * arguments["H"] * parts,), arguments
+
+    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "out_ptr": out, "lse_ptr": lse}
+    tensors |= {"stats_ptr": stats, "sample_ptr": sample}
+    launch(_outlook_fwd_kernel, tensors, params, prepare)
 
 
 def backward(
@@ -69,55 +79,25 @@ def backward(
     extent = sum((size - 1) * stride for size, stride in zip(grad.shape[1:], grad.stride()[1:]))
     if extent > LARGEST_OFFSET:
         grad = grad.contiguous()
-    tensors = *inputs, grad, lse, *grads
-    kind = _kind(inputs, params, grad.stride(), grad.dtype)
-    if _backward_cache.run(kind, tensors):
-        return
-    arguments = shared_arguments(inputs, params)
-    tile = choose(BACKWARD_TILES, arguments, inputs[0], grad)
-    windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
-    window_parts = -(-windows // tile["BLOCK"])
-    parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "do_view": MapView(grad, *grad.stride()[:4]),
-        "lse_ptr": lse,
-        "dv_ptr": grads[0],
-        "dlogits_ptr": grads[1],
-        "WINDOW_PARTS": window_parts,
-        "PARTS": parts,
-        "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
-        **tile.arguments,
-    }
-    grid = (grad.shape[0] * arguments["H"] * parts,)
-    _backward_cache.start(kind, Launch(_outlook_bwd_kernel, grid, arguments), tensors)
 
+    def prepare() -> Any:
+        arguments = shared_arguments(inputs, params)
+        tile = choose(BACKWARD_TILES, arguments, inputs[0], grad)
+        windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
+        window_parts = -(-windows // tile["BLOCK"])
+        parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
+        arguments |= {
+            "do_view": MapView(grad, *grad.stride()[:4]),
+            "WINDOW_PARTS": window_parts,
+            "PARTS": parts,
+            "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
+            **tile.arguments,
+        }
+        return (len(grad) * arguments["H"] * parts,), arguments
 
-def prepare_forward(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None = None,
-    sample: Tensor | None = None,
-) -> Launch:
-    """Return the launch that fills ``out``, ``lse`` and any ``stats`` (statistics, B, H).
-
-    With ``sample``, ``out`` is the heads (S, Y * X, H * D) of its entries, and there is no ``lse``.
-    """
-    arguments = shared_arguments(inputs, params)
-    tile = choose(FORWARD_TILES, arguments, inputs[0])
-    heads = out.shape[0] * arguments["H"]
-    # With statistics one program owns a whole head, so that its sums are complete, in one order.
-    parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
-    arguments |= {
-        "sample_ptr": sample,
-        "out_ptr": out,
-        "lse_ptr": lse,
-        "stats_ptr": stats,
-        "PARTS": parts,
-        **tile.arguments,
-    }
-    return Launch(_outlook_fwd_kernel, (heads * parts,), arguments)
+    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "do_view": grad, "lse_ptr": lse}
+    tensors |= dict(zip(("dv_ptr", "dlogits_ptr"), grads))
+    launch(_outlook_bwd_kernel, tensors, params, prepare)
 
 
 def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:
@@ -173,11 +153,6 @@ def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
         tuple(place(y + t_y * stride, x + t_x * stride) for y, x in cell)
         for t_y, t_x in product(range(reach), repeat=2)
     )
-
-
-def _kind(inputs: tuple[Tensor, ...], params: tuple[Any, ...], *others: Hashable) -> Hashable:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    return inputs[0].device.index, *map(layout, inputs), params, *others
 
 
 def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:

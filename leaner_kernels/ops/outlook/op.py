@@ -16,7 +16,7 @@ from . import reference
 class OutlookAttention(Operator):
     """Attention whose weights come from each pixel alone: a map (B, Y, X, H, D) and logits."""
 
-    name = "outlook_attention"
+    name, kernels = "outlook_attention", "outlook.launch"
     inputs, differentiable, cast = "Tensor value, Tensor logits", 2, 2
     numbers = "int kernel_size, int stride, int padding, float scale"
     gradients = "Tensor dvalue, Tensor dlogits"
@@ -40,12 +40,6 @@ class OutlookAttention(Operator):
     ) -> tuple[Tensor, ...]:
         p, _, _ = reference.probabilities(logits, scale)
         return reference.backward(grad, value, p, scale, (kernel_size, stride, padding))
-
-    @staticmethod
-    def launcher() -> Any:
-        from . import launch
-
-        return launch
 
     @staticmethod
     def flops(value: Tensor, logits: Tensor, *_: Any) -> Products:

@@ -27,7 +27,7 @@ __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
 def window_attention(
     qkv: Tensor, window_size: int | tuple[int, int], *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention inside each window of a map; tokens of different windows are strangers.
+    """Softmax attention inside each window of a map: tokens attend only within their window.
 
     Args:
         qkv: (B, Y, X, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any
@@ -67,20 +67,13 @@ def window_attention_with_stats(
 ) -> AttentionStats:
     """``window_attention``, with statistics of every head and the outputs of sampled maps.
 
-    Args:
-        qkv: as in ``window_attention``.
-        window_size: as in ``window_attention``.
-        scale: as in ``window_attention``.
-        sample: (S,) int32 on the device of ``qkv``: the batch entries whose heads are captured. A
-            negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            batch, which the CPU refuses.
+    Arguments and errors are those of ``window_attention``, and ``sample``: (S,) int32 on the device
+    of ``qkv``, the batch entries whose heads are captured. A negative index leaves its slot of
+    ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
 
     Returns:
         AttentionStats with lse (B, H, Y, X), the other statistics (B, H) over all windows of the
         map, and heads (S, Y * X, H * D), tokens in row-major order of the map.
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
 
     Numerics of ``heads``: as in ``attention_with_stats``.
     """

@@ -2,7 +2,8 @@
 
 Sizes: B batch, Y by X map, H heads, D head dimension, N tokens of a window, S sampled maps.
 Mapping: one program owns ROWS rows of a head of a window; it walks over the keys with the
-online softmax, which for windows of up to COLS tokens is one step.
+online softmax, which for windows of up to COLS tokens is one step. Heads of windows are counted by
+map, window and head, so that neighbours read neighbouring memory.
 """
 
 # pyright: reportOperatorIssue=false
@@ -14,6 +15,7 @@ import triton.language as tl
 from .._epilogue import store_part, sums_of_rows
 from .._tiles import Tiles, rule
 from .._triton import (
+    PRECISION,
     SHIFT,
     add_product,
     nats,
@@ -22,14 +24,6 @@ from .._triton import (
     scaled,
     softmax_step,
     units,
-)
-from .addresses import (
-    find_head,
-    head_offset,
-    load_tokens,
-    product,
-    store_tokens,
-    token_offsets,
 )
 
 # Rows and columns of a tile of scores of one head of a window, cut to the window. In half precision
@@ -56,6 +50,55 @@ TILES = Tiles(
     num_stages=1,
 )
 CAPTURE_TILES = Tiles("window_capture", *WHOLE_WINDOWS, *LARGE_WINDOWS, num_stages=1)
+
+
+@triton.jit
+def find_head(index, H, windows_y, windows_x):
+    """Return map, row and column of the window, and head."""
+    window = index // H
+    h, x = index % H, window % windows_x
+    y, b = window // windows_x % windows_y, window // windows_x // windows_y
+    return b.to(tl.int64), y.to(tl.int64), x.to(tl.int64), h.to(tl.int64)
+
+
+@triton.jit
+def head_offset(view, b, y, x, h):
+    """Return how far a head of the window whose first token is at ``y`` and ``x`` lies."""
+    return b * view.stride_b + y * view.stride_y + x * view.stride_x + h * view.stride_h
+
+
+@triton.jit
+def token_offsets(start, stride_y, stride_x, WINDOW_X: tl.constexpr, BLOCK: tl.constexpr):
+    """Return (BLOCK,): how far tokens from ``start`` on lie from their window's first."""
+    tokens = start + tl.arange(0, BLOCK)
+    y, x = (tokens // WINDOW_X).to(tl.int64), (tokens % WINDOW_X).to(tl.int64)
+    return y * stride_y + x * stride_x
+
+
+@triton.jit
+def load_tokens(ptr, offsets, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load (BLOCK, BLOCK_D) from ``offsets`` (BLOCK,), zero where not inside."""
+    dims = tl.arange(0, BLOCK_D)
+    mask = inside[:, None]
+    if D < BLOCK_D:
+        mask = mask & (dims < D)
+    return tl.load(ptr + offsets[:, None] + dims, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tokens(ptr, tile, offsets, inside, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store (BLOCK, BLOCK_D) in the dtype of ``ptr``, where inside."""
+    dims = tl.arange(0, BLOCK_D)
+    mask = inside[:, None]
+    if D < BLOCK_D:
+        mask = mask & (dims < D)
+    tl.store(ptr + offsets[:, None] + dims, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def product(a, b):
+    """Return a @ b."""
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])

@@ -1,28 +1,20 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._epilogue import NUM_SUMS, join
-from .._launch_cache import Launch, LaunchCache, MapView, check_tile, layout
+from .._launch import launch
+from .._launch_cache import MapView, check_tile
 from .._tiles import Tile, Tiles, block_dim
+from .backward import TILED_TILES as TILED_BACKWARD_TILES
 from .backward import TILES as BACKWARD_TILES
-from .backward import window_bwd_kernel
+from .backward import window_bwd_cols_kernel, window_bwd_kernel, window_bwd_rows_kernel
 from .forward import CAPTURE_TILES, window_fwd_kernel
 from .forward import TILES as FORWARD_TILES
-from .tiled_backward import TILES as TILED_BACKWARD_TILES
-from .tiled_backward import window_bwd_cols_kernel, window_bwd_rows_kernel
-
-_forward_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"))
-_statistics_cache = LaunchCache(("qkv_view", "out_ptr", "lse_ptr"), scratch="parts_ptr")
-_capture_cache = LaunchCache(("qkv_view", "out_ptr", "sample_ptr"))
-_backward_cache = LaunchCache(("qkv_view", "do_view", "dqkv_ptr"))
-_TILED = "qkv_view", "do_view", "dqkv_ptr", "lse_ptr", "delta_ptr"
-_tiled_caches = {name: LaunchCache(_TILED) for name in ("rows", "cols")}
 
 
 class QkvView(NamedTuple):
@@ -48,25 +40,42 @@ def forward(
 ) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
     (qkv,) = inputs
-    if stats is None or heads is None:
-        tensors, kind = (qkv, out, lse), _kind(qkv, params)
-        if not _forward_cache.run(kind, tensors):
-            launch = _forward(qkv, params, out_ptr=out, lse_ptr=lse)
-            _forward_cache.start(kind, launch, tensors)
+    if stats is None:
+        attend(qkv, params, out, lse)
         return
-    _statistics(qkv, params, out, lse, stats)
-    if sample is not None and sample.shape[0] > 0:
-        capture(qkv, params, heads, sample)
+    batch, y, x, _, num_heads, _ = qkv.shape
+    tile = _tile(FORWARD_TILES, qkv, params[:2])
+    parts = y * x // (params[0] * params[1]) * _parts(params, tile["ROWS"])
+    of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
+    attend(qkv, params, out, lse, of_tiles)
+    join(of_tiles, stats, y * x)
+    if heads is not None and sample is not None and len(sample):
+        attend(qkv, params, heads, sample=sample.contiguous())
 
 
-def capture(qkv: Tensor, params: tuple[Any, ...], heads: Tensor, sample: Tensor) -> None:
-    """Fill heads (S, Y * X, H * D) float32 of the maps that ``sample`` (S,) int32 names."""
-    sample = sample.contiguous()
-    _capture_cache.launch(
-        _kind(qkv, params, len(sample)),
-        (qkv, heads, sample),
-        lambda: _forward(qkv, params, "capture", out_ptr=heads, sample_ptr=sample),
-    )
+def attend(
+    qkv: Tensor,
+    params: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor | None = None,
+    parts: Tensor | None = None,
+    sample: Tensor | None = None,
+) -> None:
+    """Fill ``out``, ``lse`` and any ``parts``, or heads (S, Y * X, H * D) of sampled maps."""
+
+    def prepare() -> Any:
+        tile = _tile(FORWARD_TILES if sample is None else CAPTURE_TILES, qkv, params[:2])
+        arguments = _shared(qkv, params) | {
+            "B": qkv.shape[0],
+            "STATS": parts is not None,
+            "CAPTURE": sample is not None,
+            **tile.arguments,
+        }
+        return (_windows(qkv, params, len(out)) * _parts(params, tile["ROWS"]),), arguments
+
+    tensors = {"qkv_view": qkv, "out_ptr": out, "lse_ptr": lse}
+    tensors |= {"parts_ptr": parts, "sample_ptr": sample}
+    launch(window_fwd_kernel, tensors, params, prepare)
 
 
 def backward(
@@ -78,53 +87,23 @@ def backward(
 ) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
-    tile = choose(BACKWARD_TILES, qkv, params[:2])
-    if tile is None:
-        _tiled_backward(grad, qkv, params, lse, dqkv)
+    windows = _windows(qkv, params, len(qkv))
+    whole = choose(BACKWARD_TILES, qkv, params[:2])
+
+    def prepare(owned: str) -> Any:
+        arguments = _shared(qkv, params) | {"do_view": MapView(grad, *grad.stride()[:4])}
+        if whole is not None:
+            return (windows,), arguments | {"BLOCK": whole["ROWS"], **whole.options}
+        tile = _tile(TILED_BACKWARD_TILES, qkv, params[:2])
+        return (windows * _parts(params, tile[owned]),), arguments | tile.arguments
+
+    tensors = {"qkv_view": qkv, "do_view": grad, "dqkv_ptr": dqkv}
+    if whole is not None:
+        launch(window_bwd_kernel, tensors, params, lambda: prepare(""))
         return
-    tensors, kind = (qkv, grad, dqkv), _kind(qkv, params, grad.stride(), grad.dtype)
-    if _backward_cache.run(kind, tensors):
-        return
-    arguments = _shared(qkv, params) | _gradients(grad, dqkv)
-    arguments |= {"BLOCK": tile["ROWS"], **tile.options}
-    launch = Launch(window_bwd_kernel, (_windows(qkv, params),), arguments)
-    _backward_cache.start(kind, launch, tensors)
-
-
-def _tiled_backward(
-    grad: Tensor, qkv: Tensor, params: tuple[Any, ...], lse: Tensor, dqkv: Tensor
-) -> None:
-    tensors = qkv, grad, dqkv, lse, torch.empty_like(lse)
-    kind = _kind(qkv, params, grad.stride(), grad.dtype)
-
-    def prepare(kernel: Any, name: str) -> Launch:
-        tile = choose(TILED_BACKWARD_TILES, qkv, params[:2])
-        assert tile is not None
-        owned = tile["ROWS" if name == "rows" else "COLS"]
-        grid = (_windows(qkv, params) * _parts(params, owned),)
-        arguments = _shared(qkv, params) | _gradients(grad, dqkv) | tile.arguments
-        return Launch(kernel, grid, arguments | dict(zip(_TILED[3:], tensors[3:])))
-
-    for kernel, name in ((window_bwd_rows_kernel, "rows"), (window_bwd_cols_kernel, "cols")):
-        _tiled_caches[name].launch(kind, tensors, partial(prepare, kernel, name))
-
-
-def _statistics(
-    qkv: Tensor, params: tuple[Any, ...], out: Tensor, lse: Tensor, stats: Tensor
-) -> None:
-    """Fill ``out``, ``lse`` and ``stats`` (STATISTICS, B, H)."""
-    batch, y, x, _, heads, _ = qkv.shape
-
-    def prepare() -> Launch:
-        tile = choose(FORWARD_TILES, qkv, params[:2])
-        assert tile is not None
-        parts = _windows(qkv, params) // (batch * heads) * _parts(params, tile["ROWS"])
-        of_tiles = lse.new_empty(batch, heads, parts, NUM_SUMS)
-        return _forward(qkv, params, "statistics", out_ptr=out, lse_ptr=lse, parts_ptr=of_tiles)
-
-    parts = _statistics_cache.launch(_kind(qkv, params), (qkv, out, lse), prepare)
-    assert parts is not None
-    join(parts, stats, y * x)
+    tensors |= {"lse_ptr": lse, "delta_ptr": torch.empty_like(lse)}
+    launch(window_bwd_rows_kernel, tensors, params, lambda: prepare("ROWS"))
+    launch(window_bwd_cols_kernel, tensors, params, lambda: prepare("COLS"))
 
 
 def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
@@ -136,35 +115,10 @@ def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
     return None if rule is None else rule.tile.at_most(ROWS=block, COLS=block)
 
 
-def _forward(
-    qkv: Tensor,
-    params: tuple[Any, ...],
-    *features: str,
-    out_ptr: Tensor,
-    lse_ptr: Tensor | None = None,
-    parts_ptr: Tensor | None = None,
-    sample_ptr: Tensor | None = None,
-) -> Launch:
-    """Return the launch that attends; ``features`` may be statistics or capture.
-
-    ``out_ptr`` is (B, Y, X, H, D), or heads (S, Y * X, H * D) of the sampled maps.
-    """
-    tiles = CAPTURE_TILES if "capture" in features else FORWARD_TILES
-    tile = choose(tiles, qkv, params[:2])
+def _tile(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile:
+    tile = choose(tiles, qkv, window)
     assert tile is not None
-    maps = out_ptr.shape[0]
-    arguments = _shared(qkv, params) | {
-        "out_ptr": out_ptr,
-        "lse_ptr": lse_ptr,
-        "parts_ptr": parts_ptr,
-        "sample_ptr": sample_ptr,
-        "B": qkv.shape[0],
-        "STATS": "statistics" in features,
-        "CAPTURE": "capture" in features,
-        **tile.arguments,
-    }
-    grid = (_windows(qkv, params, maps) * _parts(params, tile["ROWS"]),)
-    return Launch(window_fwd_kernel, grid, arguments)
+    return tile
 
 
 def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
@@ -188,21 +142,12 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def _gradients(grad: Tensor, dqkv: Tensor) -> dict[str, Any]:
-    return {"do_view": MapView(grad, *grad.stride()[:4]), "dqkv_ptr": dqkv}
-
-
-def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int | None = None) -> int:
-    """Return how many heads of windows there are, in the whole batch or in so many maps."""
-    batch, y, x, _, heads, _ = qkv.shape
-    return (batch if maps is None else maps) * (y // params[0]) * (x // params[1]) * heads
+def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int) -> int:
+    """Return how many heads of windows so many maps have."""
+    _, y, x, _, heads, _ = qkv.shape
+    return maps * (y // params[0]) * (x // params[1]) * heads
 
 
 def _parts(params: tuple[Any, ...], owned: int) -> int:
     """Return how many programs share a head of a window."""
     return -(-params[0] * params[1] // owned)
-
-
-def _kind(qkv: Tensor, params: tuple[Any, ...], *others: Hashable) -> Hashable:
-    """Return what sets calls apart beside the addresses of their tensors."""
-    return qkv.device.index, layout(qkv), params, *others

@@ -15,7 +15,7 @@ from . import reference
 class WindowAttention(Operator):
     """Attention inside the windows of a packed map (B, Y, X, 3, H, D)."""
 
-    name = "window_attention"
+    name, kernels = "window_attention", "window.launch"
     inputs, differentiable, cast = "Tensor qkv", 1, 1
     numbers = "int window_y, int window_x, float scale"
     gradients = "Tensor dqkv"
@@ -46,12 +46,6 @@ class WindowAttention(Operator):
         p, _, _ = reference.probabilities(q, k, scale)
         gradients = reference.backward(g, q, k, v, p, scale)
         return (torch.stack([reference.reverse(t, size, window) for t in gradients], dim=3),)
-
-    @staticmethod
-    def launcher() -> Any:
-        from . import launch
-
-        return launch
 
     @staticmethod
     def flops(qkv: Tensor, *others: Any) -> Products:

@@ -66,7 +66,7 @@ TILES = Tiles(
     rule(dim=32, tokens=256, takes=("dropout",), BLOCK=64, num_warps=4, maxnreg=255),
     rule(dim=32, tokens=768, gpus=(80,), BLOCK=128, num_warps=4, maxnreg=255),
     rule(dim=32, tokens=1024, gpus=(80,), BLOCK=256, num_warps=8, maxnreg=255),
-    rule(dim=32, tokens=512, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=32, tokens=512, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=255),
     rule(dim=16, tokens=1024, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=168),
     rule(dim=64, tokens=256, takes=("mask",), gpus=(80,), BLOCK=64, num_warps=4, maxnreg=168),
     rule(dim=64, tokens=128, gpus=(86,), BLOCK=64, num_warps=4, maxnreg=168),

@@ -1,0 +1,45 @@
+"""Launch a kernel, or repeat an earlier launch of it on other tensors of the same layout."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from ._launch_cache import (
+    MAX_CACHED,
+    CachedLaunch,
+    Launch,
+    addresses_of,
+    layout,
+    unaligned_bits,
+)
+
+_entries: dict[Hashable, CachedLaunch] = {}
+
+
+def launch(
+    kernel: Any,
+    tensors: dict[str, Any],
+    numbers: tuple[Any, ...],
+    prepare: Callable[[], tuple[tuple[int, ...], dict[str, Any]]],
+) -> None:
+    """Launch ``kernel``; ask ``prepare`` only where no launch alike came before.
+
+    Args:
+        kernel: a function of Triton.
+        tensors: its pointers by name, None where it has none; the first is a tensor.
+        numbers: all that ``prepare`` goes by, beside the layouts of ``tensors``.
+        prepare: returns the grid and the kernel's other arguments; a view replaces its tensor.
+    """
+    pointers = (*tensors.values(),)
+    addresses = addresses_of(pointers)
+    device = pointers[0].device.index  # the first one is there
+    key = id(kernel), device, numbers, unaligned_bits(addresses), *map(layout, pointers)
+    entry = _entries.get(key)
+    if entry is not None:
+        entry.run(addresses)
+        return
+    grid, arguments = prepare()
+    entry = Launch(kernel, grid, {**tensors, **arguments}).first(tuple(tensors))
+    if entry is not None:  # nothing repeats a launch in Triton's interpreter
+        if len(_entries) >= MAX_CACHED:
+            _entries.clear()
+        _entries[key] = entry
