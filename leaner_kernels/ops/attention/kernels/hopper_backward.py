@@ -133,9 +133,12 @@ def rows_step(
 @gluon.jit
 def keys_step(
     dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
 ):  # fmt: skip
-    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows)."""
+    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows).
+
+    Keys from ``limit`` on, unless it is None, are hidden; without it the caller hides them.
+    """
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     s, dp = start_products(k, v, q, do, zero)
@@ -143,7 +146,7 @@ def keys_step(
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
     s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
     p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    p = masked(p, None, None, queries, keys, 0, 0.0, False, CAUSAL)
+    p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
     weight = p
     if dropout[0] is not None:
         if q.shape[0] == 64:

@@ -154,7 +154,7 @@ def _hopper_resident_bwd_kernel(
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = (None,)  # is left to hopper_backward.py
+    dropout = (None,)  # calls with one go to hopper_backward.py
     mask = mask_view, scale
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -189,7 +189,7 @@ def _hopper_resident_bwd_kernel(
             BLOCK_D, BLOCKED,
         )  # fmt: skip
         loaded = loaded + (rows,)  # noqa: RUF005
-    barrier()
+    barrier()  # keeps the loads of O ahead of the copies
     for n in gl.static_range(FULL):
         _fetch(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
         _fetch(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
@@ -214,6 +214,7 @@ def _hopper_resident_bwd_kernel(
     fence_async_shared()
     barrier()
 
+    # Tiles of rows: their dQ, and what they add to dK and dV of the tail.
     for tile in range(0, full):
         first = tile * 64
         q, do = qs.index(tile), dos.index(tile)
@@ -255,6 +256,7 @@ def _hopper_resident_bwd_kernel(
             barrier()  # all warps are done with P and dS of the tail
         _put(dq_view, dq * scale, first, N, D, RAGGED, STORE)
 
+    # Tiles of keys: their dK and dV, and what they add to dQ of the tail.
     for tile in range(0, full):
         first = tile * 64
         k, v = ks.index(tile), vs.index(tile)
@@ -263,11 +265,10 @@ def _hopper_resident_bwd_kernel(
         if T > 0:
             dk, dv, ds = keys_step(
                 dk, dv, k, v, q_tail, do_tail, zero_t, lse_tail, delta_tail, first, full * 64,
-                factor, N, mask, dropout, SCALED, LEFT, False,
+                factor, N, mask, dropout, SCALED, LEFT, False, limit if HIDES else None,
             )  # fmt: skip
             keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
             queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-            ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, False)
             store_ds(ds_ptr, ds, queries, keys, N)
             # By turns: the warps meet once before one of the two is written again.
             turn = tails.index(tile & 1)
@@ -299,7 +300,7 @@ def _hopper_resident_bwd_kernel(
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
         k_tile = left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
         v_tile = left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
-        barrier()
+        barrier()  # all warps are done with dS of the tiles before
         s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
