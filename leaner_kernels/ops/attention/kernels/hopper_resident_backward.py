@@ -199,8 +199,7 @@ def _hopper_resident_bwd_kernel(
         _fetch(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
         _fetch(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
-    wait_copies(1)  # for dO
-    barrier()
+    wait_copies(1)  # for dO, of which a thread reads what it copied
     if T > 0:
         lse_tail, delta_tail = lses.index(FULL).slice(0, T), deltas.index(FULL).slice(0, T)
         _describe_rows(do_tail, lse_tail, delta_tail, loaded[FULL])
