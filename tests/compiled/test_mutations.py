@@ -140,6 +140,11 @@ REDUNDANT = {
         "bar": (14, TWO_BARRIERS),
         "wgmma.wait_group": (5, ADDS_UP),
     },
+    (MANY_HEADS, "ViT-B, dropout", 90): {
+        "bar": (30, TWO_BARRIERS),
+        "fence.proxy.async": (4, FENCED_TWICE),
+        "wgmma.wait_group": (6, ADDS_UP),
+    },
     (MANY_HEADS, "GPT-2, 512 tokens", 80): {
         "bar": (1, NOTHING_BETWEEN),
     },
