@@ -13,7 +13,7 @@ where they are needed.
 # pyright: reportPossiblyUnboundVariable=false
 # The bodies of kernels are Gluon: layouts are constants, branches are decided early.
 
-from ..._gluon import copy_async, gl, gluon, warpgroup_mma_wait
+from ..._gluon import copy_async, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..._triton import LN_2, LOG2_E
 
 
@@ -516,3 +516,75 @@ def store_ds(ptr, ds, rows, cols, N):
     """Store the gradient of a head's scores, where a mask wants it."""
     if ptr is not None:
         gl.store(ptr + (rows * N + cols), ds, mask=(rows < N) & (cols < N))
+
+
+# --- Steps of the backward on Hopper --------------------------------------------------------------
+
+
+@gluon.jit
+def start_products(left, dp_left, right, dp_right, zero):
+    """Start left right^T and dp_left dp_right^T: scores and dP.
+
+    Of queries and keys, or, turned, of keys and queries.
+    """
+    s = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(dp_left, dp_right.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def rows_step(
+    dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Add to dQ of a tile what a tile of keys gives."""
+    SCORES: gl.constexpr = zero.type.layout
+    s, dp = start_products(q, do, k, v, zero)
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
+    queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+    p = gl.exp2(exponents_of(s, lse, factor, SCALED))
+    dp = warpgroup_mma_wait(0, [dp])
+    if dropout[0] is not None:
+        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
+        dp = gl.where(keep, dp * dropout[3], 0.0)
+    ds = p * (dp - delta)
+    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
+    store_ds(ds_ptr, ds, queries, keys, N)
+    dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
+    return warpgroup_mma_wait(0, [dq])
+
+
+@gluon.jit
+def keys_step(
+    dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
+    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
+):  # fmt: skip
+    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows).
+
+    Keys from ``limit`` on, unless it is None, are hidden; without it the caller hides them.
+    """
+    SCORES: gl.constexpr = zero.type.layout
+    COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    s, dp = start_products(k, v, q, do, zero)
+    keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
+    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
+    p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
+    weight = p
+    if dropout[0] is not None:
+        if q.shape[0] == 64:
+            keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
+        else:
+            keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+        weight = gl.where(keep, p, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(weight.to(do.dtype), LEFT), do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, [dp])
+    if dropout[0] is not None:
+        dp = gl.where(keep, dp * dropout[3], 0.0)
+    ds = p * (dp - delta.load(COLS)[None, :])
+    dk = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), LEFT), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    return dk, dv, ds

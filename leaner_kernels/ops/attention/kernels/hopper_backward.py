@@ -14,8 +14,6 @@ once, without atomics: the result is bitwise deterministic.
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
-from typing import Any
-
 from torch import Tensor
 
 from ..._gluon import (
@@ -29,7 +27,7 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile, Tiles, block_dim, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
@@ -38,17 +36,16 @@ from .gluon_tiles import (
     exponents_of,
     fetch_rows,
     fetch_tiles,
-    kept,
-    kept_before,
+    keys_step,
     left_rows,
     masked,
-    note_kept,
     number_of_keys,
     own_head,
     put_columns,
     put_rows,
     row_statistics,
-    store_ds,
+    rows_step,
+    start_products,
     visible_tiles,
     wait_for_scores,
 )
@@ -93,75 +90,6 @@ def _describe_rows(
     lses.store(lse)
     deltas.store(gl.sum(do_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
-
-
-@gluon.jit
-def start_products(left, dp_left, right, dp_right, zero):
-    """Start left right^T and dp_left dp_right^T: scores and dP.
-
-    Of queries and keys, or, turned, of keys and queries.
-    """
-    s = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(dp_left, dp_right.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return s, dp
-
-
-@gluon.jit
-def rows_step(
-    dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Add to dQ of a tile what a tile of keys gives."""
-    SCORES: gl.constexpr = zero.type.layout
-    s, dp = start_products(q, do, k, v, zero)
-    keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
-    queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-    p = gl.exp2(exponents_of(s, lse, factor, SCALED))
-    dp = warpgroup_mma_wait(0, [dp])
-    if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
-        note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
-        dp = gl.where(keep, dp * dropout[3], 0.0)
-    ds = p * (dp - delta)
-    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
-    store_ds(ds_ptr, ds, queries, keys, N)
-    dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
-    return warpgroup_mma_wait(0, [dq])
-
-
-@gluon.jit
-def keys_step(
-    dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
-):  # fmt: skip
-    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows).
-
-    Keys from ``limit`` on, unless it is None, are hidden; without it the caller hides them.
-    """
-    SCORES: gl.constexpr = zero.type.layout
-    COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    s, dp = start_products(k, v, q, do, zero)
-    keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
-    weight = p
-    if dropout[0] is not None:
-        if q.shape[0] == 64:
-            keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
-        else:
-            keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
-        weight = gl.where(keep, p, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(weight.to(do.dtype), LEFT), do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, [dp])
-    if dropout[0] is not None:
-        dp = gl.where(keep, dp * dropout[3], 0.0)
-    ds = p * (dp - delta.load(COLS)[None, :])
-    dk = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), LEFT), q, dk, is_async=True)
-    dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    return dk, dv, ds
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
@@ -446,32 +374,6 @@ def _hopper_bwd_kernel(
         barrier()
 
 
-def arguments_of_backward(
-    kernel: Any,
-    tile: Tile,
-    call: Call,
-    others: dict[str, Tensor],
-    max_log_sum: Tensor,
-    ds: Tensor | None,
-    tails: tuple[int, ...],
-) -> dict[str, Any]:
-    """Return the arguments by name of a kernel whose programs own a head.
-
-    ``others`` are as ``arguments_of`` takes them, ``tails`` as ``tiles_and_tail`` does.
-    """
-    tokens = call.query.shape[2]
-    full, tail = tiles_and_tail(tokens, tails)
-    return arguments_of(kernel, call, others) | dict(
-        **tile.arguments,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
-        full=full,
-        FULL=full,
-        T=tail,
-        RAGGED=tail == 0 and tokens % 64 != 0,
-    )
-
-
 def prepare(
     tile: Tile,
     grad: Tensor,
@@ -484,14 +386,20 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
-    batch, heads, _, dim = call.query.shape
-    width = block_dim(dim)
+    batch, heads, tokens, _ = call.query.shape
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
+    dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
     # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
-    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + width // 128 > 1
-    tails = () if crowded else hopper_tails(width)
-    arguments = arguments_of_backward(
-        _hopper_bwd_kernel, tile, call, others, max_log_sum, ds, tails
+    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
+    full, tail = tiles_and_tail(tokens, () if crowded else hopper_tails(dim))
+    arguments |= dict(
+        **tile.options,
+        max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
+        IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
     )
-    arguments["IN_REGISTERS"] = tile.constexprs.get("IN_REGISTERS", False) and not arguments["T"]
     return Launch(_hopper_bwd_kernel, (heads, batch), arguments)

@@ -2,10 +2,10 @@
 
 Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). A program
 owns a head and copies each of the four into shared memory once: no loop waits for memory, and delta
-= sum(dO O) takes dO from there. The steps are those of hopper_backward.py. The first pass, over
-tiles of rows, computes dQ; the second, over tiles of keys, dK and dV. dQ, dK and dV of a tail,
-turned (D, T), are summed on the way from the scores that the passes compute anyway. Every element
-is written once, without atomics: the result is bitwise deterministic.
+= sum(dO O) takes dO from there. The first pass, over tiles of rows, computes dQ; the second, over
+tiles of keys, dK and dV. dQ, dK and dV of a tail, turned (D, T), are summed on the way from the
+scores that the passes compute anyway. Every element is written once, without atomics: the result is
+bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -28,12 +28,13 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import Tile, Tiles, block_dim, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, hopper_tails
+from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     exponents_of,
     here,
+    keys_step,
     left_rows,
     masked,
     number_of_keys,
@@ -41,11 +42,12 @@ from .gluon_tiles import (
     put_columns,
     put_own,
     row_statistics,
+    rows_step,
+    start_products,
     store_ds,
     visible_tiles,
     wait_for_scores,
 )
-from .hopper_backward import arguments_of_backward, keys_step, rows_step, start_products
 
 # For as many rows as keys. Up to these lengths two programs or more fit on an SM.
 TILES = Tiles(
@@ -335,12 +337,20 @@ def prepare(
     ds: Tensor | None,
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
+    batch, heads, tokens, _ = call.query.shape
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    batch, heads, _, dim = call.query.shape
-    tails = hopper_tails(block_dim(dim))
+    arguments = arguments_of(_hopper_resident_bwd_kernel, call, others)
+    tails = hopper_tails(arguments["BLOCK_D"])
     if call.attn_mask is not None:
         tails = tails[:1]  # beside a mask a tail of 32 spills
-    arguments = arguments_of_backward(
-        _hopper_resident_bwd_kernel, tile, call, others, max_log_sum, ds, tails
+    full, tail = tiles_and_tail(tokens, tails)
+    arguments |= dict(
+        **tile.options,
+        max_log_sum_ptr=max_log_sum,
+        ds_ptr=ds,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
     )
     return Launch(_hopper_resident_bwd_kernel, (heads, batch), arguments)
