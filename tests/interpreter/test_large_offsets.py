@@ -203,7 +203,7 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, None
         if out is None:
-            return op.attend_cuda(op.Varlen, *operands, *params)
+            return op.attend_cuda(op.Varlen, False, *operands, *params)
         return op.differentiate_cuda(op.Varlen, grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:

@@ -43,7 +43,9 @@ def test_a_packed_output_of_too_many_heads_is_refused() -> None:
     tensors = [nothing(64, 2**19, 128) for _ in range(3)]
     starts = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"rows of out must be at most \d+ elements apart"):
-        op.attend_cuda(op.Varlen, *tensors, starts, starts, None, 64, 64, 0.0, False, 0.1, -1, -1)
+        op.attend_cuda(
+            op.Varlen, False, *tensors, starts, starts, None, 64, 64, 0.0, False, 0.1, -1, -1
+        )
 
 
 def test_a_gradient_between_channels_of_too_many_heads_is_refused() -> None:
