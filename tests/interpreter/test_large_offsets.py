@@ -436,8 +436,9 @@ def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuple(last_entry(batch, heads, num_landmarks, DIM, dtype=SINGLE) for _ in range(4))
 
     def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
-        found = inverse.invert_forward(q_land, k_land, k3v, 0.1, 1, False)
-        gradients = inverse.invert_backward(dcore, q_land, k_land, k3v, 0.1, 1, False)
+        land, inversion = (q_land, k_land, k3v), inverse.Inversion(0.1, 1, False)
+        found = inverse.invert_forward(land, inversion)
+        gradients = inverse.invert_backward(dcore, land, inversion)
         return *found, *gradients
 
     run_both(run, made, tuple(t[-1:] for t in made), last(heads))

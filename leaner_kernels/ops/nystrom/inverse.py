@@ -25,7 +25,7 @@ them, PyTorch's batched products do the same.
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -358,73 +358,71 @@ def _inverse_bwd_kernel(
         )  # fmt: skip
 
 
-def invert_forward(
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+class Inversion(NamedTuple):
+    """How K2 is made and inverted.
+
+    Attributes:
+        scale: multiplies the scores.
+        iterations: of the pseudo-inverse.
+        whole_batch: divide the first iterate by the largest column sum of all matrices, not of
+            each.
+        dtype: of the operator's inputs.
+    """
+
+    scale: float
+    iterations: int
+    whole_batch: bool
+    dtype: torch.dtype = torch.float32
+
+
+def invert_forward(land: tuple[Tensor, ...], inversion: Inversion) -> tuple[Tensor, Tensor]:
     """Return (core, max2): Z (K3 V), (B, H, M, D), and the largest scaled score of K2, (B, H).
 
-    The tensors are (B, H, M, D) float32, contiguous; ``dtype`` is that of the operator's inputs.
-    With ``whole_batch`` the first iterate is divided by the largest column sum of all matrices, not
-    of each.
+    ``land`` is q_land, k_land and k3v, (B, H, M, D) float32, contiguous.
     """
+    q_land, k_land, k3v = land
     batch, heads, landmarks, _ = q_land.shape
-    if whole_batch or landmarks > MAX_FUSED:
+    if inversion.whole_batch or landmarks > MAX_FUSED:
         with _as_written(q_land):
-            k2, largest = _batched_softmax(q_land, k_land, scale)
+            k2, largest = _batched_softmax(q_land, k_land, inversion.scale)
             # One iterate at a time: the backward alone wants them all.
-            (z,) = deque(_batched_iterates(k2, iterations, whole_batch), maxlen=1)
+            (z,) = deque(_batched_iterates(k2, inversion), maxlen=1)
             return _batched_product(z, k3v), largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
-    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "core_ptr": core}
-    tensors["max_ptr"] = largest
-    _launch(_inverse_fwd_kernel, tensors, SLOTS, SLOTS, scale, iterations, dtype)
+    _launch(_inverse_fwd_kernel, land, {"core_ptr": core, "max_ptr": largest}, SLOTS, 0, inversion)
     return core, largest
 
 
 def invert_backward(
-    dcore: Tensor,
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
-    dtype: torch.dtype = torch.float32,
+    dcore: Tensor, land: tuple[Tensor, ...], inversion: Inversion
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq_land, dk_land, dk3v) of ``invert_forward``: float32, contiguous, new.
 
     dq_land and dk_land are what comes through K2 alone.
     """
-    if whole_batch or q_land.shape[2] > MAX_FUSED:
-        with _as_written(q_land):
-            return _batched_backward(dcore, q_land, k_land, k3v, scale, iterations, whole_batch)
-    dq, dk, dk3v = (torch.empty_like(q_land) for _ in range(3))
-    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "dcore_ptr": dcore}
-    tensors |= {"dq_ptr": dq, "dk_ptr": dk, "dk3v_ptr": dk3v}
-    slots = BACKWARD_SLOTS
-    _launch(_inverse_bwd_kernel, tensors, slots, slots + iterations + 1, scale, iterations, dtype)
+    if inversion.whole_batch or dcore.shape[2] > MAX_FUSED:
+        with _as_written(dcore):
+            return _batched_backward(dcore, land, inversion)
+    dq, dk, dk3v = (torch.empty_like(dcore) for _ in range(3))
+    tensors = {"dcore_ptr": dcore, "dq_ptr": dq, "dk_ptr": dk, "dk3v_ptr": dk3v}
+    iterates = inversion.iterations + 1
+    _launch(_inverse_bwd_kernel, land, tensors, BACKWARD_SLOTS, iterates, inversion)
     return dq, dk, dk3v
 
 
 def _launch(
     kernel: Any,
+    land: tuple[Tensor, ...],
     tensors: dict[str, Tensor],
     slots: int,
-    matrices: int,
-    scale: float,
-    iterations: int,
-    dtype: torch.dtype,
+    iterates: int,
+    inversion: Inversion,
 ) -> None:
-    """Launch either kernel; a program has scratch memory for ``matrices`` matrices."""
-    q_land = tensors["q_ptr"]
+    """Launch either kernel; a program has scratch memory for ``slots`` matrices and iterates."""
+    q_land = land[0]
     batch, heads, landmarks, dim = q_land.shape
     programs = min(batch * heads, MAX_PROGRAMS)
+    scale, iterations, _, dtype = inversion
 
     def prepare() -> Any:
         # Triton's interpreter has no products of parts.
@@ -441,7 +439,8 @@ def _launch(
             SLOTS=slots,
         )
 
-    tensors["scratch_ptr"] = q_land.new_empty(programs, matrices, landmarks, landmarks)
+    scratch = q_land.new_empty(programs, slots + iterates, landmarks, landmarks)
+    tensors = {**dict(zip(("q_ptr", "k_ptr", "k3v_ptr"), land)), **tensors, "scratch_ptr": scratch}
     launch(kernel, tensors, (scale, iterations, dtype), prepare)
 
 
@@ -457,12 +456,12 @@ def _batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tens
     return torch.softmax(s, dim=-1), s.amax(dim=(-2, -1))
 
 
-def _batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator[Tensor]:
+def _batched_iterates(k2: Tensor, inversion: Inversion) -> Iterator[Tensor]:
     """Yield the start and the iterates of the pseudo-inverse of each matrix, the last one best."""
     sums = k2.sum(dim=-2, keepdim=True)
-    v = k2.mT / (sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True))
+    v = k2.mT / (sums.amax() if inversion.whole_batch else sums.amax(dim=-1, keepdim=True))
     yield v
-    for _ in range(iterations):
+    for _ in range(inversion.iterations):
         c = _batched_polynomial(_batched_product(k2, v))[1]
         v = (13 * v - _batched_product(v, c)) / 4
         yield v
@@ -491,16 +490,12 @@ def _batched_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _batched_backward(
-    dcore: Tensor,
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
+    dcore: Tensor, land: tuple[Tensor, ...], inversion: Inversion
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q_land, k_land, k3v = land
+    scale = inversion.scale
     k2, _ = _batched_softmax(q_land, k_land, scale)
-    found = list(_batched_iterates(k2, iterations, whole_batch))
+    found = list(_batched_iterates(k2, inversion))
     dk3v = _batched_product(found[-1].mT, dcore)
     g, dk2 = dcore @ k3v.mT, torch.zeros_like(k2)
     for v in reversed(found[:-1]):
@@ -515,7 +510,7 @@ def _batched_backward(
     # The start is K2^T / c with c the largest column sum. Columns that share the maximum share its
     # gradient, as they do in PyTorch's amax.
     sums = k2.sum(dim=-2, keepdim=True)
-    over = (0, 1, 2, 3) if whole_batch else (2, 3)
+    over = (0, 1, 2, 3) if inversion.whole_batch else (2, 3)
     largest = sums.amax(dim=over, keepdim=True)
     at_maximum = (sums == largest).to(k2.dtype)
     g = g.mT / largest
