@@ -29,6 +29,19 @@ class Shapes(NamedTuple):
     heads: tuple[int, int]
 
 
+class Results(NamedTuple):
+    """What kernels fill: output, lse, statistics (STATISTICS, B, H), heads (S, tokens, H * D).
+
+    ``sample`` (S,) int32, contiguous, names the entries of the heads; None where there are none.
+    """
+
+    out: Tensor
+    lse: Tensor
+    stats: Tensor | None = None
+    heads: Any = None
+    sample: Tensor | None = None
+
+
 class Operator:
     """What is an operator's own; its methods take the operator's arguments, in order.
 
@@ -135,7 +148,9 @@ def _attend(
     per_head, heads = others or (None, None)
     tensors, numbers = args[:count], args[count:]
     if on_gpu and not _empty(tensors):
-        of.launcher().forward(tensors, numbers, out, lse, per_head, heads, sample)
+        sampled = None if sample is None or not len(sample) else sample.contiguous()
+        given = Results(out, lse, per_head, heads, sampled)
+        of.launcher().forward(tensors, numbers, given)
         return results
     a, row_lse, statistics = of.attend(*map(_upcast, tensors), *numbers)
     out.copy_(a)

@@ -5,13 +5,11 @@ than the inputs and the log-sum-exp of K1's rows; what is of the size of the lan
 again.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
+from ..operator import Results
 from .inverse import Inversion, invert_backward, invert_forward
 from .landmarks import landmarks_backward, landmarks_forward
 from .output import (
@@ -23,18 +21,11 @@ from .output import (
 )
 
 
-def forward(
-    inputs: tuple[Any, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    heads: Tensor | None,
-    sample: Tensor | None,
-) -> None:
+def forward(inputs: tuple, params: tuple, results: Results) -> None:
     """Fill ``out`` (B, N, H, D), ``lse`` (B, H, N) and any ``stats``."""
     query, key, value, lengths = inputs
     num_landmarks, scale, iterations, whole_batch = params
+    out, lse, stats, heads, sample = results
     lengths = None if lengths is None else lengths.contiguous()
     made = landmarks_forward(query, key, value, lengths, num_landmarks, scale)
     inversion = Inversion(scale, iterations, whole_batch, query.dtype)
@@ -42,21 +33,15 @@ def forward(
     core, largest = invert_forward(land, inversion)
     stage = LastStage(query, made.k_land, core, lengths, scale)
     output_forward(stage, out.transpose(1, 2), lse, stats)
-    if stats is None or heads is None:
+    if stats is None:
         return
     for other in (largest, made.largest.amax(dim=-1)):
         torch.maximum(stats[0], other, out=stats[0])
-    if sample is not None and len(sample):
-        output_capture(stage, heads, sample.contiguous())
+    if sample is not None:
+        output_capture(stage, heads, sample)
 
 
-def backward(
-    grad: Tensor,
-    inputs: tuple[Any, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: Sequence[Tensor],
-) -> None:
+def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
     """Fill the gradients (B, H, N, D) of query, key and value from that of the output."""
     query, key, value, lengths = inputs
     dq, dk, dv = grads

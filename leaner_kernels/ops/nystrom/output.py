@@ -427,11 +427,10 @@ def output_capture(stage: LastStage, heads: Tensor, sample: Tensor) -> None:
     batch, num_heads, tokens, dim = stage.query.shape
     out = heads.view(len(sample), tokens, num_heads, dim).transpose(1, 2)
     tensors = {"out_view": out, "lse_ptr": None, "parts_ptr": None, "sample_ptr": sample}
-    if len(sample):
-        tile = stage.tile(TILES, size=4)
-        programs = len(sample) * num_heads * triton.cdiv(tokens, tile["BLOCK_N"])
-        modes = {"B": batch, "STATS": False, "CAPTURE": True}
-        stage.launch(_output_fwd_kernel, tile, tensors, programs, **modes)
+    tile = stage.tile(TILES, size=4)
+    programs = len(sample) * num_heads * triton.cdiv(tokens, tile["BLOCK_N"])
+    modes = {"B": batch, "STATS": False, "CAPTURE": True}
+    stage.launch(_output_fwd_kernel, tile, tensors, programs, **modes)
 
 
 def output_backward_landmarks(
