@@ -7,6 +7,7 @@ attentions are swapped.
 
 import math
 from functools import reduce, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,9 +84,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         # Not by the name in torch.nn, which may have come to mean this class.
         super(Capturing, self).__init__(embed_dim, num_heads, *args, **kwargs)
-        reason = _why_not_attention(self)
-        if reason is not None:
-            raise ValueError(reason)
         _prepare(self)
 
     def forward(
@@ -292,9 +290,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     @wraps(nn.TransformerEncoderLayer.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        reason = _why_not_attention(self.self_attn)
-        if reason is not None:
-            raise ValueError(reason)
         # Not constructed anew: the same seed gives the weights that PyTorch's layer has.
         self.self_attn.__class__ = MultiheadAttention
         _prepare(self.self_attn)
@@ -377,40 +372,35 @@ def _one_mask(
     return reduce(torch.add, added), False
 
 
-def _why_not_attention(module: nn.Module) -> str | None:
-    """Return why a MultiheadAttention cannot be swapped, or None."""
+def _check_attention(module: nn.Module) -> None:
+    """Raise ValueError where a MultiheadAttention cannot be swapped."""
     assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}"
+        raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")
     if not 0 <= module.dropout < 1:
-        return f"dropout {module.dropout} is not in [0, 1)"
-    return None
-
-
-def _why_not_layer(module: nn.Module) -> str | None:
-    """Return why a TransformerEncoderLayer cannot be swapped, or None."""
-    attn = module.self_attn
-    if type(attn) not in (_PYTORCHS, MultiheadAttention):
-        return f"its self_attn is a {type(attn).__name__}"
-    assert isinstance(attn, nn.Module)
-    return _why_not_attention(attn)
+        raise ValueError(f"dropout {module.dropout} is not in [0, 1)")
 
 
 def _prepare(module: nn.Module) -> None:
     assert isinstance(module, MultiheadAttention)
+    _check_attention(module)
     module._set_sizes(module.embed_dim, module.num_heads, module.head_dim)
     module._keys = None
 
 
+def _check_layer(module: nn.Module) -> None:
+    attn: Any = module.self_attn
+    if type(attn) not in (_PYTORCHS, MultiheadAttention):
+        raise ValueError(f"its self_attn is a {type(attn).__name__}")
+    _check_attention(attn)
+
+
 RULES = (
-    swap.Rule(
-        _PYTORCHS, MultiheadAttention, "attention between tokens", _prepare, _why_not_attention
-    ),
+    swap.Rule(_PYTORCHS, MultiheadAttention, "attention between tokens", _prepare),
     swap.Rule(
         nn.TransformerEncoderLayer,
         TransformerEncoderLayer,
         "a layer with one path, through its self_attn",
-        lambda _layer: None,
-        _why_not_layer,
+        _check_layer,
     ),
 )

@@ -218,7 +218,13 @@ class CallTrace:
         key_lengths: Tensor | None = None,
         **named: Any,
     ) -> Tensor | None:
-        """As ``AttentionHook.attend`` of ``ops._hooks``."""
+        """Return what ``leaner_kernels.attention`` returns for the same arguments, and trace it.
+
+        Or None, where this call is not traced, and the caller is to compute it itself. ``owner`` is
+        the module that calls; with None it is the innermost one whose forward is running. With
+        ``attends``, which computes the result in other steps where that is not ``attention`` of
+        these arguments, it does on the CPU in this one too, and its shape is returned.
+        """
         device, batch = query.device, len(query)
         if (
             _is_computing()
