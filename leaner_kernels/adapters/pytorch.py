@@ -125,7 +125,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         """
         if isinstance(query, Proxy):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return swap.fx_leaf(self, query, key, value, *masks)
+            tracer: Any = query.tracer
+            place = tracer.path_of_module(self)  # one node for the whole module
+            return tracer.create_proxy("call_module", place, (query, key, value, *masks), {})
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
             batches = self._batches(query), self._batches(key)

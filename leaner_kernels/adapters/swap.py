@@ -186,12 +186,6 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         _restore_one(modules[name])
 
 
-def fx_leaf(module: nn.Module, *args: Any) -> Any:
-    """Return one node for a whole module, whose first argument is a torch.fx proxy."""
-    tracer = args[0].tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
-
-
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap, or return why not and leave the module as it was."""
     if "forward" in vars(module):

@@ -462,7 +462,8 @@ class KappaMonitor:
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
             layers[name] = LayerSizes(call.num_heads, call.head_dim)
-        problem = self._trace.first_refusal
+        refused = self._trace.refused.items()
+        problem = next((f"{layer} cannot be measured: {why}" for layer, why in refused), None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
         mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
@@ -539,22 +540,19 @@ class KappaMonitor:
 
     def _select(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
         """Return what there is to measure of each layer, None if nothing, and why."""
-
-        def why(name: str, layer: LayerSizes) -> float:
+        captured, status = [], []
+        for name, layer in self._layers.items():
             call = found.get(name)
             if name in refused:
-                return REFUSED
-            if call is None:
-                return NOT_RUN
-            if name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
-                return MEASURED
-            return CHANGED
-
-        status = [why(name, layer) for name, layer in self._layers.items()]
-        captured = [
-            found[name] if reason == MEASURED else None
-            for name, reason in zip(self._layers, status)
-        ]
+                reason = REFUSED
+            elif call is None:
+                reason = NOT_RUN
+            elif name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
+                reason = MEASURED
+            else:
+                reason = CHANGED
+            captured.append(call if reason == MEASURED else None)
+            status.append(reason)
         return captured, status
 
     @property

@@ -141,12 +141,6 @@ class CallTrace:
         name, _, number = layer.partition("#")
         return list(self.names.values()).index(name), int(number or 0)
 
-    @property
-    def first_refusal(self) -> str | None:
-        """Why the first call of those refused could not be traced, in one line, or None."""
-        lines = [f"{layer} cannot be measured: {why}" for layer, why in self.refused.items()]
-        return lines[0] if lines else None
-
     def no_calls_message(self) -> str:
         """Return in one line that no call was traced, and which calls can be."""
         model = type(next(iter(self.names))).__name__

@@ -112,7 +112,11 @@ class _Attention(dispatcher.SingleLevelFunction):
     @staticmethod
     def forward(ctx, of, count, results, *args):
         ctx.of, ctx.numbers = of, args[count:]
-        return dispatcher.save(ctx, results, *args[:count], results[1])
+        ctx.save_for_backward(*args[:count], results[1])
+        ctx.mark_non_differentiable(*results[1:])
+        # Zeros for the others would be a launch each.
+        ctx.set_materialize_grads(False)
+        return results
 
     @staticmethod
     def backward(ctx, grad, *_):

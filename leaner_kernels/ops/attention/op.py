@@ -282,10 +282,6 @@ def _parts(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any
     return args[: form.count + 2], args[form.count + 2 :], mask_grad
 
 
-def _nothing(*_: Any) -> None:
-    """Fill nothing: fake tensors have no memory."""
-
-
 # --- On a GPU: what was launched for a signature is launched again --------------------------------
 
 _plans: dict[Hashable, Plan] = {}
@@ -595,7 +591,8 @@ def _register(form: Form) -> None:
     runs = *(partial(attend, form, stats) for stats in (False, True)), partial(differentiate, form)
     fills = cpu.forward, cpu.forward, cpu.backward
     for suffix, run, fill, cuda in zip(suffixes, runs, fills, on_gpu(form), strict=True):
-        on_cpu, fake = partial(run, fill), partial(run, _nothing)
+        # Nothing fills fake tensors, which have no memory.
+        on_cpu, fake = partial(run, fill), partial(run, lambda *_: None)
         dispatcher.implement(name + suffix, cpu=on_cpu, cuda=cuda, fake=fake)
 
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
