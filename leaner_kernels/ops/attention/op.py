@@ -95,7 +95,8 @@ class Dense:
     @staticmethod
     def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
         """Return where dq, dk and dv begin."""
-        return [gradient.data_ptr() for gradient in gradients[:3]]
+        dq, dk, dv = gradients[:3]
+        return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
 
 
 class Packed:
@@ -182,7 +183,8 @@ class Varlen(Dense):
 
     @staticmethod
     def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
-        return tuple(t.new_empty(t.shape) for t in tensors[:3])
+        q, k, v = tensors[:3]
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     @staticmethod
     def addresses(tensors: list[int], query_tensor: Tensor) -> list[int]:
