@@ -37,21 +37,13 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute attention of (B, N, H, D) tensors.
+    """Compute attention of q (B, N, H, D), k and v (B, M, Hkv, D), where Hkv divides H.
 
-    Args:
-        q: (B, N, H, D).
-        k: (B, M, Hkv, D); Hkv divides H.
-        v: (B, M, Hkv, D).
-        dropout_p: probability of dropping a probability.
-        softmax_scale: multiplies the scores; ``D ** -0.5`` when omitted.
-        causal: row i sees columns 0 to ``i + M - N``.
-        window_size: (left, right) of a sliding window, -1 is without limit.
-        softcap: bounds the scores; 0 for none.
-        alibi_slopes: refused.
-        deterministic: refused unless ``torch.use_deterministic_algorithms(True)`` holds, which long
-            sequences obey; all others have deterministic gradients anyway.
-        return_attn_probs: return (out, log-sum-exp (B, H, N), None); not with dropout.
+    Arguments mean what they mean in flash-attention: with ``causal`` row i sees columns 0 to
+    ``i + M - N``. ``alibi_slopes`` are refused, and ``deterministic`` is unless
+    ``torch.use_deterministic_algorithms(True)`` holds, which long sequences obey; all others have
+    deterministic gradients anyway. With ``return_attn_probs``, which does not go with dropout, the
+    result is (out, log-sum-exp (B, H, N), None).
 
     Returns:
         (B, N, H, D), contiguous where ``q`` is; a row that sees no key is zero.

@@ -7,6 +7,7 @@ attentions are swapped.
 
 import math
 from functools import reduce, wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,26 +65,14 @@ def undo(model: nn.Module) -> None:
 class MultiheadAttention(Capturing, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention``, whose heads ``KappaMonitor`` can capture.
 
-    Every option means what it means there, and parameters have the same names. Two things differ
-    with ``need_weights=False``: there is one path, training or not, so results do not change when
+    Every option means what it means there, and parameters have the same names; ``head_dim``,
+    ``embed_dim / num_heads``, is from 1 to 128 and ``dropout`` in [0, 1). Two things differ with
+    ``need_weights=False``: there is one path, training or not, so results do not change when
     autograd is off; and a row that sees no key attends to nothing, so that its output is the bias
     of ``out_proj``, or zero without one. With ``need_weights=True`` it is NaN, as PyTorch's.
 
-    Args:
-        embed_dim: width of the input and output, a multiple of ``num_heads``.
-        num_heads: number of heads; ``embed_dim / num_heads`` from 1 to 128.
-        dropout: of the attention probabilities while training, in [0, 1).
-        bias: add a bias to all projections.
-        add_bias_kv: append a learned key and value to those of the input.
-        add_zero_attn: append a key and a value of zeros.
-        kdim: width of the keys; ``embed_dim`` when omitted.
-        vdim: width of the values; ``embed_dim`` when omitted.
-        batch_first: inputs are (B, N, width) instead of (N, B, width).
-        device: of the parameters.
-        dtype: of the parameters.
-
     Raises:
-        ValueError: a count, width or probability outside the list above.
+        ValueError: a count, width or probability outside these.
 
     What it has for ``KappaMonitor`` is in ``Capturing``.
     Source: arXiv:1706.03762, section 3.2.2; PyTorch's documentation for the options.
@@ -95,9 +84,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         # Not by the name in torch.nn, which may have come to mean this class.
         super(Capturing, self).__init__(embed_dim, num_heads, *args, **kwargs)
-        reason = _why_not_attention(self)
-        if reason is not None:
-            raise ValueError(reason)
         _prepare(self)
 
     def forward(
@@ -116,25 +102,17 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Project, attend and project back.
 
-        Args:
-            query: (B, N, embed_dim) with ``batch_first``, else (N, B, embed_dim); or (N, embed_dim)
-                without a batch.
-            key: (B, M, kdim), (M, B, kdim) or (M, kdim).
-            value: (B, M, vdim), (M, B, vdim) or (M, vdim).
-            key_padding_mask: (B, M), or (M,) without a batch: boolean (True is hidden) or added to
-                the scores.
-            need_weights: return the attention weights too. They are a matrix that the kernels
-                never form, so such a call is PyTorch's own from end to end; what is captured then
-                comes from a second, without gradients and dropout.
-            attn_mask: (N, M) or (B * num_heads, N, M): boolean (True is hidden) or added; or
-                PyTorch's CausalBias.
-            average_attn_weights: return the mean of the weights over heads.
-            is_causal: says that ``attn_mask``, which must be given, is the causal one, so that it
-                need not be read.
-            key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a
-                length are hidden. Faster than a mask; only with ``need_weights=False``.
-            skip: as ``query``, the residual stream that the caller adds the result to: read for
-                ``captured``, never added here.
+        The first eight arguments are those of PyTorch's forward: query (B, N, embed_dim) with
+        ``batch_first``, (N, B, embed_dim) or (N, embed_dim), and a mask boolean (True is hidden) or
+        added. ``attn_mask`` may also be PyTorch's CausalBias. Weights are a matrix that the kernels
+        never form, so a call with ``need_weights`` is PyTorch's own from end to end; what is
+        captured then comes from a second, without gradients and dropout. With ``is_causal`` the
+        mask, which must be given, need not be read. Of our own:
+
+        - key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a length
+          are hidden. Faster than a mask; only with ``need_weights=False``.
+        - skip: as ``query``, the residual stream that the caller adds the result to: read for
+          ``captured``, never added here.
 
         Returns:
             The output, shaped as ``query``, and the weights: (B, N, M), or (B, num_heads, N, M)
@@ -147,7 +125,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         """
         if isinstance(query, Proxy):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return swap.fx_leaf(self, query, key, value, *masks)
+            tracer: Any = query.tracer
+            place = tracer.path_of_module(self)  # one node for the whole module
+            return tracer.create_proxy("call_module", place, (query, key, value, *masks), {})
         if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
             self._check(query, key, value)
             batches = self._batches(query), self._batches(key)
@@ -312,9 +292,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     @wraps(nn.TransformerEncoderLayer.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        reason = _why_not_attention(self.self_attn)
-        if reason is not None:
-            raise ValueError(reason)
         # Not constructed anew: the same seed gives the weights that PyTorch's layer has.
         self.self_attn.__class__ = MultiheadAttention
         _prepare(self.self_attn)
@@ -328,15 +305,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Attend and feed forward, each around a residual stream.
 
-        Args:
-            src: (B, N, d_model) with ``batch_first``, else (N, B, d_model); or (N, d_model); or
-                nested, as nn.TransformerEncoder makes it of a padded batch.
-            src_mask: as ``attn_mask`` of ``MultiheadAttention``.
-            src_key_padding_mask: as ``key_padding_mask`` there.
-            is_causal: as there.
-
-        Returns:
-            As ``src``.
+        ``src`` is (B, N, d_model) with ``batch_first``, else (N, B, d_model), or (N, d_model); or
+        nested, as nn.TransformerEncoder makes it of a padded batch. Masks are as in PyTorch's.
 
         Raises:
             ValueError: what ``MultiheadAttention`` refuses.
@@ -404,40 +374,35 @@ def _one_mask(
     return reduce(torch.add, added), False
 
 
-def _why_not_attention(module: nn.Module) -> str | None:
-    """Return why a MultiheadAttention cannot be swapped, or None."""
+def _check_attention(module: nn.Module) -> None:
+    """Raise ValueError where a MultiheadAttention cannot be swapped."""
     assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
-        return f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}"
+        raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")
     if not 0 <= module.dropout < 1:
-        return f"dropout {module.dropout} is not in [0, 1)"
-    return None
-
-
-def _why_not_layer(module: nn.Module) -> str | None:
-    """Return why a TransformerEncoderLayer cannot be swapped, or None."""
-    attn = module.self_attn
-    if type(attn) not in (_PYTORCHS, MultiheadAttention):
-        return f"its self_attn is a {type(attn).__name__}"
-    assert isinstance(attn, nn.Module)
-    return _why_not_attention(attn)
+        raise ValueError(f"dropout {module.dropout} is not in [0, 1)")
 
 
 def _prepare(module: nn.Module) -> None:
     assert isinstance(module, MultiheadAttention)
+    _check_attention(module)
     module._set_sizes(module.embed_dim, module.num_heads, module.head_dim)
     module._keys = None
 
 
+def _check_layer(module: nn.Module) -> None:
+    attn: Any = module.self_attn
+    if type(attn) not in (_PYTORCHS, MultiheadAttention):
+        raise ValueError(f"its self_attn is a {type(attn).__name__}")
+    _check_attention(attn)
+
+
 RULES = (
-    swap.Rule(
-        _PYTORCHS, MultiheadAttention, "attention between tokens", _prepare, _why_not_attention
-    ),
+    swap.Rule(_PYTORCHS, MultiheadAttention, "attention between tokens", _prepare),
     swap.Rule(
         nn.TransformerEncoderLayer,
         TransformerEncoderLayer,
         "a layer with one path, through its self_attn",
-        lambda _layer: None,
-        _why_not_layer,
+        _check_layer,
     ),
 )

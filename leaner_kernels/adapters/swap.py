@@ -41,7 +41,6 @@ class Rule:
         prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, at least those
             of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
             ValueError or AttributeError leaves the module as it was, its message being the reason.
-        refuse: returns in one line why a module of this class cannot be swapped, or None.
         silent: returns the names of the parts of a swapped module that the forward of ``cls`` calls
             and that of ``new_class`` does not: hooks on them are not called any more.
     """
@@ -50,7 +49,6 @@ class Rule:
     new_class: type[nn.Module]
     what: str = ""
     prepare: Callable[[Any], None] = lambda _module: None
-    refuse: Callable[[Any], str | None] = lambda _module: None
     silent: Callable[[Any], Sequence[str]] = lambda _module: ()
 
 
@@ -188,19 +186,10 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
         _restore_one(modules[name])
 
 
-def fx_leaf(module: nn.Module, *args: Any) -> Any:
-    """Return one node for a whole module, whose first argument is a torch.fx proxy."""
-    tracer = args[0].tracer
-    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
-
-
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap, or return why not and leave the module as it was."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (compiled, wrapped): swap before that"
-    reason = rule.refuse(module)
-    if reason is not None:
-        return reason
     before, failed = dict(vars(module)), None
     module.__class__ = rule.new_class
     try:

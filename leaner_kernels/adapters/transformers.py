@@ -39,6 +39,7 @@ from ..ops import _hooks
 from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_varlen
 from ..ops.attention.checks import boolean_mask, is_causal_bias
+from ..ops.attention.reference import visible
 from ._transformers_models import (
     NAME,
     Swapped,
@@ -244,8 +245,9 @@ def attention_forward(
     windowed = attention_mask is None and sliding_window is not None and cols > sliding_window
     masked = position_bias is not None or s_aux is not None or only_eager
     if windowed or (causal and masked):
-        attention_mask = _window_mask(rows, cols, sliding_window, causal, query.device)
-        causal = False
+        left = sliding_window - 1 if windowed and sliding_window is not None else -1
+        window = left, 0 if causal else left
+        attention_mask, causal = visible(rows, cols, None, False, query.device, window), False
     if why is not None:
         _record_fallback(
             module, f"{why}: {'its eager function' if only_eager else 'sdpa'} computes it"
@@ -343,16 +345,6 @@ def _record_fallback(module: nn.Module, what: str) -> None:
     setattr(module, _hooks.FALLBACK, what)
     if not torch.compiler.is_compiling():
         warnings.warn(f"{type(module).__name__} falls back: {what}", stacklevel=3)
-
-
-def _window_mask(
-    rows: int, cols: int, window: int | None, is_causal: bool, device: torch.device
-) -> Tensor:
-    """Return (rows, cols), True within a window; the last row and the last column are one token."""
-    row = torch.arange(rows, device=device)[:, None] + (cols - rows)
-    ahead = torch.arange(cols, device=device) - row
-    seen = ahead <= 0 if is_causal else torch.ones_like(ahead, dtype=torch.bool)
-    return seen if window is None else seen & (ahead.abs() < window)
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

@@ -145,45 +145,17 @@ class KappaMonitor:
     On a GPU nothing waits: ``end`` enqueues the measuring on a side stream and returns the rows
     that have arrived, usually those of an earlier step. On the CPU they are those of this step.
 
-    A row holds
-
-    - step, layer (as in ``model.named_modules()``, less the names that wrappers add; of a module of
-      others, "#1" follows for its second call of attention, and so on), heads, head_dim (of the
-      values), tokens (without padding: their mean, rounded), columns (entries of a softmax row: the
-      keys, or those of a window, the channels of a head, or the pixels around one);
-    - source: "same pass", or "recomputed" from the arguments of PyTorch's function, in float32 and
-      without dropout; then all statistics are of the samples;
-    - kappa (geometric mean over the samples; None where one of them was not resolved), sigma_max,
-      sigma_min, resolved, kappa_gaussian (the theorem's prediction for independent Gaussian heads);
-    - reason: why kappa is None, None where it is not. "not resolved" (past what float32 heads tell)
-      and "not finite" are of the samples. Otherwise the row has no numbers: "not run" (as a layer
-      that stochastic depth skips), and of others "no call of several queries", "other heads than in
-      the first sampled step", "a call that cannot be traced";
-    - effective_rank, stable_rank, rank (how many singular values are above 1e-6 of the largest) and
-      kappa_to_rank, the largest over the last of those: they tell of blocks whose kappa is not
-      resolved, too (means over the samples, the last a geometric one);
-    - the statistics per head, reduced over heads: entropy (nats), max_logit and the others of
-      ``COLUMNS`` in ``ops.statistics``;
-    - kappa_before_skip, of what the module returned, and kappa_after_skip, of that plus the
-      residual ``skip`` that the module was given. Both are None without one, and where a
-      sample is past 4 / eps of the training precision (512 in bfloat16, 4096 in float16): unlike
-      the heads, these two exist only as rounded to it, and past that kappa is the rounding's. So
-      where heads * head_dim is below tokens and width, the output, of low rank, has none.
-
-    Of several forwards in a step (accumulation, recomputed activations) the newest counts, but
-    max_logit is the maximum over all. The statistics per head are of the whole batch, padding
-    included; the others of the samples. A capture assigns to its module, which a block compiled
-    with both fullgraph=True and activation checkpointing inside does not allow. Of modules of
-    others, the calls that the thread of ``begin`` makes count. Layers of a step may lie on several
-    GPUs; each is measured where it lies. Monitors of one model at a time share its captures, of as
-    many samples as the one with the most wants. Modules that look like attention and give no row in
-    the first sampled step are named in one warning.
+    docs/kappa.md, "During training", says what a row holds and when kappa is None. Of several
+    forwards in a step (accumulation, recomputed activations) the newest counts, but max_logit is
+    the maximum over all. The statistics per head are of the whole batch, padding included; the
+    others of the samples. A capture assigns to its module, which a block compiled with both
+    fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
+    calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
+    in the first sampled step are named in one warning.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
-    ``begin`` and ``end``: the rows are joined over ranks in one collective in a process group of
-    its own, equal on all of them, and written by rank 0; where some ranks skipped a layer, its row
-    is that of the others. The layers are those that any rank traced in the first sampled step, in
-    which there are two more collectives, which the host waits for.
+    ``begin`` and ``end``: the rows are joined over ranks in one collective, equal on all of them,
+    and written by rank 0.
 
     Args:
         model: any that attends; under FSDP2 or DDP if you like.
@@ -490,7 +462,8 @@ class KappaMonitor:
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
             layers[name] = LayerSizes(call.num_heads, call.head_dim)
-        problem = self._trace.first_refusal
+        refused = self._trace.refused.items()
+        problem = next((f"{layer} cannot be measured: {why}" for layer, why in refused), None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
         mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
@@ -567,22 +540,19 @@ class KappaMonitor:
 
     def _select(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
         """Return what there is to measure of each layer, None if nothing, and why."""
-
-        def why(name: str, layer: LayerSizes) -> float:
+        captured, status = [], []
+        for name, layer in self._layers.items():
             call = found.get(name)
             if name in refused:
-                return REFUSED
-            if call is None:
-                return NOT_RUN
-            if name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
-                return MEASURED
-            return CHANGED
-
-        status = [why(name, layer) for name, layer in self._layers.items()]
-        captured = [
-            found[name] if reason == MEASURED else None
-            for name, reason in zip(self._layers, status)
-        ]
+                reason = REFUSED
+            elif call is None:
+                reason = NOT_RUN
+            elif name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
+                reason = MEASURED
+            else:
+                reason = CHANGED
+            captured.append(call if reason == MEASURED else None)
+            status.append(reason)
         return captured, status
 
     @property

@@ -42,7 +42,9 @@ _FOLDERS = ("checkpoints", "tensorboard")
 
 def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
     """Open a regular file of at most so many bytes, or raise OSError; links are followed."""
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - the caller closes it
+    # Opening a pipe that nobody writes to would wait for ever.
+    opener = lambda path, flags: os.open(path, flags | _NO_WAIT)  # noqa: E731
+    file = open(path, "rb", opener=opener)  # noqa: SIM115 - the caller closes it
     about = os.fstat(file.fileno())
     if stat.S_ISREG(about.st_mode) and about.st_size <= most:
         return file
@@ -50,11 +52,6 @@ def open_file(path: str | Path, most: int = LARGEST) -> io.BufferedReader:
     if stat.S_ISREG(about.st_mode):
         raise OSError(errno.EFBIG, f"has more than {most:,} bytes", str(path))
     raise OSError(errno.EINVAL, "is no regular file", str(path))
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    # Opening a pipe that nobody writes to would wait for ever.
-    return os.open(path, flags | _NO_WAIT)
 
 
 def read_file(path: str | Path, most: int) -> bytes:

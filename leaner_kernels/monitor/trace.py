@@ -141,12 +141,6 @@ class CallTrace:
         name, _, number = layer.partition("#")
         return list(self.names.values()).index(name), int(number or 0)
 
-    @property
-    def first_refusal(self) -> str | None:
-        """Why the first call of those refused could not be traced, in one line, or None."""
-        lines = [f"{layer} cannot be measured: {why}" for layer, why in self.refused.items()]
-        return lines[0] if lines else None
-
     def no_calls_message(self) -> str:
         """Return in one line that no call was traced, and which calls can be."""
         model = type(next(iter(self.names))).__name__
@@ -218,7 +212,13 @@ class CallTrace:
         key_lengths: Tensor | None = None,
         **named: Any,
     ) -> Tensor | None:
-        """As ``AttentionHook.attend`` of ``ops._hooks``."""
+        """Return what ``leaner_kernels.attention`` returns for the same arguments, and trace it.
+
+        Or None, where this call is not traced, and the caller is to compute it itself. ``owner`` is
+        the module that calls; with None it is the innermost one whose forward is running. With
+        ``attends``, which computes the result in other steps where that is not ``attention`` of
+        these arguments, it does on the CPU in this one too, and its shape is returned.
+        """
         device, batch = query.device, len(query)
         if (
             _is_computing()

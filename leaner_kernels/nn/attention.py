@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.attention import attention, attention_qkvpacked
 from .capture import Capturing
@@ -49,10 +49,7 @@ class ManyHeadAttention(Capturing):
         if not 0 <= attn_drop < 1:
             raise ValueError(f"attn_drop must be in [0, 1), got {attn_drop}")
         self.attn_drop = attn_drop
-        width = self.num_heads * self.head_dim
-        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
+        self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
 
     def forward(
         self,

@@ -96,6 +96,20 @@ class Capturing(nn.Module):
         self.track_logits = False
         self.peak_logit: Tensor | None = None
 
+    def _set_projections(
+        self,
+        qkv_bias: bool,
+        proj_bias: bool,
+        proj_drop: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Make the projection of queries, keys and values, that of the output, and its dropout."""
+        dim, width = self.dim, self.num_heads * self.head_dim
+        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
+        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
+        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
+
     def __getstate__(self) -> dict[str, Any]:
         # Nothing would stop the capture of a copy, or of what was saved.
         return vars(self) | {"capture_samples": 0, "captured": None}

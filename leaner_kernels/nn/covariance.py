@@ -19,23 +19,6 @@ from .capture import Attends, Capturing
 class _BetweenChannels(Capturing):
     attends: ClassVar[Attends] = "channels"
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        head_dim: int | Literal["split"],
-        qkv_bias: bool,
-        proj_bias: bool,
-        proj_drop: float,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__(dim, num_heads, head_dim)
-        width = num_heads * self.head_dim
-        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
-
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the channels of a head."""
         return self.head_dim
@@ -59,16 +42,8 @@ class _BetweenChannels(Capturing):
 class CrossCovarianceAttention(_BetweenChannels):
     """XCiT's attention between channels, whose width need not be the width of its input.
 
-    Args:
-        dim: width of the input and output.
-        num_heads: number of heads, at least 1.
-        head_dim: channels of each head, 1 to 128, on a GPU to 64; "split" divides ``dim`` among
-            the heads, ``dim // num_heads``.
-        qkv_bias: add a bias to the projection of queries, keys and values.
-        proj_bias: add a bias to the output projection.
-        proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+    Arguments are those of ``ManyHeadAttention`` but ``attn_drop``; ``head_dim``, the channels of a
+    head, is up to 64 on a GPU.
 
     Raises:
         ValueError: a count or width outside the list above.
@@ -89,7 +64,8 @@ class CrossCovarianceAttention(_BetweenChannels):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
+        super().__init__(dim, num_heads, head_dim)
+        self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
         self.temperature: nn.Parameter = nn.Parameter(
             torch.ones(num_heads, 1, 1, device=device, dtype=dtype)
         )
@@ -124,15 +100,7 @@ class CrossCovarianceAttention(_BetweenChannels):
 class ChannelAttention(_BetweenChannels):
     """DaViT's attention between channels, whose width need not be the width of its input.
 
-    Args:
-        dim: width of the input and output.
-        num_heads: number of heads (DaViT calls them groups), at least 1.
-        head_dim: as in ``CrossCovarianceAttention``.
-        qkv_bias: add a bias to the projection of queries, keys and values.
-        proj_bias: add a bias to the output projection.
-        proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+    Arguments are those of ``CrossCovarianceAttention``; DaViT calls heads groups.
 
     Raises:
         ValueError: a count or width outside the list above.
@@ -153,7 +121,8 @@ class ChannelAttention(_BetweenChannels):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(dim, num_heads, head_dim, qkv_bias, proj_bias, proj_drop, device, dtype)
+        super().__init__(dim, num_heads, head_dim)
+        self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Attend between channels and project.

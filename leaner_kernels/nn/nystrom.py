@@ -16,11 +16,6 @@ class NystromAttention(Capturing):
     """Self-attention through landmarks, whose width need not be the width of its input.
 
     Args:
-        dim: width of the input and output.
-        num_heads: number of heads, at least 1.
-        head_dim: width of each head, 1 to 128, on a GPU to 64; "split" divides ``dim`` among the
-            heads, ``dim // num_heads`` (rounded down, so the attention width may fall short of
-            ``dim``).
         num_landmarks: means of consecutive tokens that stand for all of them, 1 to 256. A sequence
             of no more tokens than that gets softmax attention, as published.
         conv_kernel_size: tokens, an odd number, under a convolution of the values that is added to
@@ -29,11 +24,8 @@ class NystromAttention(Capturing):
         init: whether its first guess is scaled by the largest column sum of each matrix,
             ``"matrix"``, or of the whole batch, ``"batch"``, as published; the latter makes the
             result of a sample depend on the others in the batch.
-        qkv_bias: add a bias to the projection of queries, keys and values.
-        proj_bias: add a bias to the output projection.
-        proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+
+    Other arguments are those of ``ManyHeadAttention``; ``head_dim`` on a GPU up to 64.
 
     Raises:
         ValueError: a count or width outside the list above.

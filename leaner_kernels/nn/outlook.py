@@ -17,18 +17,12 @@ class OutlookAttention(Capturing):
     where it starts: no queries and no keys.
 
     Args:
-        dim: width of the input and output.
-        num_heads: number of heads, at least 1.
-        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
-            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
         kernel_size: pixels along the side of a window, 1 to 7.
         padding: pixels by which the first window is outside the map.
         stride: pixels from a window to the next, 1 to 4.
-        qkv_bias: add a bias to the projection of values.
-        proj_bias: add a bias to the output projection.
-        proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+
+    Other arguments are those of ``ManyHeadAttention``; ``qkv_bias`` is of the values, which alone
+    have such a projection.
 
     Raises:
         ValueError: a count or width outside the list above.

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops.statistics import AttentionStats
 from ..ops.window import check_window, window_attention, window_attention_with_stats
@@ -15,16 +15,9 @@ class WindowAttention(Capturing):
     """Self-attention inside the windows of a map, of any size: zeros fill the last windows up.
 
     Args:
-        dim: width of the input and output.
-        num_heads: number of heads, at least 1.
-        head_dim: width of each head, 1 to 128; "split" divides ``dim`` among the heads,
-            ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
         window_size: rows and columns of a window, one number for both.
-        qkv_bias: add a bias to the projection of queries, keys and values.
-        proj_bias: add a bias to the output projection.
-        proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+
+    Other arguments are those of ``ManyHeadAttention``.
 
     Raises:
         ValueError: a count or width outside the list above.
@@ -51,10 +44,7 @@ class WindowAttention(Capturing):
     ) -> None:
         super().__init__(dim, num_heads, head_dim)
         self.window_size = check_window(window_size)
-        width = self.num_heads * self.head_dim
-        self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
-        self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
-        self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
+        self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Attend inside each window and project.

@@ -72,7 +72,7 @@ class Launch(NamedTuple):
     def first(self, pointers: Sequence[str], scratch: str | None = None) -> "CachedLaunch | None":
         """Launch, and return what repeats it: nothing, in Triton's interpreter.
 
-        ``pointers`` and ``scratch`` are as in ``LaunchCache``; a kernel may have no such scratch.
+        ``pointers`` and ``scratch`` are as in ``CachedLaunch``.
         """
         compiled = self.start()
         return None if compiled is None else CachedLaunch(compiled, self, pointers, scratch)
@@ -85,7 +85,8 @@ class CachedLaunch:
         compiled: what ``kernel[grid](...)`` returned.
         launch: what it was launched with.
         pointers: names of the kernel's arguments, in the order in which ``run`` gets their tensors.
-        scratch: as in ``LaunchCache``.
+        scratch: name of one more, a contiguous tensor that the caller reads afterwards: each launch
+            gets a new one. A kernel may have no such argument, or None there.
     """
 
     def __init__(
@@ -126,56 +127,6 @@ class CachedLaunch:
             made = arguments[place] = torch.empty(shape, dtype=dtype, device=device)
         self._start(arguments)
         return made
-
-
-class LaunchCache:
-    """The launch cache of one operator.
-
-    Args:
-        pointers: names of the kernels' arguments, in the order of the ``tensors`` of a launch.
-        scratch: the name of one more, a contiguous tensor that ``prepare`` makes and the caller
-            reads afterwards: each launch gets a new one.
-    """
-
-    def __init__(self, pointers: Sequence[str], scratch: str | None = None) -> None:
-        self._pointers, self._scratch = tuple(pointers), scratch
-        self._entries: dict[Hashable, CachedLaunch] = {}
-
-    def launch(
-        self, kind: Hashable, tensors: Sequence[Tensor | None], prepare: Callable[[], Launch]
-    ) -> Tensor | None:
-        """Launch from the cache, or what ``prepare`` returns, and keep it; return any scratch.
-
-        Args:
-            kind: what sets these inputs apart for the kernel beside the addresses of ``tensors``.
-            tensors: what the kernel's pointers point to.
-            prepare: is called where the cache has no entry.
-        """
-        addresses = addresses_of(tensors)
-        key = kind, unaligned_bits(addresses)
-        entry = self._entries.get(key)
-        if entry is not None:
-            return entry.run(addresses)
-        launch = prepare()
-        entry = launch.first(self._pointers, self._scratch)
-        if entry is not None:
-            if len(self._entries) >= MAX_CACHED:
-                self._entries.clear()
-            self._entries[key] = entry
-        return None if self._scratch is None else launch.arguments[self._scratch]
-
-    def run(self, kind: Hashable, tensors: Sequence[Tensor | None]) -> bool:
-        """Launch from the cache; return False, having done nothing, where it has no entry."""
-        addresses = addresses_of(tensors)
-        entry = self._entries.get((kind, unaligned_bits(addresses)))
-        if entry is None:
-            return False
-        entry.run(addresses)
-        return True
-
-    def start(self, kind: Hashable, launch: Launch, tensors: Sequence[Tensor | None]) -> None:
-        """Launch, and keep an entry for the next inputs of this kind."""
-        self.launch(kind, tensors, lambda: launch)
 
 
 def _starter(
@@ -317,29 +268,11 @@ def check_tile(name: str, rows: int, stride: int) -> None:
         )
 
 
-def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return where each tensor begins, 0 for None.
-
-    A launcher takes an address without asking the driver whose memory it is, as it does of tensors.
-    """
-    return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def aligned(addresses: Sequence[int]) -> bool:
-    """Whether Triton compiles for all of them as aligned."""
+def unaligned_bits(addresses: Sequence[int]) -> int:
+    """Return which addresses Triton compiles for as unaligned, a bit each."""
     bits = 0
     for address in addresses:
         bits |= address
-    return bits % ALIGNMENT == 0
-
-
-def unaligned_bits(addresses: Sequence[int]) -> int:
-    """Return which addresses Triton compiles for as unaligned, a bit each."""
-    if aligned(addresses):
+    if bits % ALIGNMENT == 0:
         return 0
     return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)
-
-
-def layout(t: Tensor | None) -> Hashable:
-    """Return what sets a tensor apart for a compiled kernel, beside its address."""
-    return None if t is None else (t.shape, t.stride(), t.dtype)

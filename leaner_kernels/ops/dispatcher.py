@@ -96,15 +96,6 @@ def apply(function: Any, *args: Any) -> Any:
         return function.apply(*args)
 
 
-def save(ctx: Any, results: tuple[Tensor, ...], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """Save tensors for the backward, and return results of which the first has a gradient."""
-    ctx.save_for_backward(*tensors)
-    ctx.mark_non_differentiable(*results[1:])
-    # Zeros for the others would be a launch each.
-    ctx.set_materialize_grads(False)
-    return results
-
-
 def run_backward(op: Any, launch: Callable[..., Any], grad: Tensor, *args: Any) -> Any:
     """Run the backward of an operator: on a GPU mostly by ``launch``, without the dispatcher."""
     grad = rows_contiguous(grad)

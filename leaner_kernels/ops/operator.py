@@ -29,6 +29,19 @@ class Shapes(NamedTuple):
     heads: tuple[int, int]
 
 
+class Results(NamedTuple):
+    """What kernels fill: output, lse, statistics (STATISTICS, B, H), heads (S, tokens, H * D).
+
+    ``sample`` (S,) int32, contiguous, names the entries of the heads; None where there are none.
+    """
+
+    out: Tensor
+    lse: Tensor
+    stats: Tensor | None = None
+    heads: Any = None
+    sample: Tensor | None = None
+
+
 class Operator:
     """What is an operator's own; its methods take the operator's arguments, in order.
 
@@ -99,7 +112,11 @@ class _Attention(dispatcher.SingleLevelFunction):
     @staticmethod
     def forward(ctx, of, count, results, *args):
         ctx.of, ctx.numbers = of, args[count:]
-        return dispatcher.save(ctx, results, *args[:count], results[1])
+        ctx.save_for_backward(*args[:count], results[1])
+        ctx.mark_non_differentiable(*results[1:])
+        # Zeros for the others would be a launch each.
+        ctx.set_materialize_grads(False)
+        return results
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -114,56 +131,45 @@ class _Attention(dispatcher.SingleLevelFunction):
         return None, None, None, *gradients, *(None,) * (others - len(gradients))
 
 
-def _attend(of: type[Operator], count: int, on_gpu: bool | None, *args: Any) -> tuple[Any, ...]:
-    """Compute ``NAME``; with neither device, allocate its results."""
-    results = _new_results(of, args)
-    _fill(of, count, on_gpu, args, *results, None, None, None)
-    return results
-
-
-def _attend_with_stats(of: type[Operator], count: int, on_gpu: bool | None, *args: Any) -> Any:
-    """Compute ``NAME_with_stats``, whose sample comes after the other tensors."""
-    sample, args = args[count], (*args[:count], *args[count + 1 :])
+def _attend(
+    of: type[Operator], count: int, stats: bool, on_gpu: bool | None, *args: Any
+) -> tuple[Tensor, ...]:
+    """Compute ``NAME``, or ``NAME_with_stats``; with neither device, allocate their results."""
+    sample = args[count] if stats else None
+    args = _without_sample(count, args) if stats else args
     shapes, first = of.shapes(*args), args[0]
-    slots = 0 if sample is None else sample.shape[0]
-    stats = first.new_empty((len(STATISTICS), *shapes.per_head), dtype=torch.float32)
-    heads = first.new_empty((slots, *shapes.heads), dtype=torch.float32)
-    results = *_new_results(of, args), stats, heads
-    _fill(of, count, on_gpu, args, *results, sample)
-    return results
 
+    def float32(*shape: int) -> Tensor:
+        return first.new_empty(shape, dtype=torch.float32)
 
-def _new_results(of: type[Operator], args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-    shapes, first = of.shapes(*args), args[0]
-    return first.new_empty(shapes.out), first.new_empty(shapes.lse, dtype=torch.float32)
-
-
-def _fill(
-    of: type[Operator],
-    count: int,
-    on_gpu: bool | None,
-    args: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    heads: Tensor | None,
-    sample: Tensor | None,
-) -> None:
+    results: tuple[Any, ...] = first.new_empty(shapes.out), float32(*shapes.lse)
+    if stats:
+        slots = 0 if sample is None else sample.shape[0]
+        results += float32(len(STATISTICS), *shapes.per_head), float32(slots, *shapes.heads)
     if on_gpu is None:
-        return
+        return results
+    out, lse, *others = results
+    per_head, heads = others or (None, None)
     tensors, numbers = args[:count], args[count:]
     if on_gpu and not _empty(tensors):
-        of.launcher().forward(tensors, numbers, out, lse, stats, heads, sample)
-        return
+        sampled = None if sample is None or not len(sample) else sample.contiguous()
+        given = Results(out, lse, per_head, heads, sampled)
+        of.launcher().forward(tensors, numbers, given)
+        return results
     a, row_lse, statistics = of.attend(*map(_upcast, tensors), *numbers)
     out.copy_(a)
     lse.copy_(row_lse)
-    if stats is None or heads is None:
-        return
-    stats.copy_(statistics())
-    if sample is not None:
-        wanted = sample >= 0
-        heads[wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(heads.dtype)
+    if per_head is not None and heads is not None:
+        per_head.copy_(statistics())
+        if sample is not None:
+            wanted = sample >= 0
+            heads[wanted] = a[sample[wanted]].flatten(1, -3).flatten(2).to(heads.dtype)
+    return results
+
+
+def _without_sample(count: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of ``NAME_with_stats`` less the sample, after the other tensors."""
+    return *args[:count], *args[count + 1 :]
 
 
 def _differentiate(
@@ -199,9 +205,8 @@ def computed_by(of: type[Operator], on_gpu: bool | None) -> tuple[Callable[..., 
     ``on_gpu`` is None where they only allocate.
     """
     count = len(of.inputs.split(","))
-    return tuple(
-        partial(run, of, count, on_gpu) for run in (_attend, _attend_with_stats, _differentiate)
-    )
+    attends = (partial(_attend, of, count, stats, on_gpu) for stats in (False, True))
+    return *attends, partial(_differentiate, of, count, on_gpu)
 
 
 def register(of: type[Operator]) -> None:
@@ -221,9 +226,9 @@ def register(of: type[Operator]) -> None:
         dispatcher.implement(name + suffix, cpu=cpu, cuda=cuda, fake=fake)
 
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> Any:
-        if len(results) > 2:  # with statistics: the sample is no input of the backward
-            args = *args[:count], *args[count + 1 :]
-        return dispatcher.apply(_Attention, of, count, results, *args)
+        # The sample is no input of the backward.
+        inputs = _without_sample(count, args) if len(results) > 2 else args
+        return dispatcher.apply(_Attention, of, count, results, *inputs)
 
     attend, with_stats, differentiate = computed_by(of, on_gpu=False)
     dispatcher.register_autograd(name, record, attend, of.cast)

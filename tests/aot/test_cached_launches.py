@@ -29,6 +29,7 @@ from leaner_kernels.ops import _launch, _tiles
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import launch as nystrom
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.statistics import STATISTICS
 from leaner_kernels.ops.window import launch as window
@@ -410,8 +411,8 @@ def registered(
     """Run forward, forward with a capture, and backward, as ``ops.operator`` calls them."""
     stats, heads = torch.empty(len(STATISTICS), 2, 2), torch.empty(slots, tokens, 64)
     sample, do = torch.zeros(slots, dtype=torch.int32), out.to(grad)
-    operator.forward(inputs, params_, out, lse, None, None, None)
-    operator.forward(inputs, params_, out, lse, stats, heads, sample)
+    operator.forward(inputs, params_, Results(out, lse))
+    operator.forward(inputs, params_, Results(out, lse, stats, heads, sample))
     grads = [torch.empty_like(t) for t in inputs if t is not None]
     operator.backward(do, inputs, params_, lse, grads)
     return [*inputs, out, lse, stats, heads, sample, do, *grads]

@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.covariance import launch
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.statistics import STATISTICS
 
 BATCH, TOKENS, HEADS, SAMPLES = 2, 197, 12, 4
@@ -32,8 +33,8 @@ def launches(operator: str, dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     stats = empty(len(STATISTICS), BATCH, HEADS), empty(SAMPLES, TOKENS, HEADS * dim)
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
-        kernels.forward(inputs, (0.5,), out, lse, None, None, None)
-        kernels.forward(inputs, (0.5,), out, lse, *stats, sample)
+        kernels.forward(inputs, (0.5,), Results(out, lse))
+        kernels.forward(inputs, (0.5,), Results(out, lse, *stats, sample))
         kernels.backward(out, inputs, (0.5,), lse, grads)
     return dict(zip(("forward", "statistics", "capture", "backward"), found, strict=True))
 

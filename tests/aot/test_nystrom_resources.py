@@ -12,6 +12,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, distinct, recorded
 from bench.resources import SUPPORTED
 from leaner_kernels.ops.nystrom import launch
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.statistics import STATISTICS
 
 BATCH, HEADS, SAMPLES = 2, 2, 4
@@ -33,7 +34,7 @@ def launches(dim: int, tokens: int, landmarks: int) -> list[Launch]:
     stats = empty(len(STATISTICS), BATCH, HEADS), empty(SAMPLES, tokens, HEADS * dim)
     grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in heads_first]
     with recorded() as found:
-        launch.forward(inputs, params, out, lse, *stats, empty(SAMPLES, dtype=torch.int32))
+        launch.forward(inputs, params, Results(out, lse, *stats, empty(SAMPLES, dtype=torch.int32)))
         launch.backward(out, inputs, params, lse, grads)
     return found
 

@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
 from bench.resources import SUPPORTED
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.outlook import launch
 from leaner_kernels.ops.outlook.reference import num_windows
 from leaner_kernels.ops.statistics import STATISTICS
@@ -34,8 +35,8 @@ def launches(dtype: torch.dtype, dim: int) -> dict[str, Launch]:
     stats = empty(len(STATISTICS), BATCH, HEADS), empty(SAMPLES, MAP**2, HEADS * dim)
     sample, grads = empty(SAMPLES, dtype=torch.int32), tuple(map(torch.empty_like, inputs))
     with recorded() as found:
-        launch.forward(inputs, params, out, lse, None, None, None)
-        launch.forward(inputs, params, out, lse, *stats, sample)
+        launch.forward(inputs, params, Results(out, lse))
+        launch.forward(inputs, params, Results(out, lse, *stats, sample))
         launch.backward(out, inputs, params, lse, grads)
     return dict(zip(("forward", "statistics", "capture", "backward"), found, strict=True))
 

@@ -11,6 +11,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from bench import resources
 from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, recorded
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.statistics import STATISTICS
 from leaner_kernels.ops.window import launch
 
@@ -38,8 +39,8 @@ class Flavour(NamedTuple):
         sample = torch.empty(2, dtype=torch.int32, device="meta")
         params = *self.window, self.dim**-0.5
         with recorded() as found:
-            launch.forward((qkv,), params, out, lse, None, None, None)
-            launch.forward((qkv,), params, out, lse, stats, heads, sample)
+            launch.forward((qkv,), params, Results(out, lse))
+            launch.forward((qkv,), params, Results(out, lse, stats, heads, sample))
             launch.backward(out, (qkv,), params, lse, (qkv,))
         names = ONE_LAUNCH if len(found) == len(ONE_LAUNCH) else TWO_LAUNCHES
         return dict(zip(names, found, strict=True))

@@ -10,7 +10,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels.ops.nystrom import reference
-from leaner_kernels.ops.nystrom.inverse import invert_backward, invert_forward
+from leaner_kernels.ops.nystrom.inverse import Inversion, invert_backward, invert_forward
 from tests.error_budget import assert_within_budget
 
 SCALE, ITERATIONS = 0.5, 4
@@ -32,10 +32,10 @@ def test_the_inverse_of_half_precision_inputs_keeps_float32(gpu: int) -> None:
     inputs = [factor * torch.randn(shape, generator=generator) for factor in (2, 2, 1, 1)]
     exact, single = (results(inputs, dtype) for dtype in (torch.float64, torch.float32))
     *land, grad = inputs
-    params = SCALE, ITERATIONS, False, torch.bfloat16
+    inversion = Inversion(SCALE, ITERATIONS, False, torch.bfloat16)
     with executing(gpu) as executions:
-        core, _ = invert_forward(*land, *params)
-        found = core, *invert_backward(grad, *land, *params)
+        core, _ = invert_forward((*land,), inversion)
+        found = core, *invert_backward(grad, (*land,), inversion)
     check_findings(executions)
     for actual, peer, truth in zip(found, single, exact, strict=True):
         assert_within_budget(actual, peer, truth)

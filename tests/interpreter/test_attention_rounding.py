@@ -99,7 +99,7 @@ def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dty
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, max_log_sum = op.attend_cuda(op.Varlen, *inputs.operands, *inputs.params)
+        out, max_log_sum = op.attend_cuda(op.Varlen, False, *inputs.operands, *inputs.params)
         _, _, dv = op.differentiate_cuda(
             op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )

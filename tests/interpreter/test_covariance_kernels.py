@@ -26,6 +26,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.covariance import cross_covariance_attention, launch
+from leaner_kernels.ops.operator import Results
 from tests.interpreter.rounding import in_every_arithmetic
 
 
@@ -36,7 +37,9 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     out, lse = inputs.qkv.new_empty(batch, tokens, heads, dim), torch.empty(batch, heads, dim)
     stats = torch.empty(len(STATISTICS), batch, heads)
     captured = torch.empty(len(inputs.sample), tokens, heads * dim)
-    kernels.forward(inputs.tensors, (inputs.param,), out, lse, stats, captured, inputs.sample)
+    kernels.forward(
+        inputs.tensors, (inputs.param,), Results(out, lse, stats, captured, inputs.sample)
+    )
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
     kernels.backward(inputs.grad, inputs.tensors, (inputs.param,), lse, grads)
     return name_results(inputs, out, lse, (stats, captured), grads)

@@ -72,11 +72,11 @@ def packed(**sizes: Any) -> Results:
         for kernels in (online_forward, online_backward)
     ]
     with few[0], few[1]:
-        out, *rest, max_log_sum = op.attend_with_stats_cuda(
-            op.Varlen, *inputs.operands, inputs.sample, *inputs.params
+        out, *rest, max_log_sum = op.attend_cuda(
+            op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = op.attend_cuda(op.Varlen, *inputs.operands, *inputs.params)
+        plain = op.attend_cuda(op.Varlen, False, *inputs.operands, *inputs.params)
         grads = op.differentiate_cuda(
             op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )

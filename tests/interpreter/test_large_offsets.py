@@ -33,6 +33,7 @@ from leaner_kernels.ops.attention.kernels import (
 from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import inverse, landmarks
 from leaner_kernels.ops.nystrom import launch as nystrom
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.outlook import launch as outlook
 from leaner_kernels.ops.window import launch as window
 from tests.interpreter import online
@@ -203,7 +204,7 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, None
         if out is None:
-            return op.attend_cuda(op.Varlen, *operands, *params)
+            return op.attend_cuda(op.Varlen, False, *operands, *params)
         return op.differentiate_cuda(op.Varlen, grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
@@ -300,7 +301,7 @@ def test_channels_of_a_huge_batch(operator: str) -> None:
 
     def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         out, lse = sparse(tuple(grad.shape), HALF), sparse((len(grad), HEADS, DIM), SINGLE)
-        kernels.forward((qkv, *temperature), (1e-3,), out, lse, None, None, None)
+        kernels.forward((qkv, *temperature), (1e-3,), Results(out, lse))
         dqkv = sparse(tuple(qkv.shape), HALF)
         found = dqkv, *(torch.zeros(HEADS) for _ in temperature)
         kernels.backward(grad, (qkv, *temperature), (1e-3,), lse, found)
@@ -322,7 +323,7 @@ def test_channels_of_tokens_that_lie_far_apart() -> None:
             torch.zeros(1, 1, DIM),
             torch.zeros_like(near),
         )
-        covariance.channel.forward((qkv,), (0.1,), out, lse, None, None, None)
+        covariance.channel.forward((qkv,), (0.1,), Results(out, lse))
         covariance.channel.backward(grad, (qkv,), (0.1,), lse, (dqkv,))
         return out, lse, dqkv
 
@@ -337,7 +338,7 @@ def attend_in_windows(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     params = 2, 2, 0.25
     out, lse = sparse(tuple(grad.shape), qkv.dtype), sparse((batch, heads, y, x), SINGLE)
     dqkv = sparse(tuple(qkv.shape), qkv.dtype)
-    window.forward((qkv,), params, out, lse, None, None, None)
+    window.forward((qkv,), params, Results(out, lse))
     window.backward(grad, (qkv,), params, lse, (dqkv,))
     return out, lse, dqkv
 
@@ -378,7 +379,7 @@ def look_out(value: Tensor, logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     out, dvalue = (sparse(tuple(value.shape), HALF) for _ in range(2))
     lse = sparse((batch, heads, *logits.shape[1:3], 4), SINGLE)
     dlogits = sparse(tuple(logits.shape), HALF)
-    outlook.forward((value, logits), params, out, lse, None, None, None)
+    outlook.forward((value, logits), params, Results(out, lse))
     outlook.backward(grad, (value, logits), params, lse, (dvalue, dlogits))
     return out, lse, dvalue, dlogits
 
@@ -436,8 +437,9 @@ def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = tuple(last_entry(batch, heads, num_landmarks, DIM, dtype=SINGLE) for _ in range(4))
 
     def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
-        found = inverse.invert_forward(q_land, k_land, k3v, 0.1, 1, False)
-        gradients = inverse.invert_backward(dcore, q_land, k_land, k3v, 0.1, 1, False)
+        land, inversion = (q_land, k_land, k3v), inverse.Inversion(0.1, 1, False)
+        found = inverse.invert_forward(land, inversion)
+        gradients = inverse.invert_backward(dcore, land, inversion)
         return *found, *gradients
 
     run_both(run, made, tuple(t[-1:] for t in made), last(heads))
@@ -455,7 +457,7 @@ def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) 
     def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
         tensors, params = (query, key, value, None), (2, 0.25, 1, False)
         out, lse = sparse(tuple(grad.shape), HALF), sparse(tuple(query.shape[:3]), SINGLE)
-        nystrom.forward(tensors, params, out, lse, None, None, None)
+        nystrom.forward(tensors, params, Results(out, lse))
         found = tuple(sparse(tuple(query.shape), HALF) for _ in range(3))
         nystrom.backward(grad, tensors, params, lse, found)
         return out, lse, *found

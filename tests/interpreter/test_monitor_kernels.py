@@ -42,7 +42,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with torch.library._scoped_library("leaner_kernels", "IMPL") as library:
         library.impl(
             "attention_qkvpacked_with_stats",
-            functools.partial(op.attend_with_stats_cuda, op.Packed),
+            functools.partial(op.attend_cuda, op.Packed, True),
             "CPU",
             allow_override=True,
         )

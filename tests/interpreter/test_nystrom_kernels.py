@@ -27,6 +27,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import launch, reference
+from leaner_kernels.ops.operator import Results
 from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
 
 
@@ -39,7 +40,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     captured = torch.empty(len(inputs.sample), tokens, heads * dim)
     lengths, *numbers = inputs.params
     tensors = *inputs.tensors, lengths
-    launch.forward(tensors, numbers, out, lse, stats, captured, inputs.sample)
+    launch.forward(tensors, numbers, Results(out, lse, stats, captured, inputs.sample))
     grads = tuple(t.new_empty(t.shape) for t in inputs.tensors)
     launch.backward(inputs.grad, tensors, numbers, lse, grads)
     return name_results(inputs, out, lse, (stats, captured), grads)

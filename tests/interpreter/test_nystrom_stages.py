@@ -20,8 +20,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import inverse, output, reference
-from leaner_kernels.ops.nystrom.inverse import invert_backward, invert_forward
+from leaner_kernels.ops.nystrom.inverse import Inversion, invert_backward, invert_forward
 from leaner_kernels.ops.nystrom.output import (
+    LastStage,
     output_backward_landmarks,
     output_backward_query,
     output_capture,
@@ -91,14 +92,14 @@ def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
     out, dq = (in_nan(torch.full(t.query.shape, float("nan")), t.query.dtype) for _ in range(2))
     lse = torch.empty(batch, heads, tokens)
     stats = torch.empty(len(STATISTICS), batch, heads)
-    output_forward(t.query, t.k_land, t.core, out, lse, t.lengths, scale, stats)
+    stage = LastStage(t.query, t.k_land, t.core, t.lengths, scale)
+    output_forward(stage, out, lse, stats)
     captured = torch.full((3, tokens, heads * dim), float("nan"))
     sample = torch.tensor([batch - 1, -1, batch], dtype=torch.int32)
-    output_capture(t.query, t.k_land, t.core, captured, sample, t.lengths, scale)
+    output_capture(stage, captured, sample)
     assert captured[1:].isnan().all(), "a slot that names no entry was written"
-    through_k1 = t.grad, t.query, t.k_land, t.core, lse
-    dk_land, dcore, delta = output_backward_landmarks(*through_k1, t.lengths, scale)
-    output_backward_query(*through_k1, delta, t.dq_land, dq, t.lengths, scale)
+    dk_land, dcore, delta = output_backward_landmarks(stage, t.grad, lse)
+    output_backward_query(stage, t.grad, lse, delta, t.dq_land, dq)
     for written in (out, dq):
         around = torch.ones(batch, tokens + 2, heads + 1, dim + 3, dtype=torch.bool)
         around[:, :tokens, :heads, :dim] = False
@@ -174,7 +175,8 @@ def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None
     query = torch.randn(1, 4, 96, 16).half()
     k_land, core = torch.randn(2, 1, 4, 32, 16)
     captured, scale = torch.empty(1, 96, 64), 5e-4
-    output_capture(query, k_land, core, captured, torch.tensor([0]).int(), None, scale)
+    stage = LastStage(query, k_land, core, None, scale)
+    output_capture(stage, captured, torch.tensor([0]).int())
     k1 = torch.softmax(scale * (query.double() @ k_land.double().mT), dim=-1)
     exact = (k1 @ core.double()).transpose(1, 2).flatten(2)
     wanted = condition_number(exact).kappa
@@ -225,9 +227,9 @@ def inverse_reference(
 
 def run_inverse(inputs: tuple[Tensor, ...], case: Inverse) -> dict[str, Tensor]:
     *land, dcore = inputs
-    params = 0.5, case.iterations, case.whole_batch
-    core, largest = invert_forward(*land, *params)
-    return name_inverse(core, largest, *invert_backward(dcore, *land, *params))
+    inversion = Inversion(0.5, case.iterations, case.whole_batch)
+    core, largest = invert_forward((*land,), inversion)
+    return name_inverse(core, largest, *invert_backward(dcore, (*land,), inversion))
 
 
 def name_inverse(*results: Tensor) -> dict[str, Tensor]:

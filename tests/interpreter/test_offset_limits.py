@@ -18,6 +18,7 @@ from leaner_kernels.ops._triton import keep_tile
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call, view_of
 from leaner_kernels.ops.covariance import launch as covariance
+from leaner_kernels.ops.operator import Results
 from tests.interpreter import online
 from tests.placement import without_wrapping
 
@@ -43,13 +44,15 @@ def test_a_packed_output_of_too_many_heads_is_refused() -> None:
     tensors = [nothing(64, 2**19, 128) for _ in range(3)]
     starts = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"rows of out must be at most \d+ elements apart"):
-        op.attend_cuda(op.Varlen, *tensors, starts, starts, None, 64, 64, 0.0, False, 0.1, -1, -1)
+        op.attend_cuda(
+            op.Varlen, False, *tensors, starts, starts, None, 64, 64, 0.0, False, 0.1, -1, -1
+        )
 
 
 def test_a_gradient_between_channels_of_too_many_heads_is_refused() -> None:
     qkv = nothing(1, 300, 3, 2**18, 32)
     with pytest.raises(ValueError, match="rows of qkv's gradient must be at most 8421504 el"):
-        covariance.channel.forward((qkv,), (0.1,), qkv[:, :, 0], qkv[:, 0, 0], None, None, None)
+        covariance.channel.forward((qkv,), (0.1,), Results(qkv[:, :, 0], qkv[:, 0, 0]))
 
 
 def test_a_mask_of_too_many_keys_has_no_gradient() -> None:

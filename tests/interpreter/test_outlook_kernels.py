@@ -22,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.outlook import launch
 
 
@@ -33,7 +34,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     lse = torch.empty(batch, heads, *logits.shape[1:3], logits.shape[-1])
     stats = torch.empty(len(STATISTICS), batch, heads)
     captured = torch.empty(len(sample), y * x, heads * dim)
-    launch.forward((value, logits), params, out, lse, stats, captured, sample)
+    launch.forward((value, logits), params, Results(out, lse, stats, captured, sample))
     grads = value.new_empty(value.shape), logits.new_empty(logits.shape)
     launch.backward(grad, (value, logits), params, lse, grads)
     found = zip(

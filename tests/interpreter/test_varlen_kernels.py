@@ -29,8 +29,8 @@ from leaner_kernels.ops.attention import op
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Run what the CUDA operators run: forward with statistics, capture and backward."""
-    out, lse, stats, heads, max_log_sum = op.attend_with_stats_cuda(
-        op.Varlen, *inputs.operands, inputs.sample, *inputs.params
+    out, lse, stats, heads, max_log_sum = op.attend_cuda(
+        op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
     )
     grads = op.differentiate_cuda(
         op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
@@ -53,10 +53,10 @@ def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch
 
 def test_output_without_statistics_is_the_same() -> None:
     inputs = make_inputs(case_named("texts, causal"), torch.float16)
-    expected, lse, *_, expected_max_log_sum = op.attend_with_stats_cuda(
-        op.Varlen, *inputs.operands, inputs.sample, *inputs.params
+    expected, lse, *_, expected_max_log_sum = op.attend_cuda(
+        op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
     )
-    out, max_log_sum = op.attend_cuda(op.Varlen, *inputs.operands, *inputs.params)
+    out, max_log_sum = op.attend_cuda(op.Varlen, False, *inputs.operands, *inputs.params)
     assert torch.equal(out, expected)
     owned = lse.isfinite()
     torch.testing.assert_close(max_log_sum[owned], expected_max_log_sum[owned])
@@ -108,8 +108,8 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
         tensor = torch.tensor(starts, dtype=torch.int32)
         sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
         packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
-        out, *stats, heads, max_log_sum = op.attend_with_stats_cuda(
-            op.Varlen, *packed.operands, sample, *packed.params
+        out, *stats, heads, max_log_sum = op.attend_cuda(
+            op.Varlen, True, *packed.operands, sample, *packed.params
         )
         assert heads.isnan().all()
         grads = op.differentiate_cuda(
@@ -126,8 +126,8 @@ def test_a_maximum_that_is_too_short_computes_the_first_rows() -> None:
     cut = torch.cat([torch.arange(33), torch.arange(40, 60)])
     expected = make_inputs(VarlenTestCase("", (33, 20), 2, 16), torch.float32)
     expected = expected._replace(**{n: getattr(inputs, n)[cut] for n in ("query", "key", "value")})
-    out, _ = op.attend_cuda(op.Varlen, *short.operands, *short.params)
-    wanted, _ = op.attend_cuda(op.Varlen, *expected.operands, *expected.params)
+    out, _ = op.attend_cuda(op.Varlen, False, *short.operands, *short.params)
+    wanted, _ = op.attend_cuda(op.Varlen, False, *expected.operands, *expected.params)
     assert torch.equal(out[cut], wanted)
     assert out[33:40].isnan().all()
 

@@ -22,6 +22,7 @@ from tests.window_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from leaner_kernels.ops.operator import Results
 from leaner_kernels.ops.window import launch
 from leaner_kernels.ops.window.backward import TILES as BACKWARD
 from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
@@ -36,7 +37,7 @@ def run_kernels(inputs: Inputs, with_stats: bool = True) -> dict[str, Tensor]:
     stats = torch.empty(len(STATISTICS), batch, heads)
     captured = torch.empty(len(sample), y * x, heads * dim)
     wanted = (stats, captured, sample) if with_stats else (None, None, None)
-    launch.forward((qkv,), params, out, lse, *wanted)
+    launch.forward((qkv,), params, Results(out, lse, *wanted))
     dqkv = qkv.new_empty(qkv.shape)
     launch.backward(grad, (qkv,), params, lse, (dqkv,))
     results = {"out": out, "lse": lse, "dqkv": dqkv}

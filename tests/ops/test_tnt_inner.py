@@ -53,7 +53,7 @@ def test_a_program_owns_whole_sequences_on_every_gpu(
     inputs = calls("meta", SEQUENCES)[form]
     nothing, numbers = (None, None, None), (0.0, False, DIM**-0.5, 0.0, -1, -1)
     with recorded() as launches:
-        out, max_log_sum = op.attend_cuda(op.Dense, *inputs, *nothing, *numbers)
+        out, max_log_sum = op.attend_cuda(op.Dense, False, *inputs, *nothing, *numbers)
         saved = *inputs, *nothing, out, max_log_sum
         op.differentiate_cuda(op.Dense, out, *saved, *numbers, False)
     assert [launch.name for launch in launches] == [

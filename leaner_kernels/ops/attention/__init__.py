@@ -226,22 +226,12 @@ def attention_qkvpacked_with_stats(
     window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``attention_qkvpacked``, with the statistics of ``attention_with_stats``.
+    """``attention_qkvpacked``, with the statistics of ``attention_with_stats``; D from 1 to 128.
 
-    Args:
-        qkv: (B, N, 3, H, D), as in ``attention_qkvpacked``.
-        key_lengths: as in ``attention_qkvpacked``.
-        dropout_p: as in ``attention_qkvpacked``.
-        is_causal: as in ``attention_qkvpacked``.
-        scale: as in ``attention_qkvpacked``.
-        window_size: as in ``attention``.
-        sample: as in ``attention_with_stats``.
+    Arguments and errors are those of ``attention_qkvpacked``, and ``sample``, as there.
 
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
     """
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
@@ -276,29 +266,15 @@ def attention_with_stats(
 ) -> AttentionStats:
     """``attention``, with statistics of every head and the outputs of sampled batch entries.
 
-    Args:
-        query: (B, H, N, D), as in ``attention``; D from 1 to 128.
-        key: (B, Hkv, M, D), as in ``attention``.
-        value: (B, Hkv, M, D), as in ``attention``.
-        attn_mask: as in ``attention``.
-        dropout_p: as in ``attention``.
-        is_causal: as in ``attention``.
-        scale: as in ``attention``.
-        enable_gqa: as in ``attention``.
-        key_lengths: as in ``attention``.
-        softcap: as in ``attention``; ``max_logit``, ``lse`` and ``entropy`` are of the scores that
-            enter the softmax, so no ``max_logit`` without a mask is above it.
-        window_size: as in ``attention``.
-        sample: (S,) int32 on the device of ``query``: the batch entries whose heads are captured.
-            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            batch, which the CPU refuses.
+    Arguments and errors are those of ``attention`` (query (B, H, N, D), D from 1 to 128), and
+    ``sample``: (S,) int32 on the device of ``query``, the batch entries whose heads are captured. A
+    negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the batch,
+    which the CPU refuses. Under a ``softcap``, ``max_logit``, ``lse`` and ``entropy`` are of the
+    scores that enter the softmax, so no ``max_logit`` without a mask is above it.
 
     Returns:
         AttentionStats: see there for shapes and units; of jagged nested tensors as from
             ``attention_varlen_with_stats``, with jagged out (B, H, j, D) and lse (B, H, j).
-
-    Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
 
     Derivatives of any order, on every device: those after the first, and forward mode, compute in
     PyTorch, with all scores in memory. No statistic has one. In compiled code forward mode is
@@ -441,30 +417,14 @@ def attention_varlen_with_stats(
 ) -> AttentionStats:
     """``attention_varlen``, with statistics of every head of every sequence.
 
-    Args:
-        query: (T, H, D), as in ``attention_varlen``.
-        key: (Tk, Hkv, D), as in ``attention_varlen``.
-        value: (Tk, Hkv, D), as in ``attention_varlen``.
-        cu_seqlens: as in ``attention_varlen``.
-        max_seqlen: as in ``attention_varlen``.
-        cu_seqlens_k: as in ``attention_varlen``.
-        max_seqlen_k: as in ``attention_varlen``.
-        dropout_p: as in ``attention_varlen``.
-        is_causal: as in ``attention_varlen``.
-        scale: as in ``attention_varlen``.
-        enable_gqa: as in ``attention_varlen``.
-        window_size: as in ``attention_varlen``.
-        sample: (slots,) int32 on the device of ``query``: the sequences whose heads are captured.
-            A negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the
-            sequences, which the CPU refuses.
+    Arguments and errors are those of ``attention_varlen``, and ``sample``: (slots,) int32 on the
+    device of ``query``, the sequences whose heads are captured. A negative index leaves its slot of
+    ``heads`` unwritten; on a GPU so does one past the sequences, which the CPU refuses.
 
     Returns:
         AttentionStats: out (T, H, D); lse (H, T), -inf outside every sequence; max_logit, entropy,
             prob_norm and head_norm (S, H), of an empty sequence -inf, 0, 0 and 0; heads
             (slots, max_seqlen, H * D), zero past the end of a sequence, None without ``sample``.
-
-    Raises:
-        ValueError: a shape, dtype, stride, device or sequence outside the list above.
 
     Numerics: as ``attention_with_stats``.
     """

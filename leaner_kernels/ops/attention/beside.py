@@ -21,7 +21,7 @@ from . import (
     attention_with_stats,
 )
 from .checks import NO_WINDOW, plain_mask
-from .op import draw_seed
+from .op import draw_seed, split_qkv
 from .reference import attend, keep_mask, probabilities, without_padding
 
 
@@ -43,91 +43,21 @@ def attention_beside_stats(
 ) -> AttentionStats:
     """``attention_with_stats`` that on the CPU changes no bit, gradient or random number of a step.
 
-    Args:
-        query: (B, H, N, D); this and all others as in ``attention_with_stats``.
-        key: as there.
-        value: as there.
-        attn_mask: as there.
-        dropout_p: as there.
-        is_causal: as there.
-        scale: as there.
-        enable_gqa: as there.
-        key_lengths: as there.
-        softcap: as there.
-        window_size: as there.
-        sample: as there.
-        attends: computes ``out`` on the CPU, where a caller has another way to it than
-            ``attention`` of these arguments, in which as many probabilities are dropped.
-
-    Returns:
-        AttentionStats, whose ``out`` is that of ``attention``; heads and head_norm are of the
-        probabilities that it dropped.
+    Arguments are those of ``attention_with_stats``, and ``attends``: computes ``out`` on the CPU,
+    where a caller has another way to it than ``attention`` of these arguments, in which as many
+    probabilities are dropped. ``out`` is that of ``attention``; heads and head_norm are of the
+    probabilities that it dropped.
     """
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
+    kept_all = attn_mask, 0.0, is_causal, scale, enable_gqa
     params = attn_mask, dropout_p, is_causal, scale, enable_gqa
     named: dict[str, Any] = {"key_lengths": key_lengths, "softcap": softcap}
     named["window_size"] = window_size
     if not _on_the_cpu(query, dropout_p):
         return attention_with_stats(query, key, value, *params, **named, sample=sample)
-
-    if attends is None:
-        attends = partial(attention, query, key, value, *params, **named)
-    return _beside(attends, query, key, value, params, named, sample)
-
-
-def attention_qkvpacked_beside_stats(
-    qkv: Tensor,
-    *,
-    key_lengths: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    window_size: tuple[int, int] = NO_WINDOW,
-    sample: Tensor,
-) -> AttentionStats:
-    """``attention_qkvpacked_with_stats``, likewise.
-
-    Args:
-        qkv: (B, N, 3, H, D); this and all others as in ``attention_qkvpacked_with_stats``.
-        key_lengths: as there.
-        dropout_p: as there.
-        is_causal: as there.
-        window_size: as there.
-        sample: as there.
-
-    Returns:
-        AttentionStats, whose ``out`` is (B, N, H, D), that of ``attention_qkvpacked``.
-    """
-    params: dict[str, Any] = {"key_lengths": key_lengths, "window_size": window_size}
-    params |= {"dropout_p": dropout_p, "is_causal": is_causal}
-    if not _on_the_cpu(qkv, dropout_p):
-        return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
-    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-
-    attends = partial(attention_qkvpacked, qkv, **params)
-    of_four_axes = None, dropout_p, is_causal, None, False
-    named = {"key_lengths": key_lengths, "softcap": 0.0, "window_size": window_size}
-    return _beside(attends, q, k, v, of_four_axes, named, sample)
-
-
-def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
-    # Compiled code has a generator of its own.
-    return query.device.type == "cpu" and not (dropout_p and torch.compiler.is_compiling())
-
-
-def _beside(
-    attends: Callable[[], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    params: tuple[Tensor | None, float, bool, float | None, bool],
-    named: dict[str, Any],
-    sample: Tensor,
-) -> AttentionStats:
-    attn_mask, dropout_p, is_causal, scale, enable_gqa = params
     before = torch.get_rng_state() if dropout_p else None
-    out = attends()
+    out = attention(query, key, value, *params, **named) if attends is None else attends()
     with torch.no_grad():
-        kept_all = attn_mask, 0.0, is_causal, scale, enable_gqa
         stats = attention_with_stats(query, key, value, *kept_all, **named, sample=sample)
         if before is None or stats.heads is None:
             return stats._replace(out=out)
@@ -135,22 +65,35 @@ def _beside(
         keep = _kept(before, query, key.shape[2], dropout_p)
         factor = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = (t.to(stats.heads.dtype) for t in (query, key, value))
-        key_lengths = named["key_lengths"]
         key, value = (without_padding(t, key_lengths) for t in (key, value))
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             attn_mask = attn_mask.to(query.dtype)
         hidden = attn_mask, key_lengths, is_causal
         # A region of autocast has narrowed the inputs by now, and would narrow the products too.
         with torch.autocast("cpu", enabled=False):
-            p, _, _ = probabilities(
-                query, key, *hidden, factor, named["softcap"], named["window_size"]
-            )
+            p, _, _ = probabilities(query, key, *hidden, factor, softcap, window_size)
             heads = attend(p, value, keep, dropout_p)
         return stats._replace(
             out=out,
             head_norm=frobenius(heads).float(),
             heads=heads.index_select(0, sample).transpose(1, 2).flatten(2),
         )
+
+
+def attention_qkvpacked_beside_stats(
+    qkv: Tensor, *, dropout_p: float = 0.0, sample: Tensor, **params: Any
+) -> AttentionStats:
+    """``attention_qkvpacked_with_stats``, likewise."""
+    params["dropout_p"] = dropout_p
+    if not _on_the_cpu(qkv, dropout_p):
+        return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
+    attends = partial(attention_qkvpacked, qkv, **params)
+    return attention_beside_stats(*split_qkv(qkv), **params, sample=sample, attends=attends)
+
+
+def _on_the_cpu(query: Tensor, dropout_p: float) -> bool:
+    # Compiled code has a generator of its own.
+    return query.device.type == "cpu" and not (dropout_p and torch.compiler.is_compiling())
 
 
 def _kept(before: Tensor, query: Tensor, cols: int, dropout_p: float) -> Tensor:

@@ -18,7 +18,7 @@ from .._checks import (
     shown,
 )
 from . import dispatch, sdpa
-from .call import Call
+from .call import LEAST_SCALE, Call, Sequences
 from .checks import (
     NO_WINDOW,
     check_packed,
@@ -30,7 +30,7 @@ from .checks import (
     plain_mask,
 )
 from .dispatch import Library
-from .op import Varlen, new_out, split_qkv
+from .op import new_out, split_qkv
 
 
 class Route(NamedTuple):
@@ -94,29 +94,15 @@ def explain(
 ) -> Explanation:
     """Return which implementation a call runs, forward and backward, and why; run nothing.
 
-    Args:
-        query: of the call: (B, H, N, D) and other ranks as for ``attention``, not nested; a
-            projection (B, N, 3, H, D) alone as for ``attention_qkvpacked``; (T, H, D) with
-            ``cu_seqlens`` as for ``attention_varlen``. Of tensors of the meta device, shapes and
-            strides count.
-        key: as ``query``.
-        value: as ``query``.
-        attn_mask: as in ``attention``, and so are all arguments up to ``window_size``.
-        dropout_p: as in ``attention``.
-        is_causal: as in ``attention``.
-        scale: as in ``attention``.
-        enable_gqa: as in ``attention``.
-        key_lengths: as in ``attention``.
-        softcap: as in ``attention``.
-        window_size: as in ``attention``.
-        cu_seqlens: as in ``attention_varlen``, and so are the next three.
-        max_seqlen: as in ``attention_varlen``.
-        cu_seqlens_k: as in ``attention_varlen``.
-        max_seqlen_k: as in ``attention_varlen``.
-        stats: whether the call is one ``_with_stats``.
-        backward: whether gradients will be asked for; by default, whether autograd would record it.
-        capability: explain the call on a GPU of this compute capability (90 for 9.0), wherever the
-            tensors are.
+    The arguments of the call are those of ``attention``, with (B, H, N, D) and other ranks, not
+    nested; of ``attention_qkvpacked``, a projection (B, N, 3, H, D) alone; or, with ``cu_seqlens``,
+    of ``attention_varlen``, (T, H, D). Of tensors of the meta device, shapes and strides count.
+    Beside them:
+
+    - stats: whether the call is one ``_with_stats``.
+    - backward: whether gradients will be asked for; by default, whether autograd would record it.
+    - capability: explain the call on a GPU of this compute capability (90 for 9.0), wherever the
+      tensors are.
 
     Returns:
         Explanation, which prints as one line.
@@ -134,23 +120,19 @@ def explain(
     check_params(dropout_p, is_causal, enable_gqa, window_size)
     scale, softcap = check_scale(scale), check_softcap(softcap)
     with _tiles.assume(capability):
+        max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
+        sequences = lengths = None
         if cu_seqlens is not None:
-            _refuse(
-                "attention_varlen", attn_mask=attn_mask, key_lengths=key_lengths, softcap=softcap
-            )
+            refused = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap}
+            _refuse("attention_varlen", **refused)
             if key is None or value is None:
                 raise ArgumentError("cu_seqlens need query, key and value, got a query alone")
             tensors: Any = autocast(query, key, value)
             query, key, value = tensors
             ends: Any = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
             starts, key_starts = check_varlen(*tensors, *ends)
-            _check_dtype(query)
-            if backward is None:
-                backward = _recorded(tensors)
-            numbers: Any = (dropout_p, is_causal, scale, window_size)
-            return _varlen(tensors, starts, key_starts, numbers, stats, backward)
-        max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
-        if key is None or value is None:
+            sequences = Sequences(starts, starts if key_starts is None else key_starts, 1, 1)
+        elif key is None or value is None:
             names = {"attn_mask": attn_mask, "softcap": softcap, "enable_gqa": enable_gqa}
             _refuse("attention_qkvpacked", **names)
             (qkv,) = tensors = autocast(query)
@@ -164,12 +146,17 @@ def explain(
             query, key, value, attn_mask = tensors
             more: Any = (is_causal, enable_gqa, key_lengths, None, max_head_dim)
             lengths = check_query_key_value(*tensors, *more)
-        _check_dtype(query)
+        if dispatch.on_gpu(query) and query.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ArgumentError(f"query on cuda must be one of {names}, got {query.dtype}")
         if backward is None:
-            backward = _recorded(tensors)
-        operands = query, key, value, attn_mask, lengths
-        numbers: Any = (dropout_p, is_causal, scale, softcap, *window_size)
-        return _dense(operands, numbers, stats, backward)
+            recorded = any(t is not None and t.requires_grad for t in tensors)
+            backward = torch.is_grad_enabled() and recorded
+        # What stands for a seed: drawing one would change what is drawn later.
+        seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
+        operands = query, key, value, attn_mask, lengths, seed
+        numbers = dropout_p, is_causal, scale, softcap, (*window_size,)
+        return _explain(Call._make((*operands, *numbers, sequences)), stats, backward)
 
 
 def _refuse(function: str, **arguments: Any) -> None:
@@ -178,105 +165,53 @@ def _refuse(function: str, **arguments: Any) -> None:
             raise ArgumentError(f"{function} has no {name}")
 
 
-def _check_dtype(query: Tensor) -> None:
-    if dispatch.on_gpu(query) and query.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise ArgumentError(f"query on cuda must be one of {names}, got {query.dtype}")
-
-
-def _recorded(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _by(library: Library, backward: bool) -> Explanation:
-    route = Route(library.name, {}, library.reason)
-    return Explanation(route, route if backward else None)
-
-
-def _dense(
-    operands: tuple[Any, ...], numbers: tuple[Any, ...], stats: bool, backward: bool
-) -> Explanation:
-    query, key, value, attn_mask, lengths = operands
-    dropout_p, is_causal, scale, softcap, *window = numbers
-    tensors = query, key, value, attn_mask, lengths, _seed(query, dropout_p)
-    call = Call(*tensors, dropout_p, is_causal, scale, softcap, (window[0], window[1]))
-    if not stats or not dispatch.on_gpu(query):
+def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
+    """Return what computes a checked call."""
+    query, key, value = call[:3]
+    on_gpu, library = dispatch.on_gpu(query), None
+    if not stats or not on_gpu:
         if query.shape[-1] > MAX_HEAD_DIM:
-            sdpa.check_wide(query, softcap)
-        if (library := dispatch.library_of(call, backward)) is not None:
-            return _by(library._replace(name="reference") if stats else library, backward)
-    if not dispatch.on_gpu(query):
-        reason = f"the kernels run on CUDA, not on {query.device}"
-        return _by(Library("reference", reason), backward)
-    needs = {
-        "statistics": stats,
-        "a mask": attn_mask is not None,
-        "lengths": lengths is not None,
-        "dropout": dropout_p,
-        "a softcap": softcap,
-        "a window": tuple(window) != NO_WINDOW,
-        "other keys than queries": query.shape[2] != key.shape[2],
-    }
-    reason = _why_ours(query, scale, needs)
+            sdpa.check_wide(query, call.softcap)
+        library = dispatch.library_of(call, backward)
+        if library is None and not on_gpu:
+            library = Library("reference", f"the kernels run on CUDA, not on {query.device}")
+    if library is not None:
+        route = Route("reference" if stats else library.name, {}, library.reason)
+        return Explanation(route, route if backward else None)
+    reason = _why_ours(call, stats)
     forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)
     if not backward:
         return Explanation(route, None)
+    out = query if call.sequences is not None else new_out(query)
     gradients = (torch.empty_like(t) for t in (query, key, value))
-    done = dispatch.choose_backward(call, new_out(query), new_out(query), *gradients)
+    done = dispatch.choose_backward(call, out, out, *gradients)
     return Explanation(route, Route(done.kernel, done.tile.arguments, reason))
 
 
-def _varlen(
-    tensors: tuple[Tensor, Tensor, Tensor],
-    starts: Tensor,
-    key_starts: Tensor | None,
-    numbers: tuple[float, bool, float | None, tuple[int, int]],
-    stats: bool,
-    backward: bool,
-) -> Explanation:
-    query, key, _ = tensors
-    dropout_p, is_causal, scale, window_size = numbers
-    if not dispatch.on_gpu(query):
-        reason = f"the kernels run on CUDA, not on {query.device}"
-        return _by(Library("reference", reason), backward)
-    integers = starts, starts if key_starts is None else key_starts
-    lengths: Any = (1, 1, dropout_p, is_causal, scale, *window_size)
-    call = Varlen.call(*tensors, *integers, _seed(query, dropout_p), *lengths)
-    if not stats and (library := dispatch.library_of(call, backward)) is not None:
-        return _by(library, backward)
+def _why_ours(call: Call, stats: bool) -> str:
+    """Return why a call stays with our kernels: what PyTorch's does not take, or no rule."""
+    query, key, sequences = call.query, call.key, call.sequences
+    if sequences is None:
+        other_keys = query.shape[2] != key.shape[2]
+    else:
+        other_keys = sequences.starts is not sequences.key_starts or query.shape != key.shape
     needs = {
         "statistics": stats,
-        "dropout": dropout_p,
-        "a window": tuple(window_size) != NO_WINDOW,
-        "other keys than queries": key_starts is not None or key.shape != query.shape,
+        "a mask": call.attn_mask is not None,
+        "lengths": call.key_lengths is not None,
+        "dropout": call.dropout_p,
+        "a softcap": call.softcap,
+        "a window": call.window != NO_WINDOW,
+        "other keys than queries": other_keys,
+        "float32": query.dtype == torch.float32,
+        f"a head dimension of {query.shape[-1]}, no multiple of 8": query.shape[-1] % 8,
+        "a scale that is not positive": call.scale is not None and call.scale < LEAST_SCALE,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
-    reason = _why_ours(query, scale, needs)
-    routes = [
-        Route(name, dispatch.online_tile(name, call).arguments, reason)
-        for name in ("online_forward", "online_backward")
-    ]
-    return Explanation(routes[0], routes[1] if backward else None)
-
-
-def _seed(query: Tensor, dropout_p: float) -> Tensor | None:
-    """Return what stands for a seed: drawing one would change what is drawn later."""
-    return query.new_empty(1, dtype=torch.int64) if dropout_p else None
-
-
-def _why_ours(query: Tensor, scale: float | None, present: dict[str, Any]) -> str:
-    """Return why a call stays with our kernels: what PyTorch's does not take, or no rule."""
     gpu = _tiles.capability(query.device)
     on = f"compute capability {gpu // 10}.{gpu % 10}"
-    needs = [name for name, needed in present.items() if needed]
-    if query.dtype == torch.float32:
-        needs.append("float32")
-    if query.shape[-1] % 8:
-        needs.append(f"a head dimension of {query.shape[-1]}, no multiple of 8")
-    if scale is not None and scale < dispatch.LEAST_SCALE:
-        needs.append("a scale that is not positive")
-    if torch.are_deterministic_algorithms_enabled():
-        needs.append("deterministic algorithms")
-    if needs:
-        return f"{on}; {', '.join(needs)}: only our kernels"
+    if any(needs.values()):
+        wanted = ", ".join(name for name, needed in needs.items() if needed)
+        return f"{on}; {wanted}: only our kernels"
     return f"{on}; no rule of library.toml sends it to PyTorch"

@@ -15,11 +15,6 @@ from ..statistics import AttentionStats
 Result = TypeVar("Result", Tensor, AttentionStats)
 
 
-def is_jagged(query: object) -> bool:
-    """Whether a query is a jagged nested tensor."""
-    return isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged
-
-
 def attention_jagged(
     attend: Callable[..., Result],
     query: Tensor,
@@ -47,7 +42,7 @@ def attention_jagged(
             raise ArgumentError(f"{name} must be left out beside jagged nested tensors")
     each: tuple[Any, ...] = query, key, value
     for name, t in zip(("query", "key", "value"), each):
-        if not is_jagged(t):
+        if getattr(t, "layout", None) is not torch.jagged:
             got = f"a tensor of {t.layout}" if isinstance(t, Tensor) else type(t).__name__
             raise ArgumentError(f"{name} must be a jagged nested tensor as query is, got {got}")
         if t.dim() != 4 or t._ragged_idx != 2:
@@ -55,7 +50,10 @@ def attention_jagged(
         if t.lengths() is not None:
             raise ArgumentError(f"{name} must have no holes: call .contiguous() on it")
     starts, key_starts, value_starts = (t.offsets() for t in each)
-    if key.shape[2] != value.shape[2] and not _equal(key_starts, value_starts):
+    # Known to be the same: a GPU is not made to wait for that.
+    known = has_values(key_starts) and has_values(value_starts)
+    same = key.shape[2] == value.shape[2] or (known and torch.equal(key_starts, value_starts))
+    if not same:
         raise ArgumentError("key and value must have the same sequences: make both of one offsets")
     longest, longest_key = (t._get_max_seqlen() for t in each[:2])
     if query.shape[2] != key.shape[2]:
@@ -71,8 +69,3 @@ def attention_jagged(
     if isinstance(found, Tensor):
         return nested(found.transpose(0, 1))
     return found._replace(out=nested(found.out.transpose(0, 1)), lse=nested(found.lse))
-
-
-def _equal(starts: Tensor, others: Tensor) -> bool:
-    """Whether two sets of starts are known to be one; a GPU is not made to wait for that."""
-    return has_values(starts) and has_values(others) and torch.equal(starts, others)

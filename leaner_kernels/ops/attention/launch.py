@@ -22,7 +22,6 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
 
     There is nothing that repeats a launch in Triton's interpreter.
     """
-    call = _counted(call)
     kernel, tile = dispatch.choose_forward(call, with_stats=results.stats is not None)
     module = dispatch.module_of(kernel)
     warps = kernel.startswith("warp_multihead")
@@ -52,31 +51,14 @@ def backward(
 
     ds (B, H, N, M) float32, the gradient of the scores under an additive mask, is zero on entry.
     """
-    return prepare_backward(grad, _counted(call), saved, dq, dk, dv, ds).first(_BACKWARD)
-
-
-def prepare_backward(
-    grad: Tensor,
-    call: Call,
-    saved: Results,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
-) -> Launch:
-    """Return the launch that writes the gradients."""
     out, max_log_sum = saved.out, saved.max_log_sum
     kernel, tile = dispatch.choose_backward(call, grad, out, dq, dk, dv)
     module = dispatch.module_of(kernel)
     if kernel == "warp_multihead_backward":
-        return module.prepare_backward(tile, grad, call, dq, dk, dv)
-    return module.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
-
-
-def _counted(call: Call) -> Call:
-    """Return the call with lengths that lie side by side, as the kernels count them."""
-    lengths = call.key_lengths
-    return call if lengths is None else call._replace(key_lengths=lengths.contiguous())
+        launch: Launch = module.prepare_backward(tile, grad, call, dq, dk, dv)
+    else:
+        launch = module.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
+    return launch.first(_BACKWARD)
 
 
 def join_parts(parts: Tensor | None, stats: Tensor) -> None:

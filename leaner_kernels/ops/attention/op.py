@@ -151,7 +151,7 @@ class Packed:
         return [dq, dq + step, dq + 2 * step]
 
 
-class Varlen:
+class Varlen(Dense):
     """Sequences side by side: query, key and value (T, H, D)."""
 
     name = "attention_varlen"
@@ -181,26 +181,15 @@ class Varlen:
     def new_out(query: Tensor) -> Tensor:
         return query.new_empty(query.shape)
 
-    as_query, from_query = Dense.as_query, Dense.from_query
-
     @staticmethod
     def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
-        query, key, value = tensors[:3]
-        return (
-            query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
-        )  # fmt: skip
-
-    separate = Dense.separate
+        q, k, v = tensors[:3]
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     @staticmethod
     def addresses(tensors: list[int], query_tensor: Tensor) -> list[int]:
         query, key, value, starts, key_starts, seed = tensors
         return [query, key, value, 0, 0, seed, starts, key_starts]
-
-    @staticmethod
-    def gradient_addresses(gradients: tuple[Tensor, ...]) -> list[int]:
-        dq, dk, dv = gradients
-        return [dq.data_ptr(), dk.data_ptr(), dv.data_ptr()]
 
 
 Form = Any  # Dense, Packed or Varlen
@@ -251,21 +240,19 @@ def new_results(
 # --- Implementations: ``fill`` computes into what they allocate -----------------------------------
 
 
-def attend(form: Form, fill: Callable[..., Any], *args: Any) -> tuple[Tensor, Tensor]:
-    """Compute ``NAME``."""
-    out, call = form.new_out(args[0]), form.call(*args)
-    results = new_results(call, form.as_query(out))
-    fill(call, results)
-    return out, results.max_log_sum
-
-
-def attend_with_stats(form: Form, fill: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
-    """Compute ``NAME_with_stats``, whose sample comes after the other tensors."""
-    inputs, sample = (*args[: form.count], *args[form.count + 1 :]), args[form.count]
+def attend(form: Form, stats: bool, fill: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+    """Compute ``NAME``, or ``NAME_with_stats``."""
+    inputs, sample = _without_sample(form, args) if stats else (args, None)
     out, call = form.new_out(inputs[0]), form.call(*inputs)
-    results = new_results(call, form.as_query(out), stats=True, sample=sample)
+    results = new_results(call, form.as_query(out), stats, sample)
     fill(call, results)
-    return out, results.lse, results.stats, results.heads, results.max_log_sum
+    statistics = (results.lse, results.stats, results.heads) if stats else ()
+    return out, *statistics, results.max_log_sum
+
+
+def _without_sample(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Tensor | None]:
+    """Return the inputs of ``NAME_with_stats`` less the sample, after the other tensors; and it."""
+    return (*args[: form.count], *args[form.count + 1 :]), args[form.count]
 
 
 def differentiate(form: Form, compute: Any, grad: Tensor, *args: Any) -> Any:
@@ -297,33 +284,21 @@ def _parts(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any
     return args[: form.count + 2], args[form.count + 2 :], mask_grad
 
 
-def _nothing(*_: Any) -> None:
-    """Fill nothing: fake tensors have no memory."""
-
-
 # --- On a GPU: what was launched for a signature is launched again --------------------------------
 
 _plans: dict[Hashable, Plan] = {}
 _backwards: dict[Hashable, dict[Hashable, CachedLaunch]] = {}
 
 
-def attend_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
-    """Launch ``NAME``."""
-    key, addresses, _ = key_of(args[: form.count], (form.name, *args[form.count :]))
-    plan = _plans.get(key)
-    if plan is not None:
-        return _run(form, plan, addresses, args[0])
-    return _launch_first(form, key, args)[1]
-
-
-def attend_with_stats_cuda(form: Form, *args: Any) -> tuple[Tensor, ...]:
-    """Launch ``NAME_with_stats``."""
-    tensors, sample, numbers = args[: form.count], args[form.count], args[form.count + 1 :]
-    key, addresses, _ = key_of((*tensors, sample), (form.name, "statistics", *numbers))
+def attend_cuda(form: Form, stats: bool, *args: Any) -> tuple[Tensor, ...]:
+    """Launch ``NAME``, or ``NAME_with_stats``."""
+    inputs, sample = _without_sample(form, args) if stats else (args, None)
+    tensors, numbers = inputs[: form.count], inputs[form.count :]
+    key, addresses, _ = key_of((*tensors, sample), (form.name, stats, *numbers))
     plan = _plans.get(key)
     if plan is not None:
         return _run(form, plan, addresses[: form.count], args[0], sample)
-    return _launch_first(form, key, (*tensors, *numbers), True, sample)[1]
+    return _launch_first(form, key, inputs, stats, sample)[1]
 
 
 def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
@@ -457,8 +432,8 @@ def _launch_backward(
 
 def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
     """Return what launches ``NAME``, ``NAME_with_stats`` and ``NAME_backward``."""
-    launches = attend_cuda, attend_with_stats_cuda, differentiate_cuda
-    return tuple(partial(launch, form) for launch in launches)
+    plain, with_stats = (partial(attend_cuda, form, stats) for stats in (False, True))
+    return plain, with_stats, partial(differentiate_cuda, form)
 
 
 # --- Autograd -------------------------------------------------------------------------------------
@@ -614,30 +589,22 @@ def _register(form: Form) -> None:
         f"{name}_backward(Tensor grad, {tensors}, Tensor out, Tensor max_log_sum, {numbers}"
         f"{mask_grad}) -> ({form.gradients})"
     )
-    computed_by = (
-        ("", attend, cpu.forward),
-        ("_with_stats", attend_with_stats, cpu.forward),
-        ("_backward", differentiate, cpu.backward),
-    )
-    for (suffix, run, fill), cuda in zip(computed_by, on_gpu(form), strict=True):
-        dispatcher.implement(
-            name + suffix,
-            cpu=partial(run, form, fill),
-            cuda=cuda,
-            fake=partial(run, form, _nothing),
-        )
+    suffixes = "", "_with_stats", "_backward"
+    runs = *(partial(attend, form, stats) for stats in (False, True)), partial(differentiate, form)
+    fills = cpu.forward, cpu.forward, cpu.backward
+    for suffix, run, fill, cuda in zip(suffixes, runs, fills, on_gpu(form), strict=True):
+        # Nothing fills fake tensors, which have no memory.
+        on_cpu, fake = partial(run, fill), partial(run, lambda *_: None)
+        dispatcher.implement(name + suffix, cpu=on_cpu, cuda=cuda, fake=fake)
 
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        if len(results) > 2:  # with statistics: the sample is no input of the backward
-            args = *args[: form.count], *args[form.count + 1 :]
-        return dispatcher.apply(Attention, *_arguments(form, None, results, args))
+        # The sample is no input of the backward.
+        inputs = _without_sample(form, args)[0] if len(results) > 2 else args
+        return dispatcher.apply(Attention, *_arguments(form, None, results, inputs))
 
-    decompositions = (
-        partial(attend, form, cpu.forward),
-        partial(attend_with_stats, form, cpu.forward),
-    )
-    for overload, decomposition in zip((name, f"{name}_with_stats"), decompositions):
-        dispatcher.register_autograd(overload, record, decomposition, form.differentiable)
+    for suffix, run in zip(suffixes[:2], runs[:2]):
+        decomposition = partial(run, cpu.forward)
+        dispatcher.register_autograd(name + suffix, record, decomposition, form.differentiable)
 
 
 for _form in (Dense, Packed, Varlen):
@@ -654,9 +621,7 @@ def _flops(query: Tensor, key: Tensor, *rest: Any) -> Products:
 
 
 def _packed_flops(qkv: Tensor, *rest: Any) -> Products:
-    batch, tokens, _, heads, dim = qkv.shape
-    product = 2 * batch * heads * tokens**2 * dim
-    return Products(product, product)
+    return _flops(*split_qkv(qkv))
 
 
 def _varlen_flops(query, key, value, cu_seqlens, cu_seqlens_k, *others: Any) -> Products:

@@ -5,8 +5,6 @@ stay in registers; the last axis contiguous, because loads are vectors along it.
 raises a ValueError: no silent copy.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,7 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from ..dispatcher import upcast
+from ..dispatcher import on_cpu, upcast
 from ..operator import run_with_stats
 from ..statistics import AttentionStats
 from .op import split_qkv
@@ -65,12 +63,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
     if qkv.device.type == "cuda":
         return ops.cross_covariance_attention(qkv, temperature, eps)[0]
-    with _no_autocast(qkv.device.type):
-        q, k, v = split_qkv(upcast(qkv))
-        # The lengths divide D x D products and not N x D channels.
-        q_length, k_length = (t.norm(dim=-2).clamp_min(eps) for t in (q, k))
-        factor = upcast(temperature)[:, None] / q_length
-        return _compose(factor[..., None] / k_length[..., None, :] * (q.mT @ k), v, qkv.dtype)
+    return _cross_covariance(qkv, temperature, eps)
 
 
 def cross_covariance_attention_with_stats(
@@ -121,9 +114,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     qkv, scale = _check_channel(qkv, scale)
     if qkv.device.type == "cuda":
         return ops.channel_attention(qkv, scale)[0]
-    with _no_autocast(qkv.device.type):
-        q, k, v = split_qkv(upcast(qkv))
-        return _compose(scale * (k.mT @ v), q, qkv.dtype)
+    return _channel(qkv, scale)
 
 
 def channel_attention_with_stats(
@@ -138,11 +129,19 @@ def channel_attention_with_stats(
     return run_with_stats(ops.channel_attention_with_stats, (qkv,), sample, scale)
 
 
-def _no_autocast(device: str) -> AbstractContextManager[object]:
-    # It would round what was made float32 again. PyTorch has no autocast on meta.
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+@on_cpu
+def _cross_covariance(qkv: Tensor, temperature: Tensor, eps: float) -> Tensor:
+    q, k, v = split_qkv(upcast(qkv))
+    # The lengths divide D x D products and not N x D channels.
+    q_length, k_length = (t.norm(dim=-2).clamp_min(eps) for t in (q, k))
+    factor = upcast(temperature)[:, None] / q_length
+    return _compose(factor[..., None] / k_length[..., None, :] * (q.mT @ k), v, qkv.dtype)
+
+
+@on_cpu
+def _channel(qkv: Tensor, scale: float) -> Tensor:
+    q, k, v = split_qkv(upcast(qkv))
+    return _compose(scale * (k.mT @ v), q, qkv.dtype)
 
 
 def _compose(s: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:

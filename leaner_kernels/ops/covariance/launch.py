@@ -1,6 +1,5 @@
 """How the kernels of attention between channels are launched: grids and arguments."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from .._checks import MAX_ROW_STRIDE
 from .._launch import launch
 from .._launch_cache import View, check_tile
 from .._tiles import Tiles, block_dim
+from ..operator import Results
 from .backward import TILES as BACKWARD_TILES
 from .backward import _covariance_bwd_kernel
 from .forward import TILES as FORWARD_TILES
@@ -42,25 +42,16 @@ class Covariance(NamedTuple):
     values: int
     normalise: bool
 
-    def forward(
-        self,
-        inputs: tuple[Tensor, ...],
-        params: tuple[Any, ...],
-        out: Tensor,
-        lse: Tensor | None,
-        stats: Tensor | None,
-        heads: Tensor | None,
-        sample: Tensor | None,
-    ) -> None:
-        """Fill ``out``, ``lse`` and any ``stats`` (STATISTICS, B, H), and heads of ``sample``."""
-        self._attend(inputs, params, out, lse, stats)
-        if heads is not None and sample is not None and len(sample):
-            self._attend(inputs, params, heads, sample=sample.contiguous())
+    def forward(self, inputs: tuple[Any, ...], params: tuple[Any, ...], results: Results) -> None:
+        """Fill the results."""
+        self._attend(inputs, params, *results[:3])
+        if results.sample is not None:
+            self._attend(inputs, params, results.heads, sample=results.sample)
 
     def _attend(
         self,
-        inputs: tuple[Tensor, ...],
-        params: tuple[Any, ...],
+        inputs: tuple,
+        params: tuple,
         out: Tensor,
         lse: Tensor | None = None,
         stats: Tensor | None = None,
@@ -78,12 +69,7 @@ class Covariance(NamedTuple):
         launch(_covariance_fwd_kernel, tensors, (self, params), prepare)
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, ...],
-        params: tuple[Any, ...],
-        lse: Tensor,
-        grads: Sequence[Tensor],
+        self, grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list
     ) -> None:
         """Fill ``grads``, of qkv and of any temperature, from ``grad`` of the output."""
         if grad.stride(1) > MAX_ROW_STRIDE:

@@ -19,13 +19,13 @@ Where the matrices are too large for a program, or their start is divided by a m
 them, PyTorch's batched products do the same.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: constants, branches decided early.
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -82,13 +82,17 @@ def store_tile(ptr, tile, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: 
 
 @triton.jit
 def tile_product(
-    a_ptr, b_ptr, first, rows, total, cols, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
+    a_ptr, b_ptr, first, rows, total, cols, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, blocks
+):
     """Return rows ``first`` on of A B, of float32 (rows, total) and (total, cols), zero outside.
 
-    Both are contiguous, or where they are transposed that is what lies in memory.
+    Both are contiguous, or where they are transposed that is what lies in memory. ``blocks`` are
+    BLOCK_R, BLOCK_K, the columns' block and PRODUCTS.
     """
+    BLOCK_R: tl.constexpr = blocks[0]
+    BLOCK_K: tl.constexpr = blocks[1]
+    BLOCK_COLS: tl.constexpr = blocks[2]
+    PRODUCTS: tl.constexpr = blocks[3]
     own, across = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_COLS)
     result = tl.zeros([BLOCK_R, BLOCK_COLS], tl.float32)
     for start in range(0, total, BLOCK_K):
@@ -110,18 +114,19 @@ def tile_product(
 @triton.jit
 def combine(
     out_ptr, x_ptr, x_factor, y_ptr, y_factor, factor, a_ptr, b_ptr, rows, total, cols,
-    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_COLS: tl.constexpr, PRODUCTS: tl.constexpr,
+    TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, blocks,
 ):  # fmt: skip
     """Write x_factor X + y_factor Y + factor A B, (rows, cols), for every thread to read.
 
-    X and Y may be None. What is written may lie where X, Y or an A that is not transposed does.
+    ``blocks`` are as in ``tile_product``. X and Y may be None. What is written may lie where X, Y
+    or an A that is not transposed does.
     """
+    BLOCK_R: tl.constexpr = blocks[0]
+    BLOCK_COLS: tl.constexpr = blocks[2]
     for first in range(0, rows, BLOCK_R):
         tile = factor * tile_product(  # (BLOCK_R, BLOCK_COLS)
-            a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B,
-            BLOCK_R, BLOCK_K, BLOCK_COLS, PRODUCTS,
-        )  # fmt: skip
+            a_ptr, b_ptr, first, rows, total, cols, TRANS_A, TRANS_B, blocks
+        )
         if x_ptr is not None:
             tile += x_factor * load_tile(x_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
         if y_ptr is not None:
@@ -133,18 +138,17 @@ def combine(
 
 
 @triton.jit
-def start_iterates(
-    q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
+def start_iterates(q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D, square):
     """Write K2 and V = K2^T / c; return the sums of its columns, c their largest, and max_logit."""
+    BLOCK_R: tl.constexpr = square[0]
+    BLOCK_M: tl.constexpr = square[2]
     cols = tl.arange(0, BLOCK_M)
     sums = tl.zeros([BLOCK_M], tl.float32)
     maxima = tl.full([BLOCK_R], float("-inf"), tl.float32)
     for first in range(0, M, BLOCK_R):
         inside = first + tl.arange(0, BLOCK_R) < M
         s = tile_product(  # (BLOCK_R, BLOCK_M)
-            q_ptr, k_ptr, first, M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS
+            q_ptr, k_ptr, first, M, D, M, False, True, square
         )
         s = scaled(s, scale)
         s = tl.where((cols < M)[None, :], s, float("-inf"))
@@ -168,23 +172,11 @@ def start_iterates(
 
 
 @triton.jit
-def polynomial(
-    k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M,
-    BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRODUCTS: tl.constexpr,
-):  # fmt: skip
+def polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square):
     """Write A = K2 V, B = 7 A - A A and C = 15 A - A B."""
-    combine(
-        a_ptr, None, 0, None, 0, 1, k2_ptr, v_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-    )  # fmt: skip
-    combine(
-        b_ptr, a_ptr, 7, None, 0, -1, a_ptr, a_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-    )  # fmt: skip
-    combine(
-        c_ptr, a_ptr, 15, None, 0, -1, a_ptr, b_ptr,
-        M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-    )  # fmt: skip
+    combine(a_ptr, None, 0, None, 0, 1, k2_ptr, v_ptr, M, M, M, False, False, square)
+    combine(b_ptr, a_ptr, 7, None, 0, -1, a_ptr, a_ptr, M, M, M, False, False, square)
+    combine(c_ptr, a_ptr, 15, None, 0, -1, a_ptr, b_ptr, M, M, M, False, False, square)
 
 
 @triton.jit(do_not_specialize=["heads", "iterations"])
@@ -207,6 +199,8 @@ def _inverse_fwd_kernel(
     PRODUCTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
+    square: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS)
+    wide: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS)
     k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * SLOTS * M * M
     v_ptr = k2_ptr + M * M
     a_ptr = v_ptr + M * M
@@ -215,20 +209,15 @@ def _inverse_fwd_kernel(
     for head in range(tl.program_id(0), heads, tl.num_programs(0)):
         rows = tl.cast(head, tl.int64) * M * D
         _, _, largest = start_iterates(
-            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D,
-            BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS,
-        )  # fmt: skip
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, square
+        )
         tl.store(max_ptr + head, largest)
         for _ in range(iterations):
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
-            combine(
-                v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
-                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-        combine(  # (M, D)
-            core_ptr + rows, None, 0, None, 0, 1, v_ptr, k3v_ptr + rows,
-            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
-        )  # fmt: skip
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square)
+            combine(v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr, M, M, M, False, False, square)
+        combine(
+            core_ptr + rows, None, 0, None, 0, 1, v_ptr, k3v_ptr + rows, M, M, D, False, False, wide
+        )  # (M, D)
 
 
 @triton.jit(do_not_specialize=["heads", "iterations"])
@@ -254,6 +243,8 @@ def _inverse_bwd_kernel(
     SLOTS: tl.constexpr,
 ):
     matrices = SLOTS + iterations + 1
+    square: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS)
+    wide: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS)
     k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * matrices * M * M
     dk2_ptr = k2_ptr + M * M
     a_ptr = dk2_ptr + M * M
@@ -266,24 +257,23 @@ def _inverse_bwd_kernel(
     for head in range(tl.program_id(0), heads, tl.num_programs(0)):
         rows = tl.cast(head, tl.int64) * M * D
         sums, largest, _ = start_iterates(
-            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D,
-            BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS,
-        )  # fmt: skip
+            q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, square
+        )
         for _ in range(iterations):
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square)
             combine(
                 v_ptr + M * M, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr,
-                M, M, M, False, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+                M, M, M, False, False, square,
             )  # fmt: skip
             v_ptr += M * M
 
         combine(  # (M, D)
             dk3v_ptr + rows, None, 0, None, 0, 1, v_ptr, dcore_ptr + rows,
-            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
+            M, M, D, True, False, wide,
         )  # fmt: skip
         combine(  # (M, M)
             g_ptr, None, 0, None, 0, 1, dcore_ptr + rows, k3v_ptr + rows,
-            M, D, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
+            M, D, M, False, True, square,
         )  # fmt: skip
         zeros = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
         for first in range(0, M, BLOCK_R):
@@ -291,41 +281,17 @@ def _inverse_bwd_kernel(
         tl.debug_barrier()
         for _ in range(iterations):
             v_ptr -= M * M
-            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, BLOCK_M, BLOCK_R, BLOCK_K, PRODUCTS)
-            combine(
-                dv_ptr, g_ptr, 3.25, None, 0, -0.25, g_ptr, c_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
+            polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square)
+            combine(dv_ptr, g_ptr, 3.25, None, 0, -0.25, g_ptr, c_ptr, M, M, M, False, True, square)
             dc_ptr = c_ptr  # C is done with
-            combine(
-                dc_ptr, None, 0, None, 0, -0.25, v_ptr, g_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
+            combine(dc_ptr, None, 0, None, 0, -0.25, v_ptr, g_ptr, M, M, M, True, False, square)
             db_ptr = g_ptr  # G is done with
-            combine(
-                db_ptr, None, 0, None, 0, -1, a_ptr, dc_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-            combine(
-                da_ptr, dc_ptr, 15, db_ptr, 7, -1, dc_ptr, b_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-            combine(
-                da_ptr, da_ptr, 1, None, 0, -1, db_ptr, a_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-            combine(
-                da_ptr, da_ptr, 1, None, 0, -1, a_ptr, db_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-            combine(
-                dk2_ptr, dk2_ptr, 1, None, 0, 1, da_ptr, v_ptr,
-                M, M, M, False, True, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
-            combine(
-                g_ptr, dv_ptr, 1, None, 0, 1, k2_ptr, da_ptr,
-                M, M, M, True, False, BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS,
-            )  # fmt: skip
+            combine(db_ptr, None, 0, None, 0, -1, a_ptr, dc_ptr, M, M, M, True, False, square)
+            combine(da_ptr, dc_ptr, 15, db_ptr, 7, -1, dc_ptr, b_ptr, M, M, M, False, True, square)
+            combine(da_ptr, da_ptr, 1, None, 0, -1, db_ptr, a_ptr, M, M, M, False, True, square)
+            combine(da_ptr, da_ptr, 1, None, 0, -1, a_ptr, db_ptr, M, M, M, True, False, square)
+            combine(dk2_ptr, dk2_ptr, 1, None, 0, 1, da_ptr, v_ptr, M, M, M, False, True, square)
+            combine(g_ptr, dv_ptr, 1, None, 0, 1, k2_ptr, da_ptr, M, M, M, True, False, square)
 
         # The start is K2^T / c with c the largest column sum: v_ptr points at it again. Columns
         # that share the maximum share its gradient, as they do in PyTorch's amax.
@@ -348,83 +314,79 @@ def _inverse_bwd_kernel(
             ds = scale * k2 * (dk2 - tl.sum(k2 * dk2, axis=1)[:, None])  # (BLOCK_R, BLOCK_M)
             store_tile(ds_ptr, ds, first, M, M, BLOCK_R, BLOCK_M)
         tl.debug_barrier()
-        combine(  # (M, D)
-            dq_ptr + rows, None, 0, None, 0, 1, ds_ptr, k_ptr + rows,
-            M, M, D, False, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
-        )  # fmt: skip
-        combine(  # (M, D)
-            dk_ptr + rows, None, 0, None, 0, 1, ds_ptr, q_ptr + rows,
-            M, M, D, True, False, BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS,
-        )  # fmt: skip
+        combine(
+            dq_ptr + rows, None, 0, None, 0, 1, ds_ptr, k_ptr + rows, M, M, D, False, False, wide
+        )  # (M, D)
+        combine(
+            dk_ptr + rows, None, 0, None, 0, 1, ds_ptr, q_ptr + rows, M, M, D, True, False, wide
+        )  # (M, D)
 
 
-def invert_forward(
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+class Inversion(NamedTuple):
+    """How K2 is made and inverted.
+
+    Attributes:
+        scale: multiplies the scores.
+        iterations: of the pseudo-inverse.
+        whole_batch: divide the first iterate by the largest column sum of all matrices, not of
+            each.
+        dtype: of the operator's inputs.
+    """
+
+    scale: float
+    iterations: int
+    whole_batch: bool
+    dtype: torch.dtype = torch.float32
+
+
+def invert_forward(land: tuple[Tensor, ...], inversion: Inversion) -> tuple[Tensor, Tensor]:
     """Return (core, max2): Z (K3 V), (B, H, M, D), and the largest scaled score of K2, (B, H).
 
-    The tensors are (B, H, M, D) float32, contiguous; ``dtype`` is that of the operator's inputs.
-    With ``whole_batch`` the first iterate is divided by the largest column sum of all matrices, not
-    of each.
+    ``land`` is q_land, k_land and k3v, (B, H, M, D) float32, contiguous.
     """
+    q_land, k_land, k3v = land
     batch, heads, landmarks, _ = q_land.shape
-    if whole_batch or landmarks > MAX_FUSED:
+    if inversion.whole_batch or landmarks > MAX_FUSED:
         with _as_written(q_land):
-            k2, largest = _batched_softmax(q_land, k_land, scale)
+            k2, largest = _batched_softmax(q_land, k_land, inversion.scale)
             # One iterate at a time: the backward alone wants them all.
-            (z,) = deque(_batched_iterates(k2, iterations, whole_batch), maxlen=1)
+            (z,) = deque(_batched_iterates(k2, inversion), maxlen=1)
             return _batched_product(z, k3v), largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
-    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "core_ptr": core}
-    tensors["max_ptr"] = largest
-    _launch(_inverse_fwd_kernel, tensors, SLOTS, SLOTS, scale, iterations, dtype)
+    _launch(_inverse_fwd_kernel, land, {"core_ptr": core, "max_ptr": largest}, SLOTS, 0, inversion)
     return core, largest
 
 
 def invert_backward(
-    dcore: Tensor,
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
-    dtype: torch.dtype = torch.float32,
+    dcore: Tensor, land: tuple[Tensor, ...], inversion: Inversion
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq_land, dk_land, dk3v) of ``invert_forward``: float32, contiguous, new.
 
     dq_land and dk_land are what comes through K2 alone.
     """
-    if whole_batch or q_land.shape[2] > MAX_FUSED:
-        with _as_written(q_land):
-            return _batched_backward(dcore, q_land, k_land, k3v, scale, iterations, whole_batch)
-    dq, dk, dk3v = (torch.empty_like(q_land) for _ in range(3))
-    tensors = {"q_ptr": q_land, "k_ptr": k_land, "k3v_ptr": k3v, "dcore_ptr": dcore}
-    tensors |= {"dq_ptr": dq, "dk_ptr": dk, "dk3v_ptr": dk3v}
-    slots = BACKWARD_SLOTS
-    _launch(_inverse_bwd_kernel, tensors, slots, slots + iterations + 1, scale, iterations, dtype)
+    if inversion.whole_batch or dcore.shape[2] > MAX_FUSED:
+        with _as_written(dcore):
+            return _batched_backward(dcore, land, inversion)
+    dq, dk, dk3v = (torch.empty_like(dcore) for _ in range(3))
+    tensors = {"dcore_ptr": dcore, "dq_ptr": dq, "dk_ptr": dk, "dk3v_ptr": dk3v}
+    iterates = inversion.iterations + 1
+    _launch(_inverse_bwd_kernel, land, tensors, BACKWARD_SLOTS, iterates, inversion)
     return dq, dk, dk3v
 
 
 def _launch(
     kernel: Any,
+    land: tuple[Tensor, ...],
     tensors: dict[str, Tensor],
     slots: int,
-    matrices: int,
-    scale: float,
-    iterations: int,
-    dtype: torch.dtype,
+    iterates: int,
+    inversion: Inversion,
 ) -> None:
-    """Launch either kernel; a program has scratch memory for ``matrices`` matrices."""
-    q_land = tensors["q_ptr"]
+    """Launch either kernel; a program has scratch memory for ``slots`` matrices and iterates."""
+    q_land = land[0]
     batch, heads, landmarks, dim = q_land.shape
     programs = min(batch * heads, MAX_PROGRAMS)
+    scale, iterations, _, dtype = inversion
 
     def prepare() -> Any:
         # Triton's interpreter has no products of parts.
@@ -441,7 +403,8 @@ def _launch(
             SLOTS=slots,
         )
 
-    tensors["scratch_ptr"] = q_land.new_empty(programs, matrices, landmarks, landmarks)
+    scratch = q_land.new_empty(programs, slots + iterates, landmarks, landmarks)
+    tensors = {**dict(zip(("q_ptr", "k_ptr", "k3v_ptr"), land)), **tensors, "scratch_ptr": scratch}
     launch(kernel, tensors, (scale, iterations, dtype), prepare)
 
 
@@ -457,12 +420,12 @@ def _batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tens
     return torch.softmax(s, dim=-1), s.amax(dim=(-2, -1))
 
 
-def _batched_iterates(k2: Tensor, iterations: int, whole_batch: bool) -> Iterator[Tensor]:
+def _batched_iterates(k2: Tensor, inversion: Inversion) -> Iterator[Tensor]:
     """Yield the start and the iterates of the pseudo-inverse of each matrix, the last one best."""
     sums = k2.sum(dim=-2, keepdim=True)
-    v = k2.mT / (sums.amax() if whole_batch else sums.amax(dim=-1, keepdim=True))
+    v = k2.mT / (sums.amax() if inversion.whole_batch else sums.amax(dim=-1, keepdim=True))
     yield v
-    for _ in range(iterations):
+    for _ in range(inversion.iterations):
         c = _batched_polynomial(_batched_product(k2, v))[1]
         v = (13 * v - _batched_product(v, c)) / 4
         yield v
@@ -491,16 +454,12 @@ def _batched_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _batched_backward(
-    dcore: Tensor,
-    q_land: Tensor,
-    k_land: Tensor,
-    k3v: Tensor,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
+    dcore: Tensor, land: tuple[Tensor, ...], inversion: Inversion
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q_land, k_land, k3v = land
+    scale = inversion.scale
     k2, _ = _batched_softmax(q_land, k_land, scale)
-    found = list(_batched_iterates(k2, iterations, whole_batch))
+    found = list(_batched_iterates(k2, inversion))
     dk3v = _batched_product(found[-1].mT, dcore)
     g, dk2 = dcore @ k3v.mT, torch.zeros_like(k2)
     for v in reversed(found[:-1]):
@@ -515,7 +474,7 @@ def _batched_backward(
     # The start is K2^T / c with c the largest column sum. Columns that share the maximum share its
     # gradient, as they do in PyTorch's amax.
     sums = k2.sum(dim=-2, keepdim=True)
-    over = (0, 1, 2, 3) if whole_batch else (2, 3)
+    over = (0, 1, 2, 3) if inversion.whole_batch else (2, 3)
     largest = sums.amax(dim=over, keepdim=True)
     at_maximum = (sums == largest).to(k2.dtype)
     g = g.mT / largest

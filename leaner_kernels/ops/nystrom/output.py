@@ -19,7 +19,7 @@ these sums each row of P * dP.
 # pyright: reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # The bodies of kernels are Triton's language: constants, branches decided early.
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -46,6 +46,60 @@ from .._triton import (
     units,
     visible_keys,
 )
+
+
+class LastStage(NamedTuple):
+    """What the last stage takes, forward and backward.
+
+    Attributes:
+        query: (B, H, N, D), last axis contiguous; at or past a length it counts as zero.
+        k_land: (B, H, M, D) float32, contiguous.
+        core: as ``k_land``: Z (K3 V).
+        lengths: (B,) int32, contiguous.
+        scale: multiplies the scores.
+    """
+
+    query: Tensor
+    k_land: Tensor
+    core: Tensor
+    lengths: Tensor | None
+    scale: float
+
+    def tile(self, tiles: Tiles, size: int | None = None) -> Tile:
+        """Return the tile for a call, no wider than its landmarks."""
+        query, landmarks = self.query, self.k_land.shape[2]
+        size = size or query.element_size()
+        dim = block_dim(query.shape[-1])
+        tile = tiles.tile(query.device, size=size, dim=dim, tokens=landmarks)
+        return tile.at_most(BLOCK_M=block_dim(landmarks))
+
+    def launch(
+        self, kernel: Any, tile: Tile, tensors: dict[str, Any], programs: int, **others: Any
+    ) -> None:
+        """Launch a kernel with so many programs; views of (B, H, N, D) are told by their names."""
+
+        def prepare() -> Any:
+            _, heads, tokens, dim = self.query.shape
+            arguments = {
+                **tile.arguments,
+                "H": heads,
+                "N": tokens,
+                "scale": self.scale,
+                "M": self.k_land.shape[2],
+                "D": dim,
+                "BLOCK_D": block_dim(dim),
+            }
+            for name, t in given.items():
+                if name.endswith("_view"):
+                    arguments[name] = View(t, *t.stride()[:3])
+                    # Those of the output lie as far apart as all heads are wide.
+                    check_tile(f"rows of {name.removesuffix('_view')}", t.shape[2], t.stride(2))
+            return (programs,), arguments | others
+
+        given: dict[str, Any] = {"q_view": self.query, "k_ptr": self.k_land, "core_ptr": self.core}
+        given |= {"lengths_ptr": self.lengths, **tensors}
+        launch(kernel, given, (self.scale,), prepare)
+
 
 # BLOCK_M is cut to the landmarks. A capture computes in float32.
 TILES = Tiles(
@@ -349,87 +403,38 @@ def _output_bwd_query_kernel(
     store_rows(dq_ptr, dq, first, dq_view.stride_n, N, BLOCK_N, D, BLOCK_D)
 
 
-def output_forward(
-    query: Tensor,
-    k_land: Tensor,
-    core: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    key_lengths: Tensor | None,
-    scale: float,
-    stats: Tensor | None = None,
-) -> None:
-    """Write ``out = K1 core`` and the log-sum-exp of K1's rows.
+def output_forward(stage: LastStage, out: Tensor, lse: Tensor, stats: Tensor | None = None) -> None:
+    """Write ``out = K1 core`` (B, H, N, D) and the log-sum-exp of K1's rows, (B, H, N) float32.
 
-    ``query`` and ``out`` are (B, H, N, D) with a contiguous last axis, ``k_land`` and ``core``,
-    which is Z (K3 V), (B, H, M, D) float32, ``lse`` (B, H, N) float32, ``key_lengths`` (B,) int32,
-    all contiguous. Queries at or past a length count as zeros. The largest score in ``stats``
-    (statistics, B, H) is of K1's alone: the caller takes the maximum with the other two softmaxes.
+    The largest score in ``stats`` (statistics, B, H) is of K1's alone: the caller takes the maximum
+    with the other two softmaxes.
     """
-    tile = _tile(TILES, query, k_land)
-    batch, heads, tokens, _ = query.shape
+    tile, (batch, heads, tokens, _) = stage.tile(TILES), stage.query.shape
     num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
     parts = None if stats is None else lse.new_empty(batch, heads, num_tiles, NUM_SUMS)
     tensors = {"out_view": out, "lse_ptr": lse, "parts_ptr": parts, "sample_ptr": None}
-    _attend(tile, query, k_land, core, key_lengths, scale, tensors)
+    modes = {"B": batch, "STATS": parts is not None, "CAPTURE": False}
+    stage.launch(_output_fwd_kernel, tile, tensors, batch * heads * num_tiles, **modes)
     if parts is not None and stats is not None:
         join(parts, stats)
 
 
-def output_capture(
-    query: Tensor,
-    k_land: Tensor,
-    core: Tensor,
-    heads: Tensor,
-    sample: Tensor,
-    key_lengths: Tensor | None,
-    scale: float,
-) -> None:
+def output_capture(stage: LastStage, heads: Tensor, sample: Tensor) -> None:
     """Write heads (S, N, H * D) float32, contiguous, of the entries in ``sample`` (S,) int32.
 
-    A negative index leaves its slot unwritten. Otherwise as ``output_forward``.
+    A negative index leaves its slot unwritten.
     """
-    _, num_heads, tokens, dim = query.shape
+    batch, num_heads, tokens, dim = stage.query.shape
     out = heads.view(len(sample), tokens, num_heads, dim).transpose(1, 2)
-    tensors = {"out_view": out, "lse_ptr": None, "parts_ptr": None}
-    tensors["sample_ptr"] = sample.contiguous()
-    if len(sample):
-        tile = _tile(TILES, query, k_land, size=4)
-        _attend(tile, query, k_land, core, key_lengths, scale, tensors)
-
-
-def _attend(
-    tile: Tile,
-    query: Tensor,
-    k_land: Tensor,
-    core: Tensor,
-    key_lengths: Tensor | None,
-    scale: float,
-    results: dict[str, Any],
-) -> None:
-    def prepare() -> Any:
-        out = results["out_view"]
-        slots, heads, tokens, _ = out.shape
-        arguments = _shared(tile, query, k_land, scale) | {
-            "out_view": _view_of("out", out),
-            "B": len(query),
-            "STATS": results["parts_ptr"] is not None,
-            "CAPTURE": results["sample_ptr"] is not None,
-        }
-        return (slots * heads * triton.cdiv(tokens, tile["BLOCK_N"]),), arguments
-
-    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
-    launch(_output_fwd_kernel, tensors | results, (scale,), prepare)
+    tensors = {"out_view": out, "lse_ptr": None, "parts_ptr": None, "sample_ptr": sample}
+    tile = stage.tile(TILES, size=4)
+    programs = len(sample) * num_heads * triton.cdiv(tokens, tile["BLOCK_N"])
+    modes = {"B": batch, "STATS": False, "CAPTURE": True}
+    stage.launch(_output_fwd_kernel, tile, tensors, programs, **modes)
 
 
 def output_backward_landmarks(
-    grad: Tensor,
-    query: Tensor,
-    k_land: Tensor,
-    core: Tensor,
-    lse: Tensor,
-    key_lengths: Tensor | None,
-    scale: float,
+    stage: LastStage, grad: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return (dk_land, dcore, delta): what comes through K1. The first launch of the backward.
 
@@ -437,45 +442,27 @@ def output_backward_landmarks(
     over a row of P * dP, and is None where one tile holds all landmarks: ``output_backward_query``
     takes it.
     """
-    batch, heads, tokens, dim = query.shape
-    landmarks = k_land.shape[2]
+    batch, heads, tokens, dim = stage.query.shape
+    landmarks = stage.k_land.shape[2]
     stretches = triton.cdiv(tokens, STRETCH)
-    tile, query_tile = (_tile(tiles, query, k_land) for tiles in (LANDMARKS_TILES, QUERY_TILES))
+    tile, query_tile = stage.tile(LANDMARKS_TILES), stage.tile(QUERY_TILES)
     many = landmarks > min(tile["BLOCK_M"], query_tile["BLOCK_M"])
     # Sums per stretch of tokens, joined below in a fixed order: deterministic, as atomics are not.
-    partial = core.new_empty(2, batch, heads, stretches, landmarks, dim)
-    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
+    partial = stage.core.new_empty(2, batch, heads, stretches, landmarks, dim)
     delta = torch.empty_like(lse) if many else None
-    tensors |= {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
-
-    def prepare(own: Tile, programs: int) -> Any:
-        arguments = _shared(own, query, k_land, scale) | {"do_view": _view_of("grad", grad)}
-        return (batch * heads * programs,), arguments
-
-    def prepare_landmarks() -> Any:
-        grid, arguments = prepare(tile, stretches * triton.cdiv(landmarks, tile["BLOCK_M"]))
-        return grid, arguments | {"STRETCH": STRETCH}
-
+    tensors = {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
     if many:
-        tiles = triton.cdiv(tokens, query_tile["BLOCK_N"])
-        launch(_output_bwd_delta_kernel, tensors, (scale,), lambda: prepare(query_tile, tiles))
-    sums = {"dk_ptr": partial[0], "dcore_ptr": partial[1]}
-    launch(_output_bwd_landmark_kernel, tensors | sums, (scale,), prepare_landmarks)
+        programs = batch * heads * triton.cdiv(tokens, query_tile["BLOCK_N"])
+        stage.launch(_output_bwd_delta_kernel, query_tile, tensors, programs)
+    tensors |= {"dk_ptr": partial[0], "dcore_ptr": partial[1]}
+    programs = batch * heads * stretches * triton.cdiv(landmarks, tile["BLOCK_M"])
+    stage.launch(_output_bwd_landmark_kernel, tile, tensors, programs, STRETCH=STRETCH)
     dk_land, dcore = partial.sum(dim=3)
     return dk_land, dcore, delta
 
 
 def output_backward_query(
-    grad: Tensor,
-    query: Tensor,
-    k_land: Tensor,
-    core: Tensor,
-    lse: Tensor,
-    delta: Tensor | None,
-    dq_land: Tensor,
-    dq: Tensor,
-    key_lengths: Tensor | None,
-    scale: float,
+    stage: LastStage, grad: Tensor, lse: Tensor, delta: Tensor | None, dq_land: Tensor, dq: Tensor
 ) -> None:
     """Write dq, through K1 and through the landmarks of queries. The last launch of the backward.
 
@@ -483,49 +470,9 @@ def output_backward_query(
     D) float32, has gathered through K2 and K3. ``delta`` is what ``output_backward_landmarks``
     returned; the others are as there.
     """
-    batch, heads, tokens, _ = query.shape
-
-    def prepare() -> Any:
-        tile = _tile(QUERY_TILES, query, k_land)
-        arguments = _shared(tile, query, k_land, scale) | {
-            "do_view": _view_of("grad", grad),
-            "dq_view": _view_of("dq", dq),
-            "SEGMENT": tokens // k_land.shape[2],
-        }
-        return (batch * heads * triton.cdiv(tokens, tile["BLOCK_N"]),), arguments
-
-    tensors = {"q_view": query, "k_ptr": k_land, "core_ptr": core, "lengths_ptr": key_lengths}
-    tensors |= {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
+    tile, (batch, heads, tokens, _) = stage.tile(QUERY_TILES), stage.query.shape
+    tensors = {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
     tensors |= {"dq_land_ptr": dq_land, "dq_view": dq}
-    launch(_output_bwd_query_kernel, tensors, (scale,), prepare)
-
-
-def _tile(tiles: Tiles, query: Tensor, k_land: Tensor, size: int | None = None) -> Tile:
-    """Return the tile for a call, no wider than its landmarks."""
-    dim, landmarks = block_dim(query.shape[-1]), k_land.shape[2]
-    size = size or query.element_size()
-    tile = tiles.tile(query.device, size=size, dim=dim, tokens=landmarks)
-    return tile.at_most(BLOCK_M=block_dim(landmarks))
-
-
-def _shared(tile: Tile, query: Tensor, k_land: Tensor, scale: float) -> dict[str, Any]:
-    """Return the arguments that all kernels of this stage have in common."""
-    _, heads, tokens, dim = query.shape
-    return {
-        **tile.arguments,
-        "q_view": _view_of("q", query),
-        "H": heads,
-        "N": tokens,
-        "scale": scale,
-        "M": k_land.shape[2],
-        "D": dim,
-        "BLOCK_D": block_dim(dim),
-    }
-
-
-def _view_of(name: str, t: Tensor) -> View:
-    """Return (B, H, N, D) as kernels take it."""
-    view = View(t, *t.stride()[:3])
-    # Those of the output lie as far apart as all heads are wide.
-    check_tile(f"rows of {name}", t.shape[2], view.stride_n)
-    return view
+    programs = batch * heads * triton.cdiv(tokens, tile["BLOCK_N"])
+    segment = tokens // stage.k_land.shape[2]
+    stage.launch(_output_bwd_query_kernel, tile, tensors, programs, SEGMENT=segment)

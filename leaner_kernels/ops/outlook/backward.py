@@ -34,22 +34,16 @@ def _logits_gradient(
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
     seen = windows < WINDOWS_Y * WINDOWS_X
     i, j = windows // WINDOWS_X, windows % WINDOWS_X  # (BLOCK,)
-    start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+    top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     factor = scale * units(DTYPE)
     real = seen[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
     values = ()
     if HELD:
         for place in tl.static_range(K * K):
-            v = load_pixels(  # (BLOCK, BLOCK_D)
-                v_ptr, start_y + place // K, start_x + place % K,
-                v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
-            )  # fmt: skip
+            v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
             values += (v,)
     for row in range(K * K):
-        do = load_pixels(  # (BLOCK, BLOCK_D)
-            do_ptr, start_y + row // K, start_x + row % K,
-            do_view.stride_y, do_view.stride_x, seen, Y, X, D, BLOCK_D,
-        )  # fmt: skip
+        do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
@@ -57,10 +51,7 @@ def _logits_gradient(
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
-                v = load_pixels(  # (BLOCK, BLOCK_D)
-                    v_ptr, start_y + place // K, start_x + place % K,
-                    v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
-                )  # fmt: skip
+                v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
                 product = tl.sum(do * v, axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
@@ -90,12 +81,9 @@ def _value_gradient(
     for t in tl.static_range(REACH * REACH):
         i, j = cell_y - t // REACH, cell_x - t % REACH
         seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
-        start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+        top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
         for row in tl.range(K * K, loop_unroll_factor=K):
-            do = load_pixels(  # (BLOCK, BLOCK_D)
-                do_ptr, start_y + row // K, start_x + row % K,
-                do_view.stride_y, do_view.stride_x, seen, Y, X, D, BLOCK_D,
-            )  # fmt: skip
+            do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
             lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
             ptrs = logits_ptr + (

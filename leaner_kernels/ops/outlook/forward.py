@@ -39,13 +39,19 @@ TILES = Tiles("outlook_forward", *RULES, num_warps=4, num_stages=1)
 
 
 @triton.jit
-def load_pixels(ptr, y, x, stride_y, stride_x, seen, Y, X, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load the pixels (y, x) of a head as (BLOCK, BLOCK_D) float32; zero unless seen."""
+def load_pixels(
+    ptr, view, y, x, place, seen, Y, X, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless seen.
+
+    ``ptr`` is where a head of ``view`` starts, (y, x) the first pixels of K x K of the windows.
+    """
     dims = tl.arange(0, BLOCK_D)
+    y, x = y + place // K, x + place % K  # (BLOCK,)
     inside = (seen & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
-    offsets = (y * stride_y + x * stride_x)[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
+    offsets = (y * view.stride_y + x * view.stride_x)[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
     return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -197,13 +203,10 @@ def _outlook_fwd_kernel(
                     rows += (row,)
                     pivots += (pivot,)
                     inverses += (1.0 / total,)
-            start_y, start_x = i * STRIDE - PADDING, j * STRIDE - PADDING
+            top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
             if HELD:
                 for place in tl.static_range(K * K):
-                    v = load_pixels(  # (BLOCK, BLOCK_D)
-                        v_ptr, start_y + place // K, start_x + place % K,
-                        v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
-                    )  # fmt: skip
+                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
@@ -213,10 +216,7 @@ def _outlook_fwd_kernel(
                     accs = mixed
             else:
                 for place in range(K * K):
-                    v = load_pixels(  # (BLOCK, BLOCK_D)
-                        v_ptr, start_y + place // K, start_x + place % K,
-                        v_view.stride_y, v_view.stride_x, seen, Y, X, D, BLOCK_D,
-                    )  # fmt: skip
+                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:

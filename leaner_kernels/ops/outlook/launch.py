@@ -1,6 +1,5 @@
 """How the kernels of outlook attention are launched: grids, tiles, arguments."""
 
-from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ from torch import Tensor
 from .._launch import launch
 from .._launch_cache import LARGEST_OFFSET, MapView
 from .._tiles import Tile, Tiles, power_of_2
+from ..operator import Results
 from .backward import TILES as BACKWARD_TILES
 from .backward import _outlook_bwd_kernel
 from .forward import TILES as FORWARD_TILES
@@ -28,20 +28,11 @@ class LogitsView(NamedTuple):
     stride_a: int
 
 
-def forward(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    heads: Tensor | None,
-    sample: Tensor | None,
-) -> None:
+def forward(inputs: tuple, params: tuple, results: Results) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K), any ``stats`` and ``heads``."""
-    attend(inputs, params, out, lse, stats)
-    if heads is not None and sample is not None and len(sample):
-        # Contiguous is free unless strided: the kernel counts along it.
-        attend(inputs, params, heads, sample=sample.contiguous())
+    attend(inputs, params, *results[:3])
+    if results.sample is not None:
+        attend(inputs, params, results.heads, sample=results.sample)
 
 
 def attend(
@@ -67,13 +58,7 @@ def attend(
     launch(_outlook_fwd_kernel, tensors, params, prepare)
 
 
-def backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: Sequence[Tensor],
-) -> None:
+def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
     """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
     # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.
     extent = sum((size - 1) * stride for size, stride in zip(grad.shape[1:], grad.stride()[1:]))

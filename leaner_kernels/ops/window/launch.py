@@ -1,6 +1,5 @@
 """Grids, tiles and buffers of the window kernels: what the operators run on a GPU."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from .._epilogue import NUM_SUMS, join
 from .._launch import launch
 from .._launch_cache import MapView, check_tile
 from .._tiles import Tile, Tiles, block_dim
+from ..operator import Results
 from .backward import TILED_TILES as TILED_BACKWARD_TILES
 from .backward import TILES as BACKWARD_TILES
 from .backward import window_bwd_cols_kernel, window_bwd_kernel, window_bwd_rows_kernel
@@ -29,17 +29,9 @@ class QkvView(NamedTuple):
     stride_h: int
 
 
-def forward(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    stats: Tensor | None,
-    heads: Tensor | None,
-    sample: Tensor | None,
-) -> None:
+def forward(inputs: tuple, params: tuple, results: Results) -> None:
     """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
-    (qkv,) = inputs
+    (qkv,), (out, lse, stats, heads, sample) = inputs, results
     if stats is None:
         attend(qkv, params, out, lse)
         return
@@ -49,8 +41,8 @@ def forward(
     of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
     attend(qkv, params, out, lse, of_tiles)
     join(of_tiles, stats, y * x)
-    if heads is not None and sample is not None and len(sample):
-        attend(qkv, params, heads, sample=sample.contiguous())
+    if sample is not None:
+        attend(qkv, params, heads, sample=sample)
 
 
 def attend(
@@ -78,13 +70,7 @@ def attend(
     launch(window_fwd_kernel, tensors, params, prepare)
 
 
-def backward(
-    grad: Tensor,
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    lse: Tensor,
-    grads: Sequence[Tensor],
-) -> None:
+def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
     """Fill dqkv (B, Y, X, 3, H, D)."""
     (qkv,), (dqkv,) = inputs, grads
     windows = _windows(qkv, params, len(qkv))

@@ -30,7 +30,6 @@ from ..call import (
 )
 from .scores import (
     SPARE_PROGRAMS,
-    band_of,
     exponent_factor,
     extents,
     fill_outside,
@@ -180,7 +179,7 @@ def _attention_bwd_kernel(
         v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        band = band_of(window_left, window_right, num_rows, num_cols)
+        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
         first, last = visible_rows(col_start, num_rows, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
@@ -244,7 +243,7 @@ def _attention_bwd_kernel(
             max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        band = band_of(window_left, window_right, num_rows, num_cols)
+        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
         begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)

@@ -38,7 +38,6 @@ from ..call import (
 )
 from .scores import (
     SPARE_PROGRAMS,
-    band_of,
     exponent_factor,
     extents,
     fill_outside,
@@ -168,7 +167,7 @@ def _attention_fwd_kernel(
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
     mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
-    band = band_of(window_left, window_right, num_rows, num_cols)
+    band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
     begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)

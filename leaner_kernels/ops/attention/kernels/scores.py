@@ -147,8 +147,8 @@ def mask_scores(
 
     Every kind of mask is applied here and nowhere else. ``mask_ptr`` is where the mask of this head
     starts, ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden,
-    which a tile that is not ``RAGGED`` does not reach. ``band`` is what ``band_of`` returns, which
-    ``RESIDENT`` tiles, those of segments.py, do not have.
+    which a tile that is not ``RAGGED`` does not reach. ``band`` is (left, right, keys less rows): a
+    window, aligned bottom right, whose sides may be None, as of ``RESIDENT`` tiles (segments.py).
     """
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if MASK != "none":
@@ -169,27 +169,13 @@ def mask_scores(
         if CAUSAL:
             seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
         if band[0] is not None:
-            lowest = _inside_tile(row_start + band[0] - col_start)
+            lowest = _inside_tile(row_start + (band[2] - band[0]) - col_start)
             seen = seen & (cols[None, :] >= lowest + rows[:, None])
         if band[1] is not None:
-            highest = _inside_tile(row_start + band[1] - col_start)
+            highest = _inside_tile(row_start + (band[2] + band[1]) - col_start)
             seen = seen & (cols[None, :] <= highest + rows[:, None])
         s = tl.where(seen, s, float("-inf"))
     return s
-
-
-@triton.jit
-def band_of(window_left, window_right, num_rows, num_cols):
-    """Return (low, high), int64 or None: row i sees columns i + low to i + high.
-
-    The window is aligned bottom right: the last row's is around the last column.
-    """
-    low, high = None, None
-    if window_left is not None:
-        low = tl.cast(num_cols, tl.int64) - num_rows - window_left
-    if window_right is not None:
-        high = tl.cast(num_cols, tl.int64) - num_rows + window_right
-    return low, high
 
 
 @triton.jit
@@ -207,9 +193,9 @@ def visible_cols(
     if CAUSAL:
         end = tl.minimum(limit, row_start + BLOCK_M)
     if band[0] is not None:
-        start = (tl.maximum(row_start + band[0], 0) // BLOCK_N * BLOCK_N).to(tl.int32)
+        start = (tl.maximum(row_start + (band[2] - band[0]), 0) // BLOCK_N * BLOCK_N).to(tl.int32)
     if band[1] is not None:
-        end = tl.maximum(tl.minimum(row_start + BLOCK_M + band[1], end), 0).to(tl.int32)
+        end = tl.maximum(tl.minimum(row_start + BLOCK_M + (band[2] + band[1]), end), 0).to(tl.int32)
     return start, end
 
 
@@ -223,9 +209,12 @@ def visible_rows(
     start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
     end = tl.where(col_start < limit, num_rows, 0)
     if band[1] is not None:
-        start = (tl.maximum(col_start - band[1], start) // BLOCK_M * BLOCK_M).to(tl.int32)
+        start = (tl.maximum(col_start - (band[2] + band[1]), start) // BLOCK_M * BLOCK_M).to(
+            tl.int32
+        )
     if band[0] is not None:
-        end = tl.maximum(tl.minimum(col_start + BLOCK_N - band[0], end), 0).to(tl.int32)
+        end = tl.minimum(col_start + BLOCK_N - (band[2] - band[0]), end)
+        end = tl.maximum(end, 0).to(tl.int32)
     return start, end
 
 

@@ -251,6 +251,17 @@ def _square_of_head(
     return gl.sum(gl.sum(squares, 2), 1)
 
 
+@gluon.jit
+def _store_sums(
+    stats_ptr, sums, square, owners, scale, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
+):
+    """Store the statistics of a head of each warp."""
+    LAYOUT: gl.constexpr = square.type.layout
+    head, exists = _owned_heads(LAYOUT, owners, HEAD, HEADS)
+    sums = with_output(sums, square)
+    store_statistics(stats_ptr, sums, head, owners * HEADS, N, scale, exists)
+
+
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_fwd_kernel(
     q_view,
@@ -307,10 +318,7 @@ def _warp_multihead_fwd_kernel(
     if stats_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
-            head, exists = _owned_heads(square.type.layout, owners, h, HEADS)
-            store_statistics(
-                stats_ptr, with_output(head_sums[h], square), head, owners * HEADS, N, scale, exists
-            )
+            _store_sums(stats_ptr, head_sums[h], square, owners, scale, h, N, HEADS)
 
 
 @gluon.jit(do_not_specialize=["owners"])
