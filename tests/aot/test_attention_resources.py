@@ -230,13 +230,9 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     monkeypatch.setattr(_tiles, "capability", lambda _: 90)
 
     def backward(query: Tensor, key: Tensor, grad: Tensor) -> str:
-        batch, heads, rows, _ = query.shape
-        kept = torch.empty(batch, heads, rows, 2, device="meta")
         out, dq, dk = new_out(query), new_out(query), new_out(key)
         call = Call(query, key, key, None, None, None, 0.0, False, 0.1)
-        results = Results(out, kept)
-        prepared = launch.prepare_backward(grad, call, results, dq, dk, dk, None)
-        return prepared.kernel.fn.__name__
+        return dispatch.choose_backward(call, grad, out, dq, dk, dk).kernel
 
     def rows(batch: int = 2, heads: int = 4, stride: int = 64, **options: Any) -> Tensor:
         options = {"dtype": BF16, "device": "meta"} | options
@@ -244,18 +240,18 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
         return torch.empty_strided((batch, heads, 197, 64), strides, **options)
 
     plain = rows()
-    assert backward(plain, plain, plain) == "_hopper_resident_bwd_kernel"
+    assert backward(plain, plain, plain) == "hopper_resident_backward"
     far = rows(1, 1, stride=2**23 - 16)
-    assert backward(far, far, far) == "_hopper_resident_bwd_kernel"
-    assert backward(plain, rows(heads=2), plain) == "_attention_bwd_kernel"
-    assert backward(plain, plain, rows(dtype=FP32)) == "_attention_bwd_kernel"
-    assert backward(plain, plain, rows(stride=72)) == "_attention_bwd_kernel"
+    assert backward(far, far, far) == "hopper_resident_backward"
+    assert backward(plain, rows(heads=2), plain) == "online_backward"
+    assert backward(plain, plain, rows(dtype=FP32)) == "online_backward"
+    assert backward(plain, plain, rows(stride=72)) == "online_backward"
     many = rows(batch=dispatch.MAX_ENTRIES + 1, heads=1)
-    assert backward(many, many, many) == "_attention_bwd_kernel"
+    assert backward(many, many, many) == "online_backward"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
-    assert backward(long, long, long) == "_attention_bwd_kernel"
+    assert backward(long, long, long) == "online_backward"
     monkeypatch.setattr(_gluon, "AVAILABLE", False)
-    assert backward(plain, plain, plain) == "_attention_bwd_kernel"
+    assert backward(plain, plain, plain) == "online_backward"
 
 
 def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch) -> None:
