@@ -4,7 +4,8 @@
 
 Signatures and layout, (B, N, H, D), are those of flash-attention 2, whose package is not needed. As
 there, causality is aligned to the last row and the last key. A CPU and float32 work too. What we
-do not compute is refused in one line: ALiBi, a paged cache, a softcap of a varlen batch.
+do not compute is refused in one line: ALiBi, a paged cache, a softcap of a varlen batch. The
+log-sum-exp of a row that sees no key is -inf; flash-attention's is inf.
 """
 
 from typing import Any
@@ -193,12 +194,13 @@ def unpad_input(
         The tokens (T, ...); their places (T,) among all; where each sequence starts (B + 1,) int32;
         the longest one's tokens, which waits for the GPU; the tokens of each (B,) int32.
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    real = attention_mask != 0
+    kept = real if unused_mask is None else real | (unused_mask != 0)
     counts = kept.sum(dim=-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
     starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = hidden_states.flatten(0, 1).index_select(0, indices)
-    used = attention_mask.sum(dim=-1, dtype=torch.int32)
+    used = real.sum(dim=-1, dtype=torch.int32)
     return tokens, indices, starts, int(counts.max()), used
 
 

@@ -10,6 +10,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 MAX_HEAD_DIM = 128
 ANY_HEAD_DIM = 2**31 - 1  # of calls that PyTorch's function takes where the kernels do not
 MAX_HEAD_DIM_CUDA = 64  # where several matrices of a head stay in registers
+NO_WINDOW = -1, -1
 # Inside a tile of up to 256 rows the kernels count in 32 bits.
 MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

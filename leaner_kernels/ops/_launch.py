@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from ._launch_cache import MAX_CACHED, CachedLaunch, Launch, unaligned_bits
+from ._launch_cache import MAX_CACHED, CachedLaunch, Launch, residues
 
 _entries: dict[Hashable, CachedLaunch] = {}
 
@@ -27,7 +27,7 @@ def launch(
     addresses = [0 if t is None else t.data_ptr() for t in pointers]
     layouts = (None if t is None else (t.shape, t.stride(), t.dtype) for t in pointers)
     device = pointers[0].device.index  # the first one is there
-    key = id(kernel), device, numbers, unaligned_bits(addresses), *layouts
+    key = id(kernel), device, numbers, residues(addresses), *layouts
     entry = _entries.get(key)
     if entry is not None:
         entry.run(addresses)

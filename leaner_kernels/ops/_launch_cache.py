@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 
-from ._checks import MAX_ROW_STRIDE, ArgumentError
+from ._checks import MAX_ROW_STRIDE, NO_WINDOW, ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MAX_CACHED = 4096
@@ -184,7 +184,9 @@ def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | 
     """
     if torch.compiler.is_compiling():
         return None
-    first, types = tensors[0], (*map(type, numbers),)  # for 1 is True
+    first, types, last = tensors[0], (*map(type, numbers),), numbers[-1]  # for 1 is True
+    if last is not NO_WINDOW and type(last) is tuple:
+        types = *types, *map(type, last)
     if type(first) not in TENSORS or not first.is_cuda or not NAMED.issuperset(types):
         return None
     if _observed() or first.get_device() != torch._C._cuda_getDevice():
@@ -217,7 +219,7 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) 
         wanted = wanted or t.requires_grad
         key += t.shape, t.stride(), t.dtype
     if low_bits % ALIGNMENT:  # Triton compiles for addresses that are aligned, or are not
-        key.append(unaligned_bits(addresses))
+        key.append(residues(addresses))
     # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
     # records nothing.
     recorded = wanted and plain and torch.is_grad_enabled()
@@ -268,11 +270,12 @@ def check_tile(name: str, rows: int, stride: int) -> None:
         )
 
 
-def unaligned_bits(addresses: Sequence[int]) -> int:
-    """Return which addresses Triton compiles for as unaligned, a bit each."""
+def residues(addresses: Sequence[int]) -> Hashable:
+    """Return how far past a multiple of ``ALIGNMENT`` addresses are, 0 where none is.
+
+    What Triton compiles for as aligned may lie at a fixed distance from an address.
+    """
     bits = 0
     for address in addresses:
         bits |= address
-    if bits % ALIGNMENT == 0:
-        return 0
-    return sum(1 << place for place, address in enumerate(addresses) if address % ALIGNMENT)
+    return bits % ALIGNMENT and (*(address % ALIGNMENT for address in addresses),)

@@ -154,6 +154,16 @@ def test_padding_goes_and_comes_back() -> None:
     _, _, starts, _, used = flash_attn.unpad_input(x, mask, kept)
     assert starts.tolist() == [0, 3, 7, 9]
     assert used.tolist() == [2, 4, 2]
+    for scaled in (2 * mask, 255 * mask.to(torch.uint8), -mask):
+        _, _, starts, longest, used = flash_attn.unpad_input(x, scaled, mask + kept)
+        assert (starts.tolist(), longest, used.tolist()) == ([0, 3, 7, 9], 4, [2, 4, 2])
+
+
+def test_heads_of_any_number_compile_into_one_graph() -> None:
+    attend = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
+    for heads in (4, 2, 8):
+        q = randn(2, 6, heads, 8)
+        torch.testing.assert_close(attend(q, q, q), flash_attn.flash_attn_func(q, q, q))
 
 
 class Attention(nn.Module):

@@ -373,6 +373,26 @@ def test_calls_of_another_kind_share_no_entry(
     assert check(launched, first.run) == 4
 
 
+@pytest.mark.parametrize("offsets", [(2, 4), (4, 2)])
+def test_packed_heads_at_another_distance_from_alignment_share_no_entry(
+    offsets: tuple[int, int], launched: list[Launched]
+) -> None:
+    """K lies 8 bytes after Q: of Q at 8 it is aligned, of Q at 4 it is not."""
+
+    def run(offset: int) -> list[Tensor]:
+        rows = torch.zeros(33 * 16, dtype=torch.bfloat16)[offset : offset + 32 * 16].view(1, 32, 16)
+        qkv = rows[..., :12].unflatten(-1, (3, 1, 4))
+        forward, _, backward = op.on_gpu(op.Packed)
+        rest = None, None, 0.0, False, None, -1, -1
+        out, kept = forward(qkv, *rest)
+        return [qkv, out, kept, backward(out, qkv, None, None, out, kept, *rest[2:])]
+
+    first, other = offsets
+    run(first)
+    assert check(launched, lambda: run(other)) == 0
+    assert check(launched, lambda: run(other)) == 2
+
+
 def window_call(slots: int, grad: torch.dtype, window_: int = 7) -> list[Any]:
     qkv = torch.empty(2, 14, 14, 3, 2, 32, dtype=torch.bfloat16)
     out, lse = torch.empty(2, 14, 14, 2, 32, dtype=qkv.dtype), torch.empty(2, 2, 14, 14)

@@ -5,6 +5,7 @@ Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor 
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -322,11 +323,29 @@ def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
         (lambda: attention(query, key[:, :1], value), "key and value must have one shape"),
         (lambda: attention_qkvpacked(qkv.to_sparse()), "qkv must be a dense tensor"),
         (lambda: attention_qkvpacked(qkv[:, :, :2]), "qkv must be "),
+        *(
+            (partial(attention, query, key, value, window_size=window), "window_size must be")
+            for window in ((True, 0), (1.0, 0), ([1], 0))
+        ),
     ]
+    attention(query, key, value, window_size=(1, 0))
     for call, message in wrong:
         with pytest.raises(ValueError, match=message):
             call()
     assert len(short) == 4
+
+
+def test_starts_of_keys_need_their_length_whatever_came_before(
+    launches: list[Launched], short: list[str]
+) -> None:
+    """A call of one set of starts has the same tensors as one that forgets ``max_seqlen_k``."""
+    flat, ends = [leaf(64, 2, 64) for _ in range(3)], (STARTS, 64)
+    attention_varlen(*flat, *ends)
+    attention_varlen(*flat, *ends, cu_seqlens_k=STARTS + 0, max_seqlen_k=64)
+    for rest in ({"cu_seqlens_k": STARTS + 0}, {"max_seqlen_k": 64}):
+        with pytest.raises(ValueError, match="cu_seqlens_k and max_seqlen_k go together"):
+            attention_varlen(*flat, *ends, **rest)
+    assert short == []
 
 
 def test_second_derivatives_come_from_the_operator(

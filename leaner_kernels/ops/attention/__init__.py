@@ -382,7 +382,8 @@ def attention_varlen(
         query, key, value = autocast(query, key, value)
     tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
-    signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
+    kind = "attention_varlen", enable_gqa, cu_seqlens_k is None, *numbers
+    signature = signature_of(tensors, kind)
     if signature is not None and (known := op.repeat(op.Varlen, signature, tensors)):
         return known[0]
     check_params(dropout_p, is_causal, enable_gqa, window_size)
@@ -393,7 +394,7 @@ def attention_varlen(
     check_device(query.device)
     tensors = query, key, value, starts, _or(key_starts, starts)
     if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
-        signature = signature_of(tensors, ("attention_varlen", *numbers, enable_gqa))
+        signature = signature_of(tensors, kind)
     max_seqlen_k = _or(max_seqlen_k, max_seqlen)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
     return op.attend_first(op.Varlen, signature, tensors, numbers)
@@ -432,7 +433,8 @@ def attention_varlen_with_stats(
         query, key, value = autocast(query, key, value)
     tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
-    signature = signature_of((*tensors, sample), ("varlen statistics", *numbers, enable_gqa))
+    kind = "varlen statistics", enable_gqa, cu_seqlens_k is None, *numbers
+    signature = signature_of((*tensors, sample), kind)
     if signature is not None and (known := op.repeat(op.Varlen, signature, tensors, sample)):
         return _stats(known, sample)
     check_params(dropout_p, is_causal, enable_gqa, window_size)
@@ -443,8 +445,7 @@ def attention_varlen_with_stats(
     check_device(query.device)
     tensors = query, key, value, starts, _or(key_starts, starts)
     if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
-        key_of_copies = "varlen statistics", *numbers, enable_gqa
-        signature = signature_of((*tensors, sample), key_of_copies)
+        signature = signature_of((*tensors, sample), kind)
     max_seqlen_k = _or(max_seqlen_k, max_seqlen)
     numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
     results = op.compute(op.Varlen, signature, tensors, numbers, True, sample)

@@ -10,6 +10,7 @@ from .._checks import (
     DTYPES,
     MAX_HEAD_DIM,
     MAX_ROW_STRIDE,
+    NO_WINDOW,
     ArgumentError,
     check_layout,
     check_sample,
@@ -27,7 +28,6 @@ MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
 _ROWS = {3: 0, 4: 2, 5: 1}  # which axis is the rows', by how many there are
-NO_WINDOW = -1, -1
 MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
 

@@ -27,9 +27,9 @@ from .._launch_cache import (
     Signature,
     key_of,
     on_current_device,
+    residues,
     rows_contiguous,
     seen_by_autograd_alone,
-    unaligned_bits,
 )
 from ..dispatcher import library
 from ..statistics import STATISTICS
@@ -400,7 +400,7 @@ def _launch_backward(
         low_bits |= address
         layouts.append(t.stride())
     if low_bits % ALIGNMENT:
-        layouts.append(unaligned_bits((grad.data_ptr(), *addresses)))
+        layouts.append(residues((grad.data_ptr(), *addresses)))
     key, (*tensors, out, max_log_sum) = tuple(layouts), addresses
     gradients = form.new_gradients(saved, mask_grad)
     ds = None

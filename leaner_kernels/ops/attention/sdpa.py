@@ -81,7 +81,8 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
             mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
     # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
     causal = True if is_causal and seen is None else False  # noqa: SIM210
-    return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=enable_gqa)
+    shared = True if enable_gqa else False  # noqa: SIM210
+    return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=shared)
 
 
 def _sinks(mask: Tensor) -> bool:
