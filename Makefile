@@ -85,7 +85,7 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`, in this order.
-REST := test-page test-security test-main-slow test-aot test-interpreter-slow test-oldest test-faults test-compiled test-fuzz test-gpu-bodies test-peers
+REST := test-page test-fuzz test-peers test-security test-main-slow test-aot test-interpreter-slow test-oldest test-faults test-compiled test-gpu-bodies
 
 test-rest: $(TEST_READY)
 	@late=; for part in $(REST); do \
