@@ -1,10 +1,11 @@
-"""A model of timm, swapped and made fast for few images: compiled, as a CUDA graph, and as a package.
+"""A timm model on these kernels, fast for one image: compiled, as a CUDA graph, and as a package.
 
     python examples/fast_inference.py --model vit_base_patch16_224
 
-Of one image the host's work takes longer than a GPU's. A graph replays all launches at once; a package of
-AOTInductor runs without tracing, in a process that has imported leaner_kernels. On a CPU the graph is left out.
-"""  # noqa: E501
+For one image the host takes longer than the GPU. A graph replays all launches at once; a package of
+AOTInductor runs without tracing, in a process that has imported leaner_kernels. On a CPU the graph
+is left out.
+"""
 
 import argparse
 import tempfile
@@ -20,7 +21,7 @@ from leaner_kernels.adapters import timm as adapter
 
 
 def main() -> None:
-    """Print the time of each way to run the model, and how far its logits are from timm's."""
+    """Print how long each way to run the model takes, and how far its logits are from timm's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="vit_tiny_patch16_224", help="any name of timm's")
     parser.add_argument("--batch", type=int, default=1, help="images, of noise")

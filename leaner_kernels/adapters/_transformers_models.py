@@ -25,7 +25,7 @@ KeywordUse = Literal["eager", "other", "none"]
 
 
 class Swapped(swapping.Swapped):
-    """As ``swap.Swapped``; of calls that fall back to another attention it tells too."""
+    """As ``swap.Swapped``; it also reports calls that fall back to another attention."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -136,8 +136,8 @@ def flash_attn_varlen_func(
     in ``flash_attn_func``, in each sequence; the log-sum-exp is (H, T).
 
     Raises:
-        ValueError: a softcap or a block_table, which are refused, as what ``flash_attn_func`` and
-            ``leaner_kernels.attention_varlen`` refuse.
+        ValueError: a softcap or a block_table was given, or what ``flash_attn_func`` or
+            ``leaner_kernels.attention_varlen`` refuses.
     """
     _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
     if softcap:

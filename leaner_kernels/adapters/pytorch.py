@@ -72,7 +72,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     of ``out_proj``, or zero without one. With ``need_weights=True`` it is NaN, as PyTorch's.
 
     Raises:
-        ValueError: a count, width or probability outside these.
+        ValueError: a count, width or probability is outside these ranges.
 
     What it has for ``KappaMonitor`` is in ``Capturing``.
     Source: arXiv:1706.03762, section 3.2.2; PyTorch's documentation for the options.

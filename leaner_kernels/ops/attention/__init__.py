@@ -228,7 +228,8 @@ def attention_qkvpacked_with_stats(
 ) -> AttentionStats:
     """``attention_qkvpacked``, with the statistics of ``attention_with_stats``; D from 1 to 128.
 
-    Arguments and errors are those of ``attention_qkvpacked``, and ``sample``, as there.
+    Arguments and errors are those of ``attention_qkvpacked``; ``sample`` is as in
+    ``attention_with_stats``.
 
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
