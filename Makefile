@@ -179,7 +179,7 @@ faults: $(TEST_READY)
 peers: $(TEST_READY)
 	$(call heading,tests of others)
 	@mkdir -p build
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) --peers-results build/peers-cpu.json
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS)
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)

@@ -226,9 +226,7 @@ case $stage in
       bench --benchmark-disable
     ;;
   attention)
-    # What a part of them found is no record of all models.
-    record=() && [ -n "$narrow" ] || record=(--compat-results="$out/compatibility.json")
-    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" "$outcomes" ${record[@]+"${record[@]}"}
+    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" "$outcomes"
     ;;
   bench)
     native_library

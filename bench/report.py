@@ -1,248 +1,575 @@
-"""Fill the tables of docs/results.md, docs/compatibility.md and docs/resources.md from JSON.
+"""Fill the tables of README.md, docs/results.md and docs/resources.md from bench/results.
 
-``python -m bench.report`` reads bench/results, rewrites what stands between the pages' markers and
-draws docs/results.png; ``--check`` only compares the pages. With files named, their tables go to
-standard output. bench/tables.toml lists the tables and the goals.
+``python -m bench.report`` rewrites what stands between the pages' markers and draws
+docs/results.png; ``--check`` only compares the pages. With files named, their tables go to standard
+output. A table is a function of this file: measured rows in, cells under their headings out.
 """
 
 import argparse
 import json
 import re
+import statistics
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
-from bench import compatibility, frames, predict
+from bench import frames
+from leaner_kernels.ops.attention.dispatch import find_rule_of_library
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS, DOCS = ROOT / "bench" / "results", ROOT / "docs"
-DECLARED = tomllib.loads((ROOT / "bench" / "tables.toml").read_text("utf-8"))
+RESULTS, DOCS = frames.RESULTS, ROOT / "docs"
 PAGES = {
     "README": ROOT / "README.md",
-    **{name: ROOT / "docs" / f"{name}.md" for name in ("results", "compatibility", "resources")},
+    **{name: DOCS / f"{name}.md" for name in ("results", "resources")},
 }
-COMMITTED = "20*.json", "compatibility-*.json", "peers-*.json"
-TRAINED = "demo-*.json", "language-*.json", "listops-*.json"
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
 RATIOS = {
     "time": ("median", "leaner"),
-    "compiled": ("median", "leaner_compiled"),
+    "time, compiled": ("median", "leaner_compiled"),
+    "time of transformers": ("median", "transformers"),
     "kept": ("own", "leaner"),
     "peak": ("peak_memory_bytes", "leaner"),
-    "one_step": ("peak_memory_bytes", "one_step"),
-    "timm": ("peak_memory_bytes", "timm"),
-    "transformers": ("median", "transformers"),
-    "printed": ("printed_memory_gb", ""),
+    "peak of timm": ("peak_memory_bytes", "timm"),
+    "as printed": ("printed_memory_gb", ""),
 }
-BLOCK = re.compile(r"(<!-- ([\w ]+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
-Frames = dict[str, pd.DataFrame]
+# Of our peers in benchmarks those that always run our own kernels, by the case's operator.
+OWN_KERNELS = "leaner_kernel", "leaner_varlen", "leaner"
+# Of the first page, in its order.
+LABELS = {
+    "vit_base": "ViT-B, 16 heads",
+    "vit_large": "ViT-L, 30 heads",
+    "bert": "Crammed BERT",
+    "gpt2_64": "GPT-2, 64 tokens",
+    "gpt2_512": "GPT-2, 512 tokens",
+    "davit_stage1": "DaViT windows",
+    "tnt": "TNT, inner",
+    "navit": "NaViT, varlen",
+    "text": "texts, varlen",
+    "xcit_m": "XCiT-M",
+    "volo_d3_outlook": "VOLO-d3, outlook",
+    "davit_channel3": "DaViT channels",
+    "vit_384": "ViT-B at 384 px",
+    "long_1024": "1,024 tokens",
+    "lra_2048": "2,048 tokens",
+}
+STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
+BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 
 
-def gather(paths: Sequence[Path] = ()) -> Frames:
-    """Return every frame that a table may name, of these files or else of bench/results.
+def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataFrame:
+    """Put cells of rows that differ in ``by`` alone next to each other.
 
-    Raises:
-        SystemExit: a file cannot be read or is no result, in one line.
+    Args:
+        cells: of which the first ``index`` columns lead a row.
+        by: what differs, whose values go ahead of a heading.
+        index: how many columns lead.
     """
-    committed = not paths
-    paths = paths or sorted(path for form in COMMITTED for path in RESULTS.glob(form))
-    results = [frames.read(path) for path in paths]
-    timed = frames.timed(results)
-    standing = frames.standings(timed)
-    standing["best"] = frames.words(1e6 * standing["median"]) + " " + standing["peer"]
-    kept = frames.standings(timed[timed["kind"] == "memory"], "own")
-    kept["kept"] = frames.words(kept["own"]) + " " + kept["peer"]
-    standing = standing.merge(
-        kept[["on", "case", "kept", "versus", "peak_memory_bytes"]],
-        on=["on", "case"],
-        how="left",
-        suffixes=("", "_kept"),
-    )
-    facts = compatibility.facts(results)
-    predicted = predict.frame(predict.predictions() if predict.PREDICTIONS.exists() else [])
-    found = {
-        "timed": timed,
-        "standing": standing,
-        "front": frames.front(timed),
-        "steps": frames.steps(timed),
-        "kept": kept,
-        "lean": frames.lean_over_original(timed, RATIOS),
-        "differs": _once(timed.dropna(subset="differs"), ["peer"], "differs", "; "),
-        "kernels": _kernels(timed[~timed["cpu"]]),
-        "runs": frames.runs([data for data in results if "benchmarks" in data]),
-        "tests": frames.runs([data for data in results if "benchmarks" not in data]),
-        "unmeasured": frames.unmeasured(results),
-        "equal": compatibility.equal(facts),
-        "refused": compatibility.refused(facts),
-        "speed": compatibility.speed(timed),
-        "peers": compatibility.peers(results),
-        "fit": _fit(timed, predicted),
-    }
-    if committed:
-        found |= {"predicted": _cells(timed, predicted), "trained": _trained(), **_others()}
-    return found | {"goals": pd.DataFrame(_goals(found))}
+    if cells.empty:
+        return cells
+    lead = [*cells.columns[:index]]
+    cells[lead] = cells[lead].astype(object).fillna("")
+    names = [f"_{number}" for number in range(len(by))]
+    cells = cells.assign(**dict(zip(names, by)))
+    wide = cells.pivot_table(index=lead, columns=names, sort=False, aggfunc="first")
+    order = list(dict.fromkeys(key[1:] for key in wide.columns))
+    wide = wide[sorted(wide.columns, key=lambda key: order.index(key[1:]))]
+    wide.columns = [" ".join((*key[1:], key[0])).strip() for key in wide.columns]
+    return wide.reset_index()
 
 
-def _kernels(timed: pd.DataFrame) -> pd.DataFrame:
-    rows = timed.dropna(subset="kernels")
-    names = [", ".join(f"`{name}`" for name in names) for names in rows["kernels"]]
-    return _once(rows.assign(kernels=names), ["on", "peer", "kernels"], "case", ", ")
+def front(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return attention on a GPU as a user meets it, forward and backward, for the first page.
 
-
-def _once(rows: pd.DataFrame, by: list[str], column: str, separator: str) -> pd.DataFrame:
-    """Join what a column holds in each group, each word once."""
-    groups = rows.groupby(by, sort=False)[column]
-    return groups.agg(lambda words: separator.join(dict.fromkeys(words))).reset_index()
-
-
-def _fit(timed: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
-    """Join what our kernels took on a GPU with what was predicted for it.
-
-    Where the machine code that ran was predicted too (``predict.calibration``), that counts, with
-    what the model made of it before it was recalibrated.
+    Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
-    by = ["gpu", "case", "stage"]
-    before, now = (predict.calibration(path) for path in (predict.BEFORE, predict.CALIBRATION))
-    now = now.merge(before[[*by, "predicted"]], on=by, how="left", suffixes=("", "_before"))
-    measured = predict.own_kernels(timed)[[*by, "triton", "median"]]
-    same = measured.merge(now, on=[*by, "triton"])
-    newest = measured.drop(columns="triton").merge(predicted, on=by)
-    rows = pd.concat([same, newest]).drop_duplicates(by, ignore_index=True)
-    return rows.assign(
-        off=rows["predicted"] / (1e6 * rows["median"]) - 1,
-        off_before=rows["predicted_before"] / (1e6 * rows["median"]) - 1,
-    )
-
-
-def _cells(timed: pd.DataFrame, predicted: pd.DataFrame) -> pd.DataFrame:
-    """Return predictions of what is not measured, a cell for each.
-
-    In brackets is what FlashAttention 2 takes as a multiple. Only its cases are shown.
-    """
-    by = ["gpu", "case", "stage"]
-    measured = pd.MultiIndex.from_frame(predict.own_kernels(timed)[by])
-    compared = predicted.loc[predicted["times_peer"] > 0, "case"]
-    left = predicted[
-        predicted["case"].isin(compared) & ~pd.MultiIndex.from_frame(predicted[by]).isin(measured)
-    ]
-    times, ratios = (frames.words(left[name]) for name in ("predicted", "times_peer"))
-    cells = times.replace("", predict.UNKNOWN) + (" (" + ratios + ")").replace(" ()", "")
-    return left.assign(cell=cells)
-
-
-def _trained() -> pd.DataFrame:
-    """Return the summaries of training runs, beside the accuracy that the paper prints."""
-    from models import papers
-
-    rows = []
-    for path in sorted(path for form in TRAINED for path in RESULTS.glob(form)):
-        data = json.loads(path.read_text("utf-8"))
-        for name, run in {path.name: data}.items() if "depth" in data else data.items():
-            row = papers.ROWS.get(("nystromformer_listops", path.stem.removeprefix("listops-")))
-            seconds = run.get("seconds_of_each", [None])
-            paper = row and row.printed["accuracy"]
-            rows.append({**run, "file": name, "paper": paper, "slowest": max(seconds)})
-    return pd.DataFrame(rows)
-
-
-def _others() -> Frames:
-    """Return frames of committed files in formats of their own."""
-    files = "kappa_accuracy", "resources"
-    accuracy, table = (json.loads((RESULTS / f"{name}.json").read_text()) for name in files)
-    spectra = pd.DataFrame.from_dict(accuracy["kind"] | accuracy["all"], "index")
-    return {
-        "accuracy": spectra.rename_axis("spectrum").reset_index(),
-        "resources": frames.resources(table["rows"]),
-        "training": frames.training(json.loads((RESULTS / "training-cpu.json").read_text())),
-    }
-
-
-def _goals(found: Frames) -> Iterator[dict[str, Any]]:
-    """Yield each goal that applies to what was measured, and whether it is met."""
-    for goal in DECLARED["goal"]:
-        frame = found.get(goal.get("frame", "standing"), pd.DataFrame())
-        at_least = "least" in goal
-        bound = goal["least" if at_least else "most"]
-        if frame.empty:
+    rows = timed[(timed["kind"] == "attention") & (timed["stage"] == "both") & ~timed["cpu"]]
+    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "")]
+    lines = []
+    for (_, case), here in rows.groupby(["on", "case"], sort=False):
+        kernels = here[here["peer"].isin(OWN_KERNELS)]
+        ours, others = (rows.nsmallest(1, "median") for rows in (kernels, here[~here["ours"]]))
+        if case not in LABELS or ours.empty or others.empty:
             continue
-        rows = _with(frame, goal["rows"], goal["value"], bound).query(goal["rows"], engine="python")
-        rows = rows.assign(
-            on=rows.get("on", ""),
-            goal=[goal["text"].format(**row) for row in rows.to_dict("records")],
-            value=rows.eval(goal["value"], engine="python"),
-            bound=rows.eval(bound, engine="python"),
-        ).dropna(subset=["value", "bound"])
-        best = rows.sort_values(["value", "bound"], ascending=not at_least, kind="stable")
-        best = best.drop_duplicates(["on", "goal"]).sort_index()
-        for row in best.itertuples():
-            met = row.value >= row.bound if at_least else row.value <= row.bound
-            verdict = "met" if met else "**missed**"
-            measured = frames.number(row.value)
-            yield {"on": row.on, "goal": row.goal, "measured": measured, "verdict": verdict}
+        mine, best = ours.iloc[0], others.iloc[0]
+        time = frames.number(1e6 * mine["median"])
+        times = frames.number(best["median"] / mine["median"])
+        joules = frames.scaled(1e3, best["joules"])
+        dispatched = mine["peer"] == "leaner_kernel" and find_rule_of_library(
+            int(mine["capability"].replace(".", "")),
+            *(False, bool(mine["causal"]), True, int(mine["head_dim"]), int(mine["tokens"])),
+        )
+        lines.append(
+            {
+                "attention, forward + backward": LABELS[case],
+                "B·H·N·D": mine["size"].replace(",", "").replace(" bfloat16", ""),
+                "ours, µs": f"PyTorch's ({time})" if dispatched else time,
+                "fastest other, µs": frames.number(1e6 * best["median"]),
+                "which": best["peer"],
+                "times as fast": f"1 ({times})" if dispatched else times,
+                "ours, mJ": joules if dispatched else frames.scaled(1e3, mine["joules"]),
+                "other, mJ": joules,
+            }
+        )
+    order = list(LABELS.values())
+    return pd.DataFrame(sorted(lines, key=lambda line: order.index(next(iter(line.values())))))
 
 
-def _with(frame: pd.DataFrame, *expressions: str) -> pd.DataFrame:
-    """Add the columns that expressions name and no row has."""
-    names = set(re.findall(r"(?<![.\w'])[a-zA-Z_]\w*", " ".join(expressions)))
-    known = {"and", "or", "not", "in"} | {*frame.columns}
-    return frame.assign(**dict.fromkeys(sorted(names - known), float("nan")))
+def steps(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return whole training steps on a GPU beside the fastest of others, for the first page."""
+    rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
+    rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
+    rows = rows.assign(rate=rows["images_per_s"].fillna(rows["tokens_per_s"]))
+    lines = []
+    for (_, row, mode), here in rows.groupby(["on", "row", "mode"], sort=False):
+        for variant in ("original", "lean"):
+            sides = here[here["variant"] == variant]
+            ours = sides[sides["peer"].isin(["leaner", "leaner_compiled"])]
+            others = sides[~sides["ours"]].nlargest(1, "rate")
+            if ours.empty or others.empty:
+                continue
+            mine, best = ours.iloc[0], others.iloc[0]
+            joules = mine[["joules_per_image", "joules_per_token"]].dropna()
+            peer = best["peer"].removesuffix("_compiled")
+            lines.append(
+                {
+                    "training step": f"{STEPS[row]}, {variant}",
+                    "called": mode,
+                    "ours, a second": frames.number(mine["rate"]),
+                    "fastest other": f"{frames.number(best['rate'])} {peer}",
+                    "times as fast": frames.number(mine["rate"] / best["rate"]),
+                    "ours, peak GB": frames.scaled(1e-9, mine["peak_memory_bytes"]),
+                    "other, peak GB": frames.scaled(1e-9, best["peak_memory_bytes"]),
+                    "ours, mJ for each": frames.scaled(
+                        1e3, joules.iloc[0] if len(joules) else None
+                    ),
+                }
+            )
+    return pd.DataFrame(lines)
 
 
-def render(table: Mapping[str, Any], found: Frames, more: str = "") -> str:
-    """Return a table of bench/tables.toml as Markdown, nothing without a row.
+def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return what each file was made with: date, commit, hardware, driver and versions."""
+    rows = []
+    for data in results:
+        info, commit = data["machine_info"], data["commit_info"]
+        hardware = [data["names"]["cuda"] or data["names"]["cpu"]]
+        hardware += [f"{info['cpu']['cores']} cores", f"{info['cpu']['torch_threads']} threads"]
+        if gpu := info["gpu"]:
+            hardware += [f"{gpu['count']} × {gpu['memory_bytes'] / 2**30:.0f} GiB"]
+            hardware += [f"power limit {gpu['power_limit_watts']} W"]
+            hardware += [f"{name} clock {mhz} MHz" for name, mhz in gpu["clocks_mhz"].items()]
+        changed = " with changes" if commit["dirty"] else ""
+        changed += f" ({commit['note']})" if "note" in commit else ""
+        rows.append(
+            {
+                "file": data["file"],
+                "date": data["datetime"][:10],
+                "commit": (commit["id"] or "none")[:12] + changed,
+                "source": commit["source"],
+                "hardware": ", ".join(hardware),
+                "versions": ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
+            }
+        )
+    return pd.DataFrame(rows, columns=["file", "date", "commit", "source", "hardware", "versions"])
 
-    ``more`` narrows its rows further.
-    """
-    frame = found.get(table["frame"], pd.DataFrame())
-    columns = dict(column.partition(": ")[::2] for column in table["columns"])
-    expressions = {heading: expression or heading for heading, expression in columns.items()}
-    for rows in filter(None, (table.get("rows"), more)):
-        frame = frame if frame.empty else frame.query(rows, engine="python")
-    if frame.empty:
-        return ""
-    frame = _with(frame, *expressions.values())
+
+def attention(standing: pd.DataFrame) -> pd.DataFrame:
+    """Return our best row of each pass of attention, from q, k and v or from one projection."""
+    rows = standing[standing["kind"] == "attention"]
     cells = pd.DataFrame(
         {
-            heading: frame[e] if e in frame else frame.eval(e, engine="python")
-            for heading, e in expressions.items()
+            "on": rows["on"],
+            "case": rows["case"],
+            "from": rows["start"],
+            "size": rows["size"],
+            "called": rows["mode"],
+            "µs": frames.words(1e6 * rows["median"]) + " " + rows["peer"],
+            "IQR, %": 100 * rows["iqr"] / rows["median"],
+            "copy, %": 100 * rows["copy_fraction"],
+            "× default": rows["times_default"],
+            "× best peer": rows["versus"],
         }
     )
-    if beside := table.get("beside"):
-        index = [*expressions][: table["index"]]
-        cells[index] = cells[index].astype(object).fillna("")
-        cells[beside] = frame[beside].to_numpy()
-        cells = cells.pivot_table(index=index, columns=beside, sort=False, aggfunc="first")
-        # All of one value of ``beside`` together.
-        order = list(dict.fromkeys(key[1:] for key in cells.columns))
-        cells = cells[sorted(cells.columns, key=lambda key: order.index(key[1:]))]
-        cells.columns = [
-            " ".join((*key[1:], key[0])).removesuffix(" cell") for key in cells.columns
-        ]
-        cells = cells.reset_index()
-    return frames.markdown(cells.replace("", None).dropna(axis="columns", how="all"))
+    return beside(cells, [rows["stage"]], 5)
 
 
-def fill(text: str, tables: Mapping[str, Mapping[str, Any]], found: Frames) -> str:
-    """Return a page with the table below each marker rendered anew.
+def kappa(standing: pd.DataFrame) -> pd.DataFrame:
+    """Return condition numbers beside libraries' singular values."""
+    rows = standing[standing["kind"] == "kappa"]
+    return pd.DataFrame(
+        {
+            "on": rows["on"],
+            "case": rows["case"],
+            "size": rows["size"],
+            "called": rows["mode"],
+            "ms": 1e3 * rows["median"],
+            "IQR, ms": 1e3 * rows["iqr"],
+            "× svdvals": rows["times_default"],
+            "× best library": rows["versus"],
+            "error at 10³": rows["error_mild"],
+            "at 10⁶": rows["error_hard"],
+        }
+    )
 
-    A second word of a marker names the library of the rows.
+
+def monitor(standing: pd.DataFrame) -> pd.DataFrame:
+    """Return training steps with and without the monitor."""
+    rows = standing[standing["kind"] == "step"]
+    cells = pd.DataFrame(
+        {
+            "on": rows["on"],
+            "case": rows["case"],
+            "size": rows["size"],
+            "ms without": 1e3 * rows["seconds_without"],
+            "with": 1e3 * rows["median"],
+            "overhead, %": 100 * rows["overhead"],
+            "IQR, %": 100 * rows["overhead_iqr"],
+        }
+    )
+    return beside(cells, [rows["stage"]], 3)
+
+
+def models(standing: pd.DataFrame) -> pd.DataFrame:
+    """Return training and inference of rows of the paper beside timm's and transformers'."""
+    rows = standing[standing["kind"].isin(["model", "language"])]
+    cells = pd.DataFrame(
+        {
+            "on": rows["on"],
+            "row": rows["row"],
+            "batch": rows["batch"],
+            "called": rows["mode"],
+            "a second": rows["images_per_s"].fillna(rows["tokens_per_s"]),
+            "IQR, %": 100 * rows["iqr"] / rows["median"],
+            "× best peer": rows["versus"],
+            "kept, kB": rows["own"] / 1e3,
+            "mJ": 1e3 * rows["joules_per_image"].fillna(rows["joules_per_token"]),
+            "peak, GB": rows["peak_memory_bytes"] / 1e9,
+        }
+    )
+    return beside(cells, [rows["variant"], rows["stage"]], 4)
+
+
+def lean(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return lean over original of each row of the paper; the small ones of a CPU are not of it."""
+    rows = timed[(timed["variant"] != "") & ~timed["case"].str.startswith("cpu_")]
+    rows = rows[rows["stage"].isin(["training", ""])]
+    ratios = {}
+    for name, (column, peer) in RATIOS.items():
+        here = rows[rows["peer"] == peer] if peer else rows
+        sides = here.pivot_table(column, ["on", "row"], "variant", sort=False)
+        if {"lean", "original"} <= {*sides.columns}:
+            ratios[name] = sides["lean"] / sides["original"]
+    found = pd.concat(ratios, axis="columns").reset_index() if ratios else pd.DataFrame()
+    return found.reindex(columns=["on", "row", *RATIOS])
+
+
+def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """Return by status and reason which peers were not measured, what was wrong first."""
+    rows = [entry for data in results for entry in data.get("unmeasured", ())]
+    frame = pd.DataFrame(rows, columns=["status", "reason", "peer", "case"]).drop_duplicates()
+    frame["status"] = frame["status"].replace("wrong", "WRONG")  # which also sorts first
+    cases = frame.groupby(["status", "reason", "peer"], sort=False)["case"].agg(list).reset_index()
+    cases["where"] = [
+        f"{peer} in {', '.join(names) if len(names) < 3 or status == 'WRONG' else len(names)}"
+        for status, peer, names in zip(cases["status"], cases["peer"], cases["case"])
+    ]
+    causes = cases.groupby(["status", "reason"], sort=False)["where"].agg("; ".join).reset_index()
+    return causes.sort_values("status", kind="stable").rename(columns={"where": "peers and cases"})[
+        ["status", "peers and cases", "reason"]
+    ]
+
+
+def accuracy() -> pd.DataFrame:
+    """Return what ``bench.kappa.accuracy`` found, by kind of spectrum."""
+    content = json.loads((RESULTS / "kappa_accuracy.json").read_text("utf-8"))
+    rows = pd.DataFrame.from_dict(content["kind"] | content["all"], "index")
+    return pd.DataFrame(
+        {
+            "spectrum": rows.index,
+            "matrices": rows["matrices"].to_numpy(),
+            "resolved": rows["resolved"].to_numpy(),
+            "singular": rows["singular"].to_numpy(),
+            "called resolved though singular": rows["singular_resolved"].to_numpy(),
+            "error to 10⁶": rows["to_1e6"].to_numpy(),
+            "to 3·10⁶": rows["to_3e6"].to_numpy(),
+            "of what is allowed, %": 100 * rows["allowed"].to_numpy(),
+        }
+    )
+
+
+def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return what ``bench.training`` measured, with the median ratio and its range."""
+    return pd.DataFrame(
+        {
+            "measured": row["measured"],
+            "unit": row["unit"],
+            "ours": row["ours"],
+            "theirs": row["theirs"],
+            "whose": row["peer"],
+            "ours / theirs": statistics.median(row["ratios"]) if row["ratios"] else None,
+            "of each turn": f"{frames.number(min(row['ratios']))} to "
+            f"{frames.number(max(row['ratios']))}"
+            if row["ratios"]
+            else "",
+        }
+        for row in rows
+    )
+
+
+def kernels_by_gpu(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return what the kernels of a name take on an architecture, at the worst of their launches."""
+    frame = pd.DataFrame(rows)
+    frame["kernels"] = frame["kernel"].str.strip("_").str.split("_").str[0]
+    frame["pass"] = frame["kernel"].str.contains("bwd").map({True: "backward", False: "forward"})
+    frame["gpu"] = "sm_" + frame["capability"].astype(str)
+    by = frame.groupby(["kernels", "pass", "gpu"], sort=False)
+    worst = by.agg(registers=("registers", "max"), fewest=("programs_per_sm", "min"))
+    spills = by["spills"].max().map(lambda spills: f", {spills} s" if spills else "")
+    cells = worst["registers"].astype(str) + " / " + worst["fewest"].astype(str) + spills
+    return cells.rename("").reset_index()
+
+
+def resources() -> pd.DataFrame:
+    """Return ``kernels_by_gpu`` of the committed table, GPUs next to each other."""
+    cells = kernels_by_gpu(json.loads((RESULTS / "resources.json").read_text("utf-8"))["rows"])
+    return beside(cells[["kernels", ""]], [cells["pass"], cells["gpu"]], 1)
+
+
+def predictions(name: str) -> pd.DataFrame:
+    """Return the rows of a file of ``bench.gpu_model.predictions``."""
+    content = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+    rows = pd.DataFrame(content["rows"])
+    return rows.assign(triton=content["versions"]["triton"])
+
+
+def own_kernels(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the passes of our own kernels alone, from q, k and v apart or as vision has them."""
+    rows = timed[timed["peer"].isin(OWN_KERNELS) & (timed["mode"] == "graph")]
+    rows = rows[rows["stage"].isin(["forward", "backward"])]
+    return rows.assign(gpu=rows["on"].str.removeprefix("NVIDIA "))
+
+
+def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return predictions of what is not measured, of cases that FlashAttention 2 has too.
+
+    In brackets is what FlashAttention 2 takes by the same model, as a multiple.
+    """
+    by = ["gpu", "case", "stage"]
+    measured = pd.MultiIndex.from_frame(own_kernels(timed)[by])
+    compared = rows.loc[rows["flash_attn_2"].notna(), "case"]
+    left = rows[rows["case"].isin(compared) & ~pd.MultiIndex.from_frame(rows[by]).isin(measured)]
+    times = frames.words(1e6 * left["predicted"]).replace("", "unknown")
+    ratios = frames.words(left["flash_attn_2"] / left["predicted"])
+    cells = pd.DataFrame(
+        {"case": left["case"], "": times + (" (" + ratios + ")").replace(" ()", "")}
+    )
+    return beside(cells, [left["gpu"], left["stage"]], 1)
+
+
+def fit(timed: pd.DataFrame, *files: pd.DataFrame) -> pd.DataFrame:
+    """Return what our kernels took on a GPU beside what was predicted for it.
+
+    Where the machine code that ran was predicted too, by the first of the files, that counts.
+    """
+    by = ["gpu", "case", "stage"]
+    measured = own_kernels(timed)[[*by, "triton", "median"]]
+    same = measured.merge(files[0], on=[*by, "triton"])
+    newest = [measured.drop(columns="triton").merge(rows, on=by) for rows in files[1:]]
+    rows = pd.concat([same, *newest]).drop_duplicates(by, ignore_index=True)
+    return pd.DataFrame(
+        {
+            "GPU": rows["gpu"],
+            "case": rows["case"],
+            "pass": rows["stage"],
+            "code of Triton": rows["triton"],
+            "measured, µs": 1e6 * rows["median"],
+            "predicted, µs": 1e6 * rows["predicted"],
+            "off by, %": 100 * (rows["predicted"] / rows["median"] - 1),
+            "measured / floor": rows["median"] / rows["floor"],
+            "the floor is": rows["limit"],
+            "binds": rows["binds"],
+        }
+    )
+
+
+class Goal(NamedTuple):
+    """What is to be reached: a figure that is at least, or at most, a bound.
+
+    Attributes:
+        text: in which the columns of a row have their values.
+        of: whether a row of ``frames.standings`` has the goal, or one of ``lean``.
+        figure: what is held to the bound.
+        bound: a number, or the column that has it.
+        at_least: the figure must reach the bound; otherwise it may not pass it.
     """
 
+    text: str
+    of: Callable[[Mapping[str, Any]], bool]
+    figure: Callable[[Mapping[str, Any]], float]
+    bound: float | str
+    at_least: bool = True
+
+
+def _kappa_on(gpu: str, ms: float) -> Goal:
+    return Goal(
+        f"{{case}} on an {gpu}: at most {ms} ms",
+        lambda row: row["case"] == "kappa_197x1024" and gpu in row["on"],
+        *(lambda row: 1e3 * row["median"], ms, False),
+    )
+
+
+def _vit_base(row: Mapping[str, Any]) -> bool:
+    of_row = row["kind"] == "model" and row["row"] == "vit_base" and row["stage"] == "training"
+    return of_row and row["mode"] == "compiled" and not row["cpu"]
+
+
+VISION_OPERATORS = re.compile(r"(cross_covariance|channel|window|outlook)(_block)?")
+GOALS = (
+    *(_kappa_on("H200", 0.5), _kappa_on("A100", 0.8), _kappa_on("RTX A6000", 2.5)),
+    Goal(
+        "{case}: 10 × as fast as {other}",
+        lambda row: row["kind"] == "kappa" and not row["cpu"],
+        *(lambda row: row["times_best"], 10),
+    ),
+    Goal(
+        "{case}: 100 × as fast as svdvals",
+        lambda row: row["kind"] == "kappa" and not row["cpu"],
+        *(lambda row: row["times_default"], 100),
+    ),
+    Goal(
+        "{case}: every=1 costs at most 2%",
+        lambda row: row["kind"] == "step" and row["every"] == 1 and not row["cpu"],
+        *(lambda row: 100 * row["overhead"], 2, False),
+    ),
+    Goal(
+        "{case}: 1.5 × the fastest peer, {other}",
+        lambda row: (
+            row["kind"] == "attention"
+            and bool(VISION_OPERATORS.fullmatch(row["op"]))
+            and (row["stage"], row["mode"]) == ("both", "graph")
+        ),
+        *(lambda row: row["times_best"], 1.5),
+    ),
+    Goal(
+        "vit_base {variant}: 1.1 × compiled timm in training",
+        *(_vit_base, lambda row: row["times_default"], 1.1),
+    ),
+    Goal(
+        "vit_base original on an H200: 4,000 images/s in training",
+        lambda row: _vit_base(row) and row["variant"] == "original" and "H200" in row["on"],
+        *(lambda row: row["images_per_s"], 4000),
+    ),
+    Goal(
+        "crammed_bert lean: 1.3 × {other}, {mode}",
+        lambda row: (
+            (row["kind"], row["row"], row["variant"]) == ("language", "crammed_bert", "lean")
+            and not row["cpu"]
+        ),
+        *(lambda row: row["times_best"], 1.3),
+    ),
+)
+GOALS_OF_LEAN = (
+    Goal(
+        "crammed_bert: lean 1.4 × the tokens/s of the original, eager",
+        lambda row: row["row"] == "crammed_bert",
+        *(lambda row: 1 / row["time"], 1.4),
+    ),
+    Goal(
+        "crammed_bert: lean 1.4 × the tokens/s of the original, compiled",
+        lambda row: row["row"] == "crammed_bert",
+        *(lambda row: 1 / row["time, compiled"], 1.4),
+    ),
+    Goal(
+        "{row}: lean over original memory at most the paper's {as printed:.2f}",
+        lambda row: row["row"] != "crammed_bert",
+        *(lambda row: row["peak"], "as printed", False),
+    ),
+)
+
+
+def goals(standing: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
+    """Return each goal that applies to what was measured, the best row that has it, a verdict."""
+    lines: dict[tuple[str, str], dict[str, Any]] = {}
+    for rows, declared in ((standing, GOALS), (ratios, GOALS_OF_LEAN)):
+        for goal in declared:
+            for row in filter(goal.of, rows.to_dict("records")):
+                figure = goal.figure(row)
+                bound = row[goal.bound] if isinstance(goal.bound, str) else goal.bound
+                if pd.isna(figure) or pd.isna(bound):
+                    continue
+                margin = figure / bound if goal.at_least else bound / figure
+                line = {
+                    "on": row["on"],
+                    "goal": goal.text.format(**row),
+                    "measured": frames.number(figure),
+                    "verdict": "met" if margin >= 1 else "**missed**",
+                    "margin": margin,
+                }
+                kept = lines.setdefault((line["on"], line["goal"]), line)
+                if margin > kept["margin"]:
+                    kept.update(line)
+    return pd.DataFrame(lines.values()).drop(columns="margin", errors="ignore")
+
+
+def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
+    """Return the tables of each page, of these files or else of bench/results.
+
+    Raises:
+        SystemExit: a file cannot be read, is no result, or none has a measured row, in one line.
+    """
+    results = [frames.read(path) for path in paths or sorted(RESULTS.glob("20*.json"))]
+    timed = frames.timed(results)
+    if timed.empty:
+        raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
+    standing, ratios = frames.standings(timed), lean(timed)
+    tables = {
+        "runs": runs(results),
+        "goals": goals(standing, ratios),
+        "attention": attention(standing),
+        "kappa": kappa(standing),
+        "monitor": monitor(standing),
+        "models": models(standing),
+        "lean": ratios,
+        "unmeasured": unmeasured(results),
+    }
+    found = {"README": {"front": front(timed), "steps": steps(timed)}, "results": tables}
+    if not paths:
+        newest, same = predictions("predictions"), predictions("calibration")
+        measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
+        tables |= {
+            "accuracy": accuracy(),
+            "training": training(measured),
+            "predicted": predicted(timed, newest),
+            "fit": fit(timed, same, newest),
+        }
+        found["resources"] = {"resources": resources()}
+    return found
+
+
+def render(table: pd.DataFrame) -> str:
+    """Return a table as Markdown without the columns that no row has, nothing without a row."""
+    if table.empty:
+        return ""
+    return frames.markdown(table.replace("", None).dropna(axis="columns", how="all"))
+
+
+def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
+    """Return a page with the table below each marker rendered anew."""
+
     def block(marker: re.Match[str]) -> str:
-        name, _, library = marker[2].partition(" ")
-        more = f"library == '{library}'" if library else ""
-        table = render(tables[name], found, more)
+        table = render(tables[marker[2]])
         return f"{marker[1]}\n{table}\n" if table else marker[1]
 
     return BLOCK.sub(block, text)
 
 
-def draw(standing: pd.DataFrame, path: Path) -> None:
+def draw(path: Path) -> None:
     """Draw how many times as fast as PyTorch's default attention is, forward and backward."""
+    results = [frames.read(result) for result in sorted(RESULTS.glob("20*.json"))]
+    standing = frames.standings(frames.timed(results))
     rows = standing[(standing["kind"] == "attention") & (standing["stage"] == "both")]
     rows = rows[(rows["mode"] == "graph") & ~rows["cpu"]].dropna(subset="times_default")
     names = rows["case"] + rows["start"].map(lambda start: f", {start}" if start else "")
@@ -260,25 +587,23 @@ def draw(standing: pd.DataFrame, path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench/ or of tests")
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench/")
     parser.add_argument("--check", action="store_true", help="compare the pages, write nothing")
     options = parser.parse_args(arguments)
     found = gather(options.results)
     if options.results:
-        tables = [(n, render(t, found)) for page in PAGES for n, t in DECLARED[page].items()]
-        if not any(len(found[name]) for name in ("timed", "equal", "refused", "peers")):
-            raise SystemExit("no measured row in " + ", ".join(map(str, options.results)))
+        tables = [(name, render(t)) for page in found.values() for name, t in page.items()]
         sys.stdout.writelines(f"### {name}\n\n{text}\n\n" for name, text in tables if text)
         return
     for page, path in PAGES.items():
         text = path.read_text("utf-8")
-        filled = fill(text, DECLARED[page], found)
+        filled = fill(text, found[page])
         if options.check and filled != text:
             raise SystemExit(f"{path.name} is out of date: run python -m bench.report")
         if not options.check:
             path.write_text(filled, "utf-8")
     if not options.check:
-        draw(found["standing"], DOCS / "results.png")
+        draw(DOCS / "results.png")
 
 
 if __name__ == "__main__":

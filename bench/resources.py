@@ -33,9 +33,9 @@ SUPPORTED = ARCHITECTURES
 IN_TABLE = *SUPPORTED, 100
 # Registers that a kernel may take beyond the committed table before the check fails.
 SLACK = 16
-KEYS = "case", "launch", "capability", "kernel", "tiles"
-USAGE = "registers", "shared", "stack", "spills", "looped_spills"
-FIGURES = *USAGE, "threads", "programs_per_sm"
+KEYS = "case", "launch", "capability", "kernel"
+KEPT = "registers", "shared", "spills", "programs_per_sm"
+FIGURES = *KEPT, "stack", "looped_spills"  # the last two are held to limits
 
 
 def cuda_cases() -> list[AttentionCase]:
@@ -62,17 +62,11 @@ def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, A
         yield name
 
 
-def rows(
-    cases: Iterable[AnyCase], gpus: Iterable[int], *, instructions: bool = True
-) -> Iterator[dict[str, Any]]:
-    """Yield every row of the table: its name, and what the launch takes.
-
-    Without ``instructions``, which ``faults`` does not need, nothing is disassembled.
-    """
+def rows(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yield every row of the table: its name, and what the launch takes."""
     for name, one in _launches(cases, gpus):
         used = compile_launch(one, name["capability"])
-        figures = (*FIGURES, "instructions") if instructions else FIGURES
-        yield name | {figure: getattr(used, figure) for figure in figures}
+        yield name | {figure: getattr(used, figure) for figure in FIGURES}
 
 
 def _launches(
@@ -84,22 +78,12 @@ def _launches(
 
 
 def _name(case: AnyCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
-    constants = one.constants().items()
-    sizes = {name: size for name, size in constants if not isinstance(size, bool | str)}
-    return {
-        "case": case.name,
-        "dtype": case.dtype_name,
-        "launch": launch,
-        "capability": capability,
-        "kernel": one.name,
-        # As JSON gives it back: tuples are lists there.
-        "tiles": json.loads(json.dumps(sizes)),
-    }
+    return dict(zip(KEYS, (case.name, launch, capability, one.name)))
 
 
-def key(row: dict[str, Any]) -> str:
-    """Return a row's name as one string."""
-    return json.dumps([row[name] for name in KEYS], sort_keys=True)
+def key(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a row's name."""
+    return tuple(row[name] for name in KEYS)
 
 
 def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
@@ -139,7 +123,8 @@ def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
 
 def save(table: dict[str, Any]) -> None:
     """Write the file, one line of JSON for each row."""
-    lines = ",\n".join(json.dumps(row) for row in table["rows"])
+    kept = [{name: row[name] for name in (*KEYS, *KEPT)} for row in table["rows"]]
+    lines = ",\n".join(map(json.dumps, kept))
     versions = json.dumps(table["versions"])
     TABLE.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
 
@@ -171,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from bench import frames
 
-        columns = ["case", "launch", "capability", "kernel", *FIGURES]
+        columns = [*KEYS, *FIGURES]
         sys.stdout.write(frames.markdown(pd.DataFrame(table["rows"])[columns]) + "\n")
     return 0
 

@@ -1,14 +1,11 @@
-"""What every test shares: memory that shows what nobody wrote, and the record of compatibility."""
+"""What every test shares: memory that shows what nobody wrote, and the choice of cases."""
 
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests import compatibility_record, selection
+from tests import selection
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +18,6 @@ def poison_uninitialised_memory() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--compat-results",
-        type=Path,
-        metavar="FILE",
-        help="write what the adapters' tests record, of which docs/compatibility.md is made",
-    )
     parser.addoption(
         "--kills",
         type=int,
@@ -42,20 +33,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("first_case"):
         selection.keep(config, items, selection.first_cases(items))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--compat-results", default=None)
-    # A worker of pytest-xdist sends its reports to the process that started it, which writes.
-    if path is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(compatibility_record.Recorder(path))
-
-
-@pytest.fixture
-def record(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Call it at the end of a test, with the keywords of ``compatibility_record.add``."""
-    compatibility_record.expect(request.node)
-    judged = compatibility_record.Judged()
-    for name in compatibility_record.judging():
-        monkeypatch.setattr(sys.modules[name], "assert_within_budget", judged)
-    return partial(compatibility_record.add, request.node, judged)

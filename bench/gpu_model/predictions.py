@@ -1,10 +1,11 @@
-"""Write what the benchmark's cases would take on GPUs that are not here.
+"""Write what the benchmark's cases would take on GPUs that are not here. Nothing is measured.
 
-    python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...]
+    python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...] [--separate]
 
 Each case is executed in part (``command.smaller``) as compiled for each GPU, forward and backward,
 and timed (``replay``); on GPUs that nobody has measured, FlashAttention 2 beside it (``peers``).
-``bench.predict`` reads bench/results/predictions.json. Nothing is measured.
+``bench.report`` shows bench/results/predictions.json, and beside what an H200 measured
+bench/results/calibration.json: the same with the release of Triton that ran there, ``--separate``.
 """
 
 import argparse
@@ -13,80 +14,115 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.vision_cases import VISION_CASES, VisionCase
 from bench.gpu_model import command, machine_code, peers, replay, units
 from bench.gpu_model.compile_ahead import compile_launch
 
 DIRECTIONS = "forward", "backward"
+BYTES, UNKNOWN = "bytes", "unknown"
+
+
+class Launch(NamedTuple):
+    """What the model makes of one launch on one GPU.
+
+    Attributes:
+        seconds: None where the machine code is not understood or not predicted.
+        binds: what takes most of that time.
+        busy: seconds by unit that the launch takes if nothing waits, empty where it is not known.
+        programs: how many an SM holds at once.
+    """
+
+    seconds: float | None
+    binds: str
+    busy: dict[str, float]
+    programs: int
+
+
+def row(
+    name: str, case: AttentionCase | VisionCase, direction: str, launches: Sequence[Launch]
+) -> dict[str, Any]:
+    """Return one direction of a case on a GPU: seconds predicted, and the floor.
+
+    The floor is the larger of every tensor moved once, at the part of the memory's peak rate that
+    a copy attains, and of what the busiest unit of each launch takes. ``limit`` says which.
+    """
+    gpu = units.GPUS[name]
+    moved = case.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
+    understood = all(launch.busy for launch in launches)
+    busiest = max(launches, key=lambda launch: max(launch.busy.values(), default=0.0)).busy
+    computed = sum(max(launch.busy.values(), default=0.0) for launch in launches)
+    limit = BYTES if understood else f"{BYTES}, units {UNKNOWN}"
+    seconds = [launch.seconds for launch in launches]
+    known = None not in seconds
+    binds = ", ".join(dict.fromkeys(launch.binds for launch in launches))
+    return {
+        "gpu": name,
+        "case": case.name,
+        "stage": direction,
+        "predicted": _short(sum(filter(None, seconds))) if known else None,
+        "floor": _short(max(moved, computed)),
+        "limit": limit if moved >= computed else max(busiest, key=busiest.__getitem__),
+        "binds": binds if known else UNKNOWN,
+        "programs": min(launch.programs for launch in launches),
+    }
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
 
 
 def rows(
-    case: Any, capability: int, directions: Sequence[str] = DIRECTIONS, packed: bool = True
+    case: AttentionCase | VisionCase,
+    capability: int,
+    directions: Sequence[str] = DIRECTIONS,
+    packed: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for each launch of a case; ``packed`` is that of ``command.run``.
-
-    ``executed`` are a program's machine instructions, None where they are not understood, and
-    ``wavefronts`` its own of shared memory; ``programs`` are the whole case's. ``predicted`` has
-    seconds and what binds, by GPU; it is empty where nothing is predicted.
-    """
+    """Yield ``row`` for each direction and GPU; ``packed`` is that of ``command.run``."""
     part, times = command.smaller(case)
+    gpus = {name: gpu for name, gpu in units.GPUS.items() if gpu.capability == capability}
     for direction in directions:
+        launches: dict[str, list[Launch]] = {name: [] for name in gpus}
         for execution in command.run(
             part, direction, capability, times=times, check=False, packed=packed
         ):
             used = compile_launch(execution.launch, capability)
-            code, found = machine_code.of_execution(execution, used.cubin)
-            executed, predicted = None, {}
-            if found.known:
-                counts = machine_code.executed(code, found.of_block, execution.warps)
-                executed = {name: round(n, 1) for name, n in counts.items() if n >= 0.05}
-                try:
-                    work = replay.work_of(execution, used, code, found, times)
-                    for name, gpu in units.GPUS.items():
-                        if gpu.capability == capability:
-                            timing = replay.time(work, gpu)
-                            predicted[name] = [float(f"{timing.seconds:.4g}"), timing.binds]
-                except ValueError as error:
-                    sys.stderr.write(f"{case.name} {direction}: {execution.name}: {error}\n")
-            yield {
-                "case": case.name,
-                "launch": direction,
-                "capability": capability,
-                "kernel": execution.name,
-                "programs": round(execution.programs * times),
-                "programs_per_sm": used.programs_per_sm,
-                "off": round(found.off, 4),
-                "executed": executed,
-                "wavefronts": execution.wavefronts,
-                "predicted": predicted,
-            }
+            code, runs = machine_code.of_execution(execution, used.cubin)
+            for name, gpu in gpus.items():
+                seconds, binds, busy = None, UNKNOWN, {}
+                if runs.known:
+                    executed = machine_code.executed(code, runs.of_block, execution.warps)
+                    by_unit = units.cycles(executed, execution.wavefronts, gpu)
+                    a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
+                    busy = {unit: n * a_cycle for unit, n in by_unit.items()}
+                    try:
+                        work = replay.work_of(execution, used, code, runs, times)
+                        timing = replay.time(work, gpu)
+                        seconds, binds = timing.seconds, timing.binds
+                    except ValueError as error:
+                        sys.stderr.write(f"{case.name} {direction}: {execution.name}: {error}\n")
+                launches[name].append(Launch(seconds, binds, busy, used.programs_per_sm))
+        for name in gpus:
+            yield row(name, case, direction, launches[name]) | _peer(name, case, direction)
 
 
-def peer_rows(case: Any, capability: int) -> Iterator[dict[str, Any]]:
-    """Yield what FlashAttention 2 would take for a case, on each GPU of a capability.
-
-    Not on sm_90: its time on an H200 is measured.
-    """
+def _peer(name: str, case: AttentionCase | VisionCase, direction: str) -> dict[str, float]:
+    """Return what FlashAttention 2 would take, nothing on sm_90: an H200 has measured it."""
+    gpu = units.GPUS[name]
     plain = (
         isinstance(case, AttentionCase)
         and case.queries is None
         and not (case.padded or case.lengths or case.window)
     )
-    if capability == 90 or not plain or case.head_dim not in (32, 64):
-        return
-    for direction in DIRECTIONS:
-        for name, gpu in units.GPUS.items():
-            if gpu.capability == capability:
-                try:
-                    seconds = getattr(peers, direction)(case, gpu).seconds
-                except peers.NotThereError as error:
-                    sys.stderr.write(f"{case.name} {direction}: {error}\n")
-                    continue
-                row = {"case": case.name, "launch": direction, "gpu": name}
-                yield row | {"peer": "FlashAttention 2", "seconds": float(f"{seconds:.4g}")}
+    if gpu.capability == 90 or not plain or case.head_dim not in (32, 64):
+        return {}
+    try:
+        return {"flash_attn_2": _short(getattr(peers, direction)(case, gpu).seconds)}
+    except peers.NotThereError as error:
+        sys.stderr.write(f"{case.name} {direction}: {error}\n")
+        return {}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,21 +137,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     modelled = tuple(units.MODELS)
     parser.add_argument("--arch", type=int, nargs="+", choices=modelled, default=modelled)
     parser.add_argument("--only", nargs="+", choices=[c.name for c in cases], metavar="CASE")
-    given = parser.parse_args(argv)
+    parser.add_argument("--separate", action="store_true", help="q, k and v apart, not packed")
+    options = parser.parse_args(argv)
     written: list[dict[str, Any]] = []
-    beside: list[dict[str, Any]] = []
     for case in cases:
-        if given.only and case.name not in given.only:
+        if options.only and case.name not in options.only:
             continue
-        for capability in given.arch:
-            written += rows(case, capability)
-            beside += peer_rows(case, capability)
+        # Benchmarks have the tensors of vision operators always packed.
+        packed = not (options.separate and isinstance(case, AttentionCase))
+        for capability in options.arch:
+            written += rows(case, capability, packed=packed)
             sys.stderr.write(f"{case.name} sm_{capability}\n")
     versions = json.dumps({name: version(name) for name in ("triton", "torch")})
-    lines, others = (",\n".join(map(json.dumps, found)) for found in (written, beside))
-    given.output.write_text(
-        f'{{"versions": {versions},\n"rows": [\n{lines}\n],\n"peers": [\n{others}\n]}}\n', "utf-8"
-    )
+    lines = ",\n".join(map(json.dumps, written))
+    options.output.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,7 +18,6 @@ from tests.error_budget import assert_computes, assert_within_budget
 
 DIM, HEADS = 12, 3
 BATCH, TOKENS = 2, 7
-Record = Callable[..., None]
 
 # PyTorch itself has the prototype of nested tensors warn.
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -69,19 +68,6 @@ CASES = (
     MultiheadCase("weights of every head, masked", mask="additive", weights=True, average=False),
     MultiheadCase("weights, causal", FIRST, mask="causal", causal=True, weights=True),
 )
-
-
-FAMILIES = {
-    "MultiheadAttention": "multihead_attention",
-    "TransformerEncoder": "transformer_encoder",
-    "TransformerEncoderLayer": "transformer_encoder",
-    "Transformer": "transformer_decoder",
-}
-
-
-def equal(record: Record, cls: str, case: str, dtype: torch.dtype = torch.float32) -> None:
-    name = str(dtype).removeprefix("torch.")
-    record(library="torch", family=FAMILIES[cls], architecture=cls, case=case, dtype=name)
 
 
 def make_mask(case: MultiheadCase) -> Tensor | None:
@@ -148,7 +134,7 @@ def make_attention(case: MultiheadCase) -> nn.MultiheadAttention:
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_attention_equals_pytorchs(case: MultiheadCase, dtype: torch.dtype, record: Record) -> None:
+def test_attention_equals_pytorchs(case: MultiheadCase, dtype: torch.dtype) -> None:
     module = make_attention(case)
     oracle = copy.deepcopy(module.to(dtype))
     pytorch.use(module)
@@ -157,7 +143,6 @@ def test_attention_equals_pytorchs(case: MultiheadCase, dtype: torch.dtype, reco
         actual = run(module, case)
         assert its_path.called == case.weights
     assert_computes(actual, lambda dtype: run(copy.deepcopy(oracle).to(dtype), case))
-    equal(record, "MultiheadAttention", case.name, dtype)
 
 
 class EncoderLayerCase(NamedTuple):
@@ -200,7 +185,7 @@ PADDED = torch.arange(TOKENS) >= torch.tensor([[TOKENS], [4]])
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_encoder_equals_pytorchs(layer: EncoderLayerCase, record: Record) -> None:
+def test_encoder_equals_pytorchs(layer: EncoderLayerCase) -> None:
     def run(encoder: nn.TransformerEncoder) -> dict[str, Tensor]:
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1) if layer.mask else None
         padding = PADDED if layer.padded else None
@@ -218,7 +203,6 @@ def test_encoder_equals_pytorchs(layer: EncoderLayerCase, record: Record) -> Non
         *(f"layers.{i}.self_attn" for i in range(2)),
     }
     assert_computes(run(encoder), lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
-    equal(record, "TransformerEncoder", layer.name)
 
 
 def no_fast_path() -> Any:
@@ -229,7 +213,7 @@ def no_fast_path() -> Any:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_inference_takes_no_path_around_our_attention(padded: bool, record: Record) -> None:
+def test_inference_takes_no_path_around_our_attention(padded: bool) -> None:
     """With padding PyTorch makes the batch a nested tensor, whose padded outputs are zero."""
     encoder = make_encoder(FIRST).eval()
     encoder.use_nested_tensor, encoder.norm = True, None
@@ -244,7 +228,6 @@ def test_inference_takes_no_path_around_our_attention(padded: bool, record: Reco
             actual = encoder(x, src_key_padding_mask=padding)
     assert_within_budget(actual, same_dtype, exact)
     assert (actual[1, 4:] == 0).all() == padded
-    equal(record, "TransformerEncoder", "inference, nested by padding" if padded else "inference")
 
 
 def test_a_nested_tensor_also_has_gradients() -> None:
@@ -261,7 +244,7 @@ def test_a_nested_tensor_also_has_gradients() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def test_decoder_attends_through_ours(record: Record) -> None:
+def test_decoder_attends_through_ours() -> None:
     torch.manual_seed(0)
     model = nn.Transformer(16, 2, 1, 2, 24, dropout=0.0, batch_first=True)
     source, target = torch.randn(BATCH, 9, 16), torch.randn(BATCH, TOKENS, 16)
@@ -284,7 +267,6 @@ def test_decoder_attends_through_ours(record: Record) -> None:
     with mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError):
         actual = run(model)
     assert_computes(actual, lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
-    equal(record, "Transformer", "causal, cross-attention")
 
 
 def test_dropout_is_there_in_training_only() -> None:
@@ -360,7 +342,7 @@ def test_undo_gives_the_classes_back_and_keeps_what_was_trained() -> None:
             torch.testing.assert_close(model(tokens_of(model)), trained)
 
 
-def test_what_cannot_be_swapped_is_named(record: Record) -> None:
+def test_what_cannot_be_swapped_is_named() -> None:
     class Other(nn.MultiheadAttention):
         pass
 
@@ -386,13 +368,6 @@ def test_what_cannot_be_swapped_is_named(record: Record) -> None:
     assert swapped.left["layer"] == swapped.left["layer.self_attn"] == swapped.left["wide"]
     with pytest.raises(ValueError, match="no attention module to swap"):
         pytorch.use(nn.Linear(3, 3))
-    for name, cls, case in (
-        ("wide", "MultiheadAttention", "head_dim"),
-        ("all", "MultiheadAttention", "dropout"),
-        ("subclass", "TransformerEncoderLayer", "a subclass"),
-    ):
-        left = {"case": case, "status": "left", "note": swapped.left[name]}
-        record(library="torch", family=FAMILIES[cls], architecture=cls, **left)
 
 
 @pytest.mark.parametrize("appended", [0, 1])

@@ -56,7 +56,7 @@ def swapped(model):
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_logits_gradients_and_running_statistics_equal_timms(case, training, record):
+def test_logits_gradients_and_running_statistics_equal_timms(case, training):
     oracle = made(case, training)
     model = copy.deepcopy(oracle)
     report = timm.use(model)
@@ -64,15 +64,6 @@ def test_logits_gradients_and_running_statistics_equal_timms(case, training, rec
     assert not report.left
     assert all(isinstance(model.get_submodule(name), Capturing) for name in report.swapped)
     assert_equal_in_function(model, oracle, images())
-    record(
-        library="timm",
-        family=case.family,
-        architecture=type(oracle).__name__,
-        case=f"{case.name}, {'train' if training else 'eval'}",
-        dtype="float32",
-        status="equal",
-        note="; ".join(dict.fromkeys(report.swapped.values())),
-    )
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
@@ -229,7 +220,7 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("family", "case", "changed", "reason"), LEFT, ids=lambda x: str(x)[:20])
-def test_a_model_of_which_nothing_can_be_swapped_is_refused(family, case, changed, reason, record):
+def test_a_model_of_which_nothing_can_be_swapped_is_refused(family, case, changed, reason):
     model = of(family, **changed, **(CLASSLESS if family == "xcit" else {}))
     before = described(model)
     with pytest.raises(ValueError, match=r"has no attention module to swap \(") as refusal:
@@ -237,14 +228,6 @@ def test_a_model_of_which_nothing_can_be_swapped_is_refused(family, case, change
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert described(model) == before
-    record(
-        library="timm",
-        family=family,
-        architecture=type(model).__name__,
-        case=case,
-        status="refused",
-        note=str(refusal.value),
-    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +243,7 @@ def test_a_module_that_is_not_for_this_adapter_is_refused(module, reason):
         timm.use(module)
 
 
-def test_modules_that_stay_are_named_with_their_reasons(record):
+def test_modules_that_stay_are_named_with_their_reasons():
     model = Cait(**VIT, depth_token_only=1)
     model.blocks[0].extra = nn.MultiheadAttention(24, 3)
     report = timm.use(model)
@@ -272,8 +255,6 @@ def test_modules_that_stay_are_named_with_their_reasons(record):
         "blocks.0.extra": "leaner_kernels.adapters.pytorch swaps it",
     }
     assert f"  blocks.*.attn (2): {talking}" in str(report).splitlines()
-    facts = {"library": "timm", "family": "cait", "architecture": "Cait", "case": "talking heads"}
-    record(**facts, status="left", note=talking)
 
 
 def test_a_forward_set_on_the_instance_stays():
@@ -381,15 +362,13 @@ def test_dropout_while_training_equals_timms_for_one_seed():
 
 
 @pytest.mark.parametrize("family", ["vit", "beit", "eva", "swin"])
-def test_half_precision_by_autocast_stays_within_the_budget(family, record):
+def test_half_precision_by_autocast_stays_within_the_budget(family):
     oracle = of(family)
     model, x = swapped(oracle), images()
     exact = copy.deepcopy(oracle).double()(x.double())
     with torch.autocast("cpu", torch.bfloat16):
         actual, expected = model(x), oracle(x)
     assert_within_budget(actual, expected, exact)
-    facts = {"library": "timm", "family": family, "architecture": type(oracle).__name__}
-    record(**facts, case="autocast, logits", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("compiled_first", [False, True], ids=["then compiled", "compiled before"])

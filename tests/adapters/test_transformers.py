@@ -33,7 +33,6 @@ from tests.adapters.transformers_calls import (
 from tests.adapters.transformers_families import FAMILIES, PADDING, Family
 from tests.error_budget import assert_computes, assert_within_budget, by_layer
 
-Record = Callable[..., None]
 BY_NAME = {family.name: family for family in FAMILIES}
 CASES = [(family, padding) for family in FAMILIES for padding in family.padded]
 GENERATING = [family for family in FAMILIES if family.generates]
@@ -84,7 +83,7 @@ def outcome(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("family", "padding"), CASES, ids=[f"{f.name}-{p}" for f, p in CASES])
 def test_outputs_and_gradients_equal_those_of_pytorchs_attention(
-    family: Family, padding: str, models: Any, record: Record, monkeypatch: pytest.MonkeyPatch
+    family: Family, padding: str, models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = family.inputs(torch.tensor(PADDING[padding]))
     ours = mock.Mock(wraps=attention)
@@ -95,20 +94,10 @@ def test_outputs_and_gradients_equal_those_of_pytorchs_attention(
     )
     # A model that does not dispatch would be equal too.
     assert ours.call_count >= model.config.num_hidden_layers
-    case = "unpadded" if padding == "none" else f"padded {padding}"
-    record(
-        library="transformers",
-        family=family.name,
-        architecture=family.architecture,
-        case=f"{case}, gradients",
-        note=family.note,
-    )
 
 
 @pytest.mark.parametrize("family", GENERATING, ids=[family.name for family in GENERATING])
-def test_generation_with_a_cache_scores_the_same_tokens(
-    family: Family, models: Any, record: Record
-) -> None:
+def test_generation_with_a_cache_scores_the_same_tokens(family: Family, models: Any) -> None:
     inputs = family.inputs(torch.tensor(PADDING["left"]))
     prompt = {name: t for name, t in inputs.items() if not name.startswith("decoder")}
     found, sequences = {}, {}
@@ -126,12 +115,6 @@ def test_generation_with_a_cache_scores_the_same_tokens(
     assert torch.equal(sequences["leaner"], sequences[family.exact])
     peers = [logits for name, logits in found.items() if name not in ("leaner", "exact")]
     assert_within_budget(found["leaner"], tuple(peers), found["exact"])
-    record(
-        library="transformers",
-        family=family.name,
-        architecture=family.architecture,
-        case="generate with a cache, padded left",
-    )
 
 
 def module_for(query: Tensor, key: Tensor, *_: Any) -> Any:

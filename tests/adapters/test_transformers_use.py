@@ -4,7 +4,6 @@ import copy
 import inspect
 import pickle
 import re
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -31,7 +30,6 @@ from tests.adapters.transformers_swapped import (
 )
 from tests.error_budget import assert_computes
 
-Record = Callable[..., None]
 CASES = [(family, padding) for family in SWAPPED + PARTLY for padding in family.padded]
 PADDED = [(family, padding) for family in FALLBACKS for padding in family.padded]
 
@@ -66,7 +64,7 @@ def compared(family: Family, padding: str, model: nn.Module) -> None:
 
 @pytest.mark.parametrize(("family", "padding"), CASES, ids=[f"{f.name}-{p}" for f, p in CASES])
 def test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit(
-    family: Family, padding: str, record: Record, monkeypatch: pytest.MonkeyPatch
+    family: Family, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = made(family)
     report = leaner.use(model)
@@ -90,13 +88,6 @@ def test_a_swapped_model_computes_what_it_did_and_undo_brings_back_every_bit(
     assert report.fallbacks == {}
     assert bool(report.left) == (family in PARTLY)
     compared(family, padding, model)
-    record(
-        library="transformers",
-        family=family.name,
-        architecture=family.architecture,
-        case=f"use, {'unpadded' if padding == 'none' else f'padded {padding}'}, gradients",
-        note="; ".join(dict.fromkeys(report.left.values())),
-    )
 
 
 @pytest.mark.parametrize("family", PARTLY, ids=[family.name for family in PARTLY])
@@ -111,9 +102,7 @@ def test_attention_that_does_not_dispatch_is_left_with_the_reason(family: Family
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=[family.name for family in REFUSED])
-def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(
-    family: Family, record: Record
-) -> None:
+def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(family: Family) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, family.config)(**family.sizes)
     model = getattr(transformers, family.architecture)(config).eval()
@@ -127,13 +116,11 @@ def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
     assert named(model) == before
     assert torch.equal(model(**inputs)[0], expected)
-    facts = {"family": family.name, "architecture": family.architecture, "case": "use"}
-    record(library="transformers", status="refused", note=str(caught.value), **facts)
 
 
 @pytest.mark.parametrize(("family", "padding"), PADDED, ids=[f"{f.name}-{p}" for f, p in PADDED])
 def test_what_the_kernels_do_not_take_falls_back_and_is_reported(
-    family: Family, padding: str, record: Record
+    family: Family, padding: str
 ) -> None:
     model = made(family)
     report = leaner.use(model)
@@ -157,8 +144,6 @@ def test_what_the_kernels_do_not_take_falls_back_and_is_reported(
     assert report.fallbacks.keys() == (
         report.swapped.keys() if family.name != "deepseek_v3" else set()
     )
-    facts = {"family": family.name, "architecture": family.architecture}
-    record(library="transformers", status="left", case="falls back", note=reason, **facts)
 
 
 def test_a_softcap_goes_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -191,7 +191,7 @@ def test_every_rule_fits_its_gpus(
 def test_case_of_the_benchmark_stays_within_the_committed_table(
     case: AttentionCase, gpu: int
 ) -> None:
-    rows = list(resources.rows([case], [gpu], instructions=False))
+    rows = list(resources.rows([case], [gpu]))
     assert {row["launch"] for row in rows} == set(KINDS)
     found = [fault for row in rows for fault in resources.faults(row, TABLE)]
     if gpu == 100 and case.name in ("vit_huge", "long_2048_wide"):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from bench.attention.bench_attention import rows
-from tests.bench.test_compatibility import FOUND
 from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,7 +21,6 @@ PRETEND = """#!/usr/bin/env bash
 echo "python3 $*" >>"$CALLS"
 for argument; do
   case $argument in --benchmark-json=*) cp "$RESULT" "${argument#*=}" ;; esac
-  case $argument in --compat-results=*) cp "$COMPATIBILITY" "${argument#*=}" ;; esac
 done
 case $* in
   -) exit "${HAS_GPU:-0}" ;;
@@ -143,8 +141,6 @@ def checkout(tmp_path):
 def pretend(checkout, tmp_path, *arguments, **environment):
     result = tmp_path / "result.json"
     result.write_text(json.dumps(RESULT))
-    compatibility = tmp_path / "compatibility.json"
-    compatibility.write_text(json.dumps(FOUND))
     return run(
         checkout / "bench/gpu.sh",
         str(tmp_path / "out"),
@@ -152,7 +148,6 @@ def pretend(checkout, tmp_path, *arguments, **environment):
         path=str(checkout / "bin"),
         CALLS=str(tmp_path / "calls"),
         RESULT=str(result),
-        COMPATIBILITY=str(compatibility),
         PYTHON=sys.executable,
         PYTHONPATH=str(ROOT),
         **environment,
@@ -307,11 +302,11 @@ def test_a_folder_gathers_stages_in_flat_files_and_a_repeated_one_replaces_its_o
     assert names == {
         *(f"{run}.{kind}" for run in runs for kind in ("txt", "log")),
         *(f"{run}.json" for run in runs[1:]),
-        *("compatibility.json", "environment.txt", "summary.txt"),
+        *("environment.txt", "summary.txt"),
     }
     *_, report = calls_of(tmp_path)
     timed = {f"{out}/{run}.json" for run in runs[1:]}
-    assert set(report.split()[3:]) == timed | {f"{out}/compatibility.json"}
+    assert set(report.split()[3:]) == timed
     summary = (out / "summary.txt").read_text()
     assert re.findall(r"^([\w-]+)$", summary, re.MULTILINE) == list(runs)
     assert summary.count("benchmarks: FAILED") == 1  # of the narrowed run, which was not repeated
@@ -322,7 +317,8 @@ def test_a_failed_test_is_the_exit_status_and_the_summary_is_written(checkout, t
     done = pretend(checkout, tmp_path, "attention", TESTS="3")
     assert done.returncode == 1
     assert "tests/gpu, attention: FAILED with status 3" in done.stdout
-    assert "bench.report" in (tmp_path / "calls").read_text()
+    summary = (tmp_path / "out/summary.txt").read_text()
+    assert "tests/gpu, attention: FAILED with status 3" in summary
     assert "next: bench/gpu.sh" in done.stdout
 
 

@@ -1,9 +1,7 @@
 """The timing model: what each unit, latency and barrier costs, on a few machine instructions."""
 
-import json
 import os
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,9 @@ import pytest
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench import calibration, frames, predict
-from bench.gpu_model import machine_code, peers, replay, units
+from bench import frames, report
+from bench.attention.cases import CASES
+from bench.gpu_model import machine_code, peers, predictions, replay, units
 
 GPU_NAME = units.GPUS["H100"]
 MODEL = units.MODELS[90]
@@ -309,26 +308,14 @@ RESULTS = sorted((ROOT / "bench/results").glob("20*-h200-attention.json"))
 )
 def test_what_an_h200_measured_is_met(name: str, stage: str) -> None:
     """Within 10%, though the machine code is that of another release of Triton."""
-    measured = predict.own_kernels(frames.timed([frames.read(path) for path in RESULTS]))
+    measured = report.own_kernels(frames.timed([frames.read(path) for path in RESULTS]))
     measured = measured[(measured["case"] == name) & (measured["stage"] == stage)]
-    (found,) = calibration.rows(measured)
-    assert (found["gpu"], found["case"], found["stage"]) == ("H200", name, stage)
+    (case,) = (case for case in CASES if case.name == name)
+    found = next(
+        row for row in predictions.rows(case, 90, [stage], packed=False) if row["gpu"] == "H200"
+    )
+    assert (found["case"], found["stage"]) == (name, stage)
     assert found["predicted"] == pytest.approx(measured["median"].item(), rel=0.1)
-
-
-def test_only_code_of_the_installed_triton_is_predicted(tmp_path: Path) -> None:
-    data = json.loads(RESULTS[0].read_text("utf-8"))
-    data["benchmarks"] = [
-        row for row in data["benchmarks"] if "[gpt2_64-forward-graph-leaner_kernel]" in row["name"]
-    ]
-    result, out = tmp_path / "result.json", tmp_path / "out.json"
-    for triton, count in ((version("triton"), 1), ("1.0", 0)):
-        data["machine_info"]["versions"]["triton"] = triton
-        result.write_text(json.dumps(data))
-        calibration.main([str(out), str(result)])
-        written = json.loads(out.read_text("utf-8"))
-        assert len(written["rows"]) == count
-        assert written["versions"]["triton"] == version("triton")
 
 
 def test_a_peer_that_is_not_there_is_said_to_be_missing() -> None:

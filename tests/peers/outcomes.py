@@ -1,19 +1,16 @@
 """What comes of a case of another project's tests: equal, refused for a known reason, different.
 
-``pytest tests/peers --peers-results=FILE`` counts outcomes; ``python -m bench.report``
-renders the counts that are committed.
+``pytest tests/peers`` ends with the counts; docs/compatibility.md has those of ``make peers``.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from leaner_kernels.ops._checks import ArgumentError
-from tests import compatibility_record
 
 PROPERTY = "peers"
 EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
@@ -81,31 +78,28 @@ def settle(
         row |= {"outcome": EQUAL, "why": ""}
 
 
-class Recorder(compatibility_record.Recorder):
-    """A plugin of pytest that counts the outcomes of all tests and writes them at the end."""
+class Counts:
+    """A plugin of pytest that counts the outcomes of all tests and prints a table of them."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.counts: Counter[tuple[str, ...]] = Counter()
+    def __init__(self) -> None:
+        self.of: Counter[tuple[str, ...]] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count the outcomes of a test, failed or not."""
-        if report.failed:
-            self.failed.append(report.nodeid)
         if report.when == "call":
             for name, row in report.user_properties:
                 if name == PROPERTY:
-                    self.counts[tuple(row.values())] += 1
+                    self.of[tuple(row.values())] += 1
 
-    def pytest_sessionfinish(self) -> None:
-        """Write the counts in an order that does not depend on which process was faster."""
-        names = "source", "group", "outcome", "why", "cases"
-        self.write(peers=[dict(zip(names, (*row, n))) for row, n in sorted(self.counts.items())])
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say how many of each there were."""
+    def table(self) -> list[str]:
+        """Return a line for each source, group, outcome and reason, then one of the totals."""
+        lines = [f"| {' | '.join(row)} | {cases} |" for row, cases in sorted(self.of.items())]
         totals: Counter[str] = Counter()
-        for (_, _, outcome, _), number in self.counts.items():
-            totals[outcome] += number
-        said = ", ".join(f"{totals[each]} {each}" for each in (EQUAL, REFUSED, DIFFERENT))
-        terminalreporter.line(f"cases of others: {said}; in {self.path}")
+        for (_, _, outcome, _), cases in self.of.items():
+            totals[outcome] += cases
+        return [*lines, ", ".join(f"{totals[name]} {name}" for name in (EQUAL, REFUSED, DIFFERENT))]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Print the table."""
+        for line in self.table():
+            terminalreporter.line(line)
