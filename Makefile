@@ -58,7 +58,7 @@ TOOLS_READY := $(TOOLS)/.ready
 OLDEST_KERNELS := not float32 and not gpu_runs and not test_large_offsets and not test_guard_pages
 # Long tests first, so that the processes that share them end together.
 FIRST := tests/train tests/kappa tests/bench
-APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers tests/page tests/security
+APART := tests/interpreter tests/compiled tests/aot tests/faults tests/fuzz tests/peers tests/security
 OTHERS := $(filter-out $(FIRST) $(APART) %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 MAIN_TESTS := $(FIRST) $(OTHERS) $(wildcard tests/test_*.py)
 # One thread per process: several processes share the cores. Inductor would start more of them.
@@ -68,7 +68,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-security test-peers test-page test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
+	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -85,7 +85,7 @@ test: $(TEST_READY)
 test-all: test test-rest
 
 # What .ci/run has left to do after `make test`, in this order.
-REST := test-page test-fuzz test-peers test-security test-main-slow test-aot test-interpreter-slow test-oldest test-faults test-compiled test-gpu-bodies
+REST := test-fuzz test-peers test-security test-main-slow test-aot test-interpreter-slow test-oldest test-faults test-compiled test-gpu-bodies
 
 test-rest: $(TEST_READY)
 	@late=; for part in $(REST); do \
@@ -93,7 +93,7 @@ test-rest: $(TEST_READY)
 	test -z "$$late" || printf '\n== NOT RUN, for lack of time:%s\n' "$$late"
 
 BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, on another BLAS routine, the bodies of the GPU's tests, compiled \
-kernels executed, fuzzing, faults in short, hostile files, tests of others in short, a page in a browser, ahead-of-time compiles, and the oldest \
+kernels executed, fuzzing, faults in short, hostile files, tests of others in short, ahead-of-time compiles, and the oldest \
 torch and Triton
 
 # Interpreter tests and ahead-of-time compiles cannot share a process: Triton reads
@@ -152,10 +152,6 @@ test-peers: $(TEST_READY)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) -m "not nightly"
 
 # Skipped where no Chromium is installed, unless LEANER_CHROMIUM=required.
-test-page: $(TEST_READY)
-	$(call heading,the page of a run in headless Chromium)
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/page
-
 test-aot: $(TEST_READY)
 	$(call heading,kernels compiled ahead of time: newest torch and Triton)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS)

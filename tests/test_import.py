@@ -12,7 +12,7 @@ import sys
 class Hide:
     hidden = {
         *("triton", "timm", "transformers", "torchvision", "sklearn", "rich"),
-        *("matplotlib", "plotly"),
+        "matplotlib",
     }
 
     def find_spec(self, name, path=None, target=None):
@@ -52,7 +52,7 @@ before = set(sys.modules)
 import leaner_kernels
 
 loaded = {name.split(".")[0] for name in set(sys.modules) - before}
-print(*sorted(loaded & {"triton", "timm", "transformers", "numpy", "matplotlib", "plotly"}))
+print(*sorted(loaded & {"triton", "timm", "transformers", "numpy", "matplotlib"}))
 """
 
 

@@ -2,17 +2,19 @@
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
-The file holds plotly's JavaScript and needs no network: its own policy forbids the browser any.
-plotly is imported when there is something to draw.
+Charts are SVG in the file, which needs neither scripts nor a network: its own policy forbids the
+browser both. matplotlib is imported when there is something to draw.
 """
 
 import colorsys
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any
@@ -35,11 +37,13 @@ from .rows import newest, read_summary, read_thinned
 
 __all__ = ["write_page"]
 
-# Points of a line and of a chart, so that a browser stays quick.
-LINE_POINTS, CHART_POINTS = 2000, 20_000
+# Points of a line, and of the charts of one quantity together: a page stays small.
+LINE_POINTS, CHART_POINTS = 500, 2_000
+# Inches of a chart, and of one that takes the page's whole width; a pixel is 1/72 of one.
+_WIDTH, _WIDE, _HEIGHT = 7.0, 14.0, 3.6
 # Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_GREY, _GRID = "#808080", "rgba(128,128,128,0.25)"
+_GREY, _ALARM = "#808080", "#d62728"
 _SCORES = {
     "held_out_accuracy": "accuracy",
     "held_out_ema_accuracy": "accuracy, averaged weights",
@@ -64,12 +68,6 @@ _FILES = {
 # Rows that are read of a file, where they are not as many as the points of a chart.
 _MOST = {"metrics": LINE_POINTS, "alarms": sys.maxsize}
 
-_CONFIG = {
-    "displaylogo": False,
-    "responsive": True,
-    "modeBarButtons": [["toImage", "resetScale2d"]],
-}
-
 Points = Sequence[tuple[float, float]]
 
 
@@ -92,13 +90,32 @@ class Run:
 
 
 @dataclass
+class _Line:
+    """A line of a chart; ``title`` is what a pointer on it shows, ``legend`` names it below."""
+
+    name: str
+    points: Points
+    colour: str
+    width: float = 1.5
+    dash: str = "-"
+    has_dots: bool = False
+    title: str = ""
+    legend: bool = True
+
+
+@dataclass
 class _Chart:
     title: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
+    unit: str = ""
+    lines: list[_Line] = field(default_factory=list)
+    alarms: Sequence[dict[str, Any]] = ()
+    scale: str = "linear"
+    limits: list[float] | None = None
+    norms: dict[str, list[float]] = field(default_factory=dict)
     caption: list[str] = field(default_factory=list)
-    height: int = 380
+    height: float = _HEIGHT
     is_wide: bool = False
+    has_legend: bool = True
 
 
 def write_page(runs: Iterable[str | Path | Run], path: str | Path) -> dict[str, int]:
@@ -113,39 +130,29 @@ def write_page(runs: Iterable[str | Path | Run], path: str | Path) -> dict[str, 
             ``metrics.jsonl``, one object with a "step" per line, of which those of one step are
             merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
             they exist. Or what ``read_run`` returned of them.
-        path: of the file, of about 5 MB, which is replaced when all of it is written.
+        path: of the file, which is replaced when all of it is written.
 
     Returns:
         How many damaged lines each file has, which were skipped; files without are left out.
 
     Raises:
-        ImportError: plotly is missing.
+        ImportError: matplotlib is missing.
         ValueError: no folder, or one that does not exist or has no rows.
         OSError: a file cannot be read or written.
     """
     try:
-        from plotly import io
+        import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("a page needs the package plotly: pip install plotly") from None
+        raise ImportError("a page needs the package matplotlib: pip install matplotlib") from None
     runs = _read_runs([run if isinstance(run, Run) else Path(run) for run in runs])
     steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
     margin = 0.02 * max(max(steps) - min(steps), 1)
+    ends = min(steps) - margin, max(steps) + margin
     charts = []
-    for index, chart in enumerate(_charts(runs)):
-        if chart.data[0]["type"] == "scatter":  # the axes of steps are all alike
-            chart.layout["xaxis"]["range"] = [min(steps) - margin, max(steps) + margin]
-        drawn = io.to_html(
-            {"data": chart.data, "layout": chart.layout},
-            validate=False,
-            full_html=False,
-            include_plotlyjs=index == 0,
-            config=_CONFIG,
-            div_id=f"chart-{index}",
-            default_height=f"{chart.height}px",
-        )
+    for chart in _charts(runs):
         wide = ' class="wide"' if chart.is_wide else ""
         charts.append(
-            f"<figure{wide}><h2>{escape(chart.title)}</h2>{drawn}"
+            f"<figure{wide}><h2>{escape(chart.title)}</h2>{_svg(chart, ends)}{_legend(chart)}"
             f"<figcaption>{escape(_sentences(chart.caption))}</figcaption></figure>"
         )
     names = ", ".join(run.name for run in runs)
@@ -214,11 +221,11 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
         named = f": {run.name}" if several else ""
         if run.kappa:
             title = f"κ of every layer{named}"
-            yield _kappa(run.kappa, title, limits, run, run.steps["kappa"], not several)
+            yield _kappa(run.kappa, title, limits, run, run.steps["kappa"], len(runs))
         if run.kappa_probe:
             title = f"κ of every layer on fixed held-out items{named}"
             steps = run.steps["kappa_probe"]
-            yield _kappa(run.kappa_probe, title, limits, None, steps, not several)
+            yield _kappa(run.kappa_probe, title, limits, None, steps, len(runs))
     yield from _of_course(runs)
     if any(run.kappa for run in runs):
         yield from _of_attention(runs)
@@ -236,13 +243,13 @@ def _of_metrics(runs: list[Run]) -> Iterator[_Chart]:
             points = _points(run.metrics, key)
             if points:
                 colour = _colour(index if len(runs) > 1 else place)
-                style = {"line": {"color": colour, "width": 1}} if key == "loss" else _dots(colour)
-                if key == "held_out_ema_loss":
-                    style["line"]["dash"] = "dot"
                 name = f"{run.name}, {label}" if len(runs) > 1 else label
-                lines.append((name, points, style))
+                line = _Line(name, points, colour, 1.0 if key == "loss" else 1.5)
+                line.has_dots = key != "loss"
+                line.dash = ":" if key == "held_out_ema_loss" else "-"
+                lines.append(line)
     if lines:
-        values = [value for _, points, _ in lines for _, value in points]
+        values = [value for line in lines for _, value in line.points]
         steps = max(run.steps.get("metrics", 0) for run in runs)
         yield _lines("Loss", "loss", lines, steps, scale=axis_scale(values), alarms=runs)
     lines = []
@@ -252,9 +259,10 @@ def _of_metrics(runs: list[Run]) -> Iterator[_Chart]:
         for place, (key, label) in enumerate(shown.items()):
             points = [(step, 100 * value) for step, value in _points(run.metrics, key)]
             if points:
-                style = _dots(_colour(index if len(runs) > 1 else place))
-                style["line"]["dash"] = ("solid", "dot", "dash")[place]
-                lines.append((run.name if len(runs) > 1 else label, points, style))
+                name = run.name if len(runs) > 1 else label
+                line = _Line(name, points, _colour(index if len(runs) > 1 else place))
+                line.has_dots, line.dash = True, ("-", ":", "--")[place]
+                lines.append(line)
     if lines:
         yield _lines("Held-out accuracy", "correct, %", lines)
 
@@ -265,11 +273,11 @@ def _of_course(runs: list[Run]) -> Iterator[_Chart]:
         for index, run in enumerate(runs):
             points = _points(run.metrics, *keys)
             if points:
-                lines.append((run.name, points, {"line": {"color": _colour(index), "width": 1}}))
+                lines.append(_Line(run.name, points, _colour(index), 1.0))
         if lines:
             unit = unit.format(unit=runs[0].summary.get("unit", "items"))
             chart = _lines(title, unit, lines, max(run.steps.get("metrics", 0) for run in runs))
-            chart.layout["showlegend"], chart.height = len(runs) > 1, 260
+            chart.has_legend, chart.height = len(runs) > 1, 0.7 * _HEIGHT
             yield chart
 
 
@@ -281,14 +289,14 @@ def _points(rows: Iterable[Mapping[str, Any]], *keys: str) -> list[tuple[int, fl
 
 
 def _kappa_range(runs: list[Run]) -> list[float] | None:
-    """Return the range, in powers of ten, of the axes of kappa of all runs."""
+    """Return the range of the axes of kappa of all runs."""
     rows = [row for run in runs for row in (*run.kappa, *run.kappa_probe)]
     values = [number(row.get(key)) for row in rows for key in ("kappa", "kappa_gaussian")]
     logs = [math.log10(value) for value in values if value is not None and value > 0]
     if not logs:
         return None
     margin = 0.05 * max(max(logs) - min(logs), 1)
-    return [min(logs) - margin, max(logs) + margin]
+    return [10 ** (min(logs) - margin), 10 ** (max(logs) + margin)]
 
 
 def _kappa(
@@ -297,7 +305,7 @@ def _kappa(
     limits: list[float] | None,
     alarmed: Run | None,
     steps: int,
-    is_wide: bool,
+    among: int,
 ) -> _Chart:
     lines = _layer_lines(rows, "kappa")
     ends = rows[0]["step"], rows[-1]["step"]
@@ -307,13 +315,13 @@ def _kappa(
         if len(values) == 1:
             (value,) = values
             points = [(step, value) for step in ends]
-        style = {"line": {"color": _GREY, "width": 2, "dash": "dash"}, "mode": "lines"}
-        lines.append((f"Gaussian heads: {spread(values)}", points, style))
-    chart = _lines(title, "κ", lines, steps, scale="log", alarms=[alarmed] if alarmed else [])
-    chart.layout["yaxis"]["range"] = limits
+        lines.append(_Line(f"Gaussian heads: {spread(values)}", points, _GREY, 2.0, "--"))
+    alarms = [alarmed] if alarmed else []
+    chart = _lines(title, "κ", lines, steps, scale="log", alarms=alarms, among=among)
+    chart.limits = limits
     dashed = "Dashed: what independent Gaussian heads of this size would have"
     chart.caption = [without_kappa(rows), _left_out(rows), dashed, *chart.caption]
-    chart.is_wide = is_wide
+    chart.is_wide = among == 1
     return chart
 
 
@@ -333,9 +341,10 @@ def _mean_kappa(runs: list[Run]) -> _Chart:
             [(step, geometric_mean(values)) for step, values in _by_step(run.kappa, key)]
             for key in ("kappa", "kappa_gaussian")
         )
-        lines.append((run.name, measured, _dots(_colour(index))))
-        style = {"line": {"color": _colour(index), "width": 1, "dash": "dash"}, "mode": "lines"}
-        lines.append((f"{run.name}, Gaussian heads", predicted, style | {"showlegend": False}))
+        lines.append(_Line(run.name, measured, _colour(index), has_dots=True))
+        expected = _Line(f"{run.name}, Gaussian heads", predicted, _colour(index), 1.0, "--")
+        expected.legend = False
+        lines.append(expected)
     steps = max(run.steps.get("kappa", 0) for run in runs)
     chart = _lines("κ, geometric mean over layers", "κ", lines, steps, scale="log")
     dashed = "Dashed: what independent Gaussian heads of their sizes would have"
@@ -360,10 +369,10 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
         else:
             title += ", mean over layers" if join is fmean else ", of all layers"
             lines = [
-                (run.name, [(s, join(v)) for s, v in _by_step(run.kappa, key)], _dots(_colour(i)))
+                _Line(run.name, [(s, join(v)) for s, v in _by_step(run.kappa, key)], _colour(i))
                 for i, run in enumerate(runs)
             ]
-        if any(points for _, points, _ in lines):
+        if any(line.points for line in lines):
             steps = max(run.steps.get("kappa", 0) for run in runs)
             unit = UNITS[column.statistic]
             chart = _lines(title, unit, lines, steps, alarms=runs if key == "entropy" else ())
@@ -380,123 +389,149 @@ def _by_step(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, lis
     return list(found.items())
 
 
-def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[tuple[str, Points, dict]]:
+def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[_Line]:
     names = short_names(rows)
-    lines = []
-    for place, (layer, points) in enumerate(series(rows, key).items()):
-        style = _dots(_layer_colour(place, len(names)), size=4)
-        style["meta"] = escape(layer)
-        lines.append((names[layer], points, style))
-    return lines
+    return [
+        _Line(names[layer], points, _layer_colour(place, len(names)), has_dots=True, title=layer)
+        for place, (layer, points) in enumerate(series(rows, key).items())
+    ]
 
 
 def _heat_map(title: str, norms: dict[str, list[float]]) -> _Chart:
-    heads = max(map(len, norms.values()))
-    table = [
-        [None if math.isnan(value) else value for value in values] + [None] * (heads - len(values))
-        for values in norms.values()
-    ]
-    data = {
-        "type": "heatmap",
-        "x": list(range(heads)),
-        "y": [escape(name) for name in norms],
-        "z": table,
-        "colorscale": "Viridis",
-        "colorbar": {"thickness": 12},
-        "hovertemplate": "%{y}, head %{x}<br>norm %{z:.4g}<extra></extra>",
-    }
-    layout = _layout("head", "")
-    layout["xaxis"] |= {"showgrid": False, "zeroline": False}
-    layout["yaxis"] |= {"type": "category", "autorange": "reversed", "showgrid": False}
     caption = ["Frobenius norm of each head's output; a head near 0 contributes nothing"]
-    return _Chart(title, [data], layout, caption, height=max(260, min(900, 120 + 20 * len(norms))))
+    height = max(2.5, min(12.0, 1 + 0.25 * len(norms)))
+    return _Chart(title, norms=norms, caption=caption, height=height, has_legend=False)
 
 
 def _lines(
     title: str,
     unit: str,
-    lines: Sequence[tuple[str, Points, dict[str, Any]]],
+    lines: list[_Line],
     steps: int = 0,
     *,
     scale: str = "linear",
     alarms: Sequence[Run] = (),
+    among: int = 1,
 ) -> _Chart:
-    """Return a chart of lines (names, points, styles), with the alarms of runs as vertical ones.
+    """Return a chart of lines, with the alarms of runs as vertical ones.
 
-    ``steps`` are those that the files have, where the lines may have fewer.
+    ``steps`` are those that the files have, where the lines may have fewer; ``among`` is how many
+    charts share the points of one.
     """
     # A line of two points is straight, and nothing of it is left out.
-    many = sum(len(points) > 2 for _, points, _ in lines)
-    limit = max(100, min(LINE_POINTS, CHART_POINTS // max(many, 1)))
-    data, longest, most = [], steps, 0
-    for name, points, style in lines:
-        longest = max(longest, len(points))
-        shown = _thinned(points, limit)
-        most = max(most, len(shown))
-        name = escape(name)
+    many = sum(len(line.points) > 2 for line in lines)
+    limit = max(30, min(LINE_POINTS, CHART_POINTS // among // max(many, 1)))
+    longest, most = steps, 0
+    for line in lines:
+        longest = max(longest, len(line.points))
+        line.points = _thinned(line.points, limit)
+        most = max(most, len(line.points))
         # A single point has no line, and many hide it.
-        dots = len(shown) == 1 or ("marker" in style and len(shown) <= 100)
-        data.append(
-            {
-                "type": "scatter",
-                "name": name,
-                "x": [x for x, _ in shown],
-                "y": [y for _, y in shown],
-                "meta": name,
-                "hovertemplate": f"step %{{x}}<br>{unit} %{{y:.4g}}<extra>%{{meta}}</extra>",
-                "mode": "lines+markers" if dots else "lines",
-                **style,
-            }
-        )
-    layout = _layout("optimizer step", unit)
-    layout["yaxis"] |= {"type": scale}
-    if scale == "log":
-        logs = [math.log10(y) for _, points, _ in lines for _, y in points if y > 0]
-        few = not logs or max(logs) - min(logs) < 2.5
-        layout["yaxis"]["dtick"] = "D2" if few else 1  # over few decades digits between them
-    if marks := [alarm for run in alarms for alarm in run.alarms]:
-        hidden = {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True}
-        layout["yaxis2"] = hidden
-        data.append(_marks(_thinned(marks, 200)))
+        line.has_dots = len(line.points) == 1 or (line.has_dots and len(line.points) <= 12)
+    marks = _thinned([alarm for run in alarms for alarm in run.alarms], 200)
     caption = []
     if longest > max(most, 1):
         caption.append(
             f"Of lines of up to {longest:,} points {most:,} each are drawn, evenly spaced"
         )
-    return _Chart(title, data, layout, caption)
+    return _Chart(title, unit, lines, marks, scale, caption=caption)
 
 
-def _marks(alarms: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": "alarms",
-        "mode": "markers",
-        "yaxis": "y2",
-        "x": [alarm["step"] for alarm in alarms],
-        "y": [1] * len(alarms),
-        "text": [escape(str(alarm["message"])) for alarm in alarms],
-        "hovertemplate": "%{text}<extra>alarm</extra>",
-        "marker": {"symbol": "triangle-down", "size": 10, "color": "#d62728"},
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": [0] * len(alarms),
-            "arrayminus": [1] * len(alarms),
-            "thickness": 1,
-            "width": 0,
-        },
-        "cliponaxis": False,
-    }
+def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
+    """Return a chart as SVG; a line and an alarm have what a pointer on them shows as a title."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Text stays text, and names are no formulas.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 11}):
+        width = _WIDE if chart.is_wide else _WIDTH
+        figure = Figure(figsize=(width, chart.height), layout="constrained")
+        axes = figure.add_subplot()
+        titles = _draw_norms(figure, axes, chart) if chart.norms else _draw_lines(axes, chart, ends)
+        with StringIO() as file:
+            metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            figure.savefig(file, format="svg", transparent=True, metadata=metadata)
+            text = file.getvalue()
+    # A tenth of a pixel is as much as a browser shows; the page has a font of its own.
+    text = re.sub(r"<[^>]+>", lambda tag: _short(tag[0]), text)
+    text = re.sub(r">\s+<", "><", text)
+    for place, title in enumerate(titles):
+        group = f'<g id="{_GROUP}{place}">'
+        text = text.replace(group, f"{group}<title>{escape(title)}</title>", 1)
+    return text[text.index("<svg") :]
+
+
+# What begins the name of a line's group.
+_GROUP = "shown-"
+
+
+def _short(tag: str) -> str:
+    tag = re.sub(r"\d+\.\d\d+", lambda value: f"{float(value[0]):.1f}", tag)
+    return re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", tag))
+
+
+def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str]:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    titles = []
+    axes.set_yscale(chart.scale)
+    for line in chart.lines:
+        (drawn,) = axes.plot(
+            [x for x, _ in line.points],
+            [y for _, y in line.points],
+            line.dash,
+            color=line.colour,
+            linewidth=line.width,
+            marker="o" if line.has_dots else None,
+            markersize=3.5,
+        )
+        drawn.set_gid(f"{_GROUP}{len(titles)}")
+        last = f": {line.points[-1][1]:.4g} at step {line.points[-1][0]}" if line.points else ""
+        titles.append(f"{line.title or line.name}{last}")
+    for alarm in chart.alarms:
+        mark = axes.axvline(alarm["step"], color=_ALARM, linewidth=1, alpha=0.6)
+        mark.set_gid(f"{_GROUP}{len(titles)}")
+        titles.append(str(alarm["message"]))
+    axes.set(xlim=ends, xlabel="optimizer step")
+    axes.set_ylabel(chart.unit, parse_math=False)
+    if chart.limits:
+        axes.set_ylim(chart.limits)
+    if chart.scale == "log":
+        low, high = axes.get_ylim()
+        few = high / low < 10**2.5  # over few decades digits between them
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(color=_GREY, alpha=0.25)
+    axes.spines[:].set_color(_GREY)
+    axes.tick_params(which="both", color=_GREY)
+    return titles
+
+
+def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
+    heads = max(map(len, chart.norms.values()))
+    table = [values + [math.nan] * (heads - len(values)) for values in chart.norms.values()]
+    image = axes.imshow(table, aspect="auto", interpolation="nearest")
+    figure.colorbar(image)
+    axes.set_yticks(range(len(table)), [*chart.norms], parse_math=False)
+    axes.set_xlabel("head")
+    return []
+
+
+def _legend(chart: _Chart) -> str:
+    """Return the names of lines in their colours, which a page breaks into rows."""
+    shown = [(line.colour, line.name) for line in chart.lines if line.legend]
+    shown += [(_ALARM, "alarms")] if chart.alarms else []
+    if not chart.has_legend:
+        return ""
+    names = "".join(f'<li style="--line:{colour}">{escape(name)}' for colour, name in shown)
+    return f'<ul class="legend">{names}</ul>'
 
 
 def _thinned(points: Sequence[Any], limit: int) -> Sequence[Any]:
     if len(points) <= limit:
         return points
     return [points[place * (len(points) - 1) // (limit - 1)] for place in range(limit)]
-
-
-def _dots(colour: str, size: int = 6) -> dict[str, Any]:
-    return {"line": {"color": colour, "width": 1.5}, "marker": {"color": colour, "size": size}}
 
 
 def _colour(place: int) -> str:
@@ -507,28 +542,7 @@ def _layer_colour(place: int, layers: int) -> str:
     """Return a colour from blue, of the first layer, to red; legible on white and on black."""
     hue = 0.62 * (1 - place / max(layers - 1, 1))
     red, green, blue = colorsys.hls_to_rgb(hue, 0.45, 0.75)
-    return f"rgb({255 * red:.0f},{255 * green:.0f},{255 * blue:.0f})"
-
-
-def _layout(x: str, y: str) -> dict[str, Any]:
-    axis = {"gridcolor": _GRID, "zeroline": False, "linecolor": _GRID, "automargin": True}
-    axis["exponentformat"] = "power"  # 10⁶ and not 1M, 10⁻⁴ and not 100µ
-    return {
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "font": {"family": "system-ui, sans-serif", "size": 13, "color": _GREY},
-        "margin": {"l": 10, "r": 10, "t": 28, "b": 10},
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": _GREY, "activecolor": _GREY},
-        "xaxis": {**axis, "title": {"text": x, "standoff": 5}},
-        "yaxis": {**axis, "title": {"text": y, "standoff": 5}},
-        "hoverlabel": {"namelength": -1},
-        "showlegend": True,
-        "legend": {
-            **{"orientation": "h", "x": 0, "maxheight": 100},
-            **{"yref": "container", "y": 0, "yanchor": "bottom"},
-            "bgcolor": "rgba(0,0,0,0)",
-        },
-    }
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
 def _sentences(parts: Iterable[str]) -> str:
@@ -681,14 +695,14 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-# The policy lets the page's own scripts run, and asks nothing of any network.
+# The policy lets nothing run and nothing be asked of any network.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
-script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:">
+style-src 'unsafe-inline'; img-src data:">
 <title>{title}</title>
 <style>
 :root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ccc; --mark: #fff3d6 }}
@@ -704,7 +718,12 @@ h2 {{ font-size: 1.05rem; margin: 0; overflow-wrap: anywhere }}
 figure {{ margin: 0; min-width: 0 }}
 .wide {{ grid-column: 1 / -1 }}
 figcaption {{ margin-top: .3rem; font-size: .85rem; opacity: .8 }}
-.main-svg > :not(.hoverlayer) text {{ fill: var(--ink) !important }}
+figure svg {{ width: 100%; height: auto }}
+figure svg text {{ fill: var(--ink) !important }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 0 1rem; margin: .3rem 0; padding: 0;
+  list-style: none; font-size: .85rem; max-height: 8rem; overflow-y: auto }}
+.legend li::before {{ content: ""; display: inline-block; width: 1.2rem; height: .2rem;
+  margin-right: .4rem; vertical-align: middle; background: var(--line) }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}
 th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
@@ -719,10 +738,8 @@ over their smallest. Near 1 the heads' outputs point in all directions alike; th
 closer some are to combinations of others. Gaussian heads are the comparison: the κ that independent
 random heads of the same number and size would have; far above it, heads share directions. A rank
 stands where κ is not resolved: how many singular values are above a millionth of the largest.
-Point at a line for its values; a click on a name hides
-its line, a double click all others.</p>
+Point at a line for its name and its last value.</p>
 {glance}
-<noscript><p>The charts need JavaScript.</p></noscript>
 <div class="charts">
 {charts}
 </div>

@@ -1,18 +1,21 @@
-"""The page of a run: what its charts and tables hold. tests/page opens it in a browser."""
+"""The page of a run: what its charts and tables hold, and that nothing in it runs."""
 
 import itertools
 import json
-import math
 import re
 import sys
+from collections import Counter
+from html import escape
+from html.parser import HTMLParser
 
 import pytest
 
+from leaner_kernels.monitor import page as page_of_runs
 from leaner_kernels.monitor import rows as page_rows
 from leaner_kernels.monitor.page import CHART_POINTS, LINE_POINTS, main, read_run, write_page
 from leaner_kernels.monitor.rows import parse_row
 
-plotly = pytest.importorskip("plotly", reason="a page needs plotly")
+pytest.importorskip("matplotlib", reason="a page needs matplotlib")
 
 
 def kappa_row(step, layer, kappa=20.0, **more):
@@ -35,14 +38,9 @@ def write(folder, name, rows):
 
 @pytest.fixture
 def charts(monkeypatch):
-    """The figures that a page draws."""
+    """The charts that a page draws, drawn or not."""
     drawn = []
-
-    def to_html(figure, **options):
-        drawn.append(figure)
-        return f"<div>{len(drawn)}</div>"
-
-    monkeypatch.setattr("plotly.io.to_html", to_html)
+    monkeypatch.setattr(page_of_runs, "_svg", lambda chart, ends: drawn.append(chart) or "<svg/>")
     return drawn
 
 
@@ -51,7 +49,8 @@ def titles(path):
 
 
 def named(chart):
-    return {trace["name"]: trace for trace in chart["data"]}
+    """Return steps and values of each line by its name."""
+    return {line.name: [*map(list, zip(*line.points))] for line in chart.lines}
 
 
 def whole_run(folder):
@@ -78,18 +77,17 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
         *("Largest attention score (logit)", "Norms of heads, step 8", "Alarms", "Runs"),
     ]
     loss, accuracy, kappa, probe, *_, heads = charts
-    assert named(loss)["training"]["y"][-1] == pytest.approx(1.1)
-    assert named(loss)["held out"]["x"] == [9]
-    assert named(accuracy)["accuracy"]["y"] == [50.0]
-    assert named(kappa)["blocks.1"]["x"] == [0, 4, 8]
-    assert named(kappa)["blocks.1"]["meta"] == "blocks.1.attn"
-    assert named(kappa)["Gaussian heads: 1.5"]["y"] == [1.5, 1.5]
-    assert kappa["layout"]["yaxis"]["type"] == "log"
-    low, high = kappa["layout"]["yaxis"]["range"]
-    assert low < math.log10(1.5) < math.log10(20) < high
-    assert named(kappa)["alarms"]["x"] == [4]
-    assert "alarms" not in named(probe)
-    assert heads["data"][0]["z"] == [[1.0, 2.0]] * 2
+    assert named(loss)["training"][1][-1] == pytest.approx(1.1)
+    assert named(loss)["held out"] == [[9], [1.25]]
+    assert named(accuracy)["accuracy"] == [[9], [50.0]]
+    assert named(kappa)["blocks.1"][0] == [0, 4, 8]
+    assert {line.title for line in kappa.lines} == {"blocks.0.attn", "blocks.1.attn", ""}
+    assert named(kappa)["Gaussian heads: 1.5"][1] == [1.5, 1.5]
+    assert kappa.scale == "log"
+    assert kappa.limits[0] < 1.5 < 20 < kappa.limits[1]
+    assert [alarm["step"] for alarm in kappa.alarms] == [4]
+    assert not probe.alarms
+    assert heads.norms == {"blocks.0": [1.0, 2.0], "blocks.1": [1.0, 2.0]}
     text = page.read_text("utf-8")
     for shown in (
         "1,234,567",
@@ -123,7 +121,7 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
     page = tmp_path / "page.html"
     write_page([folder], page)
     text = page.read_text("utf-8")
-    first, _, rest = text.partition("<noscript>")
+    first, _, rest = text.partition('<div class="charts">')
     for shown in (
         "train/vit.py --heads &lt;16&gt;",
         "best 99.0% at step 4; final 83.0% at step 9; of the best weights, after 5 steps, 99.0%",
@@ -137,19 +135,16 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
     assert "<td>0.99996</td>" in rest
     assert "<td>1e-12</td>" in rest
     by_title = dict(zip(titles(page), charts))
-    assert by_title["Learning rate"]["data"][0]["y"] == [0.1] * 10
-    assert by_title["Gradient norm"]["data"][0]["x"] == [*range(10)]
-    assert by_title["Throughput"]["layout"]["yaxis"]["title"]["text"] == "images a second"
-    axis = by_title["κ of every layer"]["layout"]["yaxis"]
-    assert (axis["exponentformat"], axis["dtick"]) == ("power", 1)
-    assert "tickformat" not in axis
+    assert named(by_title["Learning rate"])["vit-1"][1] == [0.1] * 10
+    assert named(by_title["Gradient norm"])["vit-1"][0] == [*range(10)]
+    assert by_title["Throughput"].unit == "images a second"
 
 
 def test_of_many_layers_the_first_table_has_the_mean(tmp_path, charts):
     rows = [kappa_row(step, f"b.{n}.attn", 4.0 + 5 * step) for step in (0, 1) for n in range(20)]
     page = tmp_path / "page.html"
     write_page([write(tmp_path / "run", "kappa", rows)], page)
-    first = page.read_text("utf-8").partition("<noscript>")[0]
+    first = page.read_text("utf-8").partition('<div class="charts">')[0]
     assert "<th>κ, geometric mean of 20 layers</th><td>4 at step 0 → 9 at step 1</td>" in first
     assert "<th>κ of Gaussian heads</th><td>1.5</td>" in first
     assert "b.0" not in first
@@ -168,16 +163,15 @@ def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(t
     assert "κ of every layer: b" in titles(page)
     assert {"a, training", "b, training"} <= named(charts[0]).keys()
     mean = named(charts[2])
-    assert mean["a"]["y"] == pytest.approx([20.0] * 3)
-    assert mean["b"]["y"] == pytest.approx([6.0])
-    colours = [named(charts[0])[f"{name}, training"]["line"]["color"] for name in "ab"]
-    assert colours == [mean[name]["line"]["color"] for name in "ab"]
+    assert mean["a"][1] == pytest.approx([20.0] * 3)
+    assert mean["b"][1] == pytest.approx([6.0])
+    loss, kappa = ({line.name: line.colour for line in chart.lines} for chart in charts[::2][:2])
+    colours = [loss[f"{name}, training"] for name in "ab"]
+    assert colours == [kappa[name] for name in "ab"]
     assert len(set(colours)) == 2
-    ranges = [
-        c["layout"]["yaxis"].get("range") for c in charts if c["layout"]["yaxis"].get("range")
-    ]
+    ranges = [chart.limits for chart in charts if chart.limits]
     assert len(ranges) == 4
-    assert all(each == ranges[0] for each in ranges)
+    assert all(limits == ranges[0] for limits in ranges)
     assert "1 of 3 rows left out: 1 not resolved." in page.read_text("utf-8")
 
 
@@ -193,15 +187,14 @@ def test_rows_of_one_step_are_merged(tmp_path, charts):
     run = write(tmp_path / "run", "metrics", rows)
     write_page([run], tmp_path / "page.html")
     loss, accuracy = charts
-    assert (named(loss)["training"]["x"], named(loss)["training"]["y"]) == ([2, 4], [1.0, 0.8])
-    assert (named(loss)["held out"]["x"], named(loss)["held out"]["y"]) == ([2, 4], [0.9, 0.7])
-    assert named(accuracy)["accuracy"]["y"] == [40.0]
+    assert named(loss) == {"training": [[2, 4], [1.0, 0.8]], "held out": [[2, 4], [0.9, 0.7]]}
+    assert named(accuracy)["accuracy"][1] == [40.0]
 
 
 def test_of_a_step_that_was_repeated_the_newest_values_count(tmp_path, charts):
     rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 2.5}]
     write_page([write(tmp_path / "run", "metrics", rows)], tmp_path / "page.html")
-    assert named(charts[0])["training"]["y"] == [2.5, 2.0]
+    assert named(charts[0])["training"][1] == [2.5, 2.0]
 
 
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, charts):
@@ -225,14 +218,14 @@ def test_a_long_run_is_thinned_evenly_to_its_last_step_and_says_so(tmp_path, cha
     rows = [kappa_row(step, f"l.{n}") for step in range(400) for n in range(100)]
     write(folder, "kappa", rows)
     write_page([folder], tmp_path / "page.html")
-    steps = named(charts[0])["training"]["x"]
+    steps = named(charts[0])["training"][0]
     assert len(steps) == LINE_POINTS
     assert (steps[0], steps[-1]) == (0, 19_999)
-    assert {b - a for a, b in itertools.pairwise(steps)} == {10, 11}
+    assert {b - a for a, b in itertools.pairwise(steps)} == {40, 41}
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert "Of lines of up to 20,000 points 2,000 each are drawn, evenly spaced." in text
-    points = sum(len(trace["x"]) for trace in charts[1]["data"])
-    assert CHART_POINTS / 2 < points <= CHART_POINTS + 2
+    assert "Of lines of up to 20,000 points 500 each are drawn, evenly spaced." in text
+    points = sum(len(line.points) for line in charts[1].lines)
+    assert CHART_POINTS / 2 < points <= 30 * 100 + 2
 
 
 def test_of_a_long_run_few_rows_are_parsed_and_every_evaluation_is_shown(
@@ -250,13 +243,13 @@ def test_of_a_long_run_few_rows_are_parsed_and_every_evaluation_is_shown(
     )
     write_page([read_run(folder)], tmp_path / "page.html")
     assert len(parsed) < 1.6 * (LINE_POINTS * 3 + CHART_POINTS), "no more than what is drawn"
-    assert named(charts[0])["held out"]["x"] == [*range(999, 20_000, 1000)]
+    assert named(charts[0])["held out"][0] == [*range(999, 20_000, 1000)]
     layers = named(charts[1])
     for n in range(100):
-        steps = layers[f"l.{n}"]["x"]
-        assert (steps[0], steps[-1], len(steps)) == (0, 399, 200), "whole steps are read"
+        steps = layers[f"l.{n}"][0]
+        assert (steps[0], steps[-1], len(steps)) == (0, 399, 20), "whole steps are read"
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert "Of lines of up to 400 points 200 each are drawn, evenly spaced." in text
+    assert "Of lines of up to 400 points 20 each are drawn, evenly spaced." in text
 
 
 def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, charts, capsys):
@@ -270,26 +263,66 @@ def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, 
     assert f"{folder / 'kappa.jsonl'}: 2 damaged lines skipped" in said.err
     text = (folder / "page.html").read_text("utf-8")
     assert re.search(r"damaged lines in kappa.jsonl</th><td>2, skipped", text)
-    assert named(charts[2])["blocks.0"]["x"] == [0, 4, 8]
+    assert named(charts[2])["blocks.0"][0] == [0, 4, 8]
 
 
-def test_names_are_text_in_every_chart_where_plotly_takes_some_html(tmp_path, charts):
-    hostile = "<a href=x>&lt;b"
-    folder = write(tmp_path / hostile, "kappa", [kappa_row(0, hostile), kappa_row(0, "y")])
-    write(folder, "metrics", [{"step": 0, "loss": 1.0}])
-    write(folder, "alarms", [{"step": 0, "kind": hostile, "message": hostile}])
-    for runs in ([folder], [folder, write(tmp_path / "other", "kappa", [kappa_row(0, "x")])]):
-        charts.clear()
+class Elements(HTMLParser):
+    """The elements of a page, by name, and all their attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes = Counter(), []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags[tag] += 1
+        self.attributes += attrs
+
+
+def test_names_are_text_and_nothing_runs_or_is_asked_of_a_network(tmp_path):
+    hostile = "<img src=x onerror=f()>$x"
+    closing = "</title></svg></style><script>f()</script>"
+    folder = whole_run(tmp_path / hostile)
+    rows = [kappa_row(step, layer) for step in (0, 4) for layer in (hostile, closing)]
+    write(folder, "kappa", rows)
+    write(folder, "alarms", [{"step": 0, "kind": closing, "message": closing}])
+    summary = {"model": hostile, "unit": closing, hostile: 1, "settings": {closing: hostile}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    other = write(tmp_path / "other", "kappa", [kappa_row(0, "x")])
+    for runs in ([folder], [folder, other]):
         write_page(runs, tmp_path / "page.html")
-        shown = [
-            text
-            for trace in itertools.chain.from_iterable(chart["data"] for chart in charts)
-            for key in ("name", "meta", "text", "y")
-            for text in ([trace[key]] if isinstance(trace.get(key), str) else trace.get(key, ()))
-            if isinstance(text, str)
-        ]
-        assert any("&lt;a href=x&gt;&amp;lt;b" in text for text in shown)
-        assert [text for text in shown if "<" in text or "&lt;b" in text.replace("&amp;", "")] == []
+        text = (tmp_path / "page.html").read_text("utf-8")
+        assert escape(closing) in text
+        found = Elements(text)
+        assert found.tags["svg"] == found.tags["figure"] >= 6
+        assert not {"img", "script", "a", "iframe"} & found.tags.keys()
+        assert [name for name, _ in found.attributes if name.startswith("on")] == []
+        links = [value for name, value in found.attributes if name in ("src", "href", "xlink:href")]
+        assert [link for link in links if not link.startswith(("data:image/png", "#"))] == []
+        assert "default-src 'none'" in text
+        assert "script-src" not in text
+
+
+def test_lines_are_drawn_with_names_and_last_values_and_a_page_is_small(tmp_path):
+    folder = whole_run(tmp_path / "run")
+    rows = [
+        kappa_row(step, f"blocks.{n}.attn", 2.0 + step % 7 + n)
+        for step in range(0, 5000, 10)
+        for n in range(24)
+    ]
+    write(folder, "kappa", rows)
+    write(folder, "kappa_probe", rows)
+    write(folder, "metrics", [{"step": s, "loss": 1 + s % 13, "lr": 0.1} for s in range(5000)])
+    write_page([folder], tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text("utf-8")
+    assert len(text) < 300_000
+    assert text.count("<title>blocks.3.attn: ") == 4
+    assert text.count("<title>step 4: κ of blocks.0.attn is 2e+05</title>") == 3
+    path = re.search(r"<title>blocks.3.attn: 11 at step 4990</title><path d=\"(M[^\"]+)", text)
+    assert path[1].count("L") > 50
+    assert '<li style="--line:#' in text
+    ticks = [float(tick) for tick in re.findall(r"<text [^>]*>([\d.]+)</text>", text)]
+    assert {1.0, 2.0, 5.0, 10.0, 20.0} <= set(ticks)
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
@@ -307,8 +340,8 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
             main([str(argument) for argument in arguments])
         assert refused.value.code == message
     assert not [*tmp_path.rglob("*.html"), *tmp_path.glob(".*")]
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    with pytest.raises(SystemExit, match=r"needs the package plotly: pip install plotly$"):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match=r"needs the package matplotlib: pip install matplotlib$"):
         main([str(run)])
 
 

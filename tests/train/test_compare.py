@@ -51,7 +51,7 @@ def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, capsys):
 
 
 def test_a_page_is_written(tmp_path, capsys):
-    pytest.importorskip("plotly")
+    pytest.importorskip("matplotlib")
     run = write_run(tmp_path / "one", [2.0], params=1)
     rows = [r | {"kappa_gaussian": 1.5, "heads": 2, "head_dim": 8} for r in (row("b0", 2.0, 0),)]
     (run / "kappa.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
