@@ -32,7 +32,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import train  # noqa: F401 - sets how OpenMP waits, before torch loads it
-from bench import frames
+from bench import frames, report
 from bench.harness import machine
 
 TURNS = 3
@@ -398,7 +398,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     content = about | {"rows": [row._asdict() for row in rows]}
     if arguments:
         Path(arguments[0]).write_text(json.dumps(content, indent=1) + "\n")
-    sys.stdout.write(frames.markdown(frames.training(content)) + "\n")
+    sys.stdout.write(frames.markdown(report.training(content["rows"])) + "\n")
 
 
 if __name__ == "__main__":
