@@ -6,11 +6,7 @@
 # make lint    ruff and pyright
 # make faults  kill, fill and damage training runs (about 10 minutes on two quiet cores)
 # make docs    build the documentation's site in build/site
-# make hub     write the layout of the kernels hub to build/hub
 # make wheels  build and check in dist/: the sdist, the pure wheel, the manylinux wheel with CUDA code
-# make audit   look up the locked packages among known vulnerabilities
-# make sbom    write the bill of materials of the locked packages to build/sbom.cdx.json
-# make lock    write what an install would take now to requirements/
 # make clean   remove environments, builds and caches; results under runs/ stay
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
@@ -18,7 +14,6 @@
 # OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80,90, or all that tiles are tuned for;
 # OLDEST_CASES= runs every case of a kernel on it, not the first of each test alone.
 # UNTIL is when test-rest begins no further part, in seconds since 1970; what is left out is named.
-# LOCKED=1 installs the versions and hashes of requirements/ instead of the newest.
 
 PYTHON ?= python3
 BENCH_ARGS ?=
@@ -34,16 +29,11 @@ NEWEST := .venv
 OLDEST := .venv-oldest
 DOCS := .venv-docs
 WHEELS := .venv-wheels
-TOOLS := .venv-tools
 DEMO := --heads 16 --depth 7
 
-# $(call install,ENVIRONMENT,GROUP,THIS CHECKOUT): a dependency group of pyproject.toml, or its lock, which leaves this checkout out.
-# Groups need pip 25.1; the environment may be older than they are.
-install = $(if $(LOCKED),,$(1)/bin/python -m pip install -q --upgrade pip && )$(1)/bin/python -m pip install -q --no-compile $(if $(LOCKED),--require-hashes --only-binary :all: -r requirements/$(2).txt,--group $(2) $(3))
-checkout = $(if $(LOCKED),$(1)/bin/python -m pip install -q --no-compile --no-deps --no-build-isolation $(2))
-lock_of = $(if $(LOCKED),requirements/$(1).txt)
-LOCK := $(TOOLS)/bin/uv pip compile -q --upgrade --generate-hashes --only-binary :all: --no-header --no-annotate \
-	--python-version 3.11 --python-platform x86_64-manylinux_2_28
+# $(call install,ENVIRONMENT,GROUP,THIS CHECKOUT): a dependency group of pyproject.toml. Groups need pip 25.1; the
+# environment may be older than they are.
+install = $(1)/bin/python -m pip install -q --upgrade pip && $(1)/bin/python -m pip install -q --no-compile --group $(2) $(3)
 
 # An install is repeated when what it installs or compiles has changed.
 INSTALL_INPUTS := pyproject.toml CMakeLists.txt $(wildcard leaner_kernels/csrc/*.cu* leaner_kernels/csrc/*.h)
@@ -52,7 +42,6 @@ TEST_READY := $(NEWEST)/.test-ready
 OLDEST_READY := $(OLDEST)/.test-ready
 DOCS_READY := $(DOCS)/.ready
 WHEELS_READY := $(WHEELS)/.ready
-TOOLS_READY := $(TOOLS)/.ready
 
 # Tiles chosen for GPUs, offsets and guard pages do not depend on Triton's version.
 OLDEST_KERNELS := not float32 and not gpu_runs and not test_large_offsets and not test_guard_pages
@@ -68,7 +57,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs hub wheels audit sbom lock clean
+	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs wheels clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -188,10 +177,6 @@ lint: $(TEST_READY)
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build
 
-hub:
-	rm -rf build/hub
-	$(PYTHON) torch-ext/make.py build/hub
-
 # Both wheels come from the sdist, which shows that it is whole. pip's CUDA keeps its libraries where
 # nvcc does not look.
 wheels: $(WHEELS_READY)
@@ -204,62 +189,38 @@ wheels: $(WHEELS_READY)
 	$(WHEELS)/bin/twine check --strict dist/*
 	$(WHEELS)/bin/auditwheel show dist/*manylinux*.whl
 
-# The oldest versions are not asked about: they are what they are.
-audit: $(TOOLS_READY)
-	for group in dev docs wheels tools; do \
-	$(TOOLS)/bin/pip-audit --require-hashes --disable-pip -r requirements/$$group.txt || failed=1; done; test -z "$$failed"
-
-sbom: $(TOOLS_READY)
-	@mkdir -p build
-	$(TOOLS)/bin/cyclonedx-py requirements --pyproject pyproject.toml --mc-type library -o build/sbom.cdx.json requirements/dev.txt
-
-lock: $(TOOLS_READY)
-	$(LOCK) pyproject.toml --group dev -o requirements/dev.txt
-	$(LOCK) pyproject.toml --group oldest -o requirements/oldest.txt
-	$(LOCK) --group docs -o requirements/docs.txt
-	$(LOCK) --group wheels -o requirements/wheels.txt
-	$(LOCK) --group tools -o requirements/tools.txt
-
 clean:
-	rm -rf $(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS) build dist .benchmarks .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) build dist .benchmarks .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS) $(TOOLS),$(environment)/bin/python):
+$(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS),$(environment)/bin/python):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make PYTHON=...")'
 	$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
-$(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
+$(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
 	$(call heading,installing into $(NEWEST))
-	$(call install,$(NEWEST),$(if $(LOCKED),dev,train),-e .)
-	$(call checkout,$(NEWEST),-e .)
+	$(call install,$(NEWEST),train,-e .)
 	@touch $@
 
 # The test environment holds everything the demo needs. Of its thousands of files Python compiles
 # those that the tests import, when they do.
-$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,dev)
+$(TEST_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
 	$(call heading,installing into $(NEWEST))
 	$(call install,$(NEWEST),dev,-e .)
-	$(call checkout,$(NEWEST),-e .)
 	@touch $@ $(DEMO_READY)
 
-$(OLDEST_READY): $(OLDEST)/bin/python $(INSTALL_INPUTS) $(call lock_of,oldest)
+$(OLDEST_READY): $(OLDEST)/bin/python $(INSTALL_INPUTS)
 	$(call heading,installing into $(OLDEST))
 	$(call install,$(OLDEST),oldest,-C wheel.cmake=false -e .)
-	$(call checkout,$(OLDEST),-C wheel.cmake=false -e .)
 	@touch $@
 
 # The documentation is read, not imported: it needs neither torch nor this package.
-$(DOCS_READY): $(DOCS)/bin/python pyproject.toml $(call lock_of,docs)
+$(DOCS_READY): $(DOCS)/bin/python pyproject.toml
 	$(call heading,installing into $(DOCS))
 	$(call install,$(DOCS),docs)
 	@touch $@
 
-$(WHEELS_READY): $(WHEELS)/bin/python pyproject.toml $(call lock_of,wheels)
+$(WHEELS_READY): $(WHEELS)/bin/python pyproject.toml
 	$(call heading,installing into $(WHEELS))
 	$(call install,$(WHEELS),wheels)
-	@touch $@
-
-$(TOOLS_READY): $(TOOLS)/bin/python pyproject.toml $(call lock_of,tools)
-	$(call heading,installing into $(TOOLS))
-	$(call install,$(TOOLS),tools)
 	@touch $@

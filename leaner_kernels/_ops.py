@@ -1,4 +1,4 @@
-"""The namespace of the operators. The kernels hub puts a file of its own in this place."""
+"""The namespace of the operators."""
 
 import torch
 

@@ -19,7 +19,7 @@ from leaner_kernels import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("leaner_kernels", "models", "train", "bench")
-SCRIPTS = ("examples", "torch-ext")
+SCRIPTS = ("examples",)
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *PAGES, *(ROOT / name / "README.md" for name in SCRIPTS)])
 
@@ -164,7 +164,7 @@ def test_documents_name_only_things_that_exist(document):
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= make_targets()
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#]+)", text)
     assert [link for link in links if not (document.parent / link).exists()] == []
-    scripts = re.findall(r"\b(?:train|bench|models|examples|torch-ext)/\w+\.(?:py|sh)\b", code)
+    scripts = re.findall(r"\b(?:train|bench|models|examples)/\w+\.(?:py|sh)\b", code)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 

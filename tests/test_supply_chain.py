@@ -1,18 +1,13 @@
-"""What others wrote and we run: pinned actions, locked packages, and what audits them."""
+"""What others wrote and we run: actions pinned by commit, with the least rights."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").iterdir())
-LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
 # What one job may do beside reading the code, and why.
 RIGHTS = {
     ("wheels.yml", "attest"): {"id-token": "write", "attestations": "write"},  # it signs
@@ -68,73 +63,6 @@ def test_every_job_ends_by_itself():
     assert [key for key, job in found.items() if job.get("timeout-minutes", 999) > 60] == []
 
 
-def test_actions_and_locks_are_kept_up_to_date():
-    updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text("utf-8"))["updates"]
-    assert {(update["package-ecosystem"], update["directory"]) for update in updates} == {
-        ("github-actions", "/"),
-        ("pip", "/requirements"),
-    }
-    (pip,) = (update for update in updates if update["package-ecosystem"] == "pip")
-    assert all((ROOT / "requirements" / path).exists() for path in pip["exclude-paths"])
-
-
-def locked(lock: Path) -> dict[str, Version]:
-    """The version of each package; every one must have one, and digests of its files."""
-    lines = lock.read_text("utf-8").replace(" \\\n    ", " ").splitlines()
-    whole = r"([a-z0-9]+(?:-[a-z0-9]+)*)(?:\[\S+\])?==(\S+)( --hash=sha256:[0-9a-f]{64})+"
-    matches = [re.fullmatch(whole, line) for line in lines]
-    assert [line for line, match in zip(lines, matches, strict=True) if match is None] == []
-    return {match[1]: Version(match[2]) for match in matches}
-
-
-@named(LOCKS)
-def test_a_lock_names_each_package_with_its_version_and_digest(path):
-    assert len(locked(path)) > 5
-
-
-def grouped(name: str, groups: dict[str, list]) -> list[str]:
-    """The requirements of a dependency group and of those that it includes."""
-    entries = groups[name]
-    included = [entry["include-group"] for entry in entries if isinstance(entry, dict)]
-    own = [entry for entry in entries if isinstance(entry, str)]
-    return own + [line for group in included for line in grouped(group, groups)]
-
-
-def wanted(lock: str) -> list[Requirement]:
-    """What pyproject.toml asks of an environment, the library's own needs where it is installed."""
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    command = rf"^\t\$\(LOCK\) (.*)--group {lock} -o requirements/{lock}.txt$"
-    (line,) = re.findall(command, makefile, re.MULTILINE)
-    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-    library = pyproject["project"]["dependencies"] if line else []
-    return [Requirement(x) for x in library + grouped(lock, pyproject["dependency-groups"])]
-
-
-@named(LOCKS)
-def test_a_lock_has_what_its_environment_needs(path):
-    versions = locked(path)
-    requirements = wanted(path.stem)
-    assert requirements
-    unmet = [
-        str(requirement)
-        for requirement in requirements
-        if (version := versions.get(canonicalize_name(requirement.name))) is None
-        or version not in requirement.specifier
-    ]
-    assert unmet == [], "run make lock"
-
-
-def test_the_oldest_lock_is_of_the_oldest_versions_supported():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    oldest, newest = (locked(ROOT / f"requirements/{name}.txt") for name in ("oldest", "dev"))
-    for line in project["dependencies"]:
-        requirement = Requirement(line)
-        (bound,) = requirement.specifier
-        assert oldest[requirement.name].release[:2] == Version(bound.version).release[:2]
-        assert newest[requirement.name] > oldest[requirement.name]
-
-
-def test_every_lock_but_the_oldest_is_audited():
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    (groups,) = re.findall(r"^audit:.*\n\tfor group in ([a-z ]+); do", makefile, re.M)
-    assert sorted(groups.split()) == [path.stem for path in LOCKS if path.stem != "oldest"]
+def test_actions_are_kept_up_to_date():
+    (updates,) = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text("utf-8"))["updates"]
+    assert (updates["package-ecosystem"], updates["directory"]) == ("github-actions", "/")
