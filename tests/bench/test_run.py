@@ -17,7 +17,7 @@ import torch
 from bench import conftest
 from bench.attention.cases import CASES
 from bench.attention.peers import peers_of
-from bench.catalogue import OVERVIEW
+from bench.catalogue import FIRST, IN_ORDER, ONE_OF_EACH, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 SELECT = (
@@ -411,3 +411,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     with pytest.raises(pytest.UsageError, match=r"--benchmark-json=.*file/result.json") as refused:
         conftest.pytest_configure(config(tmp_path, benchmark_json=path))
     assert "\n" not in str(refused.value)
+
+
+def test_cases_with_goals_come_first_in_the_order_of_their_names():
+    names = [case.name for case in IN_ORDER]
+    assert tuple(names[: len(FIRST)]) == FIRST
+    assert set(ONE_OF_EACH) <= set(FIRST)
+    assert len(names) == len(set(names))
