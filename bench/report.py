@@ -395,6 +395,44 @@ def fit(timed: pd.DataFrame, *files: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Return each pass on an H200: measured once, predicted of today's kernels, and what they take.
+
+    Several kernels of a pass stand in the order of their launches.
+    """
+    passes = standing[(standing["mode"] == "graph") & (standing["start"] == "")]
+    passes = passes[passes["stage"].isin(["forward", "backward"])]
+    passes = passes[passes["on"].str.contains("H200")]
+    measured = passes.set_index(["case", "stage"])
+    kept = pd.DataFrame(json.loads((RESULTS / "resources.json").read_text("utf-8"))["rows"])
+    kept = kept[kept["capability"] == 90]
+    lines = []
+    for row in rows[rows["gpu"] == "H200"].to_dict("records"):
+        key = row["case"], row["stage"]
+        used = kept[(kept["case"] == row["case"]) & (kept["launch"] == row["stage"])]
+        found = measured.loc[key] if key in measured.index else {}
+        lines.append(
+            {
+                "case": row["case"],
+                "pass": row["stage"],
+                "measured, µs": frames.scaled(1e6, found.get("median")),
+                "now predicted, µs": frames.scaled(1e6, row["predicted"]),
+                "floor, µs": frames.scaled(1e6, row["floor"]),
+                "default SDPA measured, µs": frames.scaled(1e6, found.get("median_default")),
+                **{
+                    heading: ", ".join(used[column].astype(str))
+                    for heading, column in (
+                        ("registers", "registers"),
+                        ("shared, B", "shared"),
+                        ("spills", "spills"),
+                        ("programs an SM", "programs_per_sm"),
+                    )
+                },
+            }
+        )
+    return pd.DataFrame(lines)
+
+
 class Goal(NamedTuple):
     """What is to be reached: a figure that is at least, or at most, a bound.
 
@@ -544,6 +582,7 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
             "training": training(measured),
             "predicted": predicted(timed, newest),
             "fit": fit(timed, same, newest),
+            "hopper": hopper(standing, newest),
         }
         found["resources"] = {"resources": resources()}
     return found
