@@ -18,8 +18,8 @@ from bench.harness import machine
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 PAGE = ROOT / "docs" / "reliability.md"
-BEGIN = "<!-- {} begin: written by python -m tests.faults.table -->"
-END = "<!-- {} end -->"
+BEGIN = "<!-- faults begin: written by python -m tests.faults.table -->"
+END = "<!-- faults end -->"
 
 # Under which a test's report carries its outcomes.
 PROPERTY = "fault_outcome"
@@ -105,55 +105,22 @@ def of_faults(result: dict[str, Any]) -> str:
     return f"{said}\n\n{frames.markdown(rows)}"
 
 
-def of_soak(result: dict[str, Any]) -> str:
-    """Return one soak as text and a table."""
-    same = "identical to" if not result["differences"] else "**different from**"
-    said = (
-        f"{result['minutes']:.0f} minutes of training on {result['ranks']} ranks "
-        f"({result['cpu']}, {result['cores']} cores, torch {result['torch']}, commit "
-        f"{result['commit'][:7]}): {result['steps']:,} steps, {len(result['events'])} faults, "
-        f"{result['launches']} launches, {result['restarts']} restarts by torchrun itself. "
-        f"{result['steps_lost']:,} steps were lost and done again, at most "
-        f"{result['most_steps_lost']} after one fault, with a checkpoint every "
-        f"{result['checkpoint_every']} steps. {len(result['problems'])} problems noted. "
-        f"Weights, averages, optimizer state, metrics and κ "
-        f"rows are {same} those of a run of as many steps that nothing interrupted."
-    )
-    lost = pd.DataFrame(result["events"]).reindex(columns=["fault", "steps_lost"]).fillna(0)
-    by = lost.groupby("fault")["steps_lost"]
-    rows = pd.DataFrame(
-        {"times": result["faults"], "steps lost": by.sum(), "most at once": by.max()}
-    )
-    rows = rows.loc[[*result["faults"]]].rename_axis("fault").reset_index()
-    return f"{said}\n\n{frames.markdown(rows)}"
-
-
-def filled(page: str, parts: dict[str, str]) -> str:
-    """Return the page with each part between its markers.
+def filled(page: str, text: str) -> str:
+    """Return the page with the text between its markers.
 
     Raises:
-        ValueError: the page lacks the markers of a part.
+        ValueError: the page lacks a marker.
     """
-    for name, text in parts.items():
-        begin, end = BEGIN.format(name), END.format(name)
-        before, found, rest = page.partition(begin)
-        _, found_end, after = rest.partition(end)
-        if not (found and found_end):
-            raise ValueError(f"{PAGE.name} must have the lines {begin!r} and {end!r}")
-        page = f"{before}{begin}\n\n{text}\n\n{end}{after}"
-    return page
+    before, found, rest = page.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not (found and found_end):
+        raise ValueError(f"{PAGE.name} must have the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
-def committed(folder: Path = RESULTS) -> dict[str, str]:
-    """Return the parts of the page by name, from the committed results."""
-    render = {"faults": of_faults, "soak": of_soak}
-    return {
-        name: "\n\n".join(
-            part(json.loads(path.read_text())) for path in sorted(folder.glob(f"{name}*.json"))
-        )
-        or "No result is committed yet."
-        for name, part in render.items()
-    }
+def committed(path: Path = RESULTS / "faults.json") -> str:
+    """Return what stands on the page, from the committed results."""
+    return of_faults(json.loads(path.read_text()))
 
 
 if __name__ == "__main__":
