@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import attention_varlen, attention_varlen_with_stats, attention_with_stats
+from tests import registration
 from tests.error_budget import assert_within_budget
 from tests.varlen_cases import (
     CASES,
@@ -232,23 +233,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     }
 
 
-@pytest.mark.parametrize("name", operator_samples())
-def test_opcheck(name: str) -> None:
-    torch.library.opcheck(*operator_samples()[name])
-
-
-@pytest.mark.parametrize("name", operator_samples())
-def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
-    operator, arguments = operator_samples()[name]
-    with torch.no_grad():
-        real = operator(*arguments)
-        mode = torch._subclasses.FakeTensorMode()
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-        with mode:
-            fake = operator(*fakes)
-    assert len(real) == len(fake)
-    for a, b in zip(real, fake):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
 
 
 @pytest.mark.parametrize("with_stats", [False, True])

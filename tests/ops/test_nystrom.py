@@ -12,6 +12,7 @@ from leaner_kernels.ops.nystrom import (
     nystrom_attention_with_stats,
     reference,
 )
+from tests import registration
 from tests.error_budget import assert_within_budget
 from tests.nystrom_cases import (
     CASES,
@@ -231,23 +232,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     return found | {"with_stats, no sample": (with_stats, (*given, None, None, 4, 0.2, 3, False))}
 
 
-@pytest.mark.parametrize("name", operator_samples())
-def test_opcheck(name: str) -> None:
-    torch.library.opcheck(*operator_samples()[name])
-
-
-@pytest.mark.parametrize("name", operator_samples())
-def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
-    operator, arguments = operator_samples()[name]
-    with torch.no_grad():
-        real = operator(*arguments)
-        mode = torch._subclasses.FakeTensorMode()
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-        with mode:
-            fake = operator(*fakes)
-    assert len(real) == len(fake)
-    for a, b in zip(real, fake):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
 
 
 def test_meta_tensors_have_the_right_shape() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from leaner_kernels.nn.window import WindowAttention
 from leaner_kernels.ops.attention import attention_qkvpacked, attention_qkvpacked_with_stats
 from leaner_kernels.ops.window import window_attention, window_attention_with_stats
+from tests import registration
 from tests.error_budget import assert_within_budget
 from tests.window_cases import (
     CASES,
@@ -160,24 +161,7 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
     }
 
 
-@pytest.mark.parametrize("name", operator_samples())
-def test_opcheck(name: str) -> None:
-    torch.library.opcheck(*operator_samples()[name])
-
-
-@pytest.mark.parametrize("name", operator_samples())
-def test_fake_equals_real_in_shape_dtype_and_stride(name: str) -> None:
-    operator, arguments = operator_samples()[name]
-    with torch.no_grad():
-        real = operator(*arguments)
-        mode = torch._subclasses.FakeTensorMode()
-        fakes = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
-        with mode:
-            fake = operator(*fakes)
-    real, fake = ((t,) if isinstance(t, Tensor) else t for t in (real, fake))
-    assert len(real) == len(fake)
-    for a, b in zip(real, fake):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
 
 
 def test_compiles_without_a_graph_break() -> None:
