@@ -1,8 +1,11 @@
 """What judges a vision model by timm's: weights that hide nothing, and results layer by layer."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -52,3 +55,50 @@ def assert_equal_in_function(model: nn.Module, oracle: nn.Module, images: Tensor
         return results(copy.deepcopy(oracle).to(dtype), images.to(dtype))
 
     assert_computes(results(model, images), reference)
+
+
+def assert_drawn_alike(model: nn.Module, oracle: nn.Module, largest: float = 0.3) -> None:
+    """Judge initial values by the laws of timm's: constant, uniform or normal.
+
+    Args:
+        model: ours.
+        oracle: timm's, with the same names.
+        largest: how far the largest values may differ, which tells a uniform law from a normal one.
+    """
+    theirs = oracle.state_dict()
+    for name, value in model.state_dict().items():
+        if not value.is_floating_point():
+            assert torch.equal(value, theirs[name]), name
+            continue
+        ours, their = value.double(), theirs[name].double()
+        std = their.std(correction=0).item()
+        # Five standard errors of the difference of two sample means, which for these laws also
+        # covers the difference of two sample deviations.
+        slack = 5 * std * (2 / ours.numel()) ** 0.5
+        assert ours.mean().item() == pytest.approx(their.mean().item(), abs=slack), name
+        assert ours.std(correction=0).item() == pytest.approx(std, abs=slack), name
+        assert ours.abs().max().item() == pytest.approx(their.abs().max().item(), rel=largest), name
+
+
+def assert_one_seed_gives_one_model(build: Callable[..., Any], drawn: str) -> None:
+    """Judge a model that is built at once, later from the meta device, and in bfloat16.
+
+    ``drawn`` is the name of a weight that is random.
+    """
+    torch.manual_seed(0)
+    whole = build().state_dict()
+    later = build(device="meta")
+    assert all(t.is_meta for t in later.state_dict().values())
+    later.to_empty(device="cpu")
+    for t in later.state_dict().values():
+        t.fill_(77)
+    half = build(device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
+    for model in (later, half):
+        torch.manual_seed(0)
+        model.init_weights()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, whole[name].to(value.dtype)), name
+    before = torch.get_rng_state()
+    half.init_weights(torch.Generator().manual_seed(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(half.state_dict()[drawn], whole[drawn].bfloat16())

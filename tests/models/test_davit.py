@@ -11,7 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import papers
 from models.davit import DaViT
 from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function, randomize
+from tests.models.parity import (
+    assert_drawn_alike,
+    assert_equal_for_one_seed,
+    assert_equal_in_function,
+    assert_one_seed_gives_one_model,
+    randomize,
+)
 
 SMALL = {"embed_dims": (16, 24), "depths": (1, 2), "num_classes": 10}
 
@@ -122,38 +128,13 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = {"embed_dims": (96, 192), "depths": (1, 1), "num_classes": 10}
-    layout = {"heads": 2, "head_dim": "split", "window": 4}
-    theirs, model = timm_davit(**sizes, **layout).state_dict(), davit(**sizes, **layout)
-    for name, ours in model.state_dict().items():
-        std = theirs[name].std(correction=0).item()
-        # Five standard errors of the difference of two sample means, which for these laws
-        # (constant, uniform, normal) also covers the difference of two sample deviations.
-        slack = 5 * std * (2 / ours.numel()) ** 0.5
-        assert ours.mean().item() == pytest.approx(theirs[name].mean().item(), abs=slack), name
-        assert ours.std(correction=0).item() == pytest.approx(std, abs=slack), name
-        # The largest value tells a uniform law from a normal one.
-        largest = theirs[name].abs().max().item()
-        assert ours.abs().max().item() == pytest.approx(largest, rel=0.25), name
+    sizes |= {"heads": 2, "head_dim": "split", "window": 4}
+    oracle = timm_davit(**sizes)
+    assert_drawn_alike(davit(**sizes), oracle, 0.25)
 
 
 def test_one_seed_gives_one_model_on_every_way_to_it():
-    torch.manual_seed(0)
-    whole = davit().state_dict()
-    later = davit(device="meta")
-    assert all(t.is_meta for t in later.state_dict().values())
-    later.to_empty(device="cpu")
-    for t in later.state_dict().values():
-        t.fill_(77)
-    half = davit(device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-    for model in (later, half):
-        torch.manual_seed(0)
-        model.init_weights()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, whole[name].to(value.dtype)), name
-    before = torch.get_rng_state()
-    half.init_weights(torch.Generator().manual_seed(1))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(half.head.fc.weight, whole["head.fc.weight"].bfloat16())
+    assert_one_seed_gives_one_model(davit, "head.fc.weight")
 
 
 def test_a_memory_estimate_can_train_the_model_on_the_meta_device():

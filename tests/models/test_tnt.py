@@ -10,7 +10,11 @@ from leaner_kernels import KappaMonitor
 from models import papers
 from models.tnt import TNT
 from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function
+from tests.models.parity import (
+    assert_drawn_alike,
+    assert_equal_for_one_seed,
+    assert_equal_in_function,
+)
 
 NAMES = {
     "image_size": "img_size",
@@ -180,17 +184,8 @@ def test_kappa_is_of_the_outer_attention_of_every_layer_around_its_skip():
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = {"image_size": 64, "depth": 1, "embed_dim": 240}
-    theirs = dict(timm_tnt(**sizes).named_parameters())
-    for name, ours in TNT(**sizes, heads=10).named_parameters():
-        std = theirs[name].std().item()
-        # Five standard errors of the difference of two sample means, which for these laws
-        # (constant, uniform, normal) also covers the difference of two sample deviations.
-        slack = 5 * std * (2 / ours.numel()) ** 0.5
-        assert ours.mean().item() == pytest.approx(theirs[name].mean().item(), abs=slack), name
-        assert ours.std().item() == pytest.approx(std, abs=slack), name
-        # The largest value tells a uniform law from a normal one.
-        largest = theirs[name].abs().max().item()
-        assert ours.abs().max().item() == pytest.approx(largest, rel=0.3), name
+    oracle = timm_tnt(**sizes)
+    assert_drawn_alike(TNT(**sizes, heads=10), oracle)
 
 
 def test_positions_of_patches_start_at_the_deviation_asked_for():

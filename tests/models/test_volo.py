@@ -11,7 +11,11 @@ from leaner_kernels import KappaMonitor
 from models import papers
 from models.volo import VOLO
 from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function
+from tests.models.parity import (
+    assert_drawn_alike,
+    assert_equal_for_one_seed,
+    assert_equal_in_function,
+)
 
 NAMES = {
     "image_size": "img_size",
@@ -253,20 +257,8 @@ def test_the_stem_takes_weights_of_another_dtype_than_its_statistics():
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = {"image_size": 64, "depths": [1, 1], "embed_dims": [96, 192], "heads": [3, 6]}
-    theirs = timm_volo(**sizes).state_dict()
-    for name, ours in VOLO(**sizes).state_dict().items():
-        if name.endswith("num_batches_tracked"):
-            assert ours == theirs[name] == 0
-            continue
-        std = theirs[name].std().item()
-        # Five standard errors of the difference of two sample means, which for these laws
-        # (constant, uniform, normal) also covers the difference of two sample deviations.
-        slack = 5 * std * (2 / ours.numel()) ** 0.5
-        assert ours.mean().item() == pytest.approx(theirs[name].mean().item(), abs=slack), name
-        assert ours.std().item() == pytest.approx(std, abs=slack), name
-        # The largest value tells a uniform law from a normal one.
-        largest = theirs[name].abs().max().item()
-        assert ours.abs().max().item() == pytest.approx(largest, rel=0.3), name
+    oracle = timm_volo(**sizes)
+    assert_drawn_alike(VOLO(**sizes), oracle)
 
 
 def test_a_model_built_on_the_meta_device_gets_the_same_weights_and_buffers_later():

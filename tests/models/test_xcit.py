@@ -11,7 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from models import papers
 from models.xcit import XCiT
 from tests.error_budget import assert_within_budget
-from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function, randomize
+from tests.models.parity import (
+    assert_drawn_alike,
+    assert_equal_for_one_seed,
+    assert_equal_in_function,
+    assert_one_seed_gives_one_model,
+    randomize,
+)
 
 SMALL = {"image_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_classes": 10}
 
@@ -113,38 +119,12 @@ def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = SMALL | {"embed_dim": 192, "heads": 4, "head_dim": "split", "image_size": 64}
-    theirs, model = timm_xcit(**sizes).state_dict(), xcit(**sizes)
-    for name, ours in model.state_dict().items():
-        ours, their = ours.double(), theirs[name].double()
-        std = their.std(correction=0).item()
-        # Five standard errors of the difference of two sample means, which for these laws
-        # (constant, uniform, normal) also covers the difference of two sample deviations.
-        slack = 5 * std * (2 / ours.numel()) ** 0.5
-        assert ours.mean().item() == pytest.approx(their.mean().item(), abs=slack), name
-        assert ours.std(correction=0).item() == pytest.approx(std, abs=slack), name
-        # The largest value tells a uniform law from a normal one.
-        largest = their.abs().max().item()
-        assert ours.abs().max().item() == pytest.approx(largest, rel=0.25), name
+    oracle = timm_xcit(**sizes)
+    assert_drawn_alike(xcit(**sizes), oracle, 0.25)
 
 
 def test_one_seed_gives_one_model_on_every_way_to_it():
-    torch.manual_seed(0)
-    whole = xcit().state_dict()
-    later = xcit(device="meta")
-    assert all(t.is_meta for t in later.state_dict().values())
-    later.to_empty(device="cpu")
-    for t in later.state_dict().values():
-        t.fill_(77)
-    half = xcit(device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
-    for model in (later, half):
-        torch.manual_seed(0)
-        model.init_weights()
-        for name, value in model.state_dict().items():
-            assert torch.equal(value, whole[name].to(value.dtype)), name
-    before = torch.get_rng_state()
-    half.init_weights(torch.Generator().manual_seed(1))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(half.cls_token, whole["cls_token"].bfloat16())
+    assert_one_seed_gives_one_model(xcit, "cls_token")
 
 
 def test_a_memory_estimate_can_train_the_model_on_the_meta_device():
