@@ -94,7 +94,7 @@ def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int
 
 
 def of_faults(result: dict[str, Any]) -> str:
-    """Return one file of outcomes as text and a table."""
+    """Return one file of outcomes as text and a table, a row for each fault and ending."""
     rows = pd.DataFrame(result["outcomes"])
     kills = rows[rows["fault"].str.startswith("kill -9")]["tries"].sum()
     said = (
@@ -102,7 +102,11 @@ def of_faults(result: dict[str, Any]) -> str:
         f"{result['seconds'] / 60:.0f} minutes on {result['cores']} cores ({result['cpu']}), torch "
         f"{result['torch']}, commit {result['commit'][:7]}; {result['failed']} tests failed."
     )
-    return f"{said}\n\n{frames.markdown(rows)}"
+    often = " (" + rows["tries"].astype(str) + ")"
+    rows["where"] += often.where(rows["tries"] > 1, "")
+    by = rows.groupby(["fault", "ended"], sort=False)
+    rows = by.agg({"where": "; ".join, "tries": "sum"}).reset_index()
+    return f"{said}\n\n{frames.markdown(rows[['fault', 'where', 'tries', 'ended']])}"
 
 
 def of_soak(result: dict[str, Any]) -> str:
