@@ -369,32 +369,6 @@ def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return beside(cells, [left["gpu"], left["stage"]], 1)
 
 
-def fit(timed: pd.DataFrame, *files: pd.DataFrame) -> pd.DataFrame:
-    """Return what our kernels took on a GPU beside what was predicted for it.
-
-    Where the machine code that ran was predicted too, by the first of the files, that counts.
-    """
-    by = ["gpu", "case", "stage"]
-    measured = own_kernels(timed)[[*by, "triton", "median"]]
-    same = measured.merge(files[0], on=[*by, "triton"])
-    newest = [measured.drop(columns="triton").merge(rows, on=by) for rows in files[1:]]
-    rows = pd.concat([same, *newest]).drop_duplicates(by, ignore_index=True)
-    return pd.DataFrame(
-        {
-            "GPU": rows["gpu"],
-            "case": rows["case"],
-            "pass": rows["stage"],
-            "code of Triton": rows["triton"],
-            "measured, µs": 1e6 * rows["median"],
-            "predicted, µs": 1e6 * rows["predicted"],
-            "off by, %": 100 * (rows["predicted"] / rows["median"] - 1),
-            "measured / floor": rows["median"] / rows["floor"],
-            "the floor is": rows["limit"],
-            "binds": rows["binds"],
-        }
-    )
-
-
 def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Return each pass on an H200: measured once, predicted of today's kernels, and what they take.
 
@@ -414,11 +388,10 @@ def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
         lines.append(
             {
                 "case": row["case"],
-                "pass": row["stage"],
                 "measured, µs": frames.scaled(1e6, found.get("median")),
-                "now predicted, µs": frames.scaled(1e6, row["predicted"]),
+                "predicted, µs": frames.scaled(1e6, row["predicted"]),
                 "floor, µs": frames.scaled(1e6, row["floor"]),
-                "default SDPA measured, µs": frames.scaled(1e6, found.get("median_default")),
+                "default SDPA, µs": frames.scaled(1e6, found.get("median_default")),
                 **{
                     heading: ", ".join(used[column].astype(str))
                     for heading, column in (
@@ -430,7 +403,8 @@ def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
                 },
             }
         )
-    return pd.DataFrame(lines)
+    stages = pd.Series([row["stage"] for row in rows[rows["gpu"] == "H200"].to_dict("records")])
+    return beside(pd.DataFrame(lines), [stages], 1)
 
 
 class Goal(NamedTuple):
@@ -575,13 +549,12 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     }
     found = {"README": {"front": front(timed), "steps": steps(timed)}, "results": tables}
     if not paths:
-        newest, same = predictions("predictions"), predictions("calibration")
+        newest = predictions("predictions")
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
         tables |= {
             "accuracy": accuracy(),
             "training": training(measured),
             "predicted": predicted(timed, newest),
-            "fit": fit(timed, same, newest),
             "hopper": hopper(standing, newest),
         }
         found["resources"] = {"resources": resources()}

@@ -250,7 +250,11 @@ def dispatches(module: nn.Module) -> bool:
 
 @cache
 def _dispatching_methods(cls: type) -> tuple[FunctionType, ...]:
-    """Return the methods of a class that call ``get_interface`` of an ``AttentionInterface``."""
+    """Return the methods of a class that call ``get_interface`` of an ``AttentionInterface``.
+
+    Read off the code: a list of classes would age with each release, a probe needs inputs of every
+    model, and transformers' own test is of a whole file, whose models may differ (SAM, Git).
+    """
     bases = (base for base in cls.__mro__ if base not in (nn.Module, PreTrainedModel))
     values = (value for base in bases for value in vars(base).values() if callable(value))
     methods = (m for m in map(inspect.unwrap, values) if isinstance(m, FunctionType))

@@ -90,7 +90,7 @@ def int32_of(name: str, integers: Any) -> Any:
     """Return integers as int32: a tensor's on its device, those of a list or tuple on the host.
 
     Anything else is returned as it is, for the checks to name. On a GPU nothing is read back: there
-    an int64 number past int32 loses its upper half.
+    an int64 number past int32 loses its upper half: clamping it first would be a second launch.
 
     Raises:
         ValueError: a list of other things than ints, or a number past int32.

@@ -321,24 +321,6 @@ def timed(path):
     return frames.timed([frames.read(path)])
 
 
-def test_what_is_predicted_stands_against_what_was_measured(write):
-    """The machine code that ran counts, where it was predicted; another release's does not."""
-    versions = INFO["versions"] | {"triton": "3.6.0"}
-    info = INFO | {"versions": versions, "gpu": INFO["gpu"] | {"name": "NVIDIA H200"}}
-    rows = row("leaner_kernel", 80e-6), row("leaner_packed", 70e-6), row("sdpa", 90e-6)
-    measured = timed(write(machine_info=info, benchmarks=rows))
-    newest = pd.DataFrame([predicted("H200")])
-    for triton, shown, off in (("3.6.0", "3.6.0", "-12.5"), ("3.7.0", "3.9.0", "12.5")):
-        same = pd.DataFrame([predicted("H200", 7e-5, triton=triton)])
-        (found,) = cells(report.render(report.fit(measured, same, newest)))
-        assert (found["case"], found["measured, µs"], found["code of Triton"]) == (
-            *("vit_base", "80"),
-            shown,
-        )
-        assert (found["off by, %"], found["measured / floor"]) == (off, "1.14")
-    assert report.fit(timed(write("other.json")), newest, newest).empty  # another GPU
-
-
 def test_what_is_measured_is_not_shown_as_predicted(write):
     rows = [
         predicted(gpu, stage=stage) for gpu in ("H200", "A100") for stage in ("forward", "backward")
@@ -357,10 +339,26 @@ def test_what_is_measured_is_not_shown_as_predicted(write):
 
 def test_committed_predictions_meet_what_was_measured():
     """Every pass of our own kernels on the H200, in the machine code that ran there."""
-    found = report.gather()["results"]["fit"]
-    found = found[found["code of Triton"] == "3.6.0"]
-    assert len(found) >= 22
-    assert found["off by, %"].abs().max() < 10
+    paths = sorted(frames.RESULTS.glob("20*.json"))
+    measured = report.own_kernels(frames.timed([frames.read(path) for path in paths]))
+    by = ["gpu", "case", "stage", "triton"]
+    rows = measured[[*by, "median"]].merge(report.predictions("calibration"), on=by)
+    assert len(rows) == 22
+    assert (rows["predicted"] / rows["median"] - 1).abs().max() < 0.1
+
+
+def test_a_pass_on_hopper_has_what_was_measured_what_is_predicted_and_what_it_takes(write):
+    rows = row("leaner_kernel", 80e-6), row("sdpa", 90e-6)
+    path = write(gpu="NVIDIA H200", benchmarks=rows)
+    standing = frames.standings(timed(path))
+    found = report.hopper(standing, pd.DataFrame([predicted("H200"), predicted("A100")]))
+    (line,) = found.to_dict("records")
+    assert {name: line[f"forward {name}"] for name in ("measured, µs", "predicted, µs")} == {
+        "measured, µs": "80",
+        "predicted, µs": "90",
+    }
+    assert (line["forward floor, µs"], line["forward default SDPA, µs"]) == ("70", "90")
+    assert line["forward programs an SM"] == "3"
 
 
 # Pages and the command.

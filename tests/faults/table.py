@@ -94,7 +94,10 @@ def write(path: Path, rows: list[dict[str, Any]], *, seconds: float, failed: int
 
 
 def of_faults(result: dict[str, Any]) -> str:
-    """Return one file of outcomes as text and a table."""
+    """Return one file of outcomes as text and a table.
+
+    A row joins the places of a fault, and the faults of a place, where they ended alike.
+    """
     rows = pd.DataFrame(result["outcomes"])
     kills = rows[rows["fault"].str.startswith("kill -9")]["tries"].sum()
     said = (
@@ -102,7 +105,12 @@ def of_faults(result: dict[str, Any]) -> str:
         f"{result['seconds'] / 60:.0f} minutes on {result['cores']} cores ({result['cpu']}), torch "
         f"{result['torch']}, commit {result['commit'][:7]}; {result['failed']} tests failed."
     )
-    return f"{said}\n\n{frames.markdown(rows)}"
+    often = " (" + rows["tries"].astype(str) + ")"
+    rows["where"] += often.where(rows["tries"] > 1, "")
+    for same, joined in ("fault", "where"), ("where", "fault"):
+        by = rows.groupby([same, "ended"], sort=False)
+        rows = by.agg({joined: "; ".join, "tries": "sum"}).reset_index()
+    return f"{said}\n\n{frames.markdown(rows[['fault', 'where', 'tries', 'ended']])}"
 
 
 def filled(page: str, text: str) -> str:

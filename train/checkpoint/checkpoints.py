@@ -329,7 +329,8 @@ class Checkpoints:
             if step_of(path) > step:
                 continue
             if whole < self.keep:
-                # One that has lost a file is no reason to remove one that has not.
+                # One that has lost a file is no reason to remove one that has not. By sizes alone:
+                # hashing would read every checkpoint at each save.
                 whole += find_damage(path, contents=False) is None
                 continue
             removed = path.with_name(f".removed-{path.name}")

@@ -103,6 +103,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
 
 def _lock(file: TextIO, folder: Path) -> str | None:
     """Lock a file; return what to tell the user where another launch has it."""
+    # Not flock: data workers would inherit that, and hold it for a while after a kill.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):

@@ -381,7 +381,10 @@ class BatchNorms:
 
     @torch.no_grad()
     def share(self, world: World) -> None:
-        """Average the statistics over ranks, each of which saw a part of the batch."""
+        """Average the statistics over ranks, each of which saw a part of the batch.
+
+        After every step: a resume and an evaluation then do not depend on which rank saves.
+        """
         mine = list(self.statistics.values())
         if world.size == 1 or not mine:
             return
