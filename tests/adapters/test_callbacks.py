@@ -113,7 +113,7 @@ def test_a_page_has_the_losses_of_a_trainer_that_logs_and_evaluates_at_one_step(
     trainer.state.global_step = 8
     callback.on_log(trainer.args, trainer.state, None, {"loss": 0.5, "eval_loss": 0.25})
     (losses,) = page._of_metrics([page.read_run(tmp_path)])
-    lines = {line["name"]: list(line["x"]) for line in losses.data}
+    lines = {line.name: [step for step, _ in line.points] for line in losses.lines}
     assert lines == {"training": [2, 4, 6, 8], "held out": [2, 4, 6, 8]}
 
 
