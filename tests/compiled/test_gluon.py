@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,8 +17,10 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
+from tests import varlen_cases
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
+from tests.varlen_cases import VarlenTestCase
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -165,6 +168,42 @@ def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
     for name, t in results.items():
         found = t.cpu().isnan().flatten(2).any(2).any(0)
         assert found.tolist() == [False, True, False, False], name
+
+
+# Without rows, without keys and without either; one token, a tile, tails, the longest.
+RAGGED = {
+    "images": VarlenTestCase("images", (0, 1, 256, 0, 65, 64, 197, 16), 2, 64, before=2, after=3),
+    "texts": VarlenTestCase(
+        "texts", (200, 0, 100, 5, 130), 2, 64, key_lengths=(70, 30, 200, 0, 130), causal=True
+    ),
+    "of 48": VarlenTestCase("of 48", (150, 5, 130), 1, 48, after=40, slack=6),
+}
+
+
+def run_varlen(inputs: Any) -> dict[str, Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    operands = *leaves, *inputs.operands[3:], *inputs.params
+    out, _ = torch.ops.leaner_kernels.attention_varlen(*operands)
+    gradients = torch.autograd.grad(out, leaves, inputs.grad)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+
+
+RAGGED_RUNS = {"plain": run_varlen, "statistics": varlen_cases.run_operators}
+
+
+@pytest.mark.parametrize("run", RAGGED_RUNS)
+@pytest.mark.parametrize("dtype", [BF16, HALF], ids=str)
+@pytest.mark.parametrize("name", RAGGED)
+def test_programs_own_a_head_of_a_sequence(
+    name: str, dtype: torch.dtype, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    aligned = partial(varlen_cases.make_inputs, gap=16)
+    operator = OPERATORS["varlen"]._replace(make_inputs=aligned, run=RAGGED_RUNS[run])
+    with executing(90) as executions:
+        operator.check(RAGGED[name], dtype)
+    check_findings([e for e in executions if e.name.startswith("_hopper")])
+    assert executions[-1].name == "_hopper_bwd_kernel"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from ..call import (
     view_of,
 )
 from .scores import (
+    FILL,
     SPARE_PROGRAMS,
     exponent_factor,
     extents,
@@ -148,10 +149,14 @@ def _attention_fwd_kernel(
         # The programs past the last sequence see to the tokens that no sequence owns.
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
-            num_spare = tl.num_programs(0) - B * H * num_tiles
-            fill_outside(out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL)
+            fill_outside(
+                out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare, lanes
+            )
             if lse_ptr is not None:
-                fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
+                fill_outside(
+                    lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare, lanes
+                )
             return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
