@@ -59,17 +59,17 @@ LARGE_LSE = gl.constexpr(1024.0)
 # For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries.
 # ``IN_REGISTERS`` keeps a tile of Q, then of K, in registers, so that more programs fit on an SM;
 # with a tail in columns it stays in shared memory.
+_ALL = "dropout", "mask", "varlen"
 TILES = Tiles(
     "hopper_backward",
-    rule(dim=16, tokens=1024),
-    rule(dim=16, tokens=1024, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=32, tokens=256, takes=("dropout",), maxnreg=168),
-    rule(dim=32, tokens=512, IN_REGISTERS=True, maxnreg=168),
-    rule(dim=32, tokens=768, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=64, tokens=256, takes=("padded_dim", "varlen"), maxnreg=255),
-    rule(dim=64, tokens=640, takes=("padded_dim",), maxnreg=255),
-    rule(dim=64, tokens=512, takes=("dropout", "mask", "padded_dim"), maxnreg=255),
-    rule(dim=128, tokens=320, takes=("dropout", "padded_dim"), maxnreg=255),
+    rule(dim=16, tokens=1024, takes=("varlen",)),
+    rule(dim=16, tokens=1024, takes=_ALL, maxnreg=255),
+    rule(dim=32, tokens=256, takes=("dropout", "varlen"), maxnreg=168),
+    rule(dim=32, tokens=512, takes=("varlen",), IN_REGISTERS=True, maxnreg=168),
+    rule(dim=32, tokens=768, takes=_ALL, maxnreg=255),
+    rule(dim=64, tokens=640, takes=("padded_dim", "varlen"), maxnreg=255),
+    rule(dim=64, tokens=512, takes=("padded_dim", *_ALL), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "varlen"), maxnreg=255),
     num_warps=4,
 )
 
@@ -144,7 +144,7 @@ def _hopper_bwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     VARLEN: gl.constexpr = starts_ptr is not None
     head = gl.program_id(1) * H + gl.program_id(0)
-    M, full_keys = N, full
+    M, full_keys, most = N, full, full
     if VARLEN:
         if gl.program_id(1) >= B:
             lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
@@ -170,9 +170,9 @@ def _hopper_bwd_kernel(
     if seed_ptr is not None:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
-        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
-        if lengths_ptr is not None:
-            for n in range(full * full):  # the first pass does not visit all
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, most
+        if VARLEN or lengths_ptr is not None:
+            for n in range(most * most):  # the first pass does not visit all
                 keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     # Resident are first K and V, then, in the same memory, Q and dO. Of the other two a tile is
     # here, of Q and of K perhaps in registers, while the next is on its way.
