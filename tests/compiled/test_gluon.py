@@ -52,6 +52,8 @@ CHOSEN = {
     (320, 32, BF16, 90),
     (460, 32, BF16, 90),
     (520, 32, BF16, 90),
+    (460, 64, BF16, 90),
+    (520, 64, HALF, 90),
 }
 SHORT = {
     "TNT": AttentionTestCase("TNT", 5, 4, 4, 16, 16, 10),
@@ -104,7 +106,7 @@ RUNS = {"plain": run_without_statistics, "statistics": run_operators}
 WAYS = {
     "hopper": (
         (("hopper_forward",), ("plain",)),
-        (("hopper_forward_statistics",), ("statistics",)),
+        (("hopper_forward_statistics", "hopper_long_forward_statistics"), ("statistics",)),
         (("hopper_resident_backward", "hopper_backward"), ("plain", "statistics")),
     ),
     "ampere": (

@@ -46,9 +46,12 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
         return Choice(f"warp_multihead_{name}", tile)
     if _copies_whole_rows(call):
-        kernel = f"{_family(query)}_{name}"
-        if tile := gluon_tile(kernel, *shape):
-            return Choice(kernel, tile)
+        kernels = [f"{_family(query)}_{name}"]
+        if with_stats and _family(query) == "hopper":
+            kernels.append("hopper_long_forward_statistics")
+        for kernel in kernels:
+            if tile := gluon_tile(kernel, *shape):
+                return Choice(kernel, tile)
     if tile := short_tile(f"short_{name}", *shape):
         return Choice(f"short_{name}", tile)
     return Choice("online_forward", online_tile("online_forward", call))
