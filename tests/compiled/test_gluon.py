@@ -142,6 +142,27 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
             assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
 
 
+# Statistics of heads that do not fit on chip.
+LONG = {
+    "shared keys": AttentionTestCase("shared keys", 1, 4, 2, 420, 420, 64, causal=True),
+    "heads of 48": AttentionTestCase("heads of 48", 2, 1, 1, 590, 590, 48, lengths=(1, 580)),
+    "heads of 32": AttentionTestCase("heads of 32", 1, 1, 1, 770, 770, 32),
+    "heads of 16": AttentionTestCase("heads of 16", 1, 1, 1, 1030, 1030, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(HALF, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_keys_pass_by_128_rows_of_a_long_head(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    with executing(90) as executions:
+        OPERATORS["attention"].check(LONG[name], dtype)
+    check_findings([e for e in executions if e.name.startswith("_hopper")])
+    assert executions[0].name == "_hopper_long_fwd_kernel"
+
+
 def short_calls() -> Iterator[Any]:
     for call in product(SHORT, (BF16, HALF), GPUS, RUNS, LAYOUTS):
         marks = () if call in CHOSEN_SHORT else pytest.mark.nightly

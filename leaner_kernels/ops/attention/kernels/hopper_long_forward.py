@@ -110,15 +110,14 @@ def _hopper_long_fwd_kernel(
     barrier()
     q = qs.index(0).load(gl.DotOperandLayout(0, OUT, 2))
     next_q = qs.index(1).load(gl.DotOperandLayout(0, OUT, 2))
-    none = gl.zeros([64, 4], gl.float32, own_sum(zero).type.layout)
+    OWN: gl.constexpr = own_sum(zero).type.layout
+    none = gl.zeros([64, 4], gl.float32, OWN)
     acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
     state = acc, gl.full([64], float("-inf"), gl.float32, ROW), none, none, none
     next_state = state
     for i in range(seen):
         k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
-        state, next_state = paired_step(
-            state, next_state, q, next_q, k, v, zero, factor, True, ROW
-        )
+        state, next_state = paired_step(state, next_state, q, next_q, k, v, zero, factor, True, ROW)
     for i in range(seen, last):
         k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
         state = step(

@@ -54,6 +54,7 @@ from .scores import (
 # the capture of sampled entries take registers: they get smaller tiles. A varlen batch takes a few
 # more for addresses.
 _SIMPLE = "softcap", "unaligned", "varlen"
+_CAPTURE = "capture", "padded_dim", "varlen"
 _ALL = "capture", "dropout", "mask", "padded_dim", "scale", *_SIMPLE
 TILES = Tiles(
     "online_forward",
@@ -64,6 +65,18 @@ TILES = Tiles(
         dim=128, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, maxnreg=255
     ),
     rule(dim=128, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, maxnreg=255),
+    rule(dim=64, takes=_CAPTURE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
+    rule(
+        dim=128,
+        takes=_CAPTURE[:2],
+        gpus=(90,),
+        BLOCK_M=64,
+        BLOCK_N=32,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(dim=128, takes=_CAPTURE, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
     rule(dim=32, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
     rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1, maxnreg=255),
     rule(
