@@ -253,7 +253,7 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
     """
     from .._gluon import gl
 
-    found = shared_arguments(call, call.sequences) | {"B": call.batch}
+    found: dict[str, Any] = {"B": call.batch, **shared_arguments(call, call.sequences)}
     found |= sequence_arguments(call.query, call.key, call.sequences)
     found |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
     for name in ("q", "k", "v", *tensors):
