@@ -122,8 +122,13 @@ def starts_of(lengths: tuple[int, ...], before: int, device: str) -> Tensor:
     return torch.tensor(list(accumulate(lengths, initial=before)), dtype=torch.int32, device=device)
 
 
-def make_inputs(case: VarlenTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
-    """Build strided tensors that are NaN wherever no sequence owns the token."""
+def make_inputs(
+    case: VarlenTestCase, dtype: torch.dtype, device: str = "cpu", gap: int = 3
+) -> Inputs:
+    """Build strided tensors that are NaN wherever no sequence owns the token.
+
+    Kernels that copy 16 bytes at a time want a ``gap`` between heads that is a multiple of 16.
+    """
     torch.manual_seed(0)
     key_lengths = case.key_lengths or case.lengths
     kv_heads = case.kv_heads or case.heads
@@ -132,7 +137,7 @@ def make_inputs(case: VarlenTestCase, dtype: torch.dtype, device: str = "cpu") -
         inside = slice(case.before, case.before + sum(lengths))
         shape = case.before + sum(lengths) + case.after, heads, case.dim
         # A view into a larger block, as a packed projection would give, and NaN around it.
-        block = torch.full((shape[0], heads + 1, case.dim + 3), float("nan"), dtype=dtype)
+        block = torch.full((shape[0], heads + 1, case.dim + gap), float("nan"), dtype=dtype)
         view = block.to(device)[:, :heads, : case.dim]
         view[inside] = torch.randn(sum(lengths), heads, case.dim).to(dtype).to(device)
         return view

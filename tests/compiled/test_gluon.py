@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,8 +17,10 @@ from bench.gpu_model.execute import check_findings, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
+from tests import varlen_cases
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
+from tests.varlen_cases import VarlenTestCase
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -49,6 +52,8 @@ CHOSEN = {
     (320, 32, BF16, 90),
     (460, 32, BF16, 90),
     (520, 32, BF16, 90),
+    (460, 64, BF16, 90),
+    (520, 64, HALF, 90),
 }
 SHORT = {
     "TNT": AttentionTestCase("TNT", 5, 4, 4, 16, 16, 10),
@@ -101,7 +106,7 @@ RUNS = {"plain": run_without_statistics, "statistics": run_operators}
 WAYS = {
     "hopper": (
         (("hopper_forward",), ("plain",)),
-        (("hopper_forward_statistics",), ("statistics",)),
+        (("hopper_forward_statistics", "hopper_long_forward_statistics"), ("statistics",)),
         (("hopper_resident_backward", "hopper_backward"), ("plain", "statistics")),
     ),
     "ampere": (
@@ -137,6 +142,27 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
             assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
 
 
+# Statistics of heads that do not fit on chip.
+LONG = {
+    "shared keys": AttentionTestCase("shared keys", 1, 4, 2, 420, 420, 64, causal=True),
+    "heads of 48": AttentionTestCase("heads of 48", 2, 1, 1, 590, 590, 48, lengths=(1, 580)),
+    "heads of 32": AttentionTestCase("heads of 32", 1, 1, 1, 770, 770, 32),
+    "heads of 16": AttentionTestCase("heads of 16", 1, 1, 1, 1030, 1030, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, pytest.param(HALF, marks=pytest.mark.nightly)], ids=str)
+@pytest.mark.parametrize("name", LONG)
+def test_keys_pass_by_128_rows_of_a_long_head(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    with executing(90) as executions:
+        OPERATORS["attention"].check(LONG[name], dtype)
+    check_findings([e for e in executions if e.name.startswith("_hopper")])
+    assert executions[0].name == "_hopper_long_fwd_kernel"
+
+
 def short_calls() -> Iterator[Any]:
     for call in product(SHORT, (BF16, HALF), GPUS, RUNS, LAYOUTS):
         marks = () if call in CHOSEN_SHORT else pytest.mark.nightly
@@ -165,6 +191,59 @@ def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
     for name, t in results.items():
         found = t.cpu().isnan().flatten(2).any(2).any(0)
         assert found.tolist() == [False, True, False, False], name
+
+
+# Without rows, without keys and without either; one token, a tile, tails, the longest.
+RAGGED = {
+    "images": VarlenTestCase("images", (0, 1, 256, 0, 65, 64, 197, 16), 2, 64, before=2, after=3),
+    "texts": VarlenTestCase(
+        "texts", (200, 0, 100, 5, 130), 2, 64, key_lengths=(70, 30, 200, 0, 130), causal=True
+    ),
+    "heads of 48": VarlenTestCase("heads of 48", (150, 5, 130), 1, 48, after=40, slack=6),
+    "heads of 16": VarlenTestCase("heads of 16", (0, 300, 7), 2, 16, causal=True),
+    "heads of 32": VarlenTestCase("heads of 32", (270, 1, 64), 2, 32),
+    "heads of 128": VarlenTestCase("heads of 128", (90, 33), 1, 128, before=1),
+    "dropout": VarlenTestCase("dropout", (3, 140, 70), 2, 64, dropout_p=0.3, after=5),
+}
+
+
+def run_varlen(inputs: Any) -> dict[str, Tensor]:
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    operands = *leaves, *inputs.operands[3:], *inputs.params
+    out, _ = torch.ops.leaner_kernels.attention_varlen(*operands)
+    gradients = torch.autograd.grad(out, leaves, inputs.grad)
+    return dict(zip(("out", "dq", "dk", "dv"), (out, *gradients), strict=True))
+
+
+RAGGED_RUNS = {"plain": run_varlen, "statistics": varlen_cases.run_operators}
+
+
+CHOSEN_RAGGED = {
+    ("images", BF16, "plain"),
+    ("texts", HALF, "statistics"),
+    ("heads of 32", BF16, "plain"),
+    ("dropout", BF16, "plain"),
+}
+
+
+def ragged_calls() -> Iterator[Any]:
+    for call in product(RAGGED, (BF16, HALF), RAGGED_RUNS):
+        marks = () if call in CHOSEN_RAGGED else pytest.mark.nightly
+        yield pytest.param(*call, marks=marks, id="-".join(map(str, call)))
+
+
+@pytest.mark.parametrize(("name", "dtype", "run"), list(ragged_calls()))
+def test_programs_own_a_head_of_a_sequence(
+    name: str, dtype: torch.dtype, run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    aligned = partial(varlen_cases.make_inputs, gap=16)
+    operator = OPERATORS["varlen"]._replace(make_inputs=aligned, run=RAGGED_RUNS[run])
+    with executing(90) as executions:
+        operator.check(RAGGED[name], dtype)
+    check_findings([e for e in executions if e.name.startswith("_hopper")])
+    fenced = _gluon.KEEPS_FENCES or not RAGGED[name].dropout_p
+    assert (executions[-1].name == "_hopper_bwd_kernel") == fenced
 
 
 @pytest.mark.parametrize(

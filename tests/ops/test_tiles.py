@@ -11,7 +11,7 @@ import torch
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule, Tile, Tiles, rule
 from leaner_kernels.ops.attention import dispatch
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, Sequences
 from leaner_kernels.ops.attention.dispatch import features, online_tile
 from leaner_kernels.ops.attention.kernels import online_backward
 from tests.tile_tables import PACKAGE, TABLES
@@ -152,10 +152,10 @@ def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor | None = None, **res
         return dispatch.choose_backward(call, like, like, like, key, key).kernel
 
 
-def forward_of(gpu: int, query: torch.Tensor) -> str:
-    call = Call(query, query, query, None, None, None, 0.0, False, 0.1)
+def forward_of(gpu: int, query: torch.Tensor, with_stats: bool = False, **rest: Any) -> str:
+    call = Call(query, query, query, None, None, None, 0.0, False, 0.1)._replace(**rest)
     with _tiles.assume(gpu):
-        return dispatch.choose_forward(call).kernel
+        return dispatch.choose_forward(call, with_stats).kernel
 
 
 @in_gluon
@@ -178,6 +178,39 @@ def test_programs_that_own_a_head_take_enough_heads_of_as_many_rows_as_keys() ->
     assert chosen(90, long.expand(20, -1, -1, -1)) == "hopper_backward"
     assert forward_of(90, vit) == "online_forward", "too few programs"
     assert forward_of(90, vit.expand(20, -1, -1, -1)) == "hopper_forward"
+
+
+@in_gluon
+def test_programs_own_a_head_of_a_varlen_sequence_on_hopper() -> None:
+    starts = torch.empty(4, dtype=torch.int32, device="meta")
+    tokens = torch.empty(500, 4, 64, dtype=torch.bfloat16, device="meta")
+
+    def varlen(
+        longest: int = 256, cols: int | None = None, gpu: int = 90, q: Any = tokens, **rest: Any
+    ) -> str:
+        sequences = Sequences(starts, starts, longest, longest if cols is None else cols)
+        return chosen(gpu, q, sequences=sequences, **rest)
+
+    assert varlen() == varlen(65) == varlen(is_causal=True) == "hopper_backward"
+    assert varlen(257) == "online_backward", "too few programs"
+    assert varlen(64) == varlen(cols=100) == varlen(gpu=80) == "online_backward"
+    assert varlen(window=(9, 9)) == varlen(q=tokens.float()) == "online_backward"
+    assert varlen(q=tokens[..., :60]) == "online_backward"
+    shared, sequences = tokens[:, :2], Sequences(starts, starts, 256, 256)
+    assert chosen(90, tokens, shared, sequences=sequences) == "online_backward"
+
+
+@in_gluon
+def test_statistics_of_long_sequences_have_a_kernel_on_hopper() -> None:
+    long = half(16, 577, 64).expand(20, -1, -1, -1)
+    assert forward_of(90, long, True) == "hopper_long_forward_statistics"
+    assert forward_of(90, long) == "online_forward", "PyTorch's is faster"
+    assert forward_of(80, long, True) == "ampere_forward_statistics"
+    assert forward_of(90, long[:2], True) == "online_forward", "too few programs"
+    wide = half(16, 577, 128).expand(20, -1, -1, -1)
+    assert forward_of(90, wide, True) == forward_of(90, long, True, scale=-1.0) == "online_forward"
+    short = half(16, 384, 64).expand(20, -1, -1, -1)
+    assert forward_of(90, short, True) == "hopper_forward_statistics"
 
 
 @in_gluon

@@ -231,18 +231,35 @@ def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
     return (full, tail) if tail or not left else (full + 1, 0)
 
 
+class GluonView(NamedTuple):
+    """A ``View`` as kernels in Gluon take it.
+
+    Its stride of rows is a constant. ``first`` is the token where a sequence of a varlen batch
+    starts, which the kernel finds; before, and in other batches, it is None.
+    """
+
+    ptr: Any
+    stride_b: Any
+    stride_h: Any
+    stride_n: Any
+    first: Any
+
+
 def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Return the arguments by name of a kernel that are the call's, and those of other tensors.
 
-    ``tensors`` are (B, H, N, D), by the name that their view begins with.
+    ``tensors`` are (B, H, N, D), in a varlen batch (T, H, D), by the name that their view begins
+    with.
     """
     from .._gluon import gl
 
-    found = shared_arguments(call)
+    found: dict[str, Any] = {"B": call.batch, **shared_arguments(call, call.sequences)}
+    found |= sequence_arguments(call.query, call.key, call.sequences)
     found |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
     for name in ("q", "k", "v", *tensors):
-        view = found[f"{name}_view"]
-        found[f"{name}_view"] = view._replace(stride_n=gl.constexpr(view.stride_n))
+        ptr, stride_b, stride_h, stride_n = found[f"{name}_view"]
+        view = GluonView(ptr, stride_b, stride_h, gl.constexpr(stride_n), None)
+        found[f"{name}_view"] = view
     # Of a mask over keys, which each row shares, nothing is read along rows.
     mask = found["mask_view"]
     found["mask_view"] = mask._replace(stride_n=mask.stride_n or None)

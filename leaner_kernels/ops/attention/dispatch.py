@@ -19,12 +19,12 @@ from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
 from .._tiles import Tile, Tiles, block_dim
-from .call import LEAST_SCALE, Call
+from .call import LEAST_SCALE, Call, Sequences
 
 WARP_TOKENS = 16  # the most of a head that a warp owns
 LEAST_TOKENS = 64  # above them programs in Gluon own a head
 SHORT_TOKENS = 256  # the most that they have however few the heads are, in the backward
-MAX_ENTRIES = 65_535  # of a grid's second axis
+MAX_ENTRIES = 65_535 - 128  # of a grid's second axis, less what fills gaps of a varlen batch
 
 
 class Choice(NamedTuple):
@@ -46,9 +46,12 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
         return Choice(f"warp_multihead_{name}", tile)
     if _copies_whole_rows(call):
-        kernel = f"{_family(query)}_{name}"
-        if tile := gluon_tile(kernel, *shape):
-            return Choice(kernel, tile)
+        kernels = [f"{_family(query)}_{name}"]
+        if with_stats and _family(query) == "hopper":
+            kernels.append("hopper_long_forward_statistics")
+        for kernel in kernels:
+            if tile := gluon_tile(kernel, *shape):
+                return Choice(kernel, tile)
     if tile := short_tile(f"short_{name}", *shape):
         return Choice(f"short_{name}", tile)
     return Choice("online_forward", online_tile("online_forward", call))
@@ -58,17 +61,22 @@ def choose_backward(
     call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Choice:
     """Return what computes the gradients; of several kernels that take a call, the first here."""
-    if call.sequences is not None or max(call.window) >= 0:
-        return Choice("online_backward", online_tile("online_backward", call))
     query, key, value, attn_mask, _, seed, *_ = call
+    if max(call.window) >= 0:
+        return Choice("online_backward", online_tile("online_backward", call))
     wanted = features(
         attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
     )
+    varlen = call.sequences is not None
+    if varlen:
+        wanted |= {"varlen"}
     # A key head that several query heads share has no single owner.
     if query.shape[1] == key.shape[1]:
         shape = query, key, wanted
-        if _pairs_elements(call, grad, dq, dk, dv) and (
-            tile := warp_multihead_tile("warp_multihead_backward", *shape)
+        if (
+            not varlen
+            and _pairs_elements(call, grad, dq, dk, dv)
+            and (tile := warp_multihead_tile("warp_multihead_backward", *shape))
         ):
             return Choice("warp_multihead_backward", tile)
         if _copies_whole_rows(call, grad, out, dq, dk, dv):
@@ -79,16 +87,16 @@ def choose_backward(
                 fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
                 kernels = ("hopper_resident_backward", "hopper_backward") if fenced else ()
             for kernel in kernels:
-                if tile := gluon_tile(kernel, *shape):
+                if tile := gluon_tile(kernel, *shape, call.sequences):
                     return Choice(kernel, tile)
-        if tile := short_tile("short_backward", *shape):
+        if not varlen and (tile := short_tile("short_backward", *shape)):
             return Choice("short_backward", tile)
     return Choice("online_backward", online_tile("online_backward", call))
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
     """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
-    return len(call.query) <= MAX_ENTRIES and _fits_gluon(call, *others)
+    return call.batch <= MAX_ENTRIES and _fits_gluon(call, *others)
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
@@ -105,14 +113,15 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
     """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
     from .. import _gluon  # which imports Triton
 
-    _, heads, tokens, dim = call.query.shape
+    heads, dim = call.query.shape[1], call.query.shape[-1]
     width = heads * dim  # from row to row of the output
+    tokens = call.query.shape[2] if call.sequences is None else call.sequences.rows
     old = _tiles.capability(call.query.device) < 80
     if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
         return False
     tensors = *call[:3], *others
     alike = all(t.dtype == call.query.dtype for t in tensors)
-    strides = [width, *(t.stride(2) for t in tensors)]
+    strides = [width, *(t.stride(2 if t.dim() == 4 else 0) for t in tensors)]
     if call.attn_mask is not None:
         strides.append(sum(call.attn_mask.stride()[-2:]))
     reached = max(strides) * tokens <= LARGEST_OFFSET
@@ -133,19 +142,29 @@ def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
     return None if rule is None else rule.tile.replace(tokens=rule.tokens)
 
 
-def gluon_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
+def gluon_tile(
+    kernel: str,
+    query: Tensor,
+    key: Tensor,
+    features: frozenset[str],
+    sequences: Sequences | None = None,
+) -> Tile | None:
     """Return the tile of a kernel for Hopper or Ampere whose programs own a head."""
-    batch, heads, tokens, _ = query.shape
-    if key.shape[2] != tokens or tokens <= LEAST_TOKENS:
+    heads = query.shape[1]
+    if sequences is None:
+        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
+    else:
+        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
+    if rows != cols or rows <= LEAST_TOKENS:
         return None
     # A program each, a few heads would leave most of a GPU idle. The kernels for any length spread
     # a head over several.
-    spread = tokens > SHORT_TOKENS or not kernel.endswith("backward")
+    spread = rows > SHORT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
         return None
     if key.shape[1] != heads:
         features |= {"shared"}
-    rule = find_rule(kernel, query, tokens, features)
+    rule = find_rule(kernel, query, rows, features)
     return None if rule is None else rule.tile
 
 

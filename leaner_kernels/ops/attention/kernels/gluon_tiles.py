@@ -15,6 +15,7 @@ where they are needed.
 
 from ..._gluon import copy_async, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..._triton import LN_2, LOG2_E
+from ..call import GluonView
 
 
 @gluon.jit
@@ -29,14 +30,17 @@ def here(x):
 def own_head(view, GROUP: gl.constexpr = 1):
     """Return where this program's head starts, which GROUP query heads share.
 
-    It is found anew at each use.
+    In its entry of the batch, or at ``view.first``. It is found anew at each use.
     """
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
-    b = gl.inline_asm_elementwise(
-        "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    if view.first is None:
+        b = gl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        b = here(view.first)
     if GROUP > 1:
         h = h // GROUP
     return view.ptr + (b.to(gl.int64) * view.stride_b + h.to(gl.int64) * view.stride_h)
@@ -144,6 +148,12 @@ def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
     gl.store(ptrs, x.to(view.ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def from_token(view, first):
+    """Return a view of the sequence of a varlen batch that starts at token ``first``."""
+    return GluonView(view.ptr, view.stride_b, view.stride_h, view.stride_n, first.to(gl.int32))
 
 
 @gluon.jit
@@ -371,7 +381,8 @@ def wait_for_scores(
     tile = None
     if mask[0].ptr is not None:
         view = mask[0]
-        tile = load_mask(own_head(view), view.stride_n, view.stride_m, rows, cols, N)
+        head = own_head(GluonView(view.ptr, view.stride_b, view.stride_h, view.stride_n, None))
+        tile = load_mask(head, view.stride_n, view.stride_m, rows, cols, N)
     s = warpgroup_mma_wait(PENDING, [s])
     return masked(s, tile, mask[1], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
 

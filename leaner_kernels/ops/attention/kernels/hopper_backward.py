@@ -14,6 +14,7 @@ once, without atomics: the result is bitwise deterministic.
 # pyright: reportPossiblyUnboundVariable=false
 # The body of the kernel is Gluon: layouts are constants, branches are decided early.
 
+import triton
 from torch import Tensor
 
 from ..._gluon import (
@@ -36,6 +37,7 @@ from .gluon_tiles import (
     exponents_of,
     fetch_rows,
     fetch_tiles,
+    from_token,
     keys_step,
     left_rows,
     masked,
@@ -49,6 +51,7 @@ from .gluon_tiles import (
     visible_tiles,
     wait_for_scores,
 )
+from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
 
 # Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
 LARGE_LSE = gl.constexpr(1024.0)
@@ -56,16 +59,17 @@ LARGE_LSE = gl.constexpr(1024.0)
 # For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries.
 # ``IN_REGISTERS`` keeps a tile of Q, then of K, in registers, so that more programs fit on an SM;
 # with a tail in columns it stays in shared memory.
+_ALL = "dropout", "mask", "varlen"
 TILES = Tiles(
     "hopper_backward",
-    rule(dim=16, tokens=1024),
-    rule(dim=16, tokens=1024, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=32, tokens=256, takes=("dropout",), maxnreg=168),
-    rule(dim=32, tokens=512, IN_REGISTERS=True, maxnreg=168),
-    rule(dim=32, tokens=768, takes=("dropout", "mask"), maxnreg=255),
-    rule(dim=64, tokens=640, takes=("padded_dim",), maxnreg=255),
-    rule(dim=64, tokens=512, takes=("dropout", "mask", "padded_dim"), maxnreg=255),
-    rule(dim=128, tokens=320, takes=("dropout", "padded_dim"), maxnreg=255),
+    rule(dim=16, tokens=1024, takes=("varlen",)),
+    rule(dim=16, tokens=1024, takes=_ALL, maxnreg=255),
+    rule(dim=32, tokens=512, takes=("varlen",), IN_REGISTERS=True, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("dropout", "varlen"), maxnreg=168),
+    rule(dim=32, tokens=768, takes=_ALL, maxnreg=255),
+    rule(dim=64, tokens=640, takes=("padded_dim", "varlen"), maxnreg=255),
+    rule(dim=64, tokens=512, takes=("padded_dim", *_ALL), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "varlen"), maxnreg=255),
     num_warps=4,
 )
 
@@ -92,20 +96,25 @@ def _describe_rows(
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
 
 
-@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+@gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
 def _hopper_bwd_kernel(
     q_view,
     k_view,
     v_view,
     lengths_ptr,
+    starts_ptr,
+    key_starts_ptr,
     do_view,
     out_view,
     max_log_sum_ptr,
     dq_view,
     dk_view,
     dv_view,
+    B,
     H,
     N,
+    TOKENS,
+    KEY_TOKENS,
     full,
     scale,
     mask_view,
@@ -133,8 +142,27 @@ def _hopper_bwd_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    VARLEN: gl.constexpr = starts_ptr is not None
     head = gl.program_id(1) * H + gl.program_id(0)
-    max_log_sum_ptr += head.to(gl.int64) * N * 2
+    M, full_keys, most = N, full, full
+    if VARLEN:
+        if gl.program_id(1) >= B:
+            lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
+            fill_gradients(
+                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
+                KEY_TOKENS, H * D, H * D, head - B * H, (gl.num_programs(1) - B) * H, lanes,
+            )  # fmt: skip
+            return
+        first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
+        first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
+        full, full_keys = (N + 63) // 64, (M + 63) // 64
+        q_view, dq_view = from_token(q_view, first_row), from_token(dq_view, first_row)
+        do_view, out_view = from_token(do_view, first_row), from_token(out_view, first_row)
+        k_view, dk_view = from_token(k_view, first_key), from_token(dk_view, first_key)
+        v_view, dv_view = from_token(v_view, first_key), from_token(dv_view, first_key)
+        max_log_sum_ptr += (gl.program_id(0).to(gl.int64) * TOKENS + first_row) * 2
+    else:
+        max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = seed_ptr, threshold, head, keep_scale
@@ -142,9 +170,9 @@ def _hopper_bwd_kernel(
     if seed_ptr is not None:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
-        dropout = seed_ptr, threshold, head, keep_scale, keeps, full
-        if lengths_ptr is not None:
-            for n in range(full * full):  # the first pass does not visit all
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, most
+        if VARLEN or lengths_ptr is not None:
+            for n in range(most * most):  # the first pass does not visit all
                 keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     # Resident are first K and V, then, in the same memory, Q and dO. Of the other two a tile is
     # here, of Q and of K perhaps in registers, while the next is on its way.
@@ -157,15 +185,15 @@ def _hopper_bwd_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = number_of_keys(lengths_ptr, N)
+    limit = number_of_keys(lengths_ptr, M)
     SCALED: gl.constexpr = MASK == "additive"
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
         following = left_rows(q_view, 0, N, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
-    fetch_rows(do_tile, do_view, 0, N, D, False, BLOCKED)
+        fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
+    fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
     fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
     fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
@@ -184,7 +212,8 @@ def _hopper_bwd_kernel(
         fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
-    for n in range((N + 63) // 64):
+    # Of a causal varlen batch a tile of keys may look for a tile of rows that is not there.
+    for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
         size = _describe_rows(
             do_view, out_view, max_log_sum_ptr, lses.index(n), deltas.index(n),
             n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
@@ -206,7 +235,7 @@ def _hopper_bwd_kernel(
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
-        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        seen, last = visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
             dq = rows_step(
                 dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
@@ -327,7 +356,7 @@ def _hopper_bwd_kernel(
             correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
-    for tile in range(0, full):
+    for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:
             k_tile = following
@@ -359,14 +388,14 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            put_rows(dk_view, dk * scale, v_tile, first, N, D, RAGGED, BLOCKED)
+            put_rows(dk_view, dk * scale, v_tile, first, M, D, RAGGED, BLOCKED)
             barrier()
         else:
-            put_rows(dk_view, dk * scale, k_tile, first, N, D, RAGGED, BLOCKED)
-            if tile + 1 < full:
+            put_rows(dk_view, dk * scale, k_tile, first, M, D, RAGGED, BLOCKED)
+            if tile + 1 < full_keys:
                 fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
-        put_rows(dv_view, dv, v_tile, first, N, D, RAGGED, BLOCKED)
-        if tile + 1 < full:
+        put_rows(dv_view, dv, v_tile, first, M, D, RAGGED, BLOCKED)
+        if tile + 1 < full_keys:
             fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
         commit_copies()
         wait_copies(0)
@@ -385,13 +414,16 @@ def prepare(
     dv: Tensor,
     ds: Tensor | None,
 ) -> Launch:
-    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
-    batch, heads, tokens, _ = call.query.shape
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32.
+
+    In a varlen batch the tensors are (T, H, D), and the gradients contiguous.
+    """
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
+    heads, tokens, varlen = arguments["H"], arguments["N"], call.sequences is not None
     # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
     crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
-    full, tail = tiles_and_tail(tokens, () if crowded else hopper_tails(dim))
+    full, tail = tiles_and_tail(tokens, () if crowded or varlen else hopper_tails(dim))
     arguments |= dict(
         **tile.options,
         max_log_sum_ptr=max_log_sum,
@@ -399,7 +431,8 @@ def prepare(
         full=full,
         FULL=full,
         T=tail,
-        RAGGED=tail == 0 and tokens % 64 != 0,
+        RAGGED=varlen or (tail == 0 and tokens % 64 != 0),
         IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
     )
-    return Launch(_hopper_bwd_kernel, (heads, batch), arguments)
+    spare = triton.cdiv(SPARE_PROGRAMS, heads) if varlen else 0
+    return Launch(_hopper_bwd_kernel, (heads, call.batch + spare), arguments)

@@ -141,7 +141,7 @@ def _start_step(
 
 
 @gluon.jit
-def _step(
+def step(
     state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def _step(
 
 
 @gluon.jit
-def _paired_step(
+def paired_step(
     state, next_state, q, next_q, k, v, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
 ):
     """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
@@ -315,35 +315,35 @@ def _hopper_fwd_kernel(
             second = first + 64
             next_seen, next_last = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
             for i in range(seen):
-                state, next_state = _paired_step(
+                state, next_state = paired_step(
                     state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
                     ROWS,
                 )  # fmt: skip
             for i in range(seen, next_seen):
-                next_state = _step(
+                next_state = step(
                     next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
                     factor, N, mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
             if HIDES or CAUSAL:
                 for i in range(next_seen, next_last):
-                    next_state = _step(
+                    next_state = step(
                         next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
                         factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                     )  # fmt: skip
         else:
             for i in range(seen):
-                state = _step(
+                state = step(
                     state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
                     mask, dropout, MASK, False, False, STATS, ROWS,
                 )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                state = _step(
+                state = step(
                     state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
                     mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            state = _step(
+            state = step(
                 state, q, k_tail, v_tail, zero_t, first, full * 64, limit, factor, N, mask,
                 dropout, MASK, True, False, STATS, ROWS,
             )  # fmt: skip

@@ -29,10 +29,11 @@ from ..call import (
     view_of,
 )
 from .scores import (
+    FILL,
     SPARE_PROGRAMS,
     exponent_factor,
     extents,
-    fill_outside,
+    fill_gradients,
     load_max_log_sum,
     mask_start,
     online_arguments,
@@ -155,14 +156,10 @@ def _attention_bwd_kernel(
         num_owners = num_col_programs + B * H * num_row_tiles
         spare, num_spare = pid - num_owners, tl.num_programs(0) - num_owners
         if spare >= 0:
-            width = num_kv_heads * D
-            fill_outside(dq_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
-            fill_outside(
-                dk_view.ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare
-            )
-            fill_outside(
-                dv_view.ptr, 0.0, key_starts_ptr, B, KEY_TOKENS, 1, width, spare, num_spare
-            )
+            fill_gradients(
+                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
+                KEY_TOKENS, H * D, num_kv_heads * D, spare, num_spare, tl.arange(0, FILL),
+            )  # fmt: skip
             return
     if pid < num_col_programs:
         tile = pid % num_col_tiles

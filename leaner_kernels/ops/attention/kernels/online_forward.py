@@ -37,6 +37,7 @@ from ..call import (
     view_of,
 )
 from .scores import (
+    FILL,
     SPARE_PROGRAMS,
     exponent_factor,
     extents,
@@ -53,6 +54,7 @@ from .scores import (
 # the capture of sampled entries take registers: they get smaller tiles. A varlen batch takes a few
 # more for addresses.
 _SIMPLE = "softcap", "unaligned", "varlen"
+_CAPTURE = "capture", "padded_dim", "varlen"
 _ALL = "capture", "dropout", "mask", "padded_dim", "scale", *_SIMPLE
 TILES = Tiles(
     "online_forward",
@@ -63,6 +65,18 @@ TILES = Tiles(
         dim=128, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=2, maxnreg=255
     ),
     rule(dim=128, takes=_SIMPLE, BLOCK_M=64, BLOCK_N=32, num_warps=8, num_stages=2, maxnreg=255),
+    rule(dim=64, takes=_CAPTURE, BLOCK_M=64, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
+    rule(
+        dim=128,
+        takes=_CAPTURE[:2],
+        gpus=(90,),
+        BLOCK_M=64,
+        BLOCK_N=32,
+        num_warps=4,
+        num_stages=1,
+        maxnreg=255,
+    ),
+    rule(dim=128, takes=_CAPTURE, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
     rule(dim=32, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=4, num_stages=1, maxnreg=255),
     rule(dim=128, takes=_ALL, BLOCK_M=32, BLOCK_N=32, num_warps=8, num_stages=1, maxnreg=255),
     rule(
@@ -148,10 +162,14 @@ def _attention_fwd_kernel(
         # The programs past the last sequence see to the tokens that no sequence owns.
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
-            num_spare = tl.num_programs(0) - B * H * num_tiles
-            fill_outside(out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare)
+            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL)
+            fill_outside(
+                out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare, lanes
+            )
             if lse_ptr is not None:
-                fill_outside(lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare)
+                fill_outside(
+                    lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare, lanes
+                )
             return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)

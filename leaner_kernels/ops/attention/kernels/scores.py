@@ -50,27 +50,50 @@ def mask_start(mask_view, b, h, MASK: tl.constexpr):
 
 @triton.jit
 def fill_outside(
-    ptr, value, starts_ptr, num_sequences, num_tokens, groups, width, program, num_programs
+    ptr, value, starts_ptr, num_sequences, num_tokens, groups, width, program, num_programs, lanes
 ):
     """Write ``value`` to the tokens of (groups, num_tokens, width) that no sequence owns.
 
     ``num_programs`` programs share the work; where the sequences fill the batch there is none.
+    ``lanes`` (FILL,) counts from 0; Gluon gives it a layout.
     """
     first = tl.minimum(tl.maximum(tl.load(starts_ptr), 0), num_tokens).to(tl.int64)
     last = tl.minimum(tl.maximum(tl.load(starts_ptr + num_sequences), first), num_tokens)
     owned = (last - first) * width
     outside = num_tokens.to(tl.int64) * width - owned
     for start in range(program.to(tl.int64) * FILL, groups * outside, num_programs * FILL):
-        index = start + tl.arange(0, FILL)  # (FILL,)
+        index = start + lanes  # (FILL,)
         group, local = index // outside, index % outside
         offset = group * (outside + owned) + local + tl.where(local < first * width, 0, owned)
         tl.store(ptr + offset, value, mask=index < groups * outside)
 
 
 @triton.jit
+def fill_gradients(
+    dq_ptr, dk_ptr, dv_ptr, starts_ptr, key_starts_ptr, num_sequences, num_tokens, num_keys,
+    width, key_width, program, num_programs, lanes,
+):  # fmt: skip
+    """Write zeros to the gradients of tokens that no sequence owns; see ``fill_outside``."""
+    fill_outside(
+        dq_ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, num_programs, lanes
+    )
+    fill_outside(
+        dk_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
+        num_programs, lanes,
+    )  # fmt: skip
+    fill_outside(
+        dv_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
+        num_programs, lanes,
+    )  # fmt: skip
+
+
+@triton.jit
 def _fill_outside_kernel(ptr, starts_ptr, num_sequences, num_tokens, width):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    fill_outside(ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, programs)
+    lanes = tl.arange(0, FILL)
+    fill_outside(
+        ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, programs, lanes
+    )
 
 
 def launch_fill(starts: Tensor, t: Tensor) -> None:

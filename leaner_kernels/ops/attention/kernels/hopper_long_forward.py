@@ -1,0 +1,171 @@
+"""Gluon forward of softmax attention for long sequences on Hopper: a program owns 128 rows.
+
+Sizes: B batch, H query heads, N tokens, D head dimension, S programs of a head. K and V pass by in
+tiles of 64 keys, each read once for two tiles of rows: it is computed with while the next is on its
+way, and the products of one tile of rows run under the softmax of the other. The sums of a head's
+statistics are left in S parts, as the kernel for any length leaves them.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportOperatorIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The body of the kernel is Gluon: layouts are constants, branches are decided early.
+
+import triton
+from torch import Tensor
+
+from ..._epilogue import NUM_SUMS, store_part
+from ..._gluon import barrier, commit_copies, fence_async_shared, gl, gluon, wait_copies
+from ..._launch_cache import Launch
+from ..._tiles import Tile, Tiles, rule
+from ..._triton import LOG2_E
+from ..call import Call, arguments_of
+from .gluon_tiles import (
+    add_sums,
+    fetch_rows,
+    joined,
+    no_sums,
+    number_of_keys,
+    own_sum,
+    put_max_log_sum,
+    put_rows,
+    sums_of_rows,
+    visible_tiles,
+)
+from .hopper_forward import paired_step, step
+
+ROWS = 128  # of a program
+
+# For as many rows as keys and at least 264 heads of all entries, which hopper_forward.py has no
+# room for. Without statistics PyTorch's attention is faster.
+STATISTICS_TILES = Tiles(
+    "hopper_long_forward_statistics",
+    rule(dim=64, takes=("padded_dim", "shared"), maxnreg=255),
+    num_warps=4,
+)
+
+
+@gluon.jit
+def _next_tile(
+    ks, vs, k_view, v_view, i, last, limit, D: gl.constexpr, LAYOUT: gl.constexpr,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """Wait for tile ``i`` of keys, start to copy the one after it, and return K and V."""
+    wait_copies(0)
+    fence_async_shared()
+    barrier()  # all warps are done with the tile before, whose place is filled again
+    if i + 1 < last:
+        other = (i + 1) & 1
+        fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+        fetch_rows(vs.index(other), v_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+    commit_copies()
+    return ks.index(i & 1), vs.index(i & 1)
+
+
+@gluon.jit(do_not_specialize=["H", "N"])
+def _hopper_long_fwd_kernel(
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    parts_ptr,
+    H,
+    N,
+    scale,
+    mask_view,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
+    mask, dropout = (mask_view, scale), (None,)  # calls with one go to online_forward.py
+    qs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
+    ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, N)
+    factor = scale * LOG2_E
+    first = gl.program_id(2) * 128
+    head = gl.program_id(1) * H + gl.program_id(0)
+    row_stats = head.to(gl.int64) * N
+    # Tiles of keys that all of these rows see whole, and those that some row sees.
+    seen, last = visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
+    for n in gl.static_range(2):
+        fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
+    fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
+    fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
+    commit_copies()
+    wait_copies(0)
+    barrier()
+    q = qs.index(0).load(gl.DotOperandLayout(0, OUT, 2))
+    next_q = qs.index(1).load(gl.DotOperandLayout(0, OUT, 2))
+    OWN: gl.constexpr = own_sum(zero).type.layout
+    none = gl.zeros([64, 4], gl.float32, OWN)
+    acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
+    state = acc, gl.full([64], float("-inf"), gl.float32, ROW), none, none, none
+    next_state = state
+    for i in range(seen):
+        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
+        state, next_state = paired_step(state, next_state, q, next_q, k, v, zero, factor, True, ROW)
+    for i in range(seen, last):
+        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
+        state = step(
+            state, q, k, v, zero, first, i * 64, limit, factor, N, mask, dropout, "none", True,
+            CAUSAL, True, ROW,
+        )  # fmt: skip
+        next_state = step(
+            next_state, next_q, k, v, zero, first + 64, i * 64, limit, factor, N, mask, dropout,
+            "none", True, CAUSAL, True, ROW,
+        )  # fmt: skip
+    states, sums = (state, next_state), no_sums(64, ROW)
+    for n in gl.static_range(2):
+        acc, row_max, row_sum, centred, square = states[n]
+        start = first + n * 64
+        divisor = joined(row_sum, ROW)
+        acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+        put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
+        rows = start + gl.arange(0, 64, ROW)
+        inside = rows < N
+        log_sum = put_max_log_sum(
+            max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, False, False
+        )
+        gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
+        norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
+        centred, square = joined(centred, ROW), joined(square, ROW)
+        sums = add_sums(sums, sums_of_rows(row_max, divisor, centred, square, norm, inside))
+    part = head.to(gl.int64) * gl.num_programs(2) + gl.program_id(2)
+    store_part(parts_ptr, sums, part, N, scale)
+
+
+def prepare(
+    tile: Tile,
+    call: Call,
+    out: Tensor,
+    max_log_sum: Tensor,
+    lse: Tensor,
+    stats: Tensor,
+) -> Launch:
+    """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and lse (B, H, N).
+
+    It leaves the parts of the statistics, (B, H, S, NUM_SUMS).
+    """
+    batch, heads, tokens, _ = call.query.shape
+    programs = triton.cdiv(tokens, ROWS)
+    arguments = arguments_of(_hopper_long_fwd_kernel, call, {"out": out}) | dict(
+        **tile.options,
+        max_log_sum_ptr=max_log_sum,
+        lse_ptr=lse,
+        parts_ptr=stats.new_empty(batch, heads, programs, NUM_SUMS),
+    )
+    return Launch(_hopper_long_fwd_kernel, (heads, batch, programs), arguments)
