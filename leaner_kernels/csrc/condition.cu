@@ -9,14 +9,15 @@
 
 #include "gram.cuh"
 
-extern __shared__ double leaner_shared[];
+alignas(16) extern __shared__ double leaner_shared[];
 
 namespace leaner {
 namespace {
 
 constexpr int kMaxSize = 512;
-constexpr int kMaxWarps = 16;
-constexpr int kScratch = 2 * kMaxWarps + 2;  // in doubles: sums of either turn, and the pivot
+constexpr int kMaxWarps = 12;  // which leaves a thread the registers for its part of a tile
+constexpr int kSlots = 16;
+constexpr int kScratch = 4 * kSlots;  // in doubles: pairs of sums of either turn
 
 __device__ __forceinline__ double shuffled(double x, int step) {
   return __shfl_xor_sync(0xffffffffu, x, step);
@@ -25,14 +26,22 @@ __device__ __forceinline__ TwoFloat shuffled(TwoFloat x, int step) {
   return {__shfl_xor_sync(0xffffffffu, x.hi, step), __shfl_xor_sync(0xffffffffu, x.lo, step)};
 }
 
+template <class T>
+__device__ __forceinline__ Pair<T> shuffled(Pair<T> x, int step) {
+  return {shuffled(x.first, step), shuffled(x.second, step)};
+}
+
 // A thread block as the team of eigen.h.
 struct Block {
+  static constexpr int kLanes = 32;
+  template <int kCount>
+  static constexpr int kKept = 1;  // of the four sums that sum_over shares among four lanes, or eight
+
   double* scratch;
 
   __device__ int thread() const { return threadIdx.x; }
   __device__ int threads() const { return blockDim.x; }
   __device__ int lane() const { return threadIdx.x % 32; }
-  __device__ int lanes() const { return 32; }
   __device__ int warp() const { return threadIdx.x / 32; }
   __device__ int warps() const { return blockDim.x / 32; }
   __device__ void sync() const { __syncthreads(); }
@@ -47,14 +56,41 @@ struct Block {
   __device__ __forceinline__ static T sum_lanes(T x) {
     return join_lanes(x, [](T a, T b) { return a + b; });
   }
+  template <int kStep, int kCount, class T>
+  __device__ __forceinline__ static void sum_over(T (&x)[4]) {
+    int left = 4;
+#pragma unroll
+    for (int step = kStep * kCount / 2; step >= kStep; step /= 2) {
+      // Of two halves, a lane keeps one and gives the other away.
+      const bool upper = threadIdx.x & step;
+      left /= 2;
+#pragma unroll
+      for (int i = 0; i < left; ++i) {
+        const T mine = upper ? x[i + left] : x[i], other = upper ? x[i] : x[i + left];
+        x[i] = mine + shuffled(other, step);
+      }
+      if (left == 0) x[0] = x[0] + shuffled(x[0], step);
+    }
+  }
+  // -1 on a lane whose sum another lane has too.
+  template <int kStep, int kCount>
+  __device__ __forceinline__ static int kept() {
+    const int place = threadIdx.x / kStep % kCount;
+    return place % (kCount / 4) == 0 ? place / (kCount / 4) : -1;
+  }
+  template <class T, class Combine>
+  __device__ __forceinline__ T* post(T x, int turn, Combine combine) const {
+    x = join_lanes(x, combine);
+    T* slots = reinterpret_cast<T*>(scratch + turn * 2 * kSlots);
+    if (lane() == 0) slots[warp()] = x;
+    return slots;
+  }
   // Zero must change nothing: the slots of warps that there are not hold it.
   template <class T, class Combine>
   __device__ __forceinline__ T join(T x, int turn, Combine combine) const {
-    x = join_lanes(x, combine);
-    T* slots = reinterpret_cast<T*>(scratch) + turn * kMaxWarps;
-    if (lane() == 0) slots[warp()] = x;
+    T* slots = post(x, turn, combine);
     __syncthreads();
-    return joined<kMaxWarps>(slots, combine);
+    return joined<kSlots>(slots, combine);
   }
   template <int kCount, class T, class Combine>
   __device__ __forceinline__ static T joined(const T* slots, Combine combine) {
@@ -64,6 +100,15 @@ struct Block {
       return combine(joined<kCount / 2>(slots, combine),
                      joined<kCount / 2>(slots + kCount / 2, combine));
     }
+  }
+  template <class T>
+  __device__ __forceinline__ void post(T x, int turn) const {
+    post(x, turn, [](T a, T b) { return a + b; });
+  }
+  template <class T>
+  __device__ __forceinline__ T posted(int turn) const {
+    const T* slots = reinterpret_cast<const T*>(scratch + turn * 2 * kSlots);
+    return joined<kSlots>(slots, [](T a, T b) { return a + b; });
   }
   template <class T>
   __device__ __forceinline__ T sum(T x, int turn) const {
@@ -77,20 +122,19 @@ struct Block {
 
 // Device memory that a call works in.
 struct Workspace {
-  double *packed, *tridiagonal, *image;
+  double *packed, *image;
   float* scales;
 
   Workspace(void* memory, int64_t batch, int rows, int cols) {
     const int size = std::min(rows, cols);
     packed = static_cast<double*>(memory);
-    tridiagonal = packed + batch * triangle(size);
-    image = tridiagonal + batch * 2 * size;
+    image = packed + batch * row_start(size);
     scales = reinterpret_cast<float*>(image + batch * std::max(rows, cols));
   }
   static int64_t bytes(int64_t batch, int rows, int cols) {
     const int size = std::min(rows, cols);
-    const int64_t others = 2 * int64_t(size) + std::max(rows, cols) + 1;
-    return batch * (triangle(size) + others) * int64_t(sizeof(double));
+    const int64_t others = int64_t(std::max(rows, cols)) + 1;
+    return batch * (row_start(size) + others) * int64_t(sizeof(double));
   }
 };
 
@@ -100,24 +144,21 @@ struct Results {
   double* spectrum;  // null, or min(rows, cols) singular values of each matrix, descending
 };
 
-// Grid: batch. Shared memory: kScratch, vectors(size), the first `resident` rows of the packed triangle. Further rows
+// Grid: batch. Shared memory: kScratch, a Reduction, the first `resident` rows of the padded triangle. Further rows
 // stay in global memory (the L2 cache), and are the first to be eliminated.
 template <class T>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    solve_batch(Matrices matrices, int size, int resident, T* packed, double* tridiagonal, T* image,
+    solve_batch(Matrices matrices, int size, int resident, T* packed, T* image,
                 const float* scales, Results results) {
   const int b = blockIdx.x;
   Block team{leaner_shared};
-  if (team.thread() < kScratch) leaner_shared[team.thread()] = 0.0;
+  for (int i = team.thread(); i < kScratch; i += team.threads()) leaner_shared[i] = 0.0;
   team.sync();
   T* shared = reinterpret_cast<T*>(leaner_shared);
-  const Storage<T> storage{packed + b * int64_t(triangle(size)),
-                           shared + kScratch + vectors(size),
+  const Storage<T> storage{packed + b * int64_t(row_start(size)),
+                           shared + kScratch + Reduction<Block, T>::size(size),
                            resident,
                            shared + kScratch,
-                           shared + 2 * kMaxWarps,
-                           tridiagonal + b * int64_t(2) * size,
-                           tridiagonal + (b * int64_t(2) + 1) * size,
                            image + b * int64_t(max(matrices.rows, matrices.cols))};
   double* spectrum = results.spectrum ? results.spectrum + b * int64_t(size) : nullptr;
   const float scale = Arithmetic<T>::kRefine ? scales[b] : 1.0f;
@@ -144,18 +185,19 @@ template <class T>
 cudaError_t solve_all(const Matrices& a, int batch, const Workspace& workspace, const Results& results,
                       int available, cudaStream_t stream) {
   const int size = std::min(a.rows, a.cols);
-  const int64_t fixed = kScratch + vectors(size), left = available / int64_t(sizeof(T)) - fixed;
+  const int64_t fixed = kScratch + Reduction<Block, T>::size(size), left = available / int64_t(sizeof(T)) - fixed;
   int resident = size;
-  while (triangle(resident) > left) --resident;
-  const int64_t shared = (fixed + triangle(resident)) * sizeof(T);
+  if (row_start(resident) > left) resident = resident / 4 * 4;
+  while (row_start(resident) > left) resident -= 4;
+  const int64_t shared = (fixed + row_start(resident)) * sizeof(T);
   const auto kernel = solve_batch<T>;
   // The same for every call: threads that call at once do not take it from each other.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
   if (error != cudaSuccess) return error;
-  const int warps = std::min(kMaxWarps, kSlices * ((size + 63) / 64));
+  const int warps = std::min(kMaxWarps, kSlices * Reduction<Block, T>::strips(size));
   return launch(kernel, dim3(batch), 32 * warps, shared, stream, a, size, resident,
-                reinterpret_cast<T*>(workspace.packed), workspace.tridiagonal,
+                reinterpret_cast<T*>(workspace.packed),
                 reinterpret_cast<T*>(workspace.image), workspace.scales, results);
 }
 
@@ -209,14 +251,14 @@ LEANER_EXPORT int leaner_condition(const float* data, long long stride_batch, lo
   const auto on = static_cast<cudaStream_t>(stream);
   const dim3 tiles(batch, triangle((size + kTile - 1) / kTile));
   if (ratio <= 4) {
-    error = launch(gram, tiles, kThreads, 0, on, a, in.packed, triangle(size));
+    error = launch(gram, tiles, kThreads, 0, on, a, in.packed, row_start(size));
     if (error != cudaSuccess) return error;
     return solve_all<double>(a, batch, in, results, available, on);
   }
   error = launch(find_scales, dim3(batch), kThreads, 0, on, a, in.scales);
   if (error != cudaSuccess) return error;
   auto* packed = reinterpret_cast<TwoFloat*>(in.packed);
-  error = launch(gram_two_float, tiles, kThreads, 0, on, a, in.scales, packed, triangle(size));
+  error = launch(gram_two_float, tiles, kThreads, 0, on, a, in.scales, packed, row_start(size));
   if (error != cudaSuccess) return error;
   return solve_all<TwoFloat>(a, batch, in, results, available, on);
 }

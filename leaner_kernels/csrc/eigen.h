@@ -1,17 +1,19 @@
 // The largest and smallest eigenvalue of a symmetric positive semidefinite matrix, found by a team of
 // threads: Householder reduction to tridiagonal form, then Sturm sequences at many shifts at once.
 //
-// One source for the GPU, where a team is a thread block, and for the host, where it is one thread or
-// a few, so that what runs on the GPU is tested without one. Storage is the packed lower triangle, row
-// after row: element (i, j), j <= i, at triangle(i) + j. Rows are eliminated from the last to the first,
-// so what is left is always the beginning of the storage.
+// One source for the GPU, where a team is a thread block, and for the host, where it is one thread, so that
+// what runs on the GPU is tested without one. Storage is the lower triangle, row after row, each padded to a
+// multiple of four elements: element (i, j), j <= i, at row_start(i) + j. Rows are eliminated from the last to
+// the first, so what is left is always the beginning of the storage.
 //
-// Numbers are double, or any type with + - * and conversions from and to double (two_float.h).
+// Numbers are double, or any type of 8 bytes with + - * and conversions from and to double (two_float.h).
 //
-// A team has thread() of threads(), lane() of lanes() and warp() of warps(); sync(), a barrier that makes
+// A team has thread() of threads(), lane() of kLanes and warp() of warps(); sync(), a barrier that makes
 // writes visible; and sum(x, turn), maximum(x, turn): the same result on every thread and from run to run.
 // They hold a barrier and use the scratch of that turn, 0 or 1: two calls in a row take different turns.
-// sum_lanes(x) is the sum over a warp, whose threads must all call it.
+// post(x, turn), a barrier and posted<T>(turn) are the parts of a sum. sum_lanes(x) is the sum over a warp, whose
+// threads must all call it; sum_over<kStep, kCount>(x) that of each of four numbers over kCount lanes kStep apart,
+// among which it shares the sums: kKept<kCount> are left in x, the first that of number kept<kStep, kCount>().
 //
 // Sources: Golub and Van Loan, Matrix Computations, 8.3.1 (reduction), 8.4.1 (Sturm sequences);
 // Wilkinson, The Algebraic Eigenvalue Problem, 5.36 ff. (the recurrence is backward stable).
@@ -25,29 +27,48 @@
 
 namespace leaner {
 
-constexpr int kSlices = 4;  // partial sums kept of every element of a matrix-vector product
-
 LEANER_BOTH constexpr int triangle(int i) { return i * (i + 1) / 2; }
 
-// Numbers of type T that reduce_rows needs beside the triangle of an n x n matrix.
-LEANER_BOTH constexpr int vectors(int n) { return n * (2 + kSlices); }
+// Where row i of the padded triangle starts; the four rows from a multiple of four have the same length.
+LEANER_BOTH constexpr int padded(int i) { return 4 * (i / 4 + 1); }
+LEANER_BOTH constexpr int row_start(int i) { return padded(i) * (i - i / 4 * 2); }
 
-// Where the rows of a packed triangle are: all of them in one piece of memory,
+// Where the rows of a padded triangle are: all of them in one piece of memory,
 template <class T>
 struct Rows {
   T* first;
 
-  LEANER_BOTH T* row(int i) const { return first + triangle(i); }
+  LEANER_BOTH T* row(int i) const { return first + row_start(i); }
 };
 
-// or the first `held` in one piece and the others where the whole would be in another.
+// or the first `held`, a multiple of four, in one piece and the others where the whole would be in another.
 template <class T>
 struct SplitRows {
   T *whole, *near;
   int held;
 
-  LEANER_BOTH T* row(int i) const { return (i < held ? near : whole) + triangle(i); }
+  LEANER_BOTH T* row(int i) const { return (i < held ? near : whole) + row_start(i); }
 };
+
+// Two numbers that are loaded and stored at once.
+template <class T>
+struct alignas(16) Pair {
+  T first, second;
+
+  LEANER_BOTH Pair operator+(Pair other) const {
+    return {first + other.first, second + other.second};
+  }
+};
+template <class T>
+LEANER_BOTH void load(const T* from, T& first, T& second) {
+  const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(from);
+  first = pair.first;
+  second = pair.second;
+}
+template <class T>
+LEANER_BOTH void store(T* to, T first, T second) {
+  *reinterpret_cast<Pair<T>*>(to) = {first, second};
+}
 
 // What the algorithms below need to know of a type of numbers.
 template <class T>
@@ -58,6 +79,7 @@ struct Arithmetic<double> {
   static constexpr double kNegligible = 1e-290;  // sums of squares under this are underflow
   static constexpr int kSections = 64;    // shifts tried at once for each eigenvalue
   static constexpr bool kRefine = false;  // the smallest eigenvalue by its vector (refine.h)
+  static constexpr bool kLift = false;    // vectors of reflections to size 1, or products of them underflow
 };
 // Range of a float: matrices come scaled to about 1, where what is dropped lies under 1e-16 of them.
 template <>
@@ -66,6 +88,7 @@ struct Arithmetic<TwoFloat> {
   static constexpr double kNegligible = 1e-33;
   static constexpr int kSections = 32;  // in float64, of which these GPUs have little
   static constexpr bool kRefine = true;
+  static constexpr bool kLift = true;
 };
 
 LEANER_BOTH uint64_t bits_of(double x) {
@@ -80,136 +103,212 @@ LEANER_BOTH double of_bits(uint64_t bits) {
   return x;
 }
 
-// A -= v w' + w v' on the first k rows, while summing the columns of the result against u:
-// partial[s][j] = sum of a(i, j) u(i) over i = j, ..., k - 1 with i in slice s.
-// Returns this thread's share of u' A u, with A symmetric.
-template <class Team, class Matrix, class T>
-LEANER_BOTH T update_and_sum_columns(Team& team, const Matrix& a, int k, const T* v, const T* w,
-                                     const T* u, T* partial, int n) {
-  constexpr int kRows = 4;  // loaded together: their loads overlap
-  const int width = 2 * team.lanes();
-  const int items = (k + width - 1) / width * kSlices;
+constexpr int kSlices = 4;  // by which the tiles of a strip of columns are dealt to warps
+
+// What reduce_rows works with beside the matrix, and how it cuts the matrix: a warp takes tiles of kDown x kAcross
+// lanes, a lane four rows by two pairs of columns.
+template <class Team, class T>
+struct Reduction {
+  static constexpr int kAcross = Team::kLanes == 1 ? 1 : 8, kDown = Team::kLanes / kAcross;
+  static constexpr int kTileRows = 4 * kDown, kTileColumns = 4 * kAcross;
+
+  T *memory, *w, *columns, *rows;
+  double *diagonal, *beside;  // element k of each is written for every row k; beside[k] couples k - 1 and k
+  int pitch;
+
+  LEANER_BOTH static constexpr int strips(int n) { return (n + kTileColumns - 1) / kTileColumns; }
+  // Numbers that the memory must hold.
+  LEANER_BOTH static constexpr int size(int n) {
+    return strips(n) * kTileColumns * (5 + kSlices) + kTileColumns * triangle(strips(n));
+  }
+  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(strips(n) * kTileColumns) {
+    w = memory + 2 * pitch;
+    diagonal = reinterpret_cast<double*>(w + pitch);
+    beside = diagonal + pitch;
+    columns = w + 3 * pitch;
+    rows = columns + kSlices * pitch;
+  }
+  // Row k as it is eliminated. Until row k - 1 is, it serves as v: the update v w' + w v' of the matrix, less its
+  // last element, is applied together with the next product.
+  LEANER_BOTH T* vector(int k) const { return memory + k % 2 * pitch; }
+  // The sums of a strip of columns along row i, for the rows from the strip's diagonal on.
+  LEANER_BOTH T& row_sum(int strip, int i) const {
+    return rows[strip * pitch - kTileColumns * triangle(strip) + i];
+  }
+  LEANER_BOTH T total(int j) const {
+    T sum = columns[j] + columns[pitch + j], other = columns[2 * pitch + j] + columns[3 * pitch + j];
+    int strip = 0;
+#pragma unroll 1
+    for (; strip < j / kTileColumns; strip += 2) {
+      sum = sum + row_sum(strip, j);
+      other = other + row_sum(strip + 1, j);
+    }
+    if (strip == j / kTileColumns) sum = sum + row_sum(strip, j);
+    return sum + other;
+  }
+};
+
+// One tile of update_and_multiply. kEdge: part of it lies above the diagonal or below row k - 1.
+template <bool kEdge, class Team, class T>
+LEANER_BOTH T update_tile(const Reduction<Team, T>& in, T* row, int length, int k, int i, int j, int strip,
+                          const T* x, const T* v, const T (&xj)[4], const T (&vj)[4], const T (&wj)[4],
+                          T (&column)[4]) {
+  constexpr int kFar = 2 * in.kAcross;  // from one pair to the other
+  T xi[4], vi[4], wi[4], sum[4], element[4][4];
+#pragma unroll
+  for (int p = 0; p < 8; ++p) {
+    const int r = p / 2, c = p % 2 * 2;
+    if (kEdge && !(i + r < k && j + c / 2 * kFar <= i + r)) {
+      element[r][c] = element[r][c + 1] = T(0.0);
+    } else {
+      load(row + r * length + j + c / 2 * kFar, element[r][c], element[r][c + 1]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 4; r += 2) {
+    load(x + i + r, xi[r], xi[r + 1]);
+    load(v + i + r, vi[r], vi[r + 1]);
+    load(in.w + i + r, wi[r], wi[r + 1]);
+  }
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    sum[r] = T(0.0);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int at = j + c / 2 * kFar + c % 2;
+      T value = element[r][c] - vi[r] * wj[c] - wi[r] * vj[c];
+      element[r][c] = value;
+      if (kEdge && !(i + r < k && at <= i + r)) value = T(0.0);
+      column[c] = column[c] + value * xi[r];
+      if (kEdge && at == i + r) value = T(0.0);  // the diagonal counts once
+      sum[r] = sum[r] + value * xj[c];
+    }
+#pragma unroll
+    for (int c = 0; c < 4; c += 2) {
+      if (kEdge && !(i + r < k && j + c / 2 * kFar <= i + r)) continue;
+      store(row + r * length + j + c / 2 * kFar, element[r][c], element[r][c + 1]);
+    }
+  }
+  Team::template sum_over<1, in.kAcross>(sum);
   T product(0.0);
-  for (int item = team.warp(); item < items; item += team.warps()) {
-    const int first = item / kSlices * width, slice = item % kSlices;
-    const int j[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    T vj[2], wj[2], sum[2];
-    for (int c = 0; c < 2; ++c) {
-      vj[c] = j[c] < k ? v[j[c]] : T(0.0);
-      wj[c] = j[c] < k ? w[j[c]] : T(0.0);
-      sum[c] = T(0.0);
-    }
-    for (int i = first + slice; i < k; i += kRows * kSlices) {
-      T x[kRows][2], ui[kRows];
+  const int first = Team::template kept<1, in.kAcross>();
+  if (first >= 0) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = i + r * kSlices;
-        if (row >= k) continue;
-        ui[r] = u[row];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (j[c] <= row) x[r][c] = a.row(row)[j[c]];
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = i + r * kSlices;
-        if (row >= k) continue;
-        const T vi = v[row], wi = w[row];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (j[c] > row) continue;
-          x[r][c] = x[r][c] - vi * wj[c] - wi * vj[c];
-          a.row(row)[j[c]] = x[r][c];
-          sum[c] = sum[c] + x[r][c] * ui[r];
-        }
-      }
-    }
-    for (int c = 0; c < 2; ++c) {
-      if (j[c] >= k) continue;
-      partial[slice * n + j[c]] = sum[c];
-      // Elements off the diagonal stand for two.
-      T twice = sum[c] + sum[c];
-      if ((j[c] - first) % kSlices == slice) twice = twice - a.row(j[c])[j[c]] * u[j[c]];
-      product = product + u[j[c]] * twice;
+    for (int r = 0; r < Team::template kKept<in.kAcross>; ++r) {
+      in.row_sum(strip, i + first + r) = sum[r];
+      product = product + x[i + first + r] * sum[r];
     }
   }
   return product;
 }
 
-// partial[s][i] += sum of a(i, j) u(j) over j < i in slice s. Lanes read a column of the packed triangle:
-// triangle(i) modulo a power of two takes every value once, so no two lanes meet in a bank.
+// A -= v w' + w v' on the first k rows and, while they are at hand, the sums of A x, in parts that in.total() adds
+// up. Returns this thread's share of x' A x.
 template <class Team, class Matrix, class T>
-LEANER_BOTH void sum_rows(Team& team, const Matrix& a, int k, const T* u, T* partial, int n) {
-  const int width = 2 * team.lanes();
-  const int items = (k + width - 1) / width * kSlices;
-  for (int item = team.warp(); item < items; item += team.warps()) {
-    const int first = item / kSlices * width, slice = item % kSlices;
-    const int i[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    const T* row[2] = {a.row(i[0]), a.row(i[1])};
-    T sum[2] = {T(0.0), T(0.0)};
-    const int end = first + width < k ? first + width : k;
-#pragma unroll 4
-    for (int j = slice; j < end; j += kSlices) {
-      const T uj = u[j];
+LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Reduction<Team, T>& in, const T* x,
+                                  const T* v) {
+  const int across = team.lane() % in.kAcross, down = team.lane() / in.kAcross;
+  const int items = in.strips(k) * kSlices;
+  T product(0.0);
+#pragma unroll 1
+  for (int round = 0; round * team.warps() < items; ++round) {
+    // Strips get shorter: every other round goes through the warps in reverse.
+    const int turn = round % 2 ? team.warps() - 1 - team.warp() : team.warp();
+    const int item = round * team.warps() + turn;
+    if (item >= items) continue;
+    const int strip = item / kSlices, slice = item % kSlices;
+    const int first_j = strip * in.kTileColumns, j = first_j + 2 * across;
+    T xj[4], vj[4], wj[4], column[4];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (j < i[c] && i[c] < k) sum[c] = sum[c] + row[c][j] * uj;
-      }
+    for (int c = 0; c < 4; c += 2) {
+      load(x + j + c * in.kAcross, xj[c], xj[c + 1]);
+      load(v + j + c * in.kAcross, vj[c], vj[c + 1]);
+      load(in.w + j + c * in.kAcross, wj[c], wj[c + 1]);
+      column[c] = column[c + 1] = T(0.0);
     }
-    for (int c = 0; c < 2; ++c) {
-      if (i[c] < k) partial[slice * n + i[c]] = partial[slice * n + i[c]] + sum[c];
+#pragma unroll 1
+    for (int first_i = first_j + slice * in.kTileRows; first_i < k; first_i += kSlices * in.kTileRows) {
+      const int i = first_i + 4 * down;
+      const bool edge = first_i < first_j + in.kTileColumns || first_i + in.kTileRows > k;
+      product = product + (edge ? update_tile<true>(in, a.row(i), padded(i), k, i, j, strip, x, v, xj, vj, wj, column)
+                                : update_tile<false>(in, a.row(i), padded(i), k, i, j, strip, x, v, xj, vj, wj, column));
+    }
+#pragma unroll
+    for (int c = 0; c < 4; ++c) product = product + xj[c] * column[c];
+    Team::template sum_over<in.kAcross, in.kDown>(column);
+    const int first = Team::template kept<in.kAcross, in.kDown>();
+#pragma unroll
+    for (int e = 0; e < Team::template kKept<in.kDown>; ++e) {
+      const int c = first + e;
+      in.columns[slice * in.pitch + j + c / 2 * 2 * in.kAcross + c % 2] = column[e];
     }
   }
+  return product;
 }
 
-// Eliminates rows `from` down to `to`, at least 1, of the packed matrix `a`: one Householder reflection each.
+// Puts element j of row k where it is eliminated from.
+template <class Team, class T>
+LEANER_BOTH void place(const Reduction<Team, T>& in, int k, int j, T value) {
+  in.vector(k)[j] = value;
+  if (j == k) in.diagonal[k] = double(value);
+}
+
+// This thread's share of the sum of the first n squares, of elements that it has placed itself.
+template <class Team, class T>
+LEANER_BOTH T squares(Team& team, const T* x, int n) {
+  T sum(0.0);
+#pragma unroll 1
+  for (int j = team.thread(); j < n; j += team.threads()) sum = sum + x[j] * x[j];
+  return sum;
+}
+
+// Eliminates rows `from` down to `to`, at least 1, of the matrix `a`: one Householder reflection each, by u = x - beta e
+// with x the row and e its last unit vector. The product A x does not wait for beta, the norm of x: A u is that less
+// beta times the last column. So a step has two barriers, and one pass over the matrix.
 //
-// work: vectors(n) numbers, all zero at first. Its first 2 n are v and w: the rank-two update of the row before,
-// which is applied together with the next one; kept, two calls may find what is left in two places.
-// diagonal, beside: element k of each is written for every row k eliminated; beside[k] couples k - 1 and k.
-// Once row 1 is eliminated, row 0 is the last element of the diagonal.
+// in: row `from` in its place, v and w of the step before, or zeros. It is left so for row to - 1: a second call may
+// find what is left in another place.
 template <class Team, class Matrix, class T>
-LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, T* work, int n, T* pivot,
-                             double* diagonal, double* beside) {
-  T *v = work, *w = work + n, *partial = work + 2 * n;
+LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, const Reduction<Team, T>& in) {
   for (int k = from; k >= to; --k) {
-    T* u = a.row(k);
-    const T vk = v[k], wk = w[k];
-    T square(0.0);
-    for (int j = team.thread(); j <= k; j += team.threads()) {
-      const T x = u[j] - vk * w[j] - wk * v[j];
-      u[j] = x;
-      if (j < k - 1) square = square + x * x;
-      if (j == k - 1) *pivot = x;
-      if (j == k) diagonal[k] = double(x);
+    const int last = k - 1;
+    T* x = in.vector(k);
+    double lift = 1.0;
+    if constexpr (Arithmetic<T>::kLift) {
+      const double norm = double(team.sum(squares(team, x, k), 0));
+      if (norm > Arithmetic<T>::kNegligible) {
+        lift = of_bits((1023 + (1023 - int(bits_of(norm) >> 52)) / 2) * (1ull << 52));
+      }
+#pragma unroll 1
+      for (int j = team.thread(); j < k; j += team.threads()) x[j] = T(lift) * x[j];
     }
-    // Scalars of a reflection are found in double, on every thread alike. u is lifted to size 1, so that
-    // nothing underflows where the rest of the matrix is rounding.
-    const double tail = double(team.sum(square, 0)), alpha = double(*pivot);
-    double beta = alpha, scale = 0.0, lift = 1.0;
-    if (tail > Arithmetic<T>::kNegligible) {
+    team.sync();
+    const T product = update_and_multiply(team, a, k, in, x, in.vector(k + 1));
+    team.post(Pair<T>{product, squares(team, x, last)}, 1);
+    team.sync();
+    if (team.thread() >= k) continue;
+    // Scalars of a reflection are found in double, on every thread alike.
+    const Pair<T> sums = team.template posted<Pair<T>>(1);
+    const double tail = double(sums.second), alpha = double(x[last]);
+    double beta = alpha, scale = 0.0;
+    if (tail > Arithmetic<T>::kNegligible * lift * lift) {
       beta = std::copysign(std::sqrt(alpha * alpha + tail), -alpha);
-      lift = of_bits((2046 - (bits_of(std::fabs(beta)) >> 52)) << 52);
-      scale = 1.0 / (beta * lift * ((beta - alpha) * lift));
+      scale = 1.0 / (beta * (beta - alpha));
     }
-    for (int j = team.thread(); j < k - 1; j += team.threads()) u[j] = T(lift) * u[j];
-    if (team.thread() == 0) {
-      beside[k] = beta;
-      u[k - 1] = T((alpha - beta) * lift);
-    }
-    team.sync();
-    const T product = update_and_sum_columns(team, a, k, v, w, u, partial, n);
-    const double half = 0.5 * scale * double(team.sum(product, 1));
-    sum_rows(team, a, k, u, partial, n);
-    team.sync();
+    const T moved(beta), factor(scale), u_last(alpha - beta);
+    const T* next = a.row(last);
+    const T product_last = in.total(last), corner = next[last];
+    const T half = T(0.5 * scale) * (sums.first - moved * (product_last + product_last - moved * corner));
+    const T w_last = factor * (product_last - moved * corner - half * u_last);
+    if (team.thread() == 0) in.beside[k] = beta / lift;
+#pragma unroll 1
     for (int j = team.thread(); j < k; j += team.threads()) {
-      T p = partial[j];
-      for (int s = 1; s < kSlices; ++s) p = p + partial[s * n + j];
-      v[j] = u[j];
-      w[j] = T(scale) * (p - T(half) * u[j]);
+      const T u = j == last ? u_last : x[j];
+      const T w = j == last ? w_last : factor * (in.total(j) - moved * next[j] - half * u);
+      in.w[j] = w;
+      if (Arithmetic<T>::kRefine) a.row(k)[j] = u;
+      place(in, last, j, next[j] - u_last * w - w_last * u);
     }
-    team.sync();
   }
 }
 

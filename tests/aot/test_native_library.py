@@ -20,8 +20,8 @@ NAME = native.LIBRARY.name
 # the rate of float64 decides between the two arithmetics.
 FAST, SLOW = {"80", "90"}, {"86"}
 KERNELS = {
-    "solve_batchIdE": (512, 1, FAST),
-    "solve_batchINS_8TwoFloatE": (512, 1, SLOW),
+    "solve_batchIdE": (384, 1, FAST),
+    "solve_batchINS_8TwoFloatE": (384, 1, SLOW),
     "gram_two_float": (256, 2, SLOW),
     "find_scales": (256, 4, SLOW),
     "gram": (256, 2, FAST),

@@ -77,7 +77,7 @@ struct Emulated {
 
 inline Emulated emulated;
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-inline thread_local double leaner_shared[232448 / 8];
+alignas(16) inline thread_local double leaner_shared[232448 / 8];
 
 inline void start_fiber() {
   emulated.body();
