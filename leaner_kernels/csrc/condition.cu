@@ -9,7 +9,9 @@
 
 #include "gram.cuh"
 
+#ifdef __CUDACC__
 alignas(16) extern __shared__ double leaner_shared[];
+#endif
 
 namespace leaner {
 namespace {
@@ -33,12 +35,13 @@ __device__ __forceinline__ Pair<T> shuffled(Pair<T> x, int step) {
 
 // A thread block as the team of eigen.h.
 struct Block {
-  static constexpr int kLanes = 32;
+  static constexpr int kLanes = 32, kRanks = 1;
   template <int kCount>
   static constexpr int kKept = 1;  // of the four sums that sum_over shares among four lanes, or eight
 
   double* scratch;
 
+  __device__ int rank() const { return 0; }
   __device__ int thread() const { return threadIdx.x; }
   __device__ int threads() const { return blockDim.x; }
   __device__ int lane() const { return threadIdx.x % 32; }
@@ -120,6 +123,26 @@ struct Block {
   }
 };
 
+// Thread blocks of a cluster, as the teams that share a matrix.
+struct Sharing : Block {
+  static constexpr int kRanks = 4;
+
+#if LEANER_ARCH >= 900
+  __device__ int rank() const { return blockIdx.x % kRanks; }
+  template <class T>
+  __device__ void publish(T* to, T x) const {
+#pragma unroll
+    for (int rank = 0; rank < kRanks; ++rank) {
+      *static_cast<T*>(__cluster_map_shared_rank(to, rank)) = x;
+    }
+  }
+  __device__ void meet() const {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+  }
+#endif
+};
+
 // Device memory that a call works in.
 struct Workspace {
   double *packed, *image;
@@ -144,60 +167,93 @@ struct Results {
   double* spectrum;  // null, or min(rows, cols) singular values of each matrix, descending
 };
 
-// Grid: batch. Shared memory: kScratch, a Reduction, the first `resident` rows of the padded triangle. Further rows
-// stay in global memory (the L2 cache), and are the first to be eliminated.
-template <class T>
-__global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    solve_batch(Matrices matrices, int size, int resident, T* packed, T* image,
-                const float* scales, Results results) {
-  const int b = blockIdx.x;
-  Block team{leaner_shared};
+// Grid: batch times the blocks that share a matrix. Shared memory: kScratch, a Reduction, a block's own of the first
+// `resident` rows of the padded triangle. Further rows stay in global memory (the L2 cache), and are the first to be
+// eliminated.
+template <class Team, class T>
+__device__ __forceinline__ void solve_one(const Matrices& matrices, int size, int resident, T* packed, T* image,
+                                          const float* scales, const Results& results) {
+  const int b = blockIdx.x / Team::kRanks;
+  Team team;
+  team.scratch = leaner_shared;
   for (int i = team.thread(); i < kScratch; i += team.threads()) leaner_shared[i] = 0.0;
   team.sync();
   T* shared = reinterpret_cast<T*>(leaner_shared);
   const Storage<T> storage{packed + b * int64_t(row_start(size)),
-                           shared + kScratch + Reduction<Block, T>::size(size),
+                           shared + kScratch + Reduction<Team, T>::size(size),
                            resident,
                            shared + kScratch,
                            image + b * int64_t(max(matrices.rows, matrices.cols))};
   double* spectrum = results.spectrum ? results.spectrum + b * int64_t(size) : nullptr;
   const float scale = Arithmetic<T>::kRefine ? scales[b] : 1.0f;
   const Condition found = solve(team, Vectors(matrices, b), scale, storage, spectrum, size);
-  if (team.thread() != 0) return;
+  if (team.thread() != 0 || team.rank() != 0) return;
   results.kappa[b] = found.kappa;
   results.sigma_max[b] = found.sigma_max;
   results.sigma_min[b] = found.sigma_min;
   results.resolved[b] = found.resolved;
 }
 
+template <class T>
+__global__ void __launch_bounds__(32 * kMaxWarps, 1)
+    solve_batch(Matrices matrices, int size, int resident, T* packed, T* image, const float* scales, Results results) {
+  solve_one<Block>(matrices, size, resident, packed, image, scales, results);
+}
+
+// By clusters of four blocks, where a GPU has them, matrices that one block cannot hold.
+__global__ void __launch_bounds__(32 * kMaxWarps, 1)
+    solve_shared(Matrices matrices, int size, int resident, double* packed, double* image, const float* scales,
+                 Results results) {
+#if LEANER_ARCH >= 900
+  solve_one<Sharing>(matrices, size, resident, packed, image, scales, results);
+#endif
+}
+
 template <class... Parameters, class... Arguments>
-cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared,
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, int threads, int64_t shared, int cluster,
                    cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = cluster;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1;
   return cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...);
 }
 
-template <class T>
-cudaError_t solve_all(const Matrices& a, int batch, const Workspace& workspace, const Results& results,
-                      int available, cudaStream_t stream) {
-  const int size = std::min(a.rows, a.cols);
-  const int64_t fixed = kScratch + Reduction<Block, T>::size(size), left = available / int64_t(sizeof(T)) - fixed;
-  int resident = size;
-  if (row_start(resident) > left) resident = resident / 4 * 4;
-  while (row_start(resident) > left) resident -= 4;
-  const int64_t shared = (fixed + row_start(resident)) * sizeof(T);
-  const auto kernel = solve_batch<T>;
+// Numbers of shared memory that a block needs for the first `resident` rows and what goes with them.
+template <class Team, class T>
+int64_t shared_numbers(int size, int resident) {
+  using Memory = Reduction<Team, T>;
+  return kScratch + Memory::size(size) + Memory::own(resident, Team::kRanks - 1);
+}
+
+// Rows that fit into so many bytes of shared memory, in whole groups of which each block has its own.
+template <class Team, class T>
+int rows_that_fit(int size, int available) {
+  const int step = Team::kRanks == 1 ? 4 : Team::kRanks * Reduction<Team, T>::kTileRows;
+  int rows = (size + step - 1) / step * step;
+  while (shared_numbers<Team, T>(size, rows) * int64_t(sizeof(T)) > available) rows -= step;
+  return rows;
+}
+
+template <class Team, class T, class... Parameters>
+cudaError_t solve_all(void (*kernel)(Parameters...), const Matrices& a, int batch, const Workspace& workspace,
+                      const Results& results, int available, cudaStream_t stream) {
+  const int size = std::min(a.rows, a.cols), resident = rows_that_fit<Team, T>(size, available);
   // The same for every call: threads that call at once do not take it from each other.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
   if (error != cudaSuccess) return error;
-  const int warps = std::min(kMaxWarps, kSlices * Reduction<Block, T>::strips(size));
-  return launch(kernel, dim3(batch), 32 * warps, shared, stream, a, size, resident,
-                reinterpret_cast<T*>(workspace.packed),
+  using Memory = Reduction<Team, T>;
+  const int warps = std::min(kMaxWarps, Memory::kSlices * Memory::strips(size));
+  return launch(kernel, dim3(batch * Team::kRanks), 32 * warps, shared_numbers<Team, T>(size, resident) * sizeof(T),
+                Team::kRanks, stream, a, size, resident, reinterpret_cast<T*>(workspace.packed),
                 reinterpret_cast<T*>(workspace.image), workspace.scales, results);
 }
 
@@ -217,6 +273,7 @@ LEANER_EXPORT int leaner_condition_ready() {
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, find_scales);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, gram_two_float);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<double>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_shared);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<TwoFloat>);
   return error;
 }
@@ -237,12 +294,14 @@ LEANER_EXPORT int leaner_condition(const float* data, long long stride_batch, lo
   using namespace leaner;
   const int size = std::min(rows, cols);
   if (batch < 1 || size < 1 || size > kMaxSize) return cudaErrorInvalidValue;
-  int device = 0, available = 0, ratio = 0;
+  int device = 0, available = 0, ratio = 0, clusters = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
   error = cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device);
+  if (error != cudaSuccess) return error;
+  error = cudaDeviceGetAttribute(&clusters, cudaDevAttrClusterLaunch, device);
   if (error != cudaSuccess) return error;
 
   const Matrices a{data, stride_batch, stride_row, lengths, rows, cols};
@@ -251,16 +310,19 @@ LEANER_EXPORT int leaner_condition(const float* data, long long stride_batch, lo
   const auto on = static_cast<cudaStream_t>(stream);
   const dim3 tiles(batch, triangle((size + kTile - 1) / kTile));
   if (ratio <= 4) {
-    error = launch(gram, tiles, kThreads, 0, on, a, in.packed, row_start(size));
+    error = launch(gram, tiles, kThreads, 0, 1, on, a, in.packed, row_start(size));
     if (error != cudaSuccess) return error;
-    return solve_all<double>(a, batch, in, results, available, on);
+    if (clusters && rows_that_fit<Block, double>(size, available) < size) {
+      return solve_all<Sharing, double>(solve_shared, a, batch, in, results, available, on);
+    }
+    return solve_all<Block, double>(solve_batch<double>, a, batch, in, results, available, on);
   }
-  error = launch(find_scales, dim3(batch), kThreads, 0, on, a, in.scales);
+  error = launch(find_scales, dim3(batch), kThreads, 0, 1, on, a, in.scales);
   if (error != cudaSuccess) return error;
   auto* packed = reinterpret_cast<TwoFloat*>(in.packed);
-  error = launch(gram_two_float, tiles, kThreads, 0, on, a, in.scales, packed, row_start(size));
+  error = launch(gram_two_float, tiles, kThreads, 0, 1, on, a, in.scales, packed, row_start(size));
   if (error != cudaSuccess) return error;
-  return solve_all<TwoFloat>(a, batch, in, results, available, on);
+  return solve_all<Block, TwoFloat>(solve_batch<TwoFloat>, a, batch, in, results, available, on);
 }
 
 LEANER_EXPORT const char* leaner_error(int error) {

@@ -15,6 +15,9 @@
 // threads must all call it; sum_over<kStep, kCount>(x) that of each of four numbers over kCount lanes kStep apart,
 // among which it shares the sums: kKept<kCount> are left in x, the first that of number kept<kStep, kCount>().
 //
+// kRanks teams, of which this is rank(), may share a matrix: every kRanks-th tile of rows is one's own, the vectors
+// are kept by all. publish(to, x) writes to the same place of each, which sees it behind meet(), a barrier of them all.
+//
 // Sources: Golub and Van Loan, Matrix Computations, 8.3.1 (reduction), 8.4.1 (Sturm sequences);
 // Wilkinson, The Algebraic Eigenvalue Problem, 5.36 ff. (the recurrence is backward stable).
 #pragma once
@@ -33,21 +36,24 @@ LEANER_BOTH constexpr int triangle(int i) { return i * (i + 1) / 2; }
 LEANER_BOTH constexpr int padded(int i) { return 4 * (i / 4 + 1); }
 LEANER_BOTH constexpr int row_start(int i) { return padded(i) * (i - i / 4 * 2); }
 
-// Where the rows of a padded triangle are: all of them in one piece of memory,
-template <class T>
+// Where a team finds its rows of a padded triangle: all of them in one piece of memory, from which those of other
+// teams are left out,
+template <class Grid>
 struct Rows {
-  T* first;
+  typename Grid::Number* first;
+  int rank;
 
-  LEANER_BOTH T* row(int i) const { return first + row_start(i); }
+  LEANER_BOTH auto* row(int i) const { return first + row_start(i) - Grid::skipped(i, rank); }
 };
 
-// or the first `held`, a multiple of four, in one piece and the others where the whole would be in another.
-template <class T>
+// or those before row `held`, a multiple of four, in one piece and the others where the whole would be in another.
+template <class Grid>
 struct SplitRows {
-  T *whole, *near;
+  typename Grid::Number* whole;
+  Rows<Grid> near;
   int held;
 
-  LEANER_BOTH T* row(int i) const { return (i < held ? near : whole) + row_start(i); }
+  LEANER_BOTH auto* row(int i) const { return i < held ? near.row(i) : whole + row_start(i); }
 };
 
 // Two numbers that are loaded and stored at once.
@@ -103,48 +109,80 @@ LEANER_BOTH double of_bits(uint64_t bits) {
   return x;
 }
 
-constexpr int kSlices = 4;  // by which the tiles of a strip of columns are dealt to warps
-
 // What reduce_rows works with beside the matrix, and how it cuts the matrix: a warp takes tiles of kDown x kAcross
 // lanes, a lane four rows by two pairs of columns.
 template <class Team, class T>
 struct Reduction {
+  using Number = T;
+  static constexpr int kRanks = Team::kRanks, kSlices = kRanks == 1 ? 4 : 2;  // strips are dealt to warps in slices
   static constexpr int kAcross = Team::kLanes == 1 ? 1 : 8, kDown = Team::kLanes / kAcross;
   static constexpr int kTileRows = 4 * kDown, kTileColumns = 4 * kAcross;
 
-  T *memory, *w, *columns, *rows;
+  T *memory, *w, *columns, *rows, *exchange;
   double *diagonal, *beside;  // element k of each is written for every row k; beside[k] couples k - 1 and k
   int pitch;
 
   LEANER_BOTH static constexpr int strips(int n) { return (n + kTileColumns - 1) / kTileColumns; }
+  LEANER_BOTH static constexpr int pitch_of(int n) {
+    return kRanks == 1 ? strips(n) * kTileColumns : (n + kRanks * kTileRows - 1) / (kRanks * kTileRows) * kRanks * kTileRows;
+  }
+  LEANER_BOTH static constexpr int row_sums(int n) {
+    return kRanks == 1 ? kTileColumns * triangle(strips(n)) : strips(n) * (pitch_of(n) / kRanks);
+  }
   // Numbers that the memory must hold.
   LEANER_BOTH static constexpr int size(int n) {
-    return strips(n) * kTileColumns * (5 + kSlices) + kTileColumns * triangle(strips(n));
+    return pitch_of(n) * (5 + kSlices + (kRanks == 1 ? 0 : 2 * kRanks + 2)) + row_sums(n);
   }
-  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(strips(n) * kTileColumns) {
+  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(pitch_of(n)) {
     w = memory + 2 * pitch;
     diagonal = reinterpret_cast<double*>(w + pitch);
     beside = diagonal + pitch;
     columns = w + 3 * pitch;
-    rows = columns + kSlices * pitch;
+    exchange = columns + kSlices * pitch;
+    rows = exchange + (kRanks == 1 ? 0 : 2 * kRanks + 2) * pitch;
   }
+  // The first n rows of one's own, and what a team does not hold of the rows before row i.
+  LEANER_BOTH static constexpr int own(int n, int rank) { return row_start(n) - skipped(n, rank); }
+  LEANER_BOTH static constexpr int skipped(int i, int rank) {
+    if (kRanks == 1) return 0;
+    const int tile = i / kTileRows;
+    int others = row_start(tile * kTileRows);
+    for (int t = rank; t < tile; t += kRanks) others -= row_start((t + 1) * kTileRows) - row_start(t * kTileRows);
+    return others;
+  }
+  LEANER_BOTH static bool owned(int i, int rank) { return i / kTileRows % kRanks == rank; }
   // Row k as it is eliminated. Until row k - 1 is, it serves as v: the update v w' + w v' of the matrix, less its
   // last element, is applied together with the next product.
   LEANER_BOTH T* vector(int k) const { return memory + k % 2 * pitch; }
+  // What teams tell each other in the step of row k: the sums of each, and row k - 1.
+  LEANER_BOTH T* told(int k, int which) const { return exchange + (k % 2 * (kRanks + 1) + which) * pitch; }
   // The sums of a strip of columns along row i, for the rows from the strip's diagonal on.
   LEANER_BOTH T& row_sum(int strip, int i) const {
+    if (kRanks > 1) return rows[strip * (pitch / kRanks) + i / (kRanks * kTileRows) * kTileRows + i % kTileRows];
     return rows[strip * pitch - kTileColumns * triangle(strip) + i];
   }
-  LEANER_BOTH T total(int j) const {
-    T sum = columns[j] + columns[pitch + j], other = columns[2 * pitch + j] + columns[3 * pitch + j];
-    int strip = 0;
+  // Element j of A x, as far as a team's own rows make it.
+  LEANER_BOTH T total(int j, int rank) const {
+    T sum = columns[j] + columns[pitch + j], other(0.0);
+    if (kSlices == 4) other = columns[2 * pitch + j] + columns[3 * pitch + j];
+    if (!owned(j, rank)) return sum;
+    const int last = j / kTileColumns;
 #pragma unroll 1
-    for (; strip < j / kTileColumns; strip += 2) {
-      sum = sum + row_sum(strip, j);
-      other = other + row_sum(strip + 1, j);
+    for (int first = 0; first <= last; first += 4) {
+#pragma unroll
+      for (int strip = first; strip < first + 4; strip += 2) {
+        if (strip <= last) sum = sum + row_sum(strip, j);
+        if (strip + 1 <= last) other = other + row_sum(strip + 1, j);
+      }
     }
-    if (strip == j / kTileColumns) sum = sum + row_sum(strip, j);
     return sum + other;
+  }
+  // Element j of what teams have told in the step of row k, summed.
+  LEANER_BOTH T told_total(int k, int j) const {
+    T sum = told(k, 0)[j];
+#pragma unroll
+    for (int rank = 1; rank < kRanks; ++rank) sum = sum + told(k, rank)[j];
+    return sum;
   }
 };
 
@@ -208,7 +246,7 @@ template <class Team, class Matrix, class T>
 LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Reduction<Team, T>& in, const T* x,
                                   const T* v) {
   const int across = team.lane() % in.kAcross, down = team.lane() / in.kAcross;
-  const int items = in.strips(k) * kSlices;
+  const int items = in.strips(k) * in.kSlices;
   T product(0.0);
 #pragma unroll 1
   for (int round = 0; round * team.warps() < items; ++round) {
@@ -216,7 +254,7 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
     const int turn = round % 2 ? team.warps() - 1 - team.warp() : team.warp();
     const int item = round * team.warps() + turn;
     if (item >= items) continue;
-    const int strip = item / kSlices, slice = item % kSlices;
+    const int strip = item / in.kSlices, slice = item % in.kSlices;
     const int first_j = strip * in.kTileColumns, j = first_j + 2 * across;
     T xj[4], vj[4], wj[4], column[4];
 #pragma unroll
@@ -226,8 +264,11 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
       load(in.w + j + c * in.kAcross, wj[c], wj[c + 1]);
       column[c] = column[c + 1] = T(0.0);
     }
+    // From the diagonal on, the first tile of the slice that is this team's.
+    const int tile = first_j / in.kTileRows;
+    const int begin = tile + (team.rank() + in.kRanks - tile % in.kRanks) % in.kRanks + slice * in.kRanks;
 #pragma unroll 1
-    for (int first_i = first_j + slice * in.kTileRows; first_i < k; first_i += kSlices * in.kTileRows) {
+    for (int first_i = begin * in.kTileRows; first_i < k; first_i += in.kSlices * in.kRanks * in.kTileRows) {
       const int i = first_i + 4 * down;
       const bool edge = first_i < first_j + in.kTileColumns || first_i + in.kTileRows > k;
       product = product + (edge ? update_tile<true>(in, a.row(i), padded(i), k, i, j, strip, x, v, xj, vj, wj, column)
@@ -264,7 +305,7 @@ LEANER_BOTH T squares(Team& team, const T* x, int n) {
 
 // Eliminates rows `from` down to `to`, at least 1, of the matrix `a`: one Householder reflection each, by u = x - beta e
 // with x the row and e its last unit vector. The product A x does not wait for beta, the norm of x: A u is that less
-// beta times the last column. So a step has two barriers, and one pass over the matrix.
+// beta times the last column. So a step has two barriers, and one pass over the matrix; teams that share one meet once.
 //
 // in: row `from` in its place, v and w of the step before, or zeros. It is left so for row to - 1: a second call may
 // find what is left in another place.
@@ -286,25 +327,40 @@ LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, cons
     const T product = update_and_multiply(team, a, k, in, x, in.vector(k + 1));
     team.post(Pair<T>{product, squares(team, x, last)}, 1);
     team.sync();
+    const T* next = a.row(last);
+    if constexpr (in.kRanks > 1) {
+      for (int j = team.thread(); j < k; j += team.threads()) {
+        team.publish(in.told(k, team.rank()) + j, in.total(j, team.rank()));
+        if (in.owned(last, team.rank())) team.publish(in.told(k, in.kRanks) + j, next[j]);
+      }
+      if (team.thread() == 0) {
+        team.publish(in.told(k, team.rank()) + k, team.template posted<Pair<T>>(1).first);
+      }
+      team.meet();
+      next = in.told(k, in.kRanks);
+    }
     if (team.thread() >= k) continue;
+    const auto total = [&](int j) {
+      if constexpr (in.kRanks > 1) return in.told_total(k, j);
+      else return in.total(j, 0);
+    };
     // Scalars of a reflection are found in double, on every thread alike.
-    const Pair<T> sums = team.template posted<Pair<T>>(1);
+    Pair<T> sums = team.template posted<Pair<T>>(1);
+    if constexpr (in.kRanks > 1) sums.first = total(k);
     const double tail = double(sums.second), alpha = double(x[last]);
     double beta = alpha, scale = 0.0;
     if (tail > Arithmetic<T>::kNegligible * lift * lift) {
       beta = std::copysign(std::sqrt(alpha * alpha + tail), -alpha);
       scale = 1.0 / (beta * (beta - alpha));
     }
-    const T moved(beta), factor(scale), u_last(alpha - beta);
-    const T* next = a.row(last);
-    const T product_last = in.total(last), corner = next[last];
+    const T moved(beta), factor(scale), u_last(alpha - beta), product_last = total(last), corner = next[last];
     const T half = T(0.5 * scale) * (sums.first - moved * (product_last + product_last - moved * corner));
     const T w_last = factor * (product_last - moved * corner - half * u_last);
     if (team.thread() == 0) in.beside[k] = beta / lift;
 #pragma unroll 1
     for (int j = team.thread(); j < k; j += team.threads()) {
       const T u = j == last ? u_last : x[j];
-      const T w = j == last ? w_last : factor * (in.total(j) - moved * next[j] - half * u);
+      const T w = j == last ? w_last : factor * (total(j) - moved * next[j] - half * u);
       in.w[j] = w;
       if (Arithmetic<T>::kRefine) a.row(k)[j] = u;
       place(in, last, j, next[j] - u_last * w - w_last * u);

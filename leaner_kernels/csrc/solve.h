@@ -56,7 +56,8 @@ LEANER_BOTH Condition condition_of(double largest, double smallest, double unit)
   return {resolved ? largest / smallest : INFINITY, largest, smallest, resolved};
 }
 
-// Where solve() works. `whole` holds the Gram matrix; `near`, faster memory, takes its first `resident` rows.
+// Where solve() works. `whole` holds the Gram matrix; `near`, faster memory, takes of its first `resident` rows a
+// team's own.
 template <class T>
 struct Storage {
   T *whole, *near;
@@ -64,8 +65,9 @@ struct Storage {
   T* work;                    // Reduction::size(size) numbers
   T* image;                   // depth numbers, where Arithmetic<T>::kRefine
 
-  LEANER_BOTH SplitRows<T> rows(int size) const {
-    return {whole, near, size < resident ? size : resident};
+  template <class Team>
+  LEANER_BOTH SplitRows<Reduction<Team, T>> rows(const Team& team, int size) const {
+    return {whole, {near, team.rank()}, size < resident ? size : resident};
   }
 };
 
@@ -84,7 +86,7 @@ LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Stor
                            const Tridiagonal& t, T* x, const Extremes& found) {
   const int n = a.size;
   const bool by_element = a.stride == 1;  // neighbours in memory belong to different vectors
-  const SplitRows<T> reflections = in.rows(n);
+  const auto reflections = in.rows(team, n);
   T* correction = x + n;
   const double eigenvalue = found.smallest * found.unit;
   eigenvector(team, t.diagonal, t.beside_squared, t.beside, found.unit, n, eigenvalue, t.above,
@@ -173,21 +175,27 @@ LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Sto
     for (int i = team.thread(); spectrum && i < places; i += team.threads()) spectrum[i] = NAN;
     return {NAN, NAN, NAN, false};
   }
-  const SplitRows<T> all = in.rows(n);
+  const auto all = in.rows(team, n);
+  for (int i = team.rank() * Memory::kTileRows; i < all.held; i += Memory::kRanks * Memory::kTileRows) {
+    const int end = i + Memory::kTileRows < all.held ? i + Memory::kTileRows : all.held;
+    const T* from = in.whole + row_start(i);
+    T* to = all.near.row(i);
 #pragma unroll 2
-  for (int e = 2 * team.thread(); e < row_start(all.held); e += 2 * team.threads()) {
-    *reinterpret_cast<Pair<T>*>(in.near + e) = *reinterpret_cast<const Pair<T>*>(in.whole + e);
+    for (int e = 2 * team.thread(); e < row_start(end) - row_start(i); e += 2 * team.threads()) {
+      *reinterpret_cast<Pair<T>*>(to + e) = *reinterpret_cast<const Pair<T>*>(from + e);
+    }
   }
   const Memory memory(in.work, n);
 #pragma unroll 1
   for (int j = team.thread(); j < n; j += team.threads()) {
     place(memory, n - 1, j, in.whole[row_start(n - 1) + j]);
   }
-  reduce_rows(team, all, n - 1, all.held, memory);
-  const Rows<T> left{in.near};
+  if constexpr (Memory::kRanks > 1) team.meet();  // nobody writes to one that has not got that far
+  reduce_rows(team, all, n - 1, all.held > 1 ? all.held : 1, memory);
   const int from = n - 1 < all.held ? n - 1 : all.held - 1;
-  reduce_rows(team, left, from, 1, memory);
+  reduce_rows(team, all.near, from, 1, memory);
   team.sync();
+  if (team.rank() > 0) return {};
 
   // The vectors are done with: their place takes what is made of the tridiagonal matrix.
   auto* beside = reinterpret_cast<double*>(memory.memory);

@@ -7,10 +7,11 @@ namespace {
 using namespace leaner;
 
 struct OneThread {
-  static constexpr int kLanes = 1;
+  static constexpr int kLanes = 1, kRanks = 1;
   template <int kCount>
   static constexpr int kKept = 4;
 
+  int rank() const { return 0; }
   int thread() const { return 0; }
   int threads() const { return 1; }
   int lane() const { return 0; }
