@@ -30,18 +30,23 @@ __device__ __forceinline__ TwoFloat shuffled(TwoFloat x, int step) {
 
 template <class T>
 __device__ __forceinline__ Pair<T> shuffled(Pair<T> x, int step) {
-  return {shuffled(x.first, step), shuffled(x.second, step)};
+  return {shuffled(x.at[0], step), shuffled(x.at[1], step)};
 }
 
-// A thread block as the team of eigen.h.
+#if LEANER_ARCH >= 900
+constexpr bool kClusters = true;
+#else
+constexpr bool kClusters = false;
+#endif
+
+// A thread block as the team of eigen.h, or one of a cluster that shares a matrix.
+template <int kBlocks>
 struct Block {
-  static constexpr int kLanes = 32, kRanks = 1;
-  template <int kCount>
-  static constexpr int kKept = 1;  // of the four sums that sum_over shares among four lanes, or eight
+  [[maybe_unused]] static constexpr int kLanes = 32, kRanks = kBlocks, kKept = 1;
 
   double* scratch;
 
-  __device__ int rank() const { return 0; }
+  __device__ int rank() const { return blockIdx.x % kRanks; }
   __device__ int thread() const { return threadIdx.x; }
   __device__ int threads() const { return blockDim.x; }
   __device__ int lane() const { return threadIdx.x % 32; }
@@ -60,7 +65,7 @@ struct Block {
     return join_lanes(x, [](T a, T b) { return a + b; });
   }
   template <int kStep, int kCount, class T>
-  __device__ __forceinline__ static void sum_over(T (&x)[4]) {
+  __device__ __forceinline__ static int sum_over(T (&x)[4]) {
     int left = 4;
 #pragma unroll
     for (int step = kStep * kCount / 2; step >= kStep; step /= 2) {
@@ -74,24 +79,15 @@ struct Block {
       }
       if (left == 0) x[0] = x[0] + shuffled(x[0], step);
     }
-  }
-  // -1 on a lane whose sum another lane has too.
-  template <int kStep, int kCount>
-  __device__ __forceinline__ static int kept() {
     const int place = threadIdx.x / kStep % kCount;
     return place % (kCount / 4) == 0 ? place / (kCount / 4) : -1;
-  }
-  template <class T, class Combine>
-  __device__ __forceinline__ T* post(T x, int turn, Combine combine) const {
-    x = join_lanes(x, combine);
-    T* slots = reinterpret_cast<T*>(scratch + turn * 2 * kSlots);
-    if (lane() == 0) slots[warp()] = x;
-    return slots;
   }
   // Zero must change nothing: the slots of warps that there are not hold it.
   template <class T, class Combine>
   __device__ __forceinline__ T join(T x, int turn, Combine combine) const {
-    T* slots = post(x, turn, combine);
+    x = join_lanes(x, combine);
+    T* slots = reinterpret_cast<T*>(scratch + turn * 2 * kSlots);
+    if (lane() == 0) slots[warp()] = x;
     __syncthreads();
     return joined<kSlots>(slots, combine);
   }
@@ -105,15 +101,6 @@ struct Block {
     }
   }
   template <class T>
-  __device__ __forceinline__ void post(T x, int turn) const {
-    post(x, turn, [](T a, T b) { return a + b; });
-  }
-  template <class T>
-  __device__ __forceinline__ T posted(int turn) const {
-    const T* slots = reinterpret_cast<const T*>(scratch + turn * 2 * kSlots);
-    return joined<kSlots>(slots, [](T a, T b) { return a + b; });
-  }
-  template <class T>
   __device__ __forceinline__ T sum(T x, int turn) const {
     return join(x, turn, [](T a, T b) { return a + b; });
   }
@@ -121,14 +108,7 @@ struct Block {
   __device__ __forceinline__ double maximum(double x, int turn) const {
     return join(x, turn, [](double a, double b) { return fmax(a, b); });
   }
-};
-
-// Thread blocks of a cluster, as the teams that share a matrix.
-struct Sharing : Block {
-  static constexpr int kRanks = 4;
-
 #if LEANER_ARCH >= 900
-  __device__ int rank() const { return blockIdx.x % kRanks; }
   template <class T>
   __device__ void publish(T* to, T x) const {
 #pragma unroll
@@ -142,6 +122,8 @@ struct Sharing : Block {
   }
 #endif
 };
+using Alone = Block<1>;
+using Sharing = Block<4>;  // matrices that one block cannot hold, where a GPU has clusters
 
 // Device memory that a call works in.
 struct Workspace {
@@ -171,42 +153,30 @@ struct Results {
 // `resident` rows of the padded triangle. Further rows stay in global memory (the L2 cache), and are the first to be
 // eliminated.
 template <class Team, class T>
-__device__ __forceinline__ void solve_one(const Matrices& matrices, int size, int resident, T* packed, T* image,
-                                          const float* scales, const Results& results) {
-  const int b = blockIdx.x / Team::kRanks;
-  Team team;
-  team.scratch = leaner_shared;
-  for (int i = team.thread(); i < kScratch; i += team.threads()) leaner_shared[i] = 0.0;
-  team.sync();
-  T* shared = reinterpret_cast<T*>(leaner_shared);
-  const Storage<T> storage{packed + b * int64_t(row_start(size)),
-                           shared + kScratch + Reduction<Team, T>::size(size),
-                           resident,
-                           shared + kScratch,
-                           image + b * int64_t(max(matrices.rows, matrices.cols))};
-  double* spectrum = results.spectrum ? results.spectrum + b * int64_t(size) : nullptr;
-  const float scale = Arithmetic<T>::kRefine ? scales[b] : 1.0f;
-  const Condition found = solve(team, Vectors(matrices, b), scale, storage, spectrum, size);
-  if (team.thread() != 0 || team.rank() != 0) return;
-  results.kappa[b] = found.kappa;
-  results.sigma_max[b] = found.sigma_max;
-  results.sigma_min[b] = found.sigma_min;
-  results.resolved[b] = found.resolved;
-}
-
-template <class T>
 __global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    solve_batch(Matrices matrices, int size, int resident, T* packed, T* image, const float* scales, Results results) {
-  solve_one<Block>(matrices, size, resident, packed, image, scales, results);
-}
-
-// By clusters of four blocks, where a GPU has them, matrices that one block cannot hold.
-__global__ void __launch_bounds__(32 * kMaxWarps, 1)
-    solve_shared(Matrices matrices, int size, int resident, double* packed, double* image, const float* scales,
-                 Results results) {
-#if LEANER_ARCH >= 900
-  solve_one<Sharing>(matrices, size, resident, packed, image, scales, results);
-#endif
+    solve_batch(Matrices matrices, int size, int resident, T* packed, T* image, const float* scales,
+                Results results) {
+  if constexpr (Team::kRanks == 1 || kClusters) {
+    const int b = blockIdx.x / Team::kRanks;
+    Team team;
+    team.scratch = leaner_shared;
+    for (int i = team.thread(); i < kScratch; i += team.threads()) leaner_shared[i] = 0.0;
+    team.sync();
+    T* shared = reinterpret_cast<T*>(leaner_shared);
+    const Storage<T> storage{packed + b * int64_t(row_start(size)),
+                             shared + kScratch + Reduction<Team, T>::size(size),
+                             resident,
+                             shared + kScratch,
+                             image + b * int64_t(max(matrices.rows, matrices.cols))};
+    double* spectrum = results.spectrum ? results.spectrum + b * int64_t(size) : nullptr;
+    const float scale = Arithmetic<T>::kRefine ? scales[b] : 1.0f;
+    const Condition found = solve(team, Vectors(matrices, b), scale, storage, spectrum, size);
+    if (team.thread() != 0 || team.rank() != 0) return;
+    results.kappa[b] = found.kappa;
+    results.sigma_max[b] = found.sigma_max;
+    results.sigma_min[b] = found.sigma_min;
+    results.resolved[b] = found.resolved;
+  }
 }
 
 template <class... Parameters, class... Arguments>
@@ -242,10 +212,11 @@ int rows_that_fit(int size, int available) {
   return rows;
 }
 
-template <class Team, class T, class... Parameters>
-cudaError_t solve_all(void (*kernel)(Parameters...), const Matrices& a, int batch, const Workspace& workspace,
-                      const Results& results, int available, cudaStream_t stream) {
+template <class Team, class T>
+cudaError_t solve_all(const Matrices& a, int batch, const Workspace& workspace, const Results& results,
+                      int available, cudaStream_t stream) {
   const int size = std::min(a.rows, a.cols), resident = rows_that_fit<Team, T>(size, available);
+  const auto kernel = solve_batch<Team, T>;
   // The same for every call: threads that call at once do not take it from each other.
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, available);
@@ -272,9 +243,9 @@ LEANER_EXPORT int leaner_condition_ready() {
   cudaError_t error = cudaFuncGetAttributes(&attributes, gram);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, find_scales);
   if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, gram_two_float);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<double>);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_shared);
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<TwoFloat>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<Alone, double>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<Sharing, double>);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, solve_batch<Alone, TwoFloat>);
   return error;
 }
 
@@ -312,17 +283,17 @@ LEANER_EXPORT int leaner_condition(const float* data, long long stride_batch, lo
   if (ratio <= 4) {
     error = launch(gram, tiles, kThreads, 0, 1, on, a, in.packed, row_start(size));
     if (error != cudaSuccess) return error;
-    if (clusters && rows_that_fit<Block, double>(size, available) < size) {
-      return solve_all<Sharing, double>(solve_shared, a, batch, in, results, available, on);
+    if (clusters && rows_that_fit<Alone, double>(size, available) < size) {
+      return solve_all<Sharing, double>(a, batch, in, results, available, on);
     }
-    return solve_all<Block, double>(solve_batch<double>, a, batch, in, results, available, on);
+    return solve_all<Alone, double>(a, batch, in, results, available, on);
   }
   error = launch(find_scales, dim3(batch), kThreads, 0, 1, on, a, in.scales);
   if (error != cudaSuccess) return error;
   auto* packed = reinterpret_cast<TwoFloat*>(in.packed);
   error = launch(gram_two_float, tiles, kThreads, 0, 1, on, a, in.scales, packed, row_start(size));
   if (error != cudaSuccess) return error;
-  return solve_all<Block, TwoFloat>(solve_batch<TwoFloat>, a, batch, in, results, available, on);
+  return solve_all<Alone, TwoFloat>(a, batch, in, results, available, on);
 }
 
 LEANER_EXPORT const char* leaner_error(int error) {

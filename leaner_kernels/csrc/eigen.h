@@ -11,9 +11,9 @@
 // A team has thread() of threads(), lane() of kLanes and warp() of warps(); sync(), a barrier that makes
 // writes visible; and sum(x, turn), maximum(x, turn): the same result on every thread and from run to run.
 // They hold a barrier and use the scratch of that turn, 0 or 1: two calls in a row take different turns.
-// post(x, turn), a barrier and posted<T>(turn) are the parts of a sum. sum_lanes(x) is the sum over a warp, whose
-// threads must all call it; sum_over<kStep, kCount>(x) that of each of four numbers over kCount lanes kStep apart,
-// among which it shares the sums: kKept<kCount> are left in x, the first that of number kept<kStep, kCount>().
+// sum_lanes(x) is the sum over a warp, whose threads must all call it; sum_over<kStep, kCount>(x) that of each of four
+// numbers over kCount lanes kStep apart, among which it shares the sums: kKept of them are left in x, the first that of
+// the number returned, or that of another lane where it returns -1.
 //
 // kRanks teams, of which this is rank(), may share a matrix: every kRanks-th tile of rows is one's own, the vectors
 // are kept by all. publish(to, x) writes to the same place of each, which sees it behind meet(), a barrier of them all.
@@ -25,6 +25,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "two_float.h"
 
@@ -59,21 +60,13 @@ struct SplitRows {
 // Two numbers that are loaded and stored at once.
 template <class T>
 struct alignas(16) Pair {
-  T first, second;
+  T at[2];
 
-  LEANER_BOTH Pair operator+(Pair other) const {
-    return {first + other.first, second + other.second};
-  }
+  LEANER_BOTH Pair operator+(Pair other) const { return {at[0] + other.at[0], at[1] + other.at[1]}; }
 };
 template <class T>
-LEANER_BOTH void load(const T* from, T& first, T& second) {
-  const Pair<T> pair = *reinterpret_cast<const Pair<T>*>(from);
-  first = pair.first;
-  second = pair.second;
-}
-template <class T>
-LEANER_BOTH void store(T* to, T first, T second) {
-  *reinterpret_cast<Pair<T>*>(to) = {first, second};
+LEANER_BOTH Pair<T>& pair(T* first) {
+  return *reinterpret_cast<Pair<T>*>(first);
 }
 
 // What the algorithms below need to know of a type of numbers.
@@ -85,7 +78,6 @@ struct Arithmetic<double> {
   static constexpr double kNegligible = 1e-290;  // sums of squares under this are underflow
   static constexpr int kSections = 64;    // shifts tried at once for each eigenvalue
   static constexpr bool kRefine = false;  // the smallest eigenvalue by its vector (refine.h)
-  static constexpr bool kLift = false;    // vectors of reflections to size 1, or products of them underflow
 };
 // Range of a float: matrices come scaled to about 1, where what is dropped lies under 1e-16 of them.
 template <>
@@ -94,7 +86,6 @@ struct Arithmetic<TwoFloat> {
   static constexpr double kNegligible = 1e-33;
   static constexpr int kSections = 32;  // in float64, of which these GPUs have little
   static constexpr bool kRefine = true;
-  static constexpr bool kLift = true;
 };
 
 LEANER_BOTH uint64_t bits_of(double x) {
@@ -115,6 +106,7 @@ template <class Team, class T>
 struct Reduction {
   using Number = T;
   static constexpr int kRanks = Team::kRanks, kSlices = kRanks == 1 ? 4 : 2;  // strips are dealt to warps in slices
+  static constexpr int kTold = kRanks == 1 ? 0 : 2 * (kRanks + 1);
   static constexpr int kAcross = Team::kLanes == 1 ? 1 : 8, kDown = Team::kLanes / kAcross;
   static constexpr int kTileRows = 4 * kDown, kTileColumns = 4 * kAcross;
 
@@ -123,32 +115,26 @@ struct Reduction {
   int pitch;
 
   LEANER_BOTH static constexpr int strips(int n) { return (n + kTileColumns - 1) / kTileColumns; }
-  LEANER_BOTH static constexpr int pitch_of(int n) {
-    return kRanks == 1 ? strips(n) * kTileColumns : (n + kRanks * kTileRows - 1) / (kRanks * kTileRows) * kRanks * kTileRows;
-  }
-  LEANER_BOTH static constexpr int row_sums(int n) {
-    return kRanks == 1 ? kTileColumns * triangle(strips(n)) : strips(n) * (pitch_of(n) / kRanks);
-  }
   // Numbers that the memory must hold.
   LEANER_BOTH static constexpr int size(int n) {
-    return pitch_of(n) * (5 + kSlices + (kRanks == 1 ? 0 : 2 * kRanks + 2)) + row_sums(n);
+    return kTileColumns * (strips(n) * (5 + kSlices + kTold) + triangle(strips(n)));
   }
-  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(pitch_of(n)) {
+  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(strips(n) * kTileColumns) {
     w = memory + 2 * pitch;
     diagonal = reinterpret_cast<double*>(w + pitch);
     beside = diagonal + pitch;
     columns = w + 3 * pitch;
     exchange = columns + kSlices * pitch;
-    rows = exchange + (kRanks == 1 ? 0 : 2 * kRanks + 2) * pitch;
+    rows = exchange + kTold * pitch;
   }
   // The first n rows of one's own, and what a team does not hold of the rows before row i.
   LEANER_BOTH static constexpr int own(int n, int rank) { return row_start(n) - skipped(n, rank); }
   LEANER_BOTH static constexpr int skipped(int i, int rank) {
     if (kRanks == 1) return 0;
-    const int tile = i / kTileRows;
-    int others = row_start(tile * kTileRows);
-    for (int t = rank; t < tile; t += kRanks) others -= row_start((t + 1) * kTileRows) - row_start(t * kTileRows);
-    return others;
+    // Tile t holds kSquare t + kFirst numbers.
+    constexpr int kSquare = kTileRows * kTileRows, kFirst = kSquare / 2 + 2 * kTileRows;
+    const int tile = i / kTileRows, own = (tile - rank + kRanks - 1) / kRanks;
+    return row_start(tile * kTileRows) - own * (kSquare * rank + kFirst) - kSquare * kRanks * triangle(own - 1);
   }
   LEANER_BOTH static bool owned(int i, int rank) { return i / kTileRows % kRanks == rank; }
   // Row k as it is eliminated. Until row k - 1 is, it serves as v: the update v w' + w v' of the matrix, less its
@@ -158,7 +144,6 @@ struct Reduction {
   LEANER_BOTH T* told(int k, int which) const { return exchange + (k % 2 * (kRanks + 1) + which) * pitch; }
   // The sums of a strip of columns along row i, for the rows from the strip's diagonal on.
   LEANER_BOTH T& row_sum(int strip, int i) const {
-    if (kRanks > 1) return rows[strip * (pitch / kRanks) + i / (kRanks * kTileRows) * kTileRows + i % kTileRows];
     return rows[strip * pitch - kTileColumns * triangle(strip) + i];
   }
   // Element j of A x, as far as a team's own rows make it.
@@ -186,65 +171,11 @@ struct Reduction {
   }
 };
 
-// One tile of update_and_multiply. kEdge: part of it lies above the diagonal or below row k - 1.
-template <bool kEdge, class Team, class T>
-LEANER_BOTH T update_tile(const Reduction<Team, T>& in, T* row, int length, int k, int i, int j, int strip,
-                          const T* x, const T* v, const T (&xj)[4], const T (&vj)[4], const T (&wj)[4],
-                          T (&column)[4]) {
-  constexpr int kFar = 2 * in.kAcross;  // from one pair to the other
-  T xi[4], vi[4], wi[4], sum[4], element[4][4];
-#pragma unroll
-  for (int p = 0; p < 8; ++p) {
-    const int r = p / 2, c = p % 2 * 2;
-    if (kEdge && !(i + r < k && j + c / 2 * kFar <= i + r)) {
-      element[r][c] = element[r][c + 1] = T(0.0);
-    } else {
-      load(row + r * length + j + c / 2 * kFar, element[r][c], element[r][c + 1]);
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 4; r += 2) {
-    load(x + i + r, xi[r], xi[r + 1]);
-    load(v + i + r, vi[r], vi[r + 1]);
-    load(in.w + i + r, wi[r], wi[r + 1]);
-  }
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    sum[r] = T(0.0);
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int at = j + c / 2 * kFar + c % 2;
-      T value = element[r][c] - vi[r] * wj[c] - wi[r] * vj[c];
-      element[r][c] = value;
-      if (kEdge && !(i + r < k && at <= i + r)) value = T(0.0);
-      column[c] = column[c] + value * xi[r];
-      if (kEdge && at == i + r) value = T(0.0);  // the diagonal counts once
-      sum[r] = sum[r] + value * xj[c];
-    }
-#pragma unroll
-    for (int c = 0; c < 4; c += 2) {
-      if (kEdge && !(i + r < k && j + c / 2 * kFar <= i + r)) continue;
-      store(row + r * length + j + c / 2 * kFar, element[r][c], element[r][c + 1]);
-    }
-  }
-  Team::template sum_over<1, in.kAcross>(sum);
-  T product(0.0);
-  const int first = Team::template kept<1, in.kAcross>();
-  if (first >= 0) {
-#pragma unroll
-    for (int r = 0; r < Team::template kKept<in.kAcross>; ++r) {
-      in.row_sum(strip, i + first + r) = sum[r];
-      product = product + x[i + first + r] * sum[r];
-    }
-  }
-  return product;
-}
-
 // A -= v w' + w v' on the first k rows and, while they are at hand, the sums of A x, in parts that in.total() adds
 // up. Returns this thread's share of x' A x.
 template <class Team, class Matrix, class T>
-LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Reduction<Team, T>& in, const T* x,
-                                  const T* v) {
+LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Reduction<Team, T>& in, T* x, T* v) {
+  constexpr int kFar = 2 * in.kAcross;  // from one pair of columns to the other
   const int across = team.lane() % in.kAcross, down = team.lane() / in.kAcross;
   const int items = in.strips(k) * in.kSlices;
   T product(0.0);
@@ -256,45 +187,82 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
     if (item >= items) continue;
     const int strip = item / in.kSlices, slice = item % in.kSlices;
     const int first_j = strip * in.kTileColumns, j = first_j + 2 * across;
-    T xj[4], vj[4], wj[4], column[4];
+    Pair<T> xj[2], vj[2], wj[2];
+    T column[4];
 #pragma unroll
-    for (int c = 0; c < 4; c += 2) {
-      load(x + j + c * in.kAcross, xj[c], xj[c + 1]);
-      load(v + j + c * in.kAcross, vj[c], vj[c + 1]);
-      load(in.w + j + c * in.kAcross, wj[c], wj[c + 1]);
-      column[c] = column[c + 1] = T(0.0);
+    for (int p = 0; p < 2; ++p) {
+      xj[p] = pair(x + j + p * kFar);
+      vj[p] = pair(v + j + p * kFar);
+      wj[p] = pair(in.w + j + p * kFar);
+      column[2 * p] = column[2 * p + 1] = T(0.0);
     }
+    // One tile. edge: part of it lies above the diagonal or below row k - 1.
+    const auto update = [&](int i, auto edge) {
+      const auto inside = [&](int r, int at) { return !edge.value || (i + r < k && at <= i + r); };
+      T* row = a.row(i);
+      const int length = padded(i);
+      Pair<T> element[4][2], xi[2], vi[2], wi[2];
+      T sum[4];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        const int r = e / 2, p = e % 2, at = j + p * kFar;
+        element[r][p] = inside(r, at) ? pair(row + r * length + at) : Pair<T>{T(0.0), T(0.0)};
+      }
+#pragma unroll
+      for (int p = 0; p < 2; ++p) {
+        xi[p] = pair(x + i + 2 * p);
+        vi[p] = pair(v + i + 2 * p);
+        wi[p] = pair(in.w + i + 2 * p);
+      }
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        sum[r] = T(0.0);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int p = c / 2, q = c % 2, at = j + p * kFar + q;
+          T& value = element[r][p].at[q];
+          value = value - vi[r / 2].at[r % 2] * wj[p].at[q] - wi[r / 2].at[r % 2] * vj[p].at[q];
+          const T counted = inside(r, at) ? value : T(0.0);
+          column[c] = column[c] + counted * xi[r / 2].at[r % 2];
+          // The diagonal counts once.
+          sum[r] = sum[r] + (edge.value && at == i + r ? T(0.0) : counted) * xj[p].at[q];
+        }
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          if (inside(r, j + p * kFar)) pair(row + r * length + j + p * kFar) = element[r][p];
+        }
+      }
+      const int first = Team::template sum_over<1, in.kAcross>(sum);
+#pragma unroll
+      for (int r = 0; r < Team::kKept && first >= 0; ++r) {
+        in.row_sum(strip, i + first + r) = sum[r];
+        product = product + x[i + first + r] * sum[r];
+      }
+    };
     // From the diagonal on, the first tile of the slice that is this team's.
     const int tile = first_j / in.kTileRows;
     const int begin = tile + (team.rank() + in.kRanks - tile % in.kRanks) % in.kRanks + slice * in.kRanks;
 #pragma unroll 1
     for (int first_i = begin * in.kTileRows; first_i < k; first_i += in.kSlices * in.kRanks * in.kTileRows) {
-      const int i = first_i + 4 * down;
-      const bool edge = first_i < first_j + in.kTileColumns || first_i + in.kTileRows > k;
-      product = product + (edge ? update_tile<true>(in, a.row(i), padded(i), k, i, j, strip, x, v, xj, vj, wj, column)
-                                : update_tile<false>(in, a.row(i), padded(i), k, i, j, strip, x, v, xj, vj, wj, column));
+      if (first_i < first_j + in.kTileColumns || first_i + in.kTileRows > k) {
+        update(first_i + 4 * down, std::true_type());
+      } else {
+        update(first_i + 4 * down, std::false_type());
+      }
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) product = product + xj[c] * column[c];
-    Team::template sum_over<in.kAcross, in.kDown>(column);
-    const int first = Team::template kept<in.kAcross, in.kDown>();
+    for (int c = 0; c < 4; ++c) product = product + xj[c / 2].at[c % 2] * column[c];
+    const int first = Team::template sum_over<in.kAcross, in.kDown>(column);
 #pragma unroll
-    for (int e = 0; e < Team::template kKept<in.kDown>; ++e) {
+    for (int e = 0; e < Team::kKept; ++e) {
       const int c = first + e;
-      in.columns[slice * in.pitch + j + c / 2 * 2 * in.kAcross + c % 2] = column[e];
+      in.columns[slice * in.pitch + j + c / 2 * kFar + c % 2] = column[e];
     }
   }
   return product;
 }
 
-// Puts element j of row k where it is eliminated from.
-template <class Team, class T>
-LEANER_BOTH void place(const Reduction<Team, T>& in, int k, int j, T value) {
-  in.vector(k)[j] = value;
-  if (j == k) in.diagonal[k] = double(value);
-}
-
-// This thread's share of the sum of the first n squares, of elements that it has placed itself.
+// This thread's share of the sum of the first n squares, of elements that it has written itself.
 template <class Team, class T>
 LEANER_BOTH T squares(Team& team, const T* x, int n) {
   T sum(0.0);
@@ -307,7 +275,7 @@ LEANER_BOTH T squares(Team& team, const T* x, int n) {
 // with x the row and e its last unit vector. The product A x does not wait for beta, the norm of x: A u is that less
 // beta times the last column. So a step has two barriers, and one pass over the matrix; teams that share one meet once.
 //
-// in: row `from` in its place, v and w of the step before, or zeros. It is left so for row to - 1: a second call may
+// in: row `from` as vector(from), v and w of the step before, or zeros. It is left so for row to - 1: a second call may
 // find what is left in another place.
 template <class Team, class Matrix, class T>
 LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, const Reduction<Team, T>& in) {
@@ -315,7 +283,8 @@ LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, cons
     const int last = k - 1;
     T* x = in.vector(k);
     double lift = 1.0;
-    if constexpr (Arithmetic<T>::kLift) {
+    if constexpr (Arithmetic<T>::kRefine) {
+      // To size 1, or products underflow where the rest of the matrix is rounding.
       const double norm = double(team.sum(squares(team, x, k), 0));
       if (norm > Arithmetic<T>::kNegligible) {
         lift = of_bits((1023 + (1023 - int(bits_of(norm) >> 52)) / 2) * (1ull << 52));
@@ -324,18 +293,15 @@ LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, cons
       for (int j = team.thread(); j < k; j += team.threads()) x[j] = T(lift) * x[j];
     }
     team.sync();
-    const T product = update_and_multiply(team, a, k, in, x, in.vector(k + 1));
-    team.post(Pair<T>{product, squares(team, x, last)}, 1);
-    team.sync();
+    const T square = squares(team, x, last);
+    Pair<T> sums = team.sum(Pair<T>{update_and_multiply(team, a, k, in, x, in.vector(k + 1)), square}, 1);
     const T* next = a.row(last);
     if constexpr (in.kRanks > 1) {
       for (int j = team.thread(); j < k; j += team.threads()) {
         team.publish(in.told(k, team.rank()) + j, in.total(j, team.rank()));
         if (in.owned(last, team.rank())) team.publish(in.told(k, in.kRanks) + j, next[j]);
       }
-      if (team.thread() == 0) {
-        team.publish(in.told(k, team.rank()) + k, team.template posted<Pair<T>>(1).first);
-      }
+      if (team.thread() == 0) team.publish(in.told(k, team.rank()) + k, sums.at[0]);
       team.meet();
       next = in.told(k, in.kRanks);
     }
@@ -345,16 +311,15 @@ LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, cons
       else return in.total(j, 0);
     };
     // Scalars of a reflection are found in double, on every thread alike.
-    Pair<T> sums = team.template posted<Pair<T>>(1);
-    if constexpr (in.kRanks > 1) sums.first = total(k);
-    const double tail = double(sums.second), alpha = double(x[last]);
+    if constexpr (in.kRanks > 1) sums.at[0] = total(k);
+    const double tail = double(sums.at[1]), alpha = double(x[last]);
     double beta = alpha, scale = 0.0;
     if (tail > Arithmetic<T>::kNegligible * lift * lift) {
       beta = std::copysign(std::sqrt(alpha * alpha + tail), -alpha);
       scale = 1.0 / (beta * (beta - alpha));
     }
     const T moved(beta), factor(scale), u_last(alpha - beta), product_last = total(last), corner = next[last];
-    const T half = T(0.5 * scale) * (sums.first - moved * (product_last + product_last - moved * corner));
+    const T half = T(0.5 * scale) * (sums.at[0] - moved * (product_last + product_last - moved * corner));
     const T w_last = factor * (product_last - moved * corner - half * u_last);
     if (team.thread() == 0) in.beside[k] = beta / lift;
 #pragma unroll 1
@@ -363,7 +328,9 @@ LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, cons
       const T w = j == last ? w_last : factor * (total(j) - moved * next[j] - half * u);
       in.w[j] = w;
       if (Arithmetic<T>::kRefine) a.row(k)[j] = u;
-      place(in, last, j, next[j] - u_last * w - w_last * u);
+      const T value = next[j] - u_last * w - w_last * u;
+      in.vector(last)[j] = value;
+      if (j == last) in.diagonal[last] = double(value);
     }
   }
 }

@@ -178,22 +178,21 @@ LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Sto
   const auto all = in.rows(team, n);
   for (int i = team.rank() * Memory::kTileRows; i < all.held; i += Memory::kRanks * Memory::kTileRows) {
     const int end = i + Memory::kTileRows < all.held ? i + Memory::kTileRows : all.held;
-    const T* from = in.whole + row_start(i);
-    T* to = all.near.row(i);
+    T *from = in.whole + row_start(i), *to = all.near.row(i);
 #pragma unroll 2
     for (int e = 2 * team.thread(); e < row_start(end) - row_start(i); e += 2 * team.threads()) {
-      *reinterpret_cast<Pair<T>*>(to + e) = *reinterpret_cast<const Pair<T>*>(from + e);
+      pair(to + e) = pair(from + e);
     }
   }
   const Memory memory(in.work, n);
 #pragma unroll 1
   for (int j = team.thread(); j < n; j += team.threads()) {
-    place(memory, n - 1, j, in.whole[row_start(n - 1) + j]);
+    memory.vector(n - 1)[j] = in.whole[row_start(n - 1) + j];
+    if (j == n - 1) memory.diagonal[j] = double(memory.vector(j)[j]);
   }
   if constexpr (Memory::kRanks > 1) team.meet();  // nobody writes to one that has not got that far
   reduce_rows(team, all, n - 1, all.held > 1 ? all.held : 1, memory);
-  const int from = n - 1 < all.held ? n - 1 : all.held - 1;
-  reduce_rows(team, all.near, from, 1, memory);
+  reduce_rows(team, all.near, all.held - 1, 1, memory);
   team.sync();
   if (team.rank() > 0) return {};
 

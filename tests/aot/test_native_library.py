@@ -20,9 +20,9 @@ NAME = native.LIBRARY.name
 # the rate of float64 decides between the two arithmetics.
 FAST, SLOW = {"80", "90"}, {"86"}
 KERNELS = {
-    "solve_batchIdE": (384, 1, FAST),
-    "solve_shared": (384, 1, {"90"}),
-    "solve_batchINS_8TwoFloatE": (384, 1, SLOW),
+    "solve_batchINS0_5BlockILi1EEEdE": (384, 1, FAST),
+    "solve_batchINS0_5BlockILi4EEEdE": (384, 1, {"90"}),
+    "solve_batchINS0_5BlockILi1EEENS_8TwoFloatE": (384, 1, SLOW),
     "gram_two_float": (256, 2, SLOW),
     "find_scales": (256, 4, SLOW),
     "gram": (256, 2, FAST),

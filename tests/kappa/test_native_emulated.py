@@ -29,8 +29,8 @@ def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) ->
     assert found.resolved.all()
 
 
-# Bytes that hold a part of the triangle of 67 rows or more, the rest of which starts in global memory. On sm_90 four
-# blocks then share the matrix.
+# Bytes that hold part of a triangle of 67 rows or more; the rest starts in global memory. On sm_90
+# four blocks then share the matrix.
 SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 29_000}
 
 

@@ -7,9 +7,7 @@ namespace {
 using namespace leaner;
 
 struct OneThread {
-  static constexpr int kLanes = 1, kRanks = 1;
-  template <int kCount>
-  static constexpr int kKept = 4;
+  static constexpr int kLanes = 1, kRanks = 1, kKept = 4;
 
   int rank() const { return 0; }
   int thread() const { return 0; }
@@ -22,19 +20,8 @@ struct OneThread {
   T sum(T x, int) const {
     return x;
   }
-  Pair<double> doubles;
-  Pair<TwoFloat> two_floats;
-  void post(Pair<double> x, int) { doubles = x; }
-  void post(Pair<TwoFloat> x, int) { two_floats = x; }
-  template <class T>
-  T posted(int) const {
-    if constexpr (std::is_same_v<T, Pair<double>>) return doubles;
-    else return two_floats;
-  }
   template <int kStep, int kCount, class T>
-  static void sum_over(T (&)[4]) {}
-  template <int kStep, int kCount>
-  static int kept() {
+  static int sum_over(T (&)[4]) {
     return 0;
   }
   template <class T>
