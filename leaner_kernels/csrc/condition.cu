@@ -42,7 +42,7 @@ constexpr bool kClusters = false;
 // A thread block as the team of eigen.h, or one of a cluster that shares a matrix.
 template <int kBlocks>
 struct Block {
-  [[maybe_unused]] static constexpr int kLanes = 32, kRanks = kBlocks, kKept = 1;
+  static constexpr int kLanes = 32, kRanks = kBlocks;
 
   double* scratch;
 

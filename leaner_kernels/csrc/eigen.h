@@ -12,8 +12,8 @@
 // writes visible; and sum(x, turn), maximum(x, turn): the same result on every thread and from run to run.
 // They hold a barrier and use the scratch of that turn, 0 or 1: two calls in a row take different turns.
 // sum_lanes(x) is the sum over a warp, whose threads must all call it; sum_over<kStep, kCount>(x) that of each of four
-// numbers over kCount lanes kStep apart, among which it shares the sums: kKept of them are left in x, the first that of
-// the number returned, or that of another lane where it returns -1.
+// numbers over kCount lanes kStep apart, among which it shares the sums: x[0] becomes that of the number returned, or
+// what another lane has too where that is -1. One thread alone keeps all four.
 //
 // kRanks teams, of which this is rank(), may share a matrix: every kRanks-th tile of rows is one's own, the vectors
 // are kept by all. publish(to, x) writes to the same place of each, which sees it behind meet(), a barrier of them all.
@@ -109,6 +109,7 @@ struct Reduction {
   static constexpr int kTold = kRanks == 1 ? 0 : 2 * (kRanks + 1);
   static constexpr int kAcross = Team::kLanes == 1 ? 1 : 8, kDown = Team::kLanes / kAcross;
   static constexpr int kTileRows = 4 * kDown, kTileColumns = 4 * kAcross;
+  static constexpr int kKept = Team::kLanes == 1 ? 4 : 1;  // of four sums over lanes, by each
 
   T *memory, *w, *columns, *rows, *exchange;
   double *diagonal, *beside;  // element k of each is written for every row k; beside[k] couples k - 1 and k
@@ -234,7 +235,7 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
       }
       const int first = Team::template sum_over<1, in.kAcross>(sum);
 #pragma unroll
-      for (int r = 0; r < Team::kKept && first >= 0; ++r) {
+      for (int r = 0; r < in.kKept && first >= 0; ++r) {
         in.row_sum(strip, i + first + r) = sum[r];
         product = product + x[i + first + r] * sum[r];
       }
@@ -254,7 +255,7 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
     for (int c = 0; c < 4; ++c) product = product + xj[c / 2].at[c % 2] * column[c];
     const int first = Team::template sum_over<in.kAcross, in.kDown>(column);
 #pragma unroll
-    for (int e = 0; e < Team::kKept; ++e) {
+    for (int e = 0; e < in.kKept; ++e) {
       const int c = first + e;
       in.columns[slice * in.pitch + j + c / 2 * kFar + c % 2] = column[e];
     }

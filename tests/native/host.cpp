@@ -7,7 +7,7 @@ namespace {
 using namespace leaner;
 
 struct OneThread {
-  static constexpr int kLanes = 1, kRanks = 1, kKept = 4;
+  static constexpr int kLanes = 1, kRanks = 1;
 
   int rank() const { return 0; }
   int thread() const { return 0; }
