@@ -189,7 +189,7 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
     const int strip = item / in.kSlices, slice = item % in.kSlices;
     const int first_j = strip * in.kTileColumns, j = first_j + 2 * across;
     Pair<T> xj[2], vj[2], wj[2];
-    T column[4];
+    T column[4], part(0.0);
 #pragma unroll
     for (int p = 0; p < 2; ++p) {
       xj[p] = pair(x + j + p * kFar);
@@ -237,7 +237,7 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
 #pragma unroll
       for (int r = 0; r < in.kKept && first >= 0; ++r) {
         in.row_sum(strip, i + first + r) = sum[r];
-        product = product + x[i + first + r] * sum[r];
+        part = part + x[i + first + r] * sum[r];
       }
     };
     // From the diagonal on, the first tile of the slice that is this team's.
@@ -252,7 +252,8 @@ LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Redu
       }
     }
 #pragma unroll
-    for (int c = 0; c < 4; ++c) product = product + xj[c / 2].at[c % 2] * column[c];
+    for (int c = 0; c < 4; ++c) part = part + xj[c / 2].at[c % 2] * column[c];
+    product = product + part;
     const int first = Team::template sum_over<in.kAcross, in.kDown>(column);
 #pragma unroll
     for (int e = 0; e < in.kKept; ++e) {
