@@ -31,7 +31,7 @@ def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) ->
 
 # Bytes that hold part of a triangle of 67 rows or more; the rest starts in global memory. On sm_90
 # four blocks then share the matrix.
-SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 29_000}
+SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 27_000}
 
 
 @pytest.mark.parametrize("device", ["sm_86", "sm_90"])
@@ -45,7 +45,7 @@ def test_what_exceeds_shared_memory_starts_in_global_memory(device: str) -> None
 @pytest.mark.slow
 def test_blocks_that_share_a_matrix_find_what_one_finds() -> None:
     a = gaussian(6, 67, 71)
-    a[1] *= torch.logspace(0, -5, 67)[:, None]
+    a[1] *= torch.logspace(0, -3, 67)[:, None]
     a[2, 5] = a[2, 9]
     a[3], a[4, 3, 2] = 0, torch.inf
     a[5] *= 1e-30
@@ -58,7 +58,7 @@ def test_blocks_that_share_a_matrix_find_what_one_finds() -> None:
     torch.testing.assert_close(
         shared_values / largest, values / largest, rtol=1e-5, atol=1e-7, equal_nan=True
     )
-    assert not torch.equal(shared_values, values)
+    assert not torch.equal(shared_values[0], values[0])
     again, _ = solve_emulated(a[1:2], emulate("sm_90", shared=SPLIT["sm_90"]))
     assert torch.equal(again.kappa, shared.kappa[1:2])
 
