@@ -1,17 +1,22 @@
 // The largest and smallest eigenvalue of a symmetric positive semidefinite matrix, found by a team of
 // threads: Householder reduction to tridiagonal form, then Sturm sequences at many shifts at once.
 //
-// One source for the GPU, where a team is a thread block, and for the host, where it is one thread or
-// a few, so that what runs on the GPU is tested without one. Storage is the packed lower triangle, row
-// after row: element (i, j), j <= i, at triangle(i) + j. Rows are eliminated from the last to the first,
-// so what is left is always the beginning of the storage.
+// One source for the GPU, where a team is a thread block, and for the host, where it is one thread, so that
+// what runs on the GPU is tested without one. Storage is the lower triangle, row after row, each padded to a
+// multiple of four elements: element (i, j), j <= i, at row_start(i) + j. Rows are eliminated from the last to
+// the first, so what is left is always the beginning of the storage.
 //
-// Numbers are double, or any type with + - * and conversions from and to double (two_float.h).
+// Numbers are double, or any type of 8 bytes with + - * and conversions from and to double (two_float.h).
 //
-// A team has thread() of threads(), lane() of lanes() and warp() of warps(); sync(), a barrier that makes
+// A team has thread() of threads(), lane() of kLanes and warp() of warps(); sync(), a barrier that makes
 // writes visible; and sum(x, turn), maximum(x, turn): the same result on every thread and from run to run.
 // They hold a barrier and use the scratch of that turn, 0 or 1: two calls in a row take different turns.
-// sum_lanes(x) is the sum over a warp, whose threads must all call it.
+// sum_lanes(x) is the sum over a warp, whose threads must all call it; sum_over<kStep, kCount>(x) that of each of four
+// numbers over kCount lanes kStep apart, among which it shares the sums: x[0] becomes that of the number returned, or
+// what another lane has too where that is -1. One thread alone keeps all four.
+//
+// kRanks teams, of which this is rank(), may share a matrix: every kRanks-th tile of rows is one's own, the vectors
+// are kept by all. publish(to, x) writes to the same place of each, which sees it behind meet(), a barrier of them all.
 //
 // Sources: Golub and Van Loan, Matrix Computations, 8.3.1 (reduction), 8.4.1 (Sturm sequences);
 // Wilkinson, The Algebraic Eigenvalue Problem, 5.36 ff. (the recurrence is backward stable).
@@ -20,34 +25,49 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "two_float.h"
 
 namespace leaner {
 
-constexpr int kSlices = 4;  // partial sums kept of every element of a matrix-vector product
-
 LEANER_BOTH constexpr int triangle(int i) { return i * (i + 1) / 2; }
 
-// Numbers of type T that reduce_rows needs beside the triangle of an n x n matrix.
-LEANER_BOTH constexpr int vectors(int n) { return n * (2 + kSlices); }
+// Where row i of the padded triangle starts; the four rows from a multiple of four have the same length.
+LEANER_BOTH constexpr int padded(int i) { return 4 * (i / 4 + 1); }
+LEANER_BOTH constexpr int row_start(int i) { return padded(i) * (i - i / 4 * 2); }
 
-// Where the rows of a packed triangle are: all of them in one piece of memory,
-template <class T>
+// Where a team finds its rows of a padded triangle: all of them in one piece of memory, from which those of other
+// teams are left out,
+template <class Grid>
 struct Rows {
-  T* first;
+  typename Grid::Number* first;
+  int rank;
 
-  LEANER_BOTH T* row(int i) const { return first + triangle(i); }
+  LEANER_BOTH auto* row(int i) const { return first + row_start(i) - Grid::skipped(i, rank); }
 };
 
-// or the first `held` in one piece and the others where the whole would be in another.
-template <class T>
+// or those before row `held`, a multiple of four, in one piece and the others where the whole would be in another.
+template <class Grid>
 struct SplitRows {
-  T *whole, *near;
+  typename Grid::Number* whole;
+  Rows<Grid> near;
   int held;
 
-  LEANER_BOTH T* row(int i) const { return (i < held ? near : whole) + triangle(i); }
+  LEANER_BOTH auto* row(int i) const { return i < held ? near.row(i) : whole + row_start(i); }
 };
+
+// Two numbers that are loaded and stored at once.
+template <class T>
+struct alignas(16) Pair {
+  T at[2];
+
+  LEANER_BOTH Pair operator+(Pair other) const { return {at[0] + other.at[0], at[1] + other.at[1]}; }
+};
+template <class T>
+LEANER_BOTH Pair<T>& pair(T* first) {
+  return *reinterpret_cast<Pair<T>*>(first);
+}
 
 // What the algorithms below need to know of a type of numbers.
 template <class T>
@@ -80,136 +100,240 @@ LEANER_BOTH double of_bits(uint64_t bits) {
   return x;
 }
 
-// A -= v w' + w v' on the first k rows, while summing the columns of the result against u:
-// partial[s][j] = sum of a(i, j) u(i) over i = j, ..., k - 1 with i in slice s.
-// Returns this thread's share of u' A u, with A symmetric.
+// What reduce_rows works with beside the matrix, and how it cuts the matrix: a warp takes tiles of kDown x kAcross
+// lanes, a lane four rows by two pairs of columns.
+template <class Team, class T>
+struct Reduction {
+  using Number = T;
+  static constexpr int kRanks = Team::kRanks, kSlices = kRanks == 1 ? 4 : 2;  // strips are dealt to warps in slices
+  static constexpr int kTold = kRanks == 1 ? 0 : 2 * (kRanks + 1);
+  static constexpr int kAcross = Team::kLanes == 1 ? 1 : 8, kDown = Team::kLanes / kAcross;
+  static constexpr int kTileRows = 4 * kDown, kTileColumns = 4 * kAcross;
+  static constexpr int kKept = Team::kLanes == 1 ? 4 : 1;  // of four sums over lanes, by each
+
+  T *memory, *w, *columns, *rows, *exchange;
+  double *diagonal, *beside;  // element k of each is written for every row k; beside[k] couples k - 1 and k
+  int pitch;
+
+  LEANER_BOTH static constexpr int strips(int n) { return (n + kTileColumns - 1) / kTileColumns; }
+  // Numbers that the memory must hold.
+  LEANER_BOTH static constexpr int size(int n) {
+    return kTileColumns * (strips(n) * (5 + kSlices + kTold) + triangle(strips(n)));
+  }
+  LEANER_BOTH Reduction(T* from, int n) : memory(from), pitch(strips(n) * kTileColumns) {
+    w = memory + 2 * pitch;
+    diagonal = reinterpret_cast<double*>(w + pitch);
+    beside = diagonal + pitch;
+    columns = w + 3 * pitch;
+    exchange = columns + kSlices * pitch;
+    rows = exchange + kTold * pitch;
+  }
+  // The first n rows of one's own, and what a team does not hold of the rows before row i.
+  LEANER_BOTH static constexpr int own(int n, int rank) { return row_start(n) - skipped(n, rank); }
+  LEANER_BOTH static constexpr int skipped(int i, int rank) {
+    if (kRanks == 1) return 0;
+    // Tile t holds kSquare t + kFirst numbers.
+    constexpr int kSquare = kTileRows * kTileRows, kFirst = kSquare / 2 + 2 * kTileRows;
+    const int tile = i / kTileRows, own = (tile - rank + kRanks - 1) / kRanks;
+    return row_start(tile * kTileRows) - own * (kSquare * rank + kFirst) - kSquare * kRanks * triangle(own - 1);
+  }
+  LEANER_BOTH static bool owned(int i, int rank) { return i / kTileRows % kRanks == rank; }
+  // Row k as it is eliminated. Until row k - 1 is, it serves as v: the update v w' + w v' of the matrix, less its
+  // last element, is applied together with the next product.
+  LEANER_BOTH T* vector(int k) const { return memory + k % 2 * pitch; }
+  // What teams tell each other in the step of row k: the sums of each, and row k - 1.
+  LEANER_BOTH T* told(int k, int which) const { return exchange + (k % 2 * (kRanks + 1) + which) * pitch; }
+  // The sums of a strip of columns along row i, for the rows from the strip's diagonal on.
+  LEANER_BOTH T& row_sum(int strip, int i) const {
+    return rows[strip * pitch - kTileColumns * triangle(strip) + i];
+  }
+  // Element j of A x, as far as a team's own rows make it.
+  LEANER_BOTH T total(int j, int rank) const {
+    T sum = columns[j] + columns[pitch + j], other(0.0);
+    if (kSlices == 4) other = columns[2 * pitch + j] + columns[3 * pitch + j];
+    if (!owned(j, rank)) return sum;
+    const int last = j / kTileColumns;
+#pragma unroll 1
+    for (int first = 0; first <= last; first += 4) {
+#pragma unroll
+      for (int strip = first; strip < first + 4; strip += 2) {
+        if (strip <= last) sum = sum + row_sum(strip, j);
+        if (strip + 1 <= last) other = other + row_sum(strip + 1, j);
+      }
+    }
+    return sum + other;
+  }
+  // Element j of what teams have told in the step of row k, summed.
+  LEANER_BOTH T told_total(int k, int j) const {
+    T sum = told(k, 0)[j];
+#pragma unroll
+    for (int rank = 1; rank < kRanks; ++rank) sum = sum + told(k, rank)[j];
+    return sum;
+  }
+};
+
+// A -= v w' + w v' on the first k rows and, while they are at hand, the sums of A x, in parts that in.total() adds
+// up. Returns this thread's share of x' A x.
 template <class Team, class Matrix, class T>
-LEANER_BOTH T update_and_sum_columns(Team& team, const Matrix& a, int k, const T* v, const T* w,
-                                     const T* u, T* partial, int n) {
-  constexpr int kRows = 4;  // loaded together: their loads overlap
-  const int width = 2 * team.lanes();
-  const int items = (k + width - 1) / width * kSlices;
+LEANER_BOTH T update_and_multiply(Team& team, const Matrix& a, int k, const Reduction<Team, T>& in, T* x, T* v) {
+  constexpr int kFar = 2 * in.kAcross;  // from one pair of columns to the other
+  const int across = team.lane() % in.kAcross, down = team.lane() / in.kAcross;
+  const int items = in.strips(k) * in.kSlices;
   T product(0.0);
-  for (int item = team.warp(); item < items; item += team.warps()) {
-    const int first = item / kSlices * width, slice = item % kSlices;
-    const int j[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    T vj[2], wj[2], sum[2];
-    for (int c = 0; c < 2; ++c) {
-      vj[c] = j[c] < k ? v[j[c]] : T(0.0);
-      wj[c] = j[c] < k ? w[j[c]] : T(0.0);
-      sum[c] = T(0.0);
+#pragma unroll 1
+  for (int round = 0; round * team.warps() < items; ++round) {
+    // Strips get shorter: every other round goes through the warps in reverse.
+    const int turn = round % 2 ? team.warps() - 1 - team.warp() : team.warp();
+    const int item = round * team.warps() + turn;
+    if (item >= items) continue;
+    const int strip = item / in.kSlices, slice = item % in.kSlices;
+    const int first_j = strip * in.kTileColumns, j = first_j + 2 * across;
+    Pair<T> xj[2], vj[2], wj[2];
+    T column[4], part(0.0);
+#pragma unroll
+    for (int p = 0; p < 2; ++p) {
+      xj[p] = pair(x + j + p * kFar);
+      vj[p] = pair(v + j + p * kFar);
+      wj[p] = pair(in.w + j + p * kFar);
+      column[2 * p] = column[2 * p + 1] = T(0.0);
     }
-    for (int i = first + slice; i < k; i += kRows * kSlices) {
-      T x[kRows][2], ui[kRows];
+    // One tile. edge: part of it lies above the diagonal or below row k - 1.
+    const auto update = [&](int i, auto edge) {
+      const auto inside = [&](int r, int at) { return !edge.value || (i + r < k && at <= i + r); };
+      T* row = a.row(i);
+      const int length = padded(i);
+      Pair<T> element[4][2], xi[2], vi[2], wi[2];
+      T sum[4];
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = i + r * kSlices;
-        if (row >= k) continue;
-        ui[r] = u[row];
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (j[c] <= row) x[r][c] = a.row(row)[j[c]];
-        }
+      for (int e = 0; e < 8; ++e) {
+        const int r = e / 2, p = e % 2, at = j + p * kFar;
+        element[r][p] = inside(r, at) ? pair(row + r * length + at) : Pair<T>{T(0.0), T(0.0)};
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = i + r * kSlices;
-        if (row >= k) continue;
-        const T vi = v[row], wi = w[row];
+      for (int p = 0; p < 2; ++p) {
+        xi[p] = pair(x + i + 2 * p);
+        vi[p] = pair(v + i + 2 * p);
+        wi[p] = pair(in.w + i + 2 * p);
+      }
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          if (j[c] > row) continue;
-          x[r][c] = x[r][c] - vi * wj[c] - wi * vj[c];
-          a.row(row)[j[c]] = x[r][c];
-          sum[c] = sum[c] + x[r][c] * ui[r];
+      for (int r = 0; r < 4; ++r) {
+        sum[r] = T(0.0);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const int p = c / 2, q = c % 2, at = j + p * kFar + q;
+          T& value = element[r][p].at[q];
+          value = value - vi[r / 2].at[r % 2] * wj[p].at[q] - wi[r / 2].at[r % 2] * vj[p].at[q];
+          const T counted = inside(r, at) ? value : T(0.0);
+          column[c] = column[c] + counted * xi[r / 2].at[r % 2];
+          // The diagonal counts once.
+          sum[r] = sum[r] + (edge.value && at == i + r ? T(0.0) : counted) * xj[p].at[q];
+        }
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          if (inside(r, j + p * kFar)) pair(row + r * length + j + p * kFar) = element[r][p];
         }
       }
+      const int first = Team::template sum_over<1, in.kAcross>(sum);
+#pragma unroll
+      for (int r = 0; r < in.kKept && first >= 0; ++r) {
+        in.row_sum(strip, i + first + r) = sum[r];
+        part = part + x[i + first + r] * sum[r];
+      }
+    };
+    // From the diagonal on, the first tile of the slice that is this team's.
+    const int tile = first_j / in.kTileRows;
+    const int begin = tile + (team.rank() + in.kRanks - tile % in.kRanks) % in.kRanks + slice * in.kRanks;
+#pragma unroll 1
+    for (int first_i = begin * in.kTileRows; first_i < k; first_i += in.kSlices * in.kRanks * in.kTileRows) {
+      if (first_i < first_j + in.kTileColumns || first_i + in.kTileRows > k) {
+        update(first_i + 4 * down, std::true_type());
+      } else {
+        update(first_i + 4 * down, std::false_type());
+      }
     }
-    for (int c = 0; c < 2; ++c) {
-      if (j[c] >= k) continue;
-      partial[slice * n + j[c]] = sum[c];
-      // Elements off the diagonal stand for two.
-      T twice = sum[c] + sum[c];
-      if ((j[c] - first) % kSlices == slice) twice = twice - a.row(j[c])[j[c]] * u[j[c]];
-      product = product + u[j[c]] * twice;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) part = part + xj[c / 2].at[c % 2] * column[c];
+    product = product + part;
+    const int first = Team::template sum_over<in.kAcross, in.kDown>(column);
+#pragma unroll
+    for (int e = 0; e < in.kKept; ++e) {
+      const int c = first + e;
+      in.columns[slice * in.pitch + j + c / 2 * kFar + c % 2] = column[e];
     }
   }
   return product;
 }
 
-// partial[s][i] += sum of a(i, j) u(j) over j < i in slice s. Lanes read a column of the packed triangle:
-// triangle(i) modulo a power of two takes every value once, so no two lanes meet in a bank.
-template <class Team, class Matrix, class T>
-LEANER_BOTH void sum_rows(Team& team, const Matrix& a, int k, const T* u, T* partial, int n) {
-  const int width = 2 * team.lanes();
-  const int items = (k + width - 1) / width * kSlices;
-  for (int item = team.warp(); item < items; item += team.warps()) {
-    const int first = item / kSlices * width, slice = item % kSlices;
-    const int i[2] = {first + team.lane(), first + team.lane() + team.lanes()};
-    const T* row[2] = {a.row(i[0]), a.row(i[1])};
-    T sum[2] = {T(0.0), T(0.0)};
-    const int end = first + width < k ? first + width : k;
-#pragma unroll 4
-    for (int j = slice; j < end; j += kSlices) {
-      const T uj = u[j];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (j < i[c] && i[c] < k) sum[c] = sum[c] + row[c][j] * uj;
-      }
-    }
-    for (int c = 0; c < 2; ++c) {
-      if (i[c] < k) partial[slice * n + i[c]] = partial[slice * n + i[c]] + sum[c];
-    }
-  }
+// This thread's share of the sum of the first n squares, of elements that it has written itself.
+template <class Team, class T>
+LEANER_BOTH T squares(Team& team, const T* x, int n) {
+  T sum(0.0);
+#pragma unroll 1
+  for (int j = team.thread(); j < n; j += team.threads()) sum = sum + x[j] * x[j];
+  return sum;
 }
 
-// Eliminates rows `from` down to `to`, at least 1, of the packed matrix `a`: one Householder reflection each.
+// Eliminates rows `from` down to `to`, at least 1, of the matrix `a`: one Householder reflection each, by u = x - beta e
+// with x the row and e its last unit vector. The product A x does not wait for beta, the norm of x: A u is that less
+// beta times the last column. So a step has two barriers, and one pass over the matrix; teams that share one meet once.
 //
-// work: vectors(n) numbers, all zero at first. Its first 2 n are v and w: the rank-two update of the row before,
-// which is applied together with the next one; kept, two calls may find what is left in two places.
-// diagonal, beside: element k of each is written for every row k eliminated; beside[k] couples k - 1 and k.
-// Once row 1 is eliminated, row 0 is the last element of the diagonal.
+// in: row `from` as vector(from), v and w of the step before, or zeros. It is left so for row to - 1: a second call may
+// find what is left in another place.
 template <class Team, class Matrix, class T>
-LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, T* work, int n, T* pivot,
-                             double* diagonal, double* beside) {
-  T *v = work, *w = work + n, *partial = work + 2 * n;
+LEANER_BOTH void reduce_rows(Team& team, const Matrix& a, int from, int to, const Reduction<Team, T>& in) {
   for (int k = from; k >= to; --k) {
-    T* u = a.row(k);
-    const T vk = v[k], wk = w[k];
-    T square(0.0);
-    for (int j = team.thread(); j <= k; j += team.threads()) {
-      const T x = u[j] - vk * w[j] - wk * v[j];
-      u[j] = x;
-      if (j < k - 1) square = square + x * x;
-      if (j == k - 1) *pivot = x;
-      if (j == k) diagonal[k] = double(x);
+    const int last = k - 1;
+    T* x = in.vector(k);
+    double lift = 1.0;
+    if constexpr (Arithmetic<T>::kRefine) {
+      // To size 1, or products underflow where the rest of the matrix is rounding.
+      const double norm = double(team.sum(squares(team, x, k), 0));
+      if (norm > Arithmetic<T>::kNegligible) {
+        lift = of_bits((1023 + (1023 - int(bits_of(norm) >> 52)) / 2) * (1ull << 52));
+      }
+#pragma unroll 1
+      for (int j = team.thread(); j < k; j += team.threads()) x[j] = T(lift) * x[j];
     }
-    // Scalars of a reflection are found in double, on every thread alike. u is lifted to size 1, so that
-    // nothing underflows where the rest of the matrix is rounding.
-    const double tail = double(team.sum(square, 0)), alpha = double(*pivot);
-    double beta = alpha, scale = 0.0, lift = 1.0;
-    if (tail > Arithmetic<T>::kNegligible) {
+    team.sync();
+    const T square = squares(team, x, last);
+    Pair<T> sums = team.sum(Pair<T>{update_and_multiply(team, a, k, in, x, in.vector(k + 1)), square}, 1);
+    const T* next = a.row(last);
+    if constexpr (in.kRanks > 1) {
+      for (int j = team.thread(); j < k; j += team.threads()) {
+        team.publish(in.told(k, team.rank()) + j, in.total(j, team.rank()));
+        if (in.owned(last, team.rank())) team.publish(in.told(k, in.kRanks) + j, next[j]);
+      }
+      if (team.thread() == 0) team.publish(in.told(k, team.rank()) + k, sums.at[0]);
+      team.meet();
+      next = in.told(k, in.kRanks);
+    }
+    if (team.thread() >= k) continue;
+    const auto total = [&](int j) {
+      if constexpr (in.kRanks > 1) return in.told_total(k, j);
+      else return in.total(j, 0);
+    };
+    // Scalars of a reflection are found in double, on every thread alike.
+    if constexpr (in.kRanks > 1) sums.at[0] = total(k);
+    const double tail = double(sums.at[1]), alpha = double(x[last]);
+    double beta = alpha, scale = 0.0;
+    if (tail > Arithmetic<T>::kNegligible * lift * lift) {
       beta = std::copysign(std::sqrt(alpha * alpha + tail), -alpha);
-      lift = of_bits((2046 - (bits_of(std::fabs(beta)) >> 52)) << 52);
-      scale = 1.0 / (beta * lift * ((beta - alpha) * lift));
+      scale = 1.0 / (beta * (beta - alpha));
     }
-    for (int j = team.thread(); j < k - 1; j += team.threads()) u[j] = T(lift) * u[j];
-    if (team.thread() == 0) {
-      beside[k] = beta;
-      u[k - 1] = T((alpha - beta) * lift);
-    }
-    team.sync();
-    const T product = update_and_sum_columns(team, a, k, v, w, u, partial, n);
-    const double half = 0.5 * scale * double(team.sum(product, 1));
-    sum_rows(team, a, k, u, partial, n);
-    team.sync();
+    const T moved(beta), factor(scale), u_last(alpha - beta), product_last = total(last), corner = next[last];
+    const T half = T(0.5 * scale) * (sums.at[0] - moved * (product_last + product_last - moved * corner));
+    const T w_last = factor * (product_last - moved * corner - half * u_last);
+    if (team.thread() == 0) in.beside[k] = beta / lift;
+#pragma unroll 1
     for (int j = team.thread(); j < k; j += team.threads()) {
-      T p = partial[j];
-      for (int s = 1; s < kSlices; ++s) p = p + partial[s * n + j];
-      v[j] = u[j];
-      w[j] = T(scale) * (p - T(half) * u[j]);
+      const T u = j == last ? u_last : x[j];
+      const T w = j == last ? w_last : factor * (total(j) - moved * next[j] - half * u);
+      in.w[j] = w;
+      if (Arithmetic<T>::kRefine) a.row(k)[j] = u;
+      const T value = next[j] - u_last * w - w_last * u;
+      in.vector(last)[j] = value;
+      if (j == last) in.diagonal[last] = double(value);
     }
-    team.sync();
   }
 }
 

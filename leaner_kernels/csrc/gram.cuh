@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int e = 0; e < 16; ++e) {
     const int i = first_i + 16 * (e / 8) + 8 * (e / 2 % 2) + lane / 4;
     const int j = first_j + 8 * (e / 4 % 2) + 2 * (lane % 4) + e % 2;
-    if (i < a.size && j <= i) out[triangle(i) + j] = total[e / 8][e / 4 % 2][e % 4];
+    if (i < a.size && j <= i) out[row_start(i) + j] = total[e / 8][e / 4 % 2][e % 4];
   }
 }
 
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int e = 0; e < 16; ++e) {
     const int i = first_i + e / 4, j = first_j + e % 4;
-    if (i < a.size && j <= i) out[triangle(i) + j] = total[e / 4][e % 4];
+    if (i < a.size && j <= i) out[row_start(i) + j] = total[e / 4][e % 4];
   }
 }
 

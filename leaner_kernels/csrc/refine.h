@@ -34,7 +34,7 @@ LEANER_BOTH void eigenvector(Team& team, const double* diagonal, const double* b
                              const double* beside, double unit, int n, double eigenvalue,
                              double* above, double* below, T* x) {
   // Two serial recurrences, side by side on two threads of different warps where there are two.
-  const int other = team.threads() > team.lanes() ? team.lanes() : 0;
+  const int other = team.threads() > Team::kLanes ? Team::kLanes : 0;
   if (team.thread() == 0) pivots(diagonal, beside_squared, n, eigenvalue, 1, above);
   if (team.thread() == other) pivots(diagonal, beside_squared, n, eigenvalue, -1, below);
   team.sync();
@@ -111,7 +111,7 @@ LEANER_BOTH double dot(Team& team, const T* x, const T* y, int n, int turn) {
 template <class T, class Team, class Term, class Put>
 LEANER_BOTH void sum_each(Team& team, int outer, int inner, bool along_k, Term term, Put put) {
   const int first = along_k ? team.warp() : team.thread(), step = along_k ? team.warps() : team.threads();
-  const int first_k = along_k ? team.lane() : 0, step_k = along_k ? team.lanes() : 1;
+  const int first_k = along_k ? team.lane() : 0, step_k = along_k ? Team::kLanes : 1;
 #pragma unroll 1
   for (int o = first; o < outer; o += step) {
     T sum(0.0);

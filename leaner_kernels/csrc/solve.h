@@ -56,39 +56,40 @@ LEANER_BOTH Condition condition_of(double largest, double smallest, double unit)
   return {resolved ? largest / smallest : INFINITY, largest, smallest, resolved};
 }
 
-// Where solve() works. `whole` holds the packed Gram matrix; `near`, faster memory, takes its first `resident` rows.
+// Where solve() works. `whole` holds the Gram matrix; `near`, faster memory, takes of its first `resident` rows a
+// team's own.
 template <class T>
 struct Storage {
   T *whole, *near;
   int resident;
-  T *work, *pivot;            // vectors(size) numbers and one
-  double *diagonal, *beside;  // size numbers each
+  T* work;                    // Reduction::size(size) numbers
   T* image;                   // depth numbers, where Arithmetic<T>::kRefine
 
-  LEANER_BOTH SplitRows<T> rows(int size) const {
-    return {whole, near, size < resident ? size : resident};
+  template <class Team>
+  LEANER_BOTH SplitRows<Reduction<Team, T>> rows(const Team& team, int size) const {
+    return {whole, {near, team.rank()}, size < resident ? size : resident};
   }
 };
 
-// Four arrays of size numbers: the matrix as extreme_eigenvalues leaves it, and two for anybody.
+// Arrays of size numbers: the matrix, of which extreme_eigenvalues scales the diagonal; and two for anybody.
 struct Tridiagonal {
-  double *diagonal, *beside_squared, *above, *below;
+  double *diagonal, *beside, *beside_squared, *above, *below;
 };
 
 constexpr int kCorrections = 5;             // of the vector, at most,
 constexpr double kCorrected = 1.0 / 10000;  // or until one changes its quotient by less than this part
 
-// The smallest eigenvalue of the scaled Gram matrix, given those of the tridiagonal matrix. Takes the last 2 size
-// numbers of in.work, and in.image.
+// The smallest eigenvalue of the scaled Gram matrix, given those of the tridiagonal matrix. Works in x, 2 size numbers,
+// and in.image.
 template <class Team, class T>
 LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Storage<T>& in,
-                           const Tridiagonal& t, const Extremes& found) {
+                           const Tridiagonal& t, T* x, const Extremes& found) {
   const int n = a.size;
   const bool by_element = a.stride == 1;  // neighbours in memory belong to different vectors
-  const SplitRows<T> reflections = in.rows(n);
-  T *x = in.work + 4 * n, *correction = x + n;
+  const auto reflections = in.rows(team, n);
+  T* correction = x + n;
   const double eigenvalue = found.smallest * found.unit;
-  eigenvector(team, t.diagonal, t.beside_squared, in.beside, found.unit, n, eigenvalue, t.above,
+  eigenvector(team, t.diagonal, t.beside_squared, t.beside, found.unit, n, eigenvalue, t.above,
               t.below, x);
   for (int k = 2; k < n; ++k) reflect(team, reflections.row(k), k, x);
   if (team.thread() == 0) {
@@ -118,7 +119,7 @@ LEANER_BOTH double refined(Team& team, const Vectors& a, float scale, const Stor
     for (int i = team.thread(); i < n; i += team.threads()) t.below[i] = double(correction[i]);
     team.sync();
     if (team.thread() == 0) {
-      solve_tridiagonal(in.beside, found.unit, n, t.above, t.below, correction);
+      solve_tridiagonal(t.beside, found.unit, n, t.above, t.below, correction);
     }
     team.sync();
     for (int k = 2; k < n; ++k) reflect(team, reflections.row(k), k, correction);
@@ -161,11 +162,12 @@ template <class Team, class T>
 LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Storage<T>& in,
                             double* spectrum, int places) {
   const int n = a.size;
+  using Memory = Reduction<Team, T>;
 #pragma unroll 1
-  for (int i = team.thread(); i < vectors(n); i += team.threads()) in.work[i] = T(0.0);
+  for (int i = team.thread(); i < Memory::size(n); i += team.threads()) in.work[i] = T(0.0);
   double trace = 0.0;
 #pragma unroll 1
-  for (int i = team.thread(); i < n; i += team.threads()) trace += double(in.whole[triangle(i) + i]);
+  for (int i = team.thread(); i < n; i += team.threads()) trace += double(in.whole[row_start(i) + i]);
   trace = team.sum(trace, 0);
   // A number that is not finite is on the diagonal of its Gram matrix too.
   if (n == 0 || !(trace <= 1.7e308)) {
@@ -173,40 +175,50 @@ LEANER_BOTH Condition solve(Team& team, const Vectors& a, float scale, const Sto
     for (int i = team.thread(); spectrum && i < places; i += team.threads()) spectrum[i] = NAN;
     return {NAN, NAN, NAN, false};
   }
-  const SplitRows<T> all = in.rows(n);
-  for (int e = team.thread(); e < triangle(all.held); e += team.threads()) in.near[e] = in.whole[e];
-  team.sync();
-  reduce_rows(team, all, n - 1, all.held, in.work, n, in.pivot, in.diagonal, in.beside);
-  const Rows<T> left{in.near};
-  reduce_rows(team, left, all.held - 1, 1, in.work, n, in.pivot, in.diagonal, in.beside);
-
-  // The vectors are done with: their place takes the tridiagonal matrix and what is made of it.
-  auto* diagonal = reinterpret_cast<double*>(in.work);
-  double *beside = diagonal + n, *above = beside + n, *below = above + n;
-#pragma unroll 1
-  for (int i = team.thread(); i < n; i += team.threads()) {
-    diagonal[i] = i > 0 ? in.diagonal[i] : double(in.near[0]);
-    beside[i] = i > 0 ? in.beside[i] : 0.0;
+  const auto all = in.rows(team, n);
+  for (int i = team.rank() * Memory::kTileRows; i < all.held; i += Memory::kRanks * Memory::kTileRows) {
+    const int end = i + Memory::kTileRows < all.held ? i + Memory::kTileRows : all.held;
+    T *from = in.whole + row_start(i), *to = all.near.row(i);
+#pragma unroll 2
+    for (int e = 2 * team.thread(); e < row_start(end) - row_start(i); e += 2 * team.threads()) {
+      pair(to + e) = pair(from + e);
+    }
   }
+  const Memory memory(in.work, n);
+#pragma unroll 1
+  for (int j = team.thread(); j < n; j += team.threads()) {
+    memory.vector(n - 1)[j] = in.whole[row_start(n - 1) + j];
+    if (j == n - 1) memory.diagonal[j] = double(memory.vector(j)[j]);
+  }
+  if constexpr (Memory::kRanks > 1) team.meet();  // nobody writes to one that has not got that far
+  reduce_rows(team, all, n - 1, all.held > 1 ? all.held : 1, memory);
+  reduce_rows(team, all.near, all.held - 1, 1, memory);
+  team.sync();
+  if (team.rank() > 0) return {};
+
+  // The vectors are done with: their place takes what is made of the tridiagonal matrix.
+  auto* beside = reinterpret_cast<double*>(memory.memory);
+  const Tridiagonal t{memory.diagonal, memory.beside, beside, beside + memory.pitch, beside + 2 * memory.pitch};
+#pragma unroll 1
+  for (int i = team.thread(); i < n; i += team.threads()) beside[i] = i > 0 ? t.beside[i] : 0.0;
   team.sync();
   const int half = team.threads() > 1 ? team.threads() / 2 : 1;
   const int sections = half < Arithmetic<T>::kSections ? half : Arithmetic<T>::kSections;
-  const Extremes found = extreme_eigenvalues(team, diagonal, beside, n, sections);
+  const Extremes found = extreme_eigenvalues(team, t.diagonal, beside, n, sections);
   const double squared = double(scale) * scale;
   if (spectrum) {
-    all_eigenvalues(team, diagonal, beside, n, found.largest * found.unit, above);
+    all_eigenvalues(team, t.diagonal, beside, n, found.largest * found.unit, t.above);
     team.sync();
 #pragma unroll 1
     for (int i = team.thread(); i < places; i += team.threads()) {
-      spectrum[i] = i < n ? sqrt(above[n - 1 - i] / (found.unit * squared)) : 0.0;
+      spectrum[i] = i < n ? sqrt(t.above[n - 1 - i] / (found.unit * squared)) : 0.0;
     }
     team.sync();
   }
   double smallest = found.smallest;
   if constexpr (Arithmetic<T>::kRefine) {
     if (found.largest > 0.0) {
-      const Tridiagonal t{diagonal, beside, above, below};
-      const double quotient = refined(team, a, scale, in, t, found);
+      const double quotient = refined(team, a, scale, in, t, memory.columns, found);
       // More than rounding above the first finding, it belongs to another vector, or is no number.
       const double rounding = 0.5 / kTell * Arithmetic<T>::kUnit * found.largest;
       if (quotient <= smallest + rounding) smallest = quotient;

@@ -20,8 +20,9 @@ NAME = native.LIBRARY.name
 # the rate of float64 decides between the two arithmetics.
 FAST, SLOW = {"80", "90"}, {"86"}
 KERNELS = {
-    "solve_batchIdE": (512, 1, FAST),
-    "solve_batchINS_8TwoFloatE": (512, 1, SLOW),
+    "solve_batchINS0_5BlockILi1EEEdE": (384, 1, FAST),
+    "solve_batchINS0_5BlockILi4EEEdE": (384, 1, {"90"}),
+    "solve_batchINS0_5BlockILi1EEENS_8TwoFloatE": (384, 1, SLOW),
     "gram_two_float": (256, 2, SLOW),
     "find_scales": (256, 4, SLOW),
     "gram": (256, 2, FAST),
@@ -82,7 +83,7 @@ def test_kernels_fit_and_do_not_spill(library: Path) -> None:
 def test_the_library_opens_with_nothing_but_the_system(library: Path) -> None:
     opened = native.declare(library)
     assert opened.leaner_condition_limit() == native.LIMIT
-    assert opened.leaner_condition_workspace(3, 20, 700) == 3 * 8 * (210 + 2 * 20 + 700 + 1)
+    assert opened.leaner_condition_workspace(3, 20, 700) == 3 * 8 * (240 + 700 + 1)
     if not torch.cuda.is_available():
         error = opened.leaner_condition_ready()
         assert error

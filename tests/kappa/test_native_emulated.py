@@ -29,19 +29,45 @@ def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) ->
     assert found.resolved.all()
 
 
+# Bytes that hold part of a triangle of 67 rows or more; the rest starts in global memory. On sm_90
+# four blocks then share the matrix.
+SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 27_000}
+
+
 @pytest.mark.parametrize("device", ["sm_86", "sm_90"])
 def test_what_exceeds_shared_memory_starts_in_global_memory(device: str) -> None:
     a = gaussian(1, 70, 70)
     expected, _ = solve_emulated(a, emulate(device))
-    # 20 KB hold less than half of the triangle.
-    found, _ = solve_emulated(a, emulate(device, shared=20_000))
+    found, _ = solve_emulated(a, emulate(device, shared=SPLIT[device]))
     torch.testing.assert_close(found.kappa, expected.kappa, rtol=1e-9, atol=0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [None, 20_000], ids=["shared", "split"])
+def test_blocks_that_share_a_matrix_find_what_one_finds() -> None:
+    a = gaussian(6, 67, 71)
+    a[1] *= torch.logspace(0, -3, 67)[:, None]
+    a[2, 5] = a[2, 9]
+    a[3], a[4, 3, 2] = 0, torch.inf
+    a[5] *= 1e-30
+    alone, values = solve_emulated(a, emulate("sm_90"))
+    shared, shared_values = solve_emulated(a, emulate("sm_90", shared=SPLIT["sm_90"]))
+    assert torch.equal(shared.resolved, alone.resolved)
+    assert alone.resolved.tolist() == [True, True, False, False, False, True]
+    torch.testing.assert_close(shared.kappa, alone.kappa, rtol=1e-6, atol=0, equal_nan=True)
+    largest = alone.sigma_max[:, None].nan_to_num()
+    torch.testing.assert_close(
+        shared_values / largest, values / largest, rtol=1e-5, atol=1e-7, equal_nan=True
+    )
+    assert not torch.equal(shared_values[0], values[0])
+    again, _ = solve_emulated(a[1:2], emulate("sm_90", shared=SPLIT["sm_90"]))
+    assert torch.equal(again.kappa, shared.kappa[1:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [False, True], ids=["shared", "split"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_order_in_which_threads_run_changes_nothing(device: str, shared: int | None) -> None:
+def test_the_order_in_which_threads_run_changes_nothing(device: str, split: bool) -> None:
+    shared = SPLIT[device] if split else None
     a, lengths = gaussian(2, 67, 70), torch.tensor([67, 61], dtype=torch.int32)
     expected, *orders = (
         solve_emulated(a, emulate(device, order, shared), lengths) for order in (0, 1, 2)
@@ -54,19 +80,26 @@ def test_the_order_in_which_threads_run_changes_nothing(device: str, shared: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "function"), [("eigen.h", "void reduce_rows"), ("gram.cuh", "    gram(Matrices")]
+    ("file", "function", "barrier", "shared"),
+    [
+        ("eigen.h", "void reduce_rows", "team.sync();", 232_448),
+        ("eigen.h", "void reduce_rows", "team.meet();", SPLIT["sm_90"]),
+        ("gram.cuh", "    gram(Matrices", "__syncthreads();", 232_448),
+    ],
 )
-def test_the_emulator_shows_a_missing_barrier(tmp_path: Path, file: str, function: str) -> None:
+def test_the_emulator_shows_a_missing_barrier(
+    tmp_path: Path, file: str, function: str, barrier: str, shared: int
+) -> None:
     for folder in SOURCES:
         shutil.copytree(ROOT / folder, tmp_path / folder)
     path = tmp_path / "leaner_kernels/csrc" / file
     before, after = path.read_text("utf-8").split(function)
-    barrier = "__syncthreads();" if file == "gram.cuh" else "team.sync();"
+    assert barrier in after
     path.write_text(before + function + after.replace(barrier, "", 1), "utf-8")
     broken = compile_host(tmp_path, 900, tmp_path / "broken.so")
-    a, wrong = gaussian(1, 70, 40), 0
+    a, wrong = gaussian(1, 70, 70), 0
     for order in (0, 1, 2):
-        broken.emulate(232_448, 2, order)
+        broken.emulate(shared, 2, order)
         kappa = solve_emulated(a, broken)[0].kappa.item()
         wrong += kappa != pytest.approx(torch.linalg.cond(a[0].double()).item(), rel=1e-6)
     assert wrong
@@ -181,5 +214,5 @@ def test_a_device_that_could_not_run_it_once_is_asked_again(
 )
 def test_sizes_of_the_workspace_are_counted_in_64_bits(batch: int, rows: int, cols: int) -> None:
     size = min(rows, cols)
-    words = size * (size + 1) // 2 + 2 * size + max(rows, cols) + 1
+    words = sum(-(-i // 4) * 4 for i in range(1, size + 1)) + max(rows, cols) + 1
     assert emulate("sm_90").leaner_condition_workspace(batch, rows, cols) == batch * words * 8

@@ -4,11 +4,15 @@
 
 namespace {
 
+using namespace leaner;
+
 struct OneThread {
+  static constexpr int kLanes = 1, kRanks = 1;
+
+  int rank() const { return 0; }
   int thread() const { return 0; }
   int threads() const { return 1; }
   int lane() const { return 0; }
-  int lanes() const { return 1; }
   int warp() const { return 0; }
   int warps() const { return 1; }
   void sync() const {}
@@ -16,14 +20,16 @@ struct OneThread {
   T sum(T x, int) const {
     return x;
   }
+  template <int kStep, int kCount, class T>
+  static int sum_over(T (&)[4]) {
+    return 0;
+  }
   template <class T>
   T sum_lanes(T x) const {
     return x;
   }
   double maximum(double x, int) const { return x; }
 };
-
-using namespace leaner;
 
 // Sums of kChunk products, summed: as gram() and gram_two_float() round.
 void gram_element(const float* x, const float* y, const Vectors& a, float, double& out) {
@@ -65,22 +71,19 @@ float scale_of(const Vectors& a) {
 template <class T>
 void solve_serially(const Matrices& matrices, int batch, const Results& results) {
   const int size = min(matrices.rows, matrices.cols);
-  std::vector<T> packed(triangle(size)), held(triangle(size)), work(vectors(size));
+  std::vector<T> packed(row_start(size)), held(row_start(size)), work(Reduction<OneThread, T>::size(size));
   std::vector<T> image(max(matrices.rows, matrices.cols));
-  std::vector<double> tridiagonal(2 * size);
-  T pivot(0.0);
   for (int b = 0; b < batch; ++b) {
     const Vectors a(matrices, b);
     const float scale = Arithmetic<T>::kRefine ? scale_of(a) : 1.0f;
     for (int i = 0; i < a.size; ++i) {
       for (int j = 0; j <= i; ++j) {
         gram_element(a.data + i * a.stride, a.data + j * a.stride, a, scale,
-                     packed[triangle(i) + j]);
+                     packed[row_start(i) + j]);
       }
     }
     OneThread team;
-    const Storage<T> storage{packed.data(), held.data(), size, work.data(), &pivot,
-                             tridiagonal.data(), tridiagonal.data() + size, image.data()};
+    const Storage<T> storage{packed.data(), held.data(), size, work.data(), image.data()};
     double* spectrum = results.spectrum ? results.spectrum + int64_t(b) * size : nullptr;
     const Condition found = solve(team, a, scale, storage, spectrum, size);
     results.kappa[b] = found.kappa;

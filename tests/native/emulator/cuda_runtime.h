@@ -1,5 +1,5 @@
-// Enough of CUDA to run the kernels of leaner_kernels/csrc on the host, one block after another: every thread of a
-// block is a fiber that runs until a barrier, a shuffle or a tensor-core instruction, which wait for the others.
+// Enough of CUDA to run the kernels of leaner_kernels/csrc on the host, one cluster after another: every thread of its
+// blocks is a fiber that runs until a barrier, a shuffle or a tensor-core instruction, which wait for the others.
 //
 // `emulated.order` says in which order threads run between barriers: results must not depend on it. (Reading what
 // another thread writes without a barrier between gives another result in another order.) What a barrier orders is all
@@ -35,13 +35,22 @@ struct dim3 {
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
-enum { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrSingleToDoublePrecisionPerfRatio };
+enum { cudaDevAttrMaxSharedMemoryPerBlockOptin, cudaDevAttrSingleToDoublePrecisionPerfRatio, cudaDevAttrClusterLaunch };
 enum { cudaFuncAttributeMaxDynamicSharedMemorySize };
 
+enum { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  int id;
+  struct {
+    dim3 clusterDim;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes = 0;
   cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  int numAttrs = 0;
 };
 
 struct Emulated {
@@ -52,13 +61,13 @@ struct Emulated {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
     bool done = false;
-    unsigned waiting_for = 0;  // 0: nothing, 1: its warp, 2: its block
+    unsigned waiting_for = 0;  // 0: nothing, 1: its warp, 2: its block, 3: its cluster
   };
   std::vector<Thread> threads;
   ucontext_t scheduler;
-  int current = 0;
+  int current = 0, first_block = 0;
   std::function<void()> body;
-  double lanes[32 * 32][16];  // what each thread shows its warp
+  double lanes[64 * 32][16];  // what each thread shows its warp
 
   void wait(unsigned what) {
     Thread& thread = threads[current];
@@ -72,12 +81,17 @@ struct Emulated {
     }
     return true;
   }
-  void run_block(int count);
+  void run(int per_block, int blocks);
 };
 
 inline Emulated emulated;
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
-inline thread_local double leaner_shared[232448 / 8];
+struct alignas(16) SharedMemory {
+  double numbers[232448 / 8];
+};
+inline std::vector<SharedMemory> shared_memory;  // of the blocks of a cluster
+inline double* own_shared_memory() { return shared_memory[blockIdx.x - emulated.first_block].numbers; }
+#define leaner_shared own_shared_memory()
 
 inline void start_fiber() {
   emulated.body();
@@ -85,8 +99,9 @@ inline void start_fiber() {
   swapcontext(&emulated.threads[emulated.current].context, &emulated.scheduler);
 }
 
-inline void Emulated::run_block(int count) {
+inline void Emulated::run(int per_block, int blocks) {
   constexpr size_t kStack = 128 << 10;
+  const int count = per_block * blocks;
   if (int(threads.size()) < count) threads.resize(count);
   std::vector<int> turns(count);
   for (int i = 0; i < count; ++i) {
@@ -114,18 +129,18 @@ inline void Emulated::run_block(int count) {
       if (thread.done || thread.waiting_for) continue;
       moved = true;
       current = i;
-      threadIdx.x = i;
+      threadIdx.x = i % per_block;
+      blockIdx.x = first_block + i / per_block;
       swapcontext(&scheduler, &thread.context);
       left -= thread.done;
     }
-    for (int warp = 0; warp < count; warp += 32) {
-      const int last = min(count, warp + 32);
-      if (!arrived(warp, last, 1)) continue;
-      for (int i = warp; i < last; ++i) threads[i].waiting_for = 0, moved = true;
-    }
-    if (arrived(0, count, 2)) {
-      for (int i = 0; i < count; ++i) threads[i].waiting_for = 0;
-      moved = true;
+    const int sizes[] = {32, per_block, count};
+    for (unsigned what = 1; what <= 3; ++what) {
+      for (int first = 0; first < count; first += sizes[what - 1]) {
+        const int last = min(count, first + sizes[what - 1]);
+        if (!arrived(first, last, what)) continue;
+        for (int i = first; i < last; ++i) threads[i].waiting_for = 0, moved = true;
+      }
     }
     if (!moved) {
       std::fprintf(stderr, "emulated block: threads wait for each other at different barriers\n");
@@ -135,13 +150,19 @@ inline void Emulated::run_block(int count) {
 }
 
 inline void __syncthreads() { emulated.wait(2); }
+inline void __cluster_barrier_arrive() {}
+inline void __cluster_barrier_wait() { emulated.wait(3); }
+inline void* __cluster_map_shared_rank(void* own, int rank) {
+  const auto from = reinterpret_cast<char*>(own_shared_memory());
+  return reinterpret_cast<char*>(shared_memory[rank].numbers) + (static_cast<char*>(own) - from);
+}
 
 // Every thread of the warp shows `count` numbers and then sees those of all lanes.
 inline void show(const double* values, int count) {
-  std::copy(values, values + count, emulated.lanes[threadIdx.x]);
+  std::copy(values, values + count, emulated.lanes[emulated.current]);
   emulated.wait(1);
 }
-inline const double* shown(int lane) { return emulated.lanes[threadIdx.x / 32 * 32 + lane]; }
+inline const double* shown(int lane) { return emulated.lanes[emulated.current / 32 * 32 + lane]; }
 // Before the next show(), all lanes must have read.
 inline void seen() { emulated.wait(1); }
 
@@ -199,8 +220,8 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
-  const bool shared = attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin;
-  *value = shared ? emulated.shared_bytes : emulated.double_ratio;
+  const int values[] = {emulated.shared_bytes, emulated.double_ratio, LEANER_ARCH >= 900};
+  *value = values[attribute];
   return cudaSuccess;
 }
 template <class Kernel>
@@ -222,12 +243,15 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (config->dynamicSmemBytes > size_t(emulated.shared_bytes)) return cudaErrorInvalidValue;
   gridDim = config->gridDim;
   blockDim = config->blockDim;
+  const int cluster = config->numAttrs ? config->attrs[0].val.clusterDim.x : 1;
+  shared_memory.resize(cluster);
+  emulated.body = [&] { kernel(arguments...); };
   for (blockIdx.y = 0; blockIdx.y < gridDim.y; ++blockIdx.y) {
-    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    for (unsigned first = 0; first < gridDim.x; first += cluster) {
       // What a block before has left behind is nothing to rely on.
-      std::fill(std::begin(leaner_shared), std::end(leaner_shared), NAN);
-      emulated.body = [&] { kernel(arguments...); };
-      emulated.run_block(blockDim.x);
+      for (SharedMemory& block : shared_memory) std::fill(std::begin(block.numbers), std::end(block.numbers), NAN);
+      emulated.first_block = first;
+      emulated.run(blockDim.x, cluster);
     }
   }
   return cudaSuccess;
