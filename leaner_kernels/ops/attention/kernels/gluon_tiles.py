@@ -3,8 +3,7 @@
 Those for Hopper are written in Gluon because Triton's language unrolls a tuple of resident tiles:
 the addresses and descriptors of all products then stay in registers, and spill. For the same reason
 loops over tiles have a trip count that the compiler does not know, the strides of rows are
-constants, a copy is of so many rows that one address serves them all, and addresses are found anew
-where they are needed.
+constants, and addresses are found anew where they are needed.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false

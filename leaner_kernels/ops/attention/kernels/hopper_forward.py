@@ -2,8 +2,9 @@
 
 Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). K
 and V stay in shared memory; one tile of query rows after the other passes over them with the online
-softmax, while the next is on its way; the tail's rows stand in columns, all keys at once. Sums of a row are kept by
-the thread, and joined at the end. The statistics of a head are complete in its program.
+softmax, while the next is on its way; the tail's rows stand in columns and see all keys at once.
+Sums of a row are kept by the thread, and joined at the end. The statistics of a head are complete
+in its program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
