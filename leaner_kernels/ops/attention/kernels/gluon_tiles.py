@@ -3,8 +3,7 @@
 Those for Hopper are written in Gluon because Triton's language unrolls a tuple of resident tiles:
 the addresses and descriptors of all products then stay in registers, and spill. For the same reason
 loops over tiles have a trip count that the compiler does not know, the strides of rows are
-constants, a copy is of so many rows that one address serves them all, and addresses are found anew
-where they are needed.
+constants, and addresses are found anew where they are needed.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -51,31 +50,28 @@ def fetch_rows(
     shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
     GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Start to copy rows from ``start`` on into shared memory; with MASK, zeros from ``end`` on."""
+    """Start to copy rows from ``start`` on into shared memory; with MASK, zeros from ``end`` on.
+
+    In one piece: Triton 3.6 puts a barrier between the slices of a copy.
+    """
     WIDTH: gl.constexpr = shared.shape[1]
-    STEP: gl.constexpr = 1024 // WIDTH
-    rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
+    rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = (
         own_head(view, GROUP)
         + start * view.stride_n
         + (rows[:, None] * view.stride_n + dims[None, :])
     )
-    for i in gl.static_range(shared.shape[0] // STEP):
-        part, source = shared.slice(i * STEP, STEP), ptrs + i * STEP * view.stride_n
-        inside = (start + i * STEP + rows < end)[:, None]
-        if D < WIDTH:
-            copy_async(part, source, mask=inside & (dims < D)[None, :])
-        elif MASK:
-            copy_async(part, source, mask=inside)
-        else:
-            copy_async(part, source)
+    if MASK or D < WIDTH:
+        copy_async(shared, ptrs, mask=(start + rows < end)[:, None] & (dims < D)[None, :])
+    else:
+        copy_async(shared, ptrs)
 
 
 @gluon.jit
 def left_rows(
     view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-    ROWS: gl.constexpr = 64,
+    ROWS: gl.constexpr = 64, GROUP: gl.constexpr = 1,
 ):  # fmt: skip
     """Return rows, of a left operand say, zeros from ``end`` on."""
     rows = here(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
@@ -83,7 +79,11 @@ def left_rows(
     inside = (start + rows < end)[:, None]
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = (
+        own_head(view, GROUP)
+        + start * view.stride_n
+        + (rows[:, None] * view.stride_n + dims[None, :])
+    )
     return gl.load(ptrs, mask=inside, other=0.0)
 
 
@@ -136,6 +136,28 @@ def put_own(
         gl.store(ptrs, x, mask=inside)
     else:
         gl.store(ptrs, x)
+
+
+@gluon.constexpr_function
+def exchanged_layout(block_dim):
+    """Return the layout of 64 rows whose threads hold 16 bytes of a row side by side.
+
+    Each warp has the rows that it has of a product: between the two layouts no data leaves it.
+    """
+    eight = [[0, 1], [0, 2], [0, 4]]
+    if block_dim == 16:
+        held, lanes = eight, [[0, 8], [1, 0], [2, 0], [4, 0], [8, 0]]
+    else:
+        held = [*eight, [8, 0], *([0, n] for n in (32, 64) if n < block_dim)]
+        lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [64, block_dim])
+
+
+@gluon.jit
+def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store a tile of rows in ``exchanged_layout``; with MASK, those before ``end``."""
+    x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
+    put_own(view, x, start, end, D, MASK, LAYOUT)
 
 
 @gluon.jit

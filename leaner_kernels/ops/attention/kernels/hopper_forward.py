@@ -2,8 +2,9 @@
 
 Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). K
 and V stay in shared memory; one tile of query rows after the other passes over them with the online
-softmax, while the next is on its way; the tail's rows stand in columns. Sums of a row are kept by
-the thread, and joined at the end. The statistics of a head are complete in its program.
+softmax, while the next is on its way; the tail's rows stand in columns and see all keys at once.
+Sums of a row are kept by the thread, and joined at the end. The statistics of a head are complete
+in its program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -20,6 +21,7 @@ from ..._gluon import (
     fence_async_shared,
     gl,
     gluon,
+    reinterpret,
     wait_copies,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -31,11 +33,13 @@ from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     add_sums,
     divisor_of,
+    exchanged_layout,
     exponents_of,
     fetch_rows,
     fetch_tiles,
     joined,
     kept,
+    left_rows,
     masked,
     no_sums,
     number_of_keys,
@@ -43,9 +47,9 @@ from .gluon_tiles import (
     own_sum,
     pivot_of,
     put_columns,
+    put_exchanged,
     put_max_log_sum,
     put_own,
-    put_rows,
     reduce_sums,
     shift_of,
     store_statistics,
@@ -65,6 +69,7 @@ TILES = Tiles(
     rule(dim=32, tokens=512, takes=_SHARED, PAIRED=True, maxnreg=168),
     rule(dim=32, tokens=768, takes=_SHARED, PAIRED=True, maxnreg=255),
     rule(dim=32, tokens=512, takes=_ALL),
+    rule(dim=64, tokens=208, takes=("padded_dim", "shared"), maxnreg=128),
     rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
     rule(dim=64, tokens=208, takes=("dropout", "padded_dim", "shared"), maxnreg=168),
     rule(dim=64, tokens=384, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
@@ -79,6 +84,8 @@ STATISTICS_TILES = Tiles(
     rule(dim=16, tokens=1024, takes=_ALL),
     rule(dim=32, tokens=512, takes=_ALL),
     rule(dim=32, tokens=768, takes=_SHARED),
+    rule(dim=64, tokens=160, takes=("padded_dim", "shared"), maxnreg=168),
+    rule(dim=64, tokens=208, takes=("padded_dim", "shared"), maxnreg=128),
     rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
     rule(dim=64, tokens=384, takes=("padded_dim", *_ALL), maxnreg=255),
     rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
@@ -185,31 +192,6 @@ def _turned_scores(
     return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
 
 
-@gluon.jit
-def _turned_step(
-    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
-    SCALED: gl.constexpr, STATS: gl.constexpr,
-):  # fmt: skip
-    """Let the tail's rows see the keys of ``s``, by way of shared memory."""
-    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
-    p = gl.exp2(exponent)
-    total += p
-    if STATS:
-        centred += p * gl.maximum(exponent, -1e30)
-        square += p * p
-    if dropout[0] is not None:
-        SCORES: gl.constexpr = s.type.layout
-        keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, SCORES)))[None, :]
-        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
-    turn.store(p.to(v.dtype))
-    fence_async_shared()
-    barrier()
-    KEYS: gl.constexpr = v.shape[0]
-    acc = warpgroup_mma(v.permute((1, 0)), turn.slice(0, KEYS), acc, is_async=True)
-    return warpgroup_mma_wait(0, [acc]), total, centred, square
-
-
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
     q_view,
@@ -247,7 +229,9 @@ def _hopper_fwd_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = stats_ptr is not None
-    # Heads of 32 are stored by the threads that hold them: two barriers less than by ``stage``.
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    # Heads of 32 are stored by the threads that hold them, 16 bytes at a time cost registers.
     DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # With a scale of its own, where one is added: the scores are then scaled from the start.
@@ -258,29 +242,31 @@ def _hopper_fwd_kernel(
     gain = 1.0 if seed_ptr is None else keep_scale
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
-    q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    if PAIRED:
-        next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    if not DIRECT:
-        stage = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
-    fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+    # Beside a tail, rows of Q go straight to registers, the next ones where the last product has
+    # read these: what is resident then leaves room for one program more, and no loop has barriers.
+    if T > 0:
+        q_rows = left_rows(q_view, 0, N, D, BLOCK_D, STORE)
+    else:
+        q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
     if PAIRED:
+        next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
         fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
     fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
     fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
-        k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        if not CAUSAL:  # else nothing would read it, and its memory be another's
+            k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+            fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
-        turns = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
@@ -296,17 +282,18 @@ def _hopper_fwd_kernel(
         sums = no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
-        q = q_tile.load(gl.DotOperandLayout(0, OUT, 2))
-        if PAIRED:
-            next_q = next_q_tile.load(gl.DotOperandLayout(0, OUT, 2))
-        barrier()
-        if tile + AT_ONCE < full:
-            fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+        if T > 0:
+            q = gl.convert_layout(q_rows, LEFT)
+        else:
+            q = q_tile.load(LEFT)
             if PAIRED:
-                fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
-        elif T > 0:
-            fetch_rows(q_tile, k_view, first + 64, limit, D, True, BLOCKED, GROUP)
-        commit_copies()
+                next_q = next_q_tile.load(LEFT)
+            barrier()
+            if tile + AT_ONCE < full:
+                fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+                if PAIRED:
+                    fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
+            commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
@@ -343,10 +330,26 @@ def _hopper_fwd_kernel(
                     mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
-            state = step(
-                state, q, k_tail, v_tail, zero_t, first, full * 64, limit, factor, N, mask,
-                dropout, MASK, True, False, STATS, ROWS,
+            s = _start_scores(q, k_tail, zero_t)
+            cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
+            rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
+            s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+        if T > 0:
+            if tile + 1 < full:
+                q_rows = left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
+            else:
+                q_rows = left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
+        if T > 0 and not CAUSAL:
+            state = _start_step(
+                state, s, v_tail, first, full * 64, limit, factor, dropout, MASK, True, False,
+                STATS, ROWS,
             )  # fmt: skip
+            state = warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+        if T == 0:
+            # Ahead of what is stored: the fence would wait for it.
+            wait_copies(0)
+            fence_async_shared()
+            barrier()
         states = (state,)
         if PAIRED:
             states = (state, next_state)
@@ -358,7 +361,7 @@ def _hopper_fwd_kernel(
             if DIRECT:
                 put_own(out_view, acc, start, N, D, RAGGED or n > 0, OUT)
             else:
-                put_rows(out_view, acc, stage, start, N, D, RAGGED or n > 0, BLOCKED)
+                put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
             log_sum = put_max_log_sum(
@@ -371,17 +374,15 @@ def _hopper_fwd_kernel(
                     row_max, divisor, joined(centred, ROWS), joined(square, ROWS), norm, inside
                 )
                 sums = add_sums(sums, rows_sums)
-        wait_copies(0)
-        fence_async_shared()
-        barrier()
     if STATS:
         sums = reduce_sums(sums)
     if T > 0:
-        # The tail's rows, in columns: their maxima, then the rest.
+        # The tail's rows, in columns, see all keys at once. P goes where K was.
         started, scores = (), ()
         for i in gl.static_range(FULL):
             started = started + (_start_scores(ks.index(i), q_tail, zero_t),)  # noqa: RUF005
-        started = started + (_start_scores(q_tile, q_tail, zero_t),)  # noqa: RUF005
+        last_k = gl.convert_layout(q_rows, gl.DotOperandLayout(0, TAIL, 2))
+        started = started + (_start_scores(last_k, q_tail, zero_t),)  # noqa: RUF005
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             s_t = _turned_scores(
@@ -392,17 +393,29 @@ def _hopper_fwd_kernel(
             scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(top_t, 0)
         pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
-        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        turns = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TURNED)
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        for i in gl.static_range(FULL + 1):
+            exponent = exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
+            p = gl.exp2(exponent)
+            total_t += p
+            if STATS:
+                centred_t += p * gl.maximum(exponent, -1e30)
+                square_t += p * p
+            if dropout[0] is not None:
+                keys = (i * 64 + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
+                rows = (full * 64 + gl.arange(0, T, COLS))[None, :]
+                p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
+            turns.index(i).store(p.to(DTYPE))
+        fence_async_shared()
+        barrier()
+        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         for i in gl.static_range(FULL):
-            acc_t, total_t, centred_t, square_t = _turned_step(
-                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
-                pivot_t, factor, full * 64, i * 64, dropout, SCALED, STATS,
-            )  # fmt: skip
-        acc_t, total_t, centred_t, square_t = _turned_step(
-            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
-            pivot_t, factor, full * 64, full * 64, dropout, SCALED, STATS,
-        )  # fmt: skip
+            v = vs.index(i).permute((1, 0))
+            acc_t = warpgroup_mma(v, turns.index(i), acc_t, is_async=True)
+        turn = turns.index(FULL).slice(0, T)
+        acc_t = warpgroup_mma(v_tail.permute((1, 0)), turn, acc_t, is_async=True)
+        acc_t = warpgroup_mma_wait(0, [acc_t])
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
         put_columns(out_view, acc_t, full * 64, N, D, TAIL)

@@ -19,7 +19,6 @@ from torch import Tensor
 from ..._gluon import (
     barrier,
     commit_copies,
-    copy_async,
     fence_async_shared,
     gl,
     gluon,
@@ -32,15 +31,15 @@ from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
+    exchanged_layout,
     exponents_of,
-    here,
+    fetch_rows,
     keys_step,
     left_rows,
     masked,
     number_of_keys,
-    own_head,
     put_columns,
-    put_own,
+    put_exchanged,
     row_statistics,
     rows_step,
     start_products,
@@ -57,22 +56,6 @@ TILES = Tiles(
     rule(dim=64, tokens=208, takes=("mask", "padded_dim"), maxnreg=255),
     num_warps=4,
 )
-
-
-@gluon.jit
-def _fetch(shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Start to copy rows in one piece: Triton 3.6 puts a barrier between the slices of a copy.
-
-    With MASK, zeros from ``end`` on.
-    """
-    WIDTH: gl.constexpr = shared.shape[1]
-    rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
-    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
-    if MASK or D < WIDTH:
-        copy_async(shared, ptrs, mask=(start + rows < end)[:, None] & (dims < D)[None, :])
-    else:
-        copy_async(shared, ptrs)
 
 
 @gluon.jit
@@ -95,13 +78,6 @@ def _describe_rows(do_rows, lses, deltas, loaded):
     do_rows.store(do.to(do_rows.dtype))
     lses.store(lse)
     deltas.store(gl.sum(do * out.to(gl.float32), 1))
-
-
-@gluon.jit
-def _put(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, STORE: gl.constexpr):
-    """Store a tile of rows, 16 bytes a thread: they are exchanged within warps."""
-    x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), STORE)
-    put_own(view, x, start, end, D, MASK, STORE)
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
@@ -139,16 +115,7 @@ def _hopper_resident_bwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # As BLOCKED, but the rows of each warp are those that it has of a product.
-    EIGHT: gl.constexpr = [[0, 1], [0, 2], [0, 4]]
-    ROWS_OF_WARPS: gl.constexpr = [[16, 0], [32, 0]]
-    if BLOCK_D == 16:
-        THREADS: gl.constexpr = [[0, 8], [1, 0], [2, 0], [4, 0], [8, 0]]
-        OWN: gl.constexpr = EIGHT
-    else:
-        THREADS: gl.constexpr = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-        OWN: gl.constexpr = EIGHT + ([[8, 0]] if BLOCK_D == 32 else [[8, 0], [0, 32]])
-    STORE: gl.constexpr = gl.DistributedLinearLayout(OWN, THREADS, ROWS_OF_WARPS, [], [64, BLOCK_D])
+    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
@@ -170,7 +137,7 @@ def _hopper_resident_bwd_kernel(
 
     # dO is copied first, and O loaded: delta is computed while Q, K and V are on their way.
     for n in gl.static_range(FULL):
-        _fetch(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
+        fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -182,7 +149,7 @@ def _hopper_resident_bwd_kernel(
         do_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
-        _fetch(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
+        fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
     loaded = ()
     for n in gl.static_range(TILES):
@@ -193,13 +160,13 @@ def _hopper_resident_bwd_kernel(
         loaded = loaded + (rows,)  # noqa: RUF005
     barrier()  # keeps the loads of O ahead of the copies
     for n in gl.static_range(FULL):
-        _fetch(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
-        _fetch(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
-        _fetch(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
+        fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
+        fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
+        fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
     if T > 0:
-        _fetch(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
-        _fetch(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        _fetch(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()
     wait_copies(1)  # for dO, of which a thread reads what it copied
     if T > 0:
@@ -255,7 +222,7 @@ def _hopper_resident_bwd_kernel(
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             barrier()  # all warps are done with P and dS of the tail
-        _put(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
 
     # Tiles of keys: their dK and dV, and what they add to dQ of the tail.
     for tile in range(0, full):
@@ -293,8 +260,8 @@ def _hopper_resident_bwd_kernel(
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        _put(dk_view, dk * scale, first, N, D, RAGGED, STORE)
-        _put(dv_view, dv, first, N, D, RAGGED, STORE)
+        put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
+        put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
 
     if T > 0:
         # The tail's keys with the tail's rows. A left operand of 64 rows comes from registers.
