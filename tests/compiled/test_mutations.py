@@ -7,6 +7,7 @@ is redundant, or something that the executor is blind to.
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -121,6 +122,28 @@ def test_what_orders_asynchronous_products_is_missed(kind: str) -> None:
     assert backward.program.tracks_wgmma
     mutations = [m for m in synchronising(backward) if m.kind == kind]
     assert "found" in (outcome(mutation, *call, whole) for mutation in mutations)
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "kernel"),
+    [("ViT-B", 0, "_hopper_fwd_kernel"), ("ViT-B, dropout", -1, "_hopper_bwd_kernel")],
+)
+def test_memory_may_not_change_while_an_asynchronous_product_reads_it(
+    case: str, place: int, kernel: str
+) -> None:
+    """As a reduction's scratch did in a buffer that a product of another warp still read."""
+    call = MANY_HEADS, case, 90
+    _, executions, _ = results_of(*call)
+    mutated = executions[place]
+    assert mutated.program.kernel.name == kernel
+    found: Counter[str] = Counter()
+    for mutation in synchronising(mutated):
+        if mutation.kind in ("bar", "wgmma.wait_group"):
+            with mutation, suppress(ExecutionError, AssertionError):
+                found.update(results_of(*call)[2])
+        if found["written while wgmma reads"]:
+            return
+    pytest.fail(f"no barrier and no wait of {kernel} keeps writers from what wgmma reads: {found}")
 
 
 # How many of a kind may go unnoticed in all kernels of a call, and why.
