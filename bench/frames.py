@@ -141,16 +141,16 @@ def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:
     default = rows[rows["peer"].isin(DEFAULTS)].sort_values(
         "peer", key=lambda peers: peers.map(DEFAULTS.index), kind="stable"
     )
-    found = rows[rows["ours"]].drop_duplicates(KEY)
+    ours = rows[rows["ours"]].drop_duplicates(KEY)
     for some, name in ((default, "default"), (rows[~rows["ours"] & right], "best")):
         others = some.drop_duplicates(KEY)[[*KEY, by, "peer"]]
         others = others.rename(columns={by: f"{by}_{name}", "peer": f"peer_{name}"})
-        found = found.merge(others, on=KEY, how="left")
-        found[f"times_{name}"] = found[f"{by}_{name}"] / found[by].where(found[by] > 0)
+        ours = ours.merge(others, on=KEY, how="left")
+        ours[f"times_{name}"] = ours[f"{by}_{name}"] / ours[by].where(ours[by] > 0)
     order = frame.drop_duplicates(KEY)[KEY]
-    found["other"] = found["peer_best"].astype(object).fillna("").astype(str)
-    found["versus"] = (words(found["times_best"]) + " " + found["other"]).str.strip()
-    return order.merge(found, on=KEY)
+    ours["other"] = ours["peer_best"].astype(object).fillna("").astype(str)
+    ours["versus"] = (words(ours["times_best"]) + " " + ours["other"]).str.strip()
+    return order.merge(ours, on=KEY)
 
 
 def number(value: Any) -> str:

@@ -262,8 +262,8 @@ def lean(timed: pd.DataFrame) -> pd.DataFrame:
         sides = here.pivot_table(column, ["on", "row"], "variant", sort=False)
         if {"lean", "original"} <= {*sides.columns}:
             ratios[name] = sides["lean"] / sides["original"]
-    found = pd.concat(ratios, axis="columns").reset_index() if ratios else pd.DataFrame()
-    return found.reindex(columns=["on", "row", *RATIOS])
+    table = pd.concat(ratios, axis="columns").reset_index() if ratios else pd.DataFrame()
+    return table.reindex(columns=["on", "row", *RATIOS])
 
 
 def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -384,14 +384,14 @@ def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     for row in rows[rows["gpu"] == "H200"].to_dict("records"):
         key = row["case"], row["stage"]
         used = kept[(kept["case"] == row["case"]) & (kept["launch"] == row["stage"])]
-        found = measured.loc[key] if key in measured.index else {}
+        once = measured.loc[key] if key in measured.index else {}
         lines.append(
             {
                 "case": row["case"],
-                "measured, µs": frames.scaled(1e6, found.get("median")),
+                "measured, µs": frames.scaled(1e6, once.get("median")),
                 "predicted, µs": frames.scaled(1e6, row["predicted"]),
                 "floor, µs": frames.scaled(1e6, row["floor"]),
-                "default SDPA, µs": frames.scaled(1e6, found.get("median_default")),
+                "default SDPA, µs": frames.scaled(1e6, once.get("median_default")),
                 **{
                     heading: ", ".join(used[column].astype(str))
                     for heading, column in (
@@ -547,7 +547,7 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
         "lean": ratios,
         "unmeasured": unmeasured(results),
     }
-    found = {"README": {"front": front(timed), "steps": steps(timed)}, "results": tables}
+    pages = {"README": {"front": front(timed), "steps": steps(timed)}, "results": tables}
     if not paths:
         newest = predictions("predictions")
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
@@ -557,8 +557,8 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
             "predicted": predicted(timed, newest),
             "hopper": hopper(standing, newest),
         }
-        found["resources"] = {"resources": resources()}
-    return found
+        pages["resources"] = {"resources": resources()}
+    return pages
 
 
 def render(table: pd.DataFrame) -> str:
@@ -602,14 +602,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench/")
     parser.add_argument("--check", action="store_true", help="compare the pages, write nothing")
     options = parser.parse_args(arguments)
-    found = gather(options.results)
+    pages = gather(options.results)
     if options.results:
-        tables = [(name, render(t)) for page in found.values() for name, t in page.items()]
+        tables = [(name, render(t)) for page in pages.values() for name, t in page.items()]
         sys.stdout.writelines(f"### {name}\n\n{text}\n\n" for name, text in tables if text)
         return
     for page, path in PAGES.items():
         text = path.read_text("utf-8")
-        filled = fill(text, found[page])
+        filled = fill(text, pages[page])
         if options.check and filled != text:
             raise SystemExit(f"{path.name} is out of date: run python -m bench.report")
         if not options.check:

@@ -167,12 +167,12 @@ def write_page(runs: Iterable[str | Path | Run], path: str | Path) -> dict[str, 
     return {name: count for run in runs for name, count in run.damaged.items()}
 
 
-def _read_runs(given: list[Path | Run]) -> list[Run]:
-    if not given:
+def _read_runs(sources: list[Path | Run]) -> list[Run]:
+    if not sources:
         raise ValueError("a page needs the folder of a run, got none")
-    runs = [run if isinstance(run, Run) else read_run(run) for run in given]
+    runs = [run if isinstance(run, Run) else read_run(run) for run in sources]
     names = [run.name for run in runs]
-    for run, source in zip(runs, given):
+    for run, source in zip(runs, sources):
         if names.count(run.name) > 1 and isinstance(source, Path):
             run.name = str(source)
     return runs
@@ -189,10 +189,10 @@ def read_run(folder: Path) -> Run:
         rows[kind] = []
         if file.exists():
             most = _MOST.get(kind, CHART_POINTS)
-            found = read_thinned(file, most, always=b'"held_out_', **keys)
-            rows[kind], steps[kind] = found.rows, found.steps
-            if found.damaged:
-                damaged[str(file)] = found.damaged
+            thinned = read_thinned(file, most, always=b'"held_out_', **keys)
+            rows[kind], steps[kind] = thinned.rows, thinned.steps
+            if thinned.damaged:
+                damaged[str(file)] = thinned.damaged
     if not rows["metrics"] and not rows["kappa"]:
         raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
     for kind in ("kappa", "kappa_probe"):
@@ -381,12 +381,12 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
 
 
 def _by_step(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, list[float]]]:
-    found: dict[int, list[float]] = {}
+    by_step: dict[int, list[float]] = {}
     for row in rows:
         value = number(row.get(key))
         if value is not None:
-            found.setdefault(row["step"], []).append(value)
-    return list(found.items())
+            by_step.setdefault(row["step"], []).append(value)
+    return list(by_step.items())
 
 
 def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[_Line]:
@@ -690,7 +690,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, list):
-        same = len(value) > 1 and all(each == value[0] for each in value)
+        same = len(value) > 1 and all(item == value[0] for item in value)
         return _shown(value[0]) if same else ", ".join(map(_shown, value))
     return str(value)
 
@@ -761,14 +761,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = partial(parser.add_argument, type=as_path)
     add("runs", nargs="+", metavar="RUN", help="folder with kappa.jsonl")
     add("--out", help="HTML file to write (of one run RUN/page.html)")
-    given = parser.parse_args(arguments)
-    if given.out is None and len(given.runs) > 1:
-        raise SystemExit(f"a page of {len(given.runs)} runs needs --out")
-    out = given.out or given.runs[0] / "page.html"
+    options = parser.parse_args(arguments)
+    if options.out is None and len(options.runs) > 1:
+        raise SystemExit(f"a page of {len(options.runs)} runs needs --out")
+    out = options.out or options.runs[0] / "page.html"
     with status_of_errors():
         if not out.parent.is_dir():
             raise ValueError(f"no such folder: {out.parent}")
-        for file, count in write_page(given.runs, out).items():
+        for file, count in write_page(options.runs, out).items():
             sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
         sys.stdout.write(one_line(f"written to {out}") + "\n")
 

@@ -358,7 +358,14 @@ def test_a_pass_on_hopper_has_what_was_measured_what_is_predicted_and_what_it_ta
         "predicted, µs": "90",
     }
     assert (line["forward floor, µs"], line["forward default SDPA, µs"]) == ("70", "90")
-    assert line["forward programs an SM"] == "3"
+    kept = json.loads((report.RESULTS / "resources.json").read_text("utf-8"))["rows"]
+    (launch,) = (
+        row
+        for row in kept
+        if (row["case"], row["launch"], row["capability"]) == ("vit_base", "forward", 90)
+    )
+    assert line["forward registers"] == str(launch["registers"])
+    assert line["forward programs an SM"] == str(launch["programs_per_sm"])
 
 
 # Pages and the command.
