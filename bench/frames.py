@@ -30,7 +30,7 @@ NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a result of bench/ or of tests that record, as JSON has it.
+    """Return a result of bench/, as JSON has it.
 
     Raises:
         SystemExit: the file cannot be read, is no such result, or is of a run in which a test

@@ -4,8 +4,8 @@
 
 Each case is executed in part (``command.smaller``) as compiled for each GPU, forward and backward,
 and timed (``replay``); on GPUs that nobody has measured, FlashAttention 2 beside it (``peers``).
-``bench.report`` shows bench/results/predictions.json, and beside what an H200 measured
-bench/results/calibration.json: the same with the release of Triton that ran there, ``--separate``.
+``bench.report`` shows bench/results/predictions.json. bench/results/calibration.json is the same
+with ``--separate``, by the release of Triton that an H200 ran; a test holds it to what it measured.
 """
 
 import argparse

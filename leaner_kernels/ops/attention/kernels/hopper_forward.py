@@ -232,7 +232,7 @@ def _hopper_fwd_kernel(
     STATS: gl.constexpr = stats_ptr is not None
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     STORE: gl.constexpr = exchanged_layout(BLOCK_D)
-    # Heads of 32 are stored by the threads that hold them, 16 bytes at a time cost registers.
+    # Threads store what they hold of heads of 32: exchanging it for 16-byte stores costs registers.
     DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # With a scale of its own, where one is added: the scores are then scaled from the start.
@@ -260,7 +260,7 @@ def _hopper_fwd_kernel(
     fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
-        if not CAUSAL:  # else nothing would read it, and its memory be another's
+        if not CAUSAL:  # Unread, it would be given the memory of another buffer.
             k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
             fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
