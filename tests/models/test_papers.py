@@ -99,7 +99,7 @@ def test_the_misprints_in_the_notes_are_what_the_model_counts():
         assert f"{large.num_params():,}" in note
 
 
-@pytest.mark.parametrize(("row", "points"), [("figure3", 18), ("figure4", 16)])
+@pytest.mark.parametrize(("row", "points"), [("figure3", 18), ("figure4", 16), ("figure5", 6)])
 def test_figures_are_variants_of_vit_base(row, points):
     entries = [entry for entry in papers.ROWS.values() if entry.row == row]
     assert len(entries) == points
@@ -107,9 +107,30 @@ def test_figures_are_variants_of_vit_base(row, points):
         model = papers.build(row, entry.variant, device="meta")
         assert entry.variant.startswith(f"depth{len(model.blocks)}_")
         assert model.num_params() == timm_params(entry.config)
-    original = papers.build("vit_base", "original", device="meta").num_params()
-    twelve = {"figure3": "depth12_heads12", "figure4": "depth12_mlp_ratio4"}[row]
-    assert papers.build(row, twelve, device="meta").num_params() == original
+    variant, known = {
+        "figure3": ("depth12_heads12", "original"),
+        "figure4": ("depth12_mlp_ratio4", "original"),
+        "figure5": ("depth7_mlp_ratio2", "lean"),
+    }[row]
+    of_table = papers.build("vit_base", known, device="meta").num_params()
+    assert papers.build(row, variant, device="meta").num_params() == of_table
+
+
+@pytest.mark.parametrize(
+    ("row", "of"), [("figure8", "nystromformer_listops"), ("figure9", "nystromformer_text")]
+)
+def test_figures_8_and_9_vary_heads_and_layers_of_nystromformers(row, of):
+    entries = [entry for entry in papers.ROWS.values() if entry.row == row]
+    assert len(entries) == 8
+    audited = papers.ROWS[of, "original"].audited_params, papers.ROWS[of, "lean"].audited_params
+    # A head of 32 in a width of 64 has q, k and v with biases, and its part of the projection.
+    head = 3 * (64 * 32 + 32) + 32 * 64
+    layer = audited[0] - audited[1] + 2 * head  # two of two heads against one of four
+    for entry in entries:
+        depth, heads = entry.config["depth"], entry.config["heads"]
+        counted = papers.build(row, entry.variant, device="meta").num_params()
+        one_layer = audited[1] + (heads - 4) * head
+        assert counted == one_layer + (depth - 1) * (layer + (heads - 2) * head)
 
 
 def test_figure_3_counts_are_those_of_its_note():
