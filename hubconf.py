@@ -29,6 +29,5 @@ def _entry(row: str) -> _Callable[..., _nn.Module]:
     return build
 
 
-for _name, _row in _papers.names().items():
-    if _name == _row.row:
-        globals()[_name] = _entry(_name)
+for _name in dict.fromkeys(row for row, variant in _papers.ROWS if variant == "original"):
+    globals()[_name] = _entry(_name)

@@ -100,14 +100,21 @@ def _read_rows(path: Path) -> Iterator[PaperRow]:
             )
 
 
-ROWS = {(r.row, r.variant): r for r in _read_rows(Path(__file__).with_name("rows.toml"))}
+def _rows_of(name: str) -> dict[tuple[str, str], PaperRow]:
+    rows = _read_rows(Path(__file__).with_name(name))
+    return {(row.row, row.variant): row for row in rows}
+
+
+ROWS = _rows_of("rows.toml")
+# Models that the paper does not have, beyond a billion parameters.
+PRESETS = _rows_of("presets.toml")
 
 
 def build(row: str, variant: str, **overrides: Any) -> nn.Module:
     """Build one model of the paper with random weights.
 
     Args:
-        row: name of the row, e.g. ``"vit_base"``, ``"deit_large"``, ``"figure3"``.
+        row: name of the row, e.g. ``"vit_base"``, ``"figure3"``, or of a preset: ``"vit_1b"``.
         variant: ``"original"`` or ``"lean"``; for figures e.g. ``"depth8_heads14"``.
         **overrides: constructor arguments instead of the row's or besides them, e.g.
             ``num_classes=10`` or ``device="meta"``.
@@ -118,23 +125,24 @@ def build(row: str, variant: str, **overrides: Any) -> nn.Module:
     Raises:
         ValueError: an unknown row or variant.
     """
-    names = dict.fromkeys(r.row for r in ROWS.values())
+    rows = ROWS | PRESETS
+    names = dict.fromkeys(r.row for r in rows.values())
     if row not in names:
         raise ValueError(f"row must be one of {', '.join(names)}, got {row!r}")
-    if (row, variant) not in ROWS:
-        variants = ", ".join(r.variant for r in ROWS.values() if r.row == row)
+    if (row, variant) not in rows:
+        variants = ", ".join(r.variant for r in rows.values() if r.row == row)
         raise ValueError(f"variant of {row} must be one of {variants}, got {variant!r}")
-    entry = ROWS[row, variant]
+    entry = rows[row, variant]
     return constructor(entry.architecture)(**entry.config | overrides)
 
 
 def names() -> dict[str, PaperRow]:
-    """Return the rows by the names that ``model`` takes.
+    """Return the rows and presets by the names that ``model`` takes.
 
     A name is the row and the variant, ``"xcit_medium_lean"``; a table row alone is its original.
     """
     found = {}
-    for row in ROWS.values():
+    for row in (ROWS | PRESETS).values():
         if row.variant == "original":
             found[row.row] = row
         found[f"{row.row}_{row.variant}"] = row

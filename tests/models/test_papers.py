@@ -133,6 +133,20 @@ def test_figures_8_and_9_vary_heads_and_layers_of_nystromformers(row, of):
         assert counted == one_layer + (depth - 1) * (layer + (heads - 2) * head)
 
 
+def test_presets_beyond_a_billion_parameters_have_equal_budgets():
+    assert len(papers.PRESETS) == 4
+    for row in dict.fromkeys(row for row, _ in papers.PRESETS):
+        counts = {}
+        for variant in ("original", "lean"):
+            model = papers.build(row, variant, device="meta")
+            counts[variant] = model.num_params()
+            assert counts[variant] == papers.PRESETS[row, variant].audited_params
+            if row == "vit_1b":
+                assert counts[variant] == timm_params(papers.PRESETS[row, variant].config)
+        assert counts["lean"] == pytest.approx(counts["original"], rel=2e-4)
+        assert counts["lean"] > 1e9
+
+
 def test_figure_3_counts_are_those_of_its_note():
     counts = [
         papers.build("figure3", f"depth8_heads{heads}", device="meta").num_params() / 1e6

@@ -373,7 +373,7 @@ def arm(
     if row is None:
         original = {"heads": _half(lean["heads"]), "head_dim": lean["head_dim"]}
     elif row.variant == "lean":
-        original = papers.ROWS[row.row, "original"].config
+        original = (papers.ROWS | papers.PRESETS)[row.row, "original"].config
     else:
         raise ValueError(f"--control needs a lean --model such as vit_base_lean, got {name!r}")
 
