@@ -14,6 +14,7 @@ from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page, plots
+from models import plan
 from tests.train.launch import ROOT, SCRIPT, TINY
 from tests.train.trained import bert, gpt, train_vit, write_pictures
 from train import compare, export, lra, measure, predict, vit
@@ -133,6 +134,7 @@ def test_a_full_disk_behind_the_output_is_one_line(trained, tmp_path):
         (page.main, ["x", "--out", ""]),
         (plots.main, [""]),
         (monitor.main, ["x", "--data", ""]),
+        (plan.main, ["--model", "vit_base", "--params", "9M", "--memory", "1GB", "--out", ""]),
     ],
 )
 def test_no_path_or_name_is_empty(main, words, tmp_path, monkeypatch, capsys):
