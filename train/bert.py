@@ -9,9 +9,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
-    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
-    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+if not __package__:  # as a script: from this checkout, ahead of an editable install of another
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
@@ -476,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
-        for name in ("seeds", "kappa_penalty", "control", "init_from"):
+        for name in ("seeds", "kappa_penalty", "control"):
             if getattr(settings, name) != getattr(BertSettings, name):
                 raise ValueError(f"--finetune glue takes no --{name.replace('_', '-')}")
         tasks = glue.chosen(settings.tasks)

@@ -7,9 +7,8 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
-    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
-    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+if not __package__:  # as a script: from this checkout, ahead of an editable install of another
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 

@@ -1,4 +1,4 @@
-"""Use a trained model: name pictures, continue text, fill in masks, judge sentences and lists.
+"""Use a trained model: name pictures, or continue text.
 
 python -m train.predict WEIGHTS FILES...
 """
@@ -8,22 +8,25 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from leaner_kernels.monitor import files
 from leaner_kernels.monitor.files import DATA, files_below, plain, text_of
-from leaner_kernels.monitor.pictures import PICTURES
+from leaner_kernels.monitor.pictures import PICTURES, decode
 from leaner_kernels.monitor.command_line import as_path, command, one_line
 from models.gpt import generate
 from train.checkpoint.weights import Info, printable
 from train.config.flags import Parser, count, in_utf8, number, one_line_errors, positive
-from train.data.images.saved import picture
-from train.data.text.tokenizers import Tokenizer, kept_tokenizer
+from train.data.images import DigitsToInput
+from train.data.images.augment import EvaluationView
+from train.data.images.photographs import Pixels
+from train.data.text.tokenizers import kept_tokenizer
 from train.export import add_last, load
 from train.gpt import legible
 
@@ -31,9 +34,6 @@ PROGRAM = "train.predict"
 EXAMPLES = """examples:
   python -m train.predict runs/vit_digits-digits-1 photographs/ cat.jpg --top 3
   python -m train.predict runs/gpt_small-pydoc-1 --prompt "The module " --tokens 100
-  python -m train.predict runs/bert_small-pydoc-1 --prompt "The [MASK]odule is used."
-  python -m train.predict runs/bert-glue-1/mrpc --prompt "It rains. ||| It is raining."
-  python -m train.predict runs/nystromformer_small-1 --prompt "[MAX 2 9 [MIN 4 7 ] ]"
 
 WEIGHTS is a run's folder, one of its checkpoints, or a safetensors file that it left. Of a run the
 weights are taken that were best on its held-out items."""
@@ -46,20 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     with one_line_errors(PROGRAM):
         model, info = load(args.weights, last=args.last)
-        model = model.to(args.device)
-        predict = {
-            "images": _name_pictures,
-            "next token": _continue,
-            "masked token": _fill_in,
-            "sentences": _judge,
-            "long range": _judge_sequences,
-        }.get(info.task)
+        predict = {"images": _name_pictures, "next token": _continue}.get(info.task)
         if predict is None:
-            raise ValueError(f"{info.path} is of {info.task or 'an unknown task'}: not known here")
+            raise ValueError(
+                f"{info.path} is of the task {info.task or 'unknown'}: pictures are named and text "
+                "is continued here; train.export.load gives the model"
+            )
         if info.task == "images" and args.prompt is not None:
             raise ValueError(f"{info.path} takes pictures, and no --prompt")
         whole, said = True, False
-        for row in predict(model, info, args):
+        for row in predict(model.to(args.device), info, args):
             if not said:
                 sys.stderr.write(one_line(f"weights: {info}") + "\n")
                 said = True
@@ -88,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_last(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--top", type=positive, default=5, help="how many labels or tokens (5)")
+    parser.add_argument("--top", type=positive, default=5, help="how many labels (5)")
     parser.add_argument(
         "--prompt", action="append", type=in_utf8, help="text, instead of a file of it"
     )
@@ -103,222 +99,111 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _shown(row: Row) -> str:
-    """Return a row as text: its name, and below it a table or what was written."""
+    """Return a row as text: what was written, or a name and a table below it."""
     if "text" in row:
         return row["text"]
-    if "value" in row:
-        return f"{one_line(row['name'])}\n  {row['value']:.3f}"
-    lines = [row["name"] if "masks" in row else one_line(row["name"])]
-    for group in row["masks"] if "masks" in row else [row["labels"]]:
-        if "masks" in row:
-            lines.append("  [MASK]")
-        wide = max(len(each["label"]) for each in group)
-        lines += [f"  {each['label']:<{wide}}  {each['probability']:7.2%}" for each in group]
-    return "\n".join(lines)
+    wide = max(len(label["label"]) for label in row["labels"])
+    lines = [f"  {label['label']:<{wide}}  {label['probability']:7.2%}" for label in row["labels"]]
+    return "\n".join([one_line(row["name"]), *lines])
 
 
-def pictures(paths: Sequence[Path]) -> list[Path]:
-    """Return the files that were named, and all pictures in the folders that were."""
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            inside = sorted(f for f in files_below(path) if f.suffix.lower() in PICTURES)
-            if not inside:
-                raise ValueError(f"{path} holds no picture")
-            found += inside
-        else:
-            found.append(path)
-    if not found:
-        raise ValueError("no files: give pictures, or folders of them")
-    return found
+def picture(info: Info, content: bytes, name: str) -> Tensor:
+    """Return what a model takes of one picture: (channels, image_size, image_size) float32.
 
+    A photograph is resized and cut as held-out ones are. A digit is taken as grey, 8 x 8 pixels,
+    light on dark.
 
-def read_file(path: Path) -> bytes:
-    """Return what is in a file.
+    Args:
+        info: of the model.
+        content: of the picture's file.
+        name: of it, for a message.
 
     Raises:
-        ValueError: it cannot be read, or is too large.
+        ValueError: it is no picture.
     """
+    if info.pixels == "digit":
+        image = decode(content, lambda: name)
+        grey = np.asarray(image.convert("L").resize((8, 8)), dtype=np.float32) / 255
+        prepare = DigitsToInput(info.mean[0], info.std[0], info.image_size, info.channels)
+        return prepare(torch.from_numpy(grey)[None, None])[0]
+    pixels = Pixels(EvaluationView(info.image_size))(content, lambda: name).float() / 255
+    if info.channels == 1:
+        pixels = pixels.mean(0, keepdim=True)
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (info.mean, info.std))
+    return (pixels - mean) / std
+
+
+def _pictures(paths: Sequence[Path]) -> list[Path]:
+    """Return the files that were named, and all pictures in the folders that were."""
+    chosen: list[Path] = []
+    for path in paths:
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(f for f in files_below(path) if f.suffix.lower() in PICTURES)
+        if not inside:
+            raise ValueError(f"{path} holds no picture")
+        chosen += inside
+    if not chosen:
+        raise ValueError("no files: give pictures, or folders of them")
+    return chosen
+
+
+def _read_file(path: Path) -> bytes:
     try:
         return files.read_file(path, DATA)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def tokenizer_of(info: Info) -> Tokenizer:
-    """Return the tokeniser kept with a model.
-
-    Raises:
-        ValueError: there is none, it is not readable, or has more tokens than the model.
-    """
-    if info.tokenizer is None:
-        raise ValueError(f"{info.path} has no tokeniser")
-    return kept_tokenizer(info.tokenizer, str(info.path), info.arguments.get("vocab_size", 0))
-
-
-def texts(args: argparse.Namespace) -> Iterator[tuple[str, str | ValueError]]:
-    """Yield the names and texts of prompts and files; an error for one that cannot be read."""
-    if not args.files and args.prompt is None:
-        raise ValueError("no text: give --prompt or files of text")
-    for prompt in args.prompt or ():
-        yield printable(prompt), plain(prompt)
-    for path in args.files:
-        try:
-            yield str(path), text_of(read_file(path))
-        except UnicodeDecodeError:
-            yield str(path), ValueError(f"{path} is no text in UTF-8")
-        except ValueError as error:
-            yield str(path), error
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"{PROGRAM}: {message}\n")
-
-
-def _say_lost(tokenizer: Tokenizer, name: str, text: str) -> None:
-    (size,), (lost,) = tokenizer.lost([(text, tokenizer.encode(text))])
-    if lost:
-        _say(f"{name}: {lost} of {size} bytes have no token and are lost")
-
-
-def _labels(logits: Tensor, names: Sequence[str], top: int) -> list[Row]:
-    probabilities = logits.float().softmax(0)
-    best = probabilities.topk(min(top, len(probabilities)))
-    return [
-        {"label": names[place] if place < len(names) else str(place), "probability": p}
-        for p, place in zip(best.values.tolist(), best.indices.tolist())
-    ]
-
-
 @torch.no_grad()
 def _name_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
-    for path in pictures(args.files):
+    for path in _pictures(args.files):
         try:
-            pixels = picture(info, read_file(path), str(path))
+            pixels = picture(info, _read_file(path), str(path))
         except ValueError as error:
             yield {"error": str(error).removeprefix("--data holds ")}
             continue
-        logits = model(pixels[None].to(args.device))[0]
-        yield {"name": str(path), "labels": _labels(logits, info.classes, args.top)}
-
-
-def _each_text(args: argparse.Namespace, predict: Callable[[str, str], Row]) -> Iterator[Row]:
-    for name, text in texts(args):
-        if isinstance(text, ValueError):
-            yield {"error": str(text)}
-            continue
-        try:
-            yield predict(name, text)
-        except ValueError as error:
-            yield {"error": f"{name}: {error}"}
+        probabilities = model(pixels[None].to(args.device))[0].float().softmax(0)
+        best = probabilities.topk(min(args.top, len(probabilities)))
+        labels = [
+            {"label": info.classes[place], "probability": probability}
+            for probability, place in zip(best.values.tolist(), best.indices.tolist())
+        ]
+        yield {"name": str(path), "labels": labels}
 
 
 def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
-    tokenizer = tokenizer_of(info)
-
-    def predict(name: str, text: str) -> Row:
-        given = tokenizer.encode(text) or [tokenizer.end]
-        if len(given) > model.sequence_length:
-            seen = f"the last {model.sequence_length} of {len(given)} tokens"
-            _say(f"{name}: the model sees {seen}")
-        _say_lost(tokenizer, name, text)
+    if info.tokenizer is None:
+        raise ValueError(f"{info.path} has no tokeniser")
+    if not args.files and args.prompt is None:
+        raise ValueError("no text: give --prompt or files of text")
+    vocab_size = info.arguments.get("vocab_size", 0)
+    tokenizer = kept_tokenizer(info.tokenizer, str(info.path), vocab_size)
+    prompts = [(printable(prompt), lambda text=prompt: plain(text)) for prompt in args.prompt or ()]
+    prompts += [(str(path), lambda path=path: text_of(_read_file(path))) for path in args.files]
+    for name, read in prompts:
+        try:
+            text = read()
+        except UnicodeDecodeError:
+            yield {"error": f"{name} is no text in UTF-8"}
+            continue
+        except ValueError as error:
+            yield {"error": str(error)}
+            continue
+        tokens = tokenizer.encode(text) or [tokenizer.end]
+        if len(tokens) > model.sequence_length:
+            seen = f"the last {model.sequence_length} of {len(tokens)} tokens"
+            sys.stderr.write(one_line(f"{PROGRAM}: {name}: the model sees {seen}") + "\n")
         drawn = generate(
             model,
-            torch.tensor([given], device=args.device),
+            torch.tensor([tokens], device=args.device),
             args.tokens,
             temperature=args.temperature,
             top_k=args.top_k and min(args.top_k, model.vocab_size),
             generator=torch.Generator(args.device).manual_seed(args.seed),
         )
-        written = tokenizer.decode(drawn[0, len(given) :].tolist())
-        return {"name": name, "text": legible(text + written)}
-
-    yield from _each_text(args, predict)
-
-
-@torch.no_grad()
-def _fill_in(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
-    tokenizer = tokenizer_of(info)
-    mask = tokenizer.specials.get("[MASK]")
-    names = [legible(tokenizer.decode([token])) for token in range(tokenizer.vocab_size)]
-
-    def predict(name: str, text: str) -> Row:
-        tokens = tokenizer.encode(text)
-        _say_lost(tokenizer, name, text)
-        places = [place for place, token in enumerate(tokens) if token == mask]
-        if not places:
-            raise ValueError("there is no [MASK] in it")
-        if len(tokens) > model.sequence_length:
-            raise ValueError(f"{len(tokens)} tokens, the model takes {model.sequence_length}")
-        logits = model(torch.tensor([tokens], device=args.device))[0]
-        # What stands for no text is never an answer.
-        logits[:, [*tokenizer.specials.values()]] = -torch.inf
-        logits = logits[:, : tokenizer.vocab_size]
-        filled = [
-            logits[place].argmax().item() if token == mask else token
-            for place, token in enumerate(tokens)
-        ]
-        return {
-            "name": legible(tokenizer.decode(filled)),
-            "masks": [_labels(logits[place], names, args.top) for place in places],
-        }
-
-    yield from _each_text(args, predict)
-
-
-@torch.no_grad()
-def _judge(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
-    from train import glue
-    from train.glue.rows import encode
-
-    tokenizer = tokenizer_of(info)
-    name_of_task = info.settings.get("tasks") or [""]
-    task = glue.TASKS.get(name_of_task[0])
-    sentences = len(task.columns) if task else 1
-
-    def predict(name: str, text: str) -> Row:
-        parts = [part.strip() for part in text.split("|||")]
-        if len(parts) != sentences:
-            raise ValueError(f"{sentences} sentences, with ||| between, got {len(parts)}")
-        (ids,), cut = encode(tokenizer, [[part] for part in parts], model.sequence_length)
-        if cut:
-            _say(f"{name}: cut to the {model.sequence_length} tokens that the model sees")
-        _say_lost(tokenizer, name, text)
-        tokens = torch.from_numpy(ids).long()[None].to(args.device)
-        logits = model(tokens)[0]
-        if task is not None and task.is_regression:
-            return {"name": name, "value": logits.item()}
-        return {"name": name, "labels": _labels(logits, info.classes, args.top)}
-
-    yield from _each_text(args, predict)
-
-
-@torch.no_grad()
-def _judge_sequences(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
-    from train.data.longrange.tasks import TASKS, batch_of
-
-    task, length = info.settings.get("task"), info.settings.get("length")
-    if task not in TASKS:
-        raise ValueError(f"{info.path} is of no task of the Long-Range Arena that is known here")
-    paths = args.files
-    if TASKS[task].pixels is not None:
-        if args.prompt is not None:
-            raise ValueError(f"{info.path} takes pictures, and no --prompt")
-        paths = pictures(paths)
-    elif not paths and args.prompt is None:
-        raise ValueError("no text: give --prompt or files of text")
-    contents = [(printable(text), lambda text=text: text.encode()) for text in args.prompt or ()]
-    contents += [(str(path), lambda path=path: read_file(path)) for path in paths]
-    for name, content in contents:
-        try:
-            tokens, lengths, cut = batch_of(task, content(), name, length)
-        except ValueError as error:
-            yield {"error": str(error)}
-            continue
-        if cut:
-            _say(f"{name}: cut to the {lengths.max().item()} tokens that the model sees")
-        logits = model(tokens.to(args.device), lengths.to(args.device))[0]
-        yield {"name": name, "labels": _labels(logits, TASKS[task].names, args.top)}
+        written = tokenizer.decode(drawn[0, len(tokens) :].tolist())
+        yield {"name": name, "text": legible(text + written)}
 
 
 if __name__ == "__main__":

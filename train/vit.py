@@ -9,15 +9,14 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-if not __package__:  # as a script: ahead of other checkouts, after a library that is no checkout
-    others = (i for i, p in enumerate(sys.path) if Path(p, "train", "__init__.py").is_file())
-    sys.path.insert(next(others, len(sys.path)), str(Path(__file__).resolve().parents[1]))
+if not __package__:  # as a script: from this checkout, ahead of an editable install of another
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     sys.meta_path.insert(0, PathFinder)
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -34,8 +33,7 @@ from train.data.images import KINDS, NAMES, Images, about, open_images
 from train.data.images.augment import Augment, Mix
 
 if TYPE_CHECKING:
-    from train.data.images.sources import Sources
-    from train.data.images.survey import Survey
+    from train.data.images.sources import Survey
 
 PROGRAM = "vit.py"
 FEW = 10_000  # images, below which the recipe is small
@@ -46,7 +44,7 @@ class ImageSettings(Settings):
     """What one run on images does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("img_size", "patch_size", "in_chans", "width", "repeats", "balanced"),
+        *("img_size", "patch_size", "in_chans", "width", "repeats"),
     )
     OWN_GROUP: ClassVar[str] = "images"
 
@@ -82,12 +80,6 @@ class ImageSettings(Settings):
     erase: float | None = flag(
         None, number(float, 0, 1), "probability of filling a box of an image with noise"
     )
-    augment_on: str = flag(
-        "cpu",
-        str,
-        "where RandAugment and --erase are done: cpu, by data workers; or device, for a batch",
-        choices=("cpu", "device"),
-    )
     repeats: int | None = flag(
         None, positive, "times that an epoch takes an image, each changed otherwise"
     )
@@ -95,9 +87,6 @@ class ImageSettings(Settings):
     cutmix: float | None = flag(None, number(float, 0), "alpha of CutMix; 0 does without")
     smoothing: float | None = flag(
         None, number(float, 0, 1, open_high=True), "share of a label spread over all classes"
-    )
-    balanced: bool = flag(
-        False, None, "weight the training loss so that every class counts alike, however rare"
     )
 
 
@@ -205,10 +194,9 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         weights = pretrained.read_weights(settings.pretrained)
     if settings.data not in NAMES:
         # Late: a run on bundled images needs none of the ways to find and decode files.
-        from train.data.images.sources import find_images
-        from train.data.images.survey import survey
+        from train.data.images.sources import find_images, survey
 
-        sources = find_images(settings.data, settings.seed)
+        sources = find_images(settings.data)
         seen = survey(sources.train)
     if weights is not None and settings.model is None:
         settings = settings.filled(weights.sizes)
@@ -225,7 +213,6 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
             flip=settings.flip,
             rand_augment=None if settings.rand_augment == "none" else settings.rand_augment,
             erase=settings.erase,
-            on=settings.augment_on,
         ),
         sources=sources,
     )
@@ -237,14 +224,11 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
-    start, files, identity, class_weights = None, {}, {}, _no_weights
+    start, files, identity = None, {}, {}
     if sources is not None:
         identity = sources.identity(settings.data)
         facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
         files = sources.files()
-    if settings.balanced:
-        # Copied once to a device: the host would wait for every copy.
-        class_weights = cache(_class_weights(settings.data, sources).to)
     if weights is not None:
         tensors = weights.fitted(built)
         fresh = [name for name in built.state_dict() if name not in tensors]
@@ -253,20 +237,13 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in NAMES else "images"
 
-    def weight(batch: tuple[Tensor, ...]) -> Tensor:
-        """Return the sum of the weights, by which PyTorch's weighted cross-entropy divides."""
-        return class_weights(batch[1].device)[batch[1]].sum()
-
     task = engine.Task(
         name=f"{settings.model}{architecture.suffix(settings)}-{folder}",
         unit="images",
         build=build,
         train=images.train,
         held_out=images.held_out,
-        loss=lambda model, batch, seed: _loss(
-            model, images, mix, settings.smoothing, class_weights, batch, seed
-        ),
-        weight=weight if settings.balanced and not (settings.mixup or settings.cutmix) else None,
+        loss=lambda model, batch, seed: _loss(model, images, mix, settings.smoothing, batch, seed),
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
@@ -313,11 +290,11 @@ def _chosen(settings: ImageSettings, seen: "Survey", *, small: bool) -> dict[str
     """
     chosen: dict[str, Any] = {}
     if settings.model is None:
-        from train.data.images.survey import patch_of
-
         least, most = (56, 128) if small else (2, 224)
-        side = settings.img_size or min(max(seen.side or most, least), most)
-        patch = settings.patch_size or patch_of(side)
+        side = settings.img_size or min(max(seen.side, least), most)
+        # The largest patch of which seven fit beside one another.
+        fits = (patch for patch in (16, 8, 4) if side >= 7 * patch)
+        patch = settings.patch_size or next(fits, 2)
         size = max(2, round(side / patch)) * patch
         chosen |= {"patch_size": patch, "img_size": size, "in_chans": 1 if seen.grey else 3}
     if small:
@@ -336,22 +313,8 @@ def _shown(given: ImageSettings, settings: ImageSettings, seen: "Survey") -> str
     picked = dataclasses.replace(
         ImageSettings(), **{name: getattr(settings, name) for name in chosen}
     )
-    colours = "grey" if seen.grey else "in colour"
-    like = "streamed" if seen.side is None else f"of {seen.side} pixels (median), {colours}"
+    like = f"of {seen.side} pixels (median), {'grey' if seen.grey else 'in colour'}"
     return f"{like}: {' '.join(picked.as_flags()) or 'nothing'}"
-
-
-def _class_weights(data: str, sources: "Sources | None") -> Tensor:
-    """Return the weight of each class, (classes,) float32, whose mean over the images is 1."""
-    counts = None if sources is None else sources.counts()
-    if counts is None:
-        raise ValueError(f"--balanced needs --data whose classes can be counted, got {data}")
-    weights = sum(counts) / (len(counts) * torch.tensor(counts).float())
-    return weights.masked_fill(torch.tensor(counts) == 0, 0.0)
-
-
-def _no_weights(_device: torch.device) -> None:
-    pass
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -372,16 +335,12 @@ def _loss(
     images: Images,
     mix: Mix,
     smoothing: float,
-    class_weights: Callable[[torch.device], Tensor | None],
     batch: tuple[Tensor, ...],
     seed: int,
 ) -> Tensor:
     pixels, labels = batch
-    pixels = images.prepare(images.change(pixels, seed))
-    mixed, labels = mix(pixels, labels, seed)
-    logits = model(mixed).float()
-    weights = class_weights(logits.device)
-    return F.cross_entropy(logits, labels, weight=weights, label_smoothing=smoothing)
+    mixed, labels = mix(images.prepare(pixels), labels, seed)
+    return F.cross_entropy(model(mixed).float(), labels, label_smoothing=smoothing)
 
 
 def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:

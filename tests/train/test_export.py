@@ -14,12 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from models.volo import VOLO
 from tests.train.forked import on_two_ranks
-from tests.train.launch import SHARD, TINY
-from tests.train.trained import bert, gpt, train_text
+from tests.train.launch import SHARD, TINY, whole_tensors
 from train import export, vit
-from train.checkpoint import formats
 from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.checkpoint.weights import export_weights, metadata
 from train.config import flags
@@ -142,24 +139,22 @@ def run_of_two(tmp_path_factory):
 
 
 def test_a_checkpoint_is_exported_without_a_process_group(run_of_two, tmp_path):
-    out, averaged = tmp_path / "w.safetensors", tmp_path / "a.safetensors"
+    out = tmp_path / "w.safetensors"
     newest = newest_first(run_of_two / "checkpoints")[0]
     export.main([str(newest), str(out)])
-    export.main([str(run_of_two), str(averaged), "--average"])
-    assert_same(tensors(out), export.read_weights(newest))
-    plain = task_of().build()
-    for path in (out, averaged):
-        plain.load_state_dict(tensors(path), strict=True)
-    assert not torch.equal(tensors(out)["pos_embed"], tensors(averaged)["pos_embed"])
+    assert_same(tensors(out), whole_tensors(newest)["model"])
+    task_of().build().load_state_dict(tensors(out), strict=True)
+    averaged = tensors(run_of_two / "model_ema.safetensors")
+    assert not torch.equal(tensors(out)["pos_embed"], averaged["pos_embed"])
     with safe_open(out, framework="pt") as file:
         about = file.metadata()
     assert (about["step"], json.loads(about["settings"])["ema"]) == ("2", 0.5)
 
 
 def test_what_a_run_writes_at_its_end_is_what_its_checkpoint_holds(run_of_two, tmp_path):
-    for name, flag in {"model": [], "model_ema": ["--average"]}.items():
-        export.main([str(run_of_two), str(tmp_path / name), *flag])
-        assert_same(tensors(run_of_two / f"{name}.safetensors"), tensors(tmp_path / name))
+    saved = whole_tensors(run_of_two / "checkpoints" / "step-00000002")
+    for name, kept in {"model": saved["model"], "model_ema": saved["average"]}.items():
+        assert_same(tensors(run_of_two / f"{name}.safetensors"), kept)
 
 
 def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path):
@@ -167,7 +162,7 @@ def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path)
     newest, before = newest_first(tmp_path / "run" / "checkpoints")
     (newest / "state.json").write_text("{}")
     export.main([str(tmp_path / "run"), str(tmp_path / "w")])
-    assert_same(tensors(tmp_path / "w"), export.read_weights(before))
+    assert_same(tensors(tmp_path / "w"), whole_tensors(before)["model"])
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, capsys):
@@ -183,14 +178,6 @@ def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, ca
         error = capsys.readouterr().err
         assert error.count("\n") == 1
         assert re.search(message, error), error
-
-
-def test_a_run_without_averages_has_none_to_export(world, tmp_path):
-    model, optimizer = trained(world, seed=1)
-    with Checkpoints(tmp_path, world, keep=1, log=print) as checkpoints:
-        checkpoints.save(1, model, optimizer, {}, DETAILS)
-    with pytest.raises(ValueError, match="has no average: it was trained with --ema 0"):
-        export.read_weights(tmp_path / "step-00000001", average=True)
 
 
 def state_of(model: nn.Module, optimizer: ShardAdamW) -> dict[str, torch.Tensor]:
@@ -350,183 +337,3 @@ def test_who_may_read_what_a_run_leaves_follows_the_umask(tmp_path):
     for path in paths:
         wanted = 0o750 if path.is_dir() else 0o640
         assert stat.S_IMODE(path.stat().st_mode) == wanted, path
-
-
-def trained_as(folder: Path, *args: object) -> Path:
-    vit.main([*TINY, "--steps", "1", "--out", str(folder), *map(str, args)])
-    return folder
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--heads", 24),
-        ("--model", "xcit_digits"),
-        ("--model", "tnt_digits"),
-        ("--model", "davit_digits", "--depth", "1,1", "--heads", "2,3"),
-    ],
-    ids=lambda args: str(args[1]),
-)
-def test_timm_loads_a_folder_and_computes_the_same_logits(tmp_path, args):
-    timm = pytest.importorskip("timm")
-    run = trained_as(tmp_path / "run", *args, "--head-dim", "split")
-    export.main([str(run), str(tmp_path / "out"), "--format", "timm"])
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    model, info = export.load(run)
-    x = torch.randn(3, info.channels, info.image_size, info.image_size)
-    with torch.no_grad():
-        assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
-    assert tuple(theirs.pretrained_cfg["mean"]) == info.mean
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
-
-
-def test_timm_loads_a_volo_of_its_own_sizes_alone(tmp_path):
-    timm = pytest.importorskip("timm")
-    info = export.Info(
-        path=tmp_path,
-        family="volo",
-        arguments={},
-        settings={},
-        task="images",
-        step=0,
-        classes=("cat", "dog"),
-        image_size=32,
-        channels=1,
-        mean=(0.5,),
-        std=(0.25,),
-    )
-    widths, heads = (192, 384, 384, 384), (6, 12, 12, 12)
-    sizes = {"image_size": 32, "in_chans": 1, "num_classes": 2, "embed_dims": widths}
-    torch.manual_seed(0)
-    model = VOLO(**sizes, heads=heads, depths=(4, 4, 8, 2)).eval()
-    formats.write("timm", model, info, tmp_path / "out")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
-    x = torch.randn(3, 1, 32, 32)
-    with torch.no_grad():
-        assert torch.allclose(theirs(x), model(x), rtol=1e-4, atol=1e-5)
-    other = VOLO(**sizes, heads=heads, depths=(1, 1, 1, 1)).eval()
-    with pytest.raises(ValueError, match=r"not of these sizes: it has volo_d1_224, .* alone$"):
-        formats.write("timm", other, info, tmp_path / "other")
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_transformers_loads_a_folder_and_computes_the_same_logits(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    run = train_text(gpt, tmp_path, "--no-head-bias")
-    out = tmp_path / "out"
-    before = os.umask(0o027)
-    try:
-        export.main([str(run), str(out), "--format", "transformers"])
-    finally:
-        os.umask(before)
-    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o640}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).eval()
-    assert type(theirs).__name__ == "GPT2LMHeadModel"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(out, local_files_only=True)
-    tokens = tokenizer("abcab", return_tensors="pt").input_ids
-    assert tokens.tolist() == [[97, 98, 99, 97, 98]]
-    model, _ = export.load(run)
-    with torch.no_grad():
-        assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
-
-
-def write_tokenizer(path: Path, specials: list[str], *, ends: str, added: bool) -> None:
-    """Write a tokeniser as other programs do: special tokens first, and maybe around each text."""
-    library = pytest.importorskip("tokenizers")
-    whole = library.Tokenizer(library.models.BPE())
-    pieces = library.pre_tokenizers.ByteLevel
-    whole.pre_tokenizer, whole.decoder = (
-        pieces(add_prefix_space=False),
-        library.decoders.ByteLevel(),
-    )
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=specials,
-        initial_alphabet=pieces.alphabet(),
-        show_progress=False,
-    )
-    whole.train_from_iterator(["abcdbadc"], trainer)
-    if added:
-        around = (specials[0], whole.token_to_id(specials[0])), (ends, whole.token_to_id(ends))
-        whole.post_processor = library.processors.RobertaProcessing(around[1], around[0])
-    whole.save(str(path))
-
-
-@pytest.mark.parametrize(
-    ("specials", "ends", "pads"),
-    [
-        (["<s>", "<pad>", "</s>", "<unk>", "<mask>"], "</s>", "<pad>"),
-        (["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], "[SEP]", "[PAD]"),
-        (["<|begin_of_text|>", "<|end_of_text|>"], "<|end_of_text|>", "<|end_of_text|>"),
-        (["<|endoftext|>"], "<|endoftext|>", "<|endoftext|>"),
-    ],
-    ids=lambda names: names if isinstance(names, str) else "",
-)
-@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
-def test_transformers_ends_and_fills_up_as_the_model_was_trained(
-    tmp_path, specials, ends, pads, added
-):
-    transformers = pytest.importorskip("transformers")
-    write_tokenizer(tmp_path / "t.json", specials, ends=ends, added=added)
-    run = train_text(gpt, tmp_path, "--no-head-bias", "--tokenizer", tmp_path / "t.json")
-    export.main([str(run), str(tmp_path / "out"), "--format", "transformers"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", local_files_only=True)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", local_files_only=True
-    ).eval()
-    model, info = export.load(run)
-    end = specials.index(ends)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id) == (ends, end)
-    assert (tokenizer.pad_token, theirs.config.pad_token_id) == (pads, specials.index(pads))
-    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == end
-    assert len(tokenizer) <= theirs.config.vocab_size == info.arguments["vocab_size"]
-    texts = ["abc", "dcbabcd"]
-    tokens = tokenizer(f"{texts[1]}{ends}", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert tokens[0, -1] == end
-        assert torch.allclose(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-5)
-    plain = {"max_new_tokens": 4, "do_sample": False}
-    alone = [
-        theirs.generate(**tokenizer(text, return_tensors="pt"), **plain)[0, -4:].tolist()
-        for text in texts
-    ]
-    batch = theirs.generate(**tokenizer(texts, padding=True, return_tensors="pt"), **plain)
-    assert batch[:, -4:].tolist() == alone
-
-    def stop(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        scores[:, end] = torch.inf if tokens.shape[1] >= 5 else -torch.inf
-        return scores
-
-    (stopped,) = theirs.generate(
-        **tokenizer("abc", return_tensors="pt"), max_new_tokens=9, logits_processor=[stop]
-    )
-    assert stopped[-1] == end
-    assert len(stopped) == 6
-
-
-def test_a_model_that_a_library_has_not_is_refused_in_one_line(run_of_two, tmp_path, capsys):
-    pytest.importorskip("timm")
-    pytest.importorskip("transformers")
-    biased = train_text(gpt, tmp_path / "gpt")
-    masked = train_text(bert, tmp_path / "bert")
-    split = "--model", "xcit_digits", "--head-dim", "split"
-    fine = trained_as(tmp_path / "xcit", *split, "--patch-size", 4)
-    full = tmp_path / "full"
-    full.mkdir()
-    (full / "file").touch()
-    for run, kind, out, said in (
-        (run_of_two, "timm", "a", "2 heads of 8 are 16 wide, a token 192"),
-        (fine, "timm", "a", "timm's XCiT has patches of 8 or 16 pixels, got 4"),
-        (run_of_two, "transformers", "a", "is for a GPT, got vit: give timm"),
-        (biased, "transformers", "a", "train with --no-head-bias"),
-        (biased, "timm", "a", "--format timm is for vit, xcit, tnt, davit, volo, got gpt"),
-        (masked, "transformers", "a", "transformers has no Crammed BERT"),
-        (run_of_two, "timm", "full", "must be a new or empty folder"),
-    ):
-        capsys.readouterr()
-        with pytest.raises(SystemExit, match="2"):
-            export.main([str(run), str(tmp_path / out), "--format", kind])
-        (line,) = capsys.readouterr().err.splitlines()
-        assert said in line
-    assert not (tmp_path / "a").exists()
-    assert not (tmp_path / ".a").exists()

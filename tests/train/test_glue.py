@@ -10,7 +10,7 @@ from scipy import stats
 from sklearn import metrics as known
 from tokenizers import models, pre_tokenizers
 
-from tests.train.glue_files import WORDS, write_task, write_tsv
+from tests.train.glue_files import WORDS, write_task
 from train.data.text import Tokenizer
 from train.glue import TASKS, chosen, open_task, table
 from train.glue.metrics import derive, item_loss, item_values, spearman
@@ -186,74 +186,6 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
             assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="'rte' not found"):
         open_task(f"hf:{tmp_path}", TASKS["rte"], words(), 128)
-
-
-def test_a_folder_of_the_hub_is_read_by_its_name_and_through_links(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    write_task(tmp_path / "store", "mnli")
-    odd = tmp_path / "[2024] glue*"
-    odd.mkdir()
-    (odd / "mnli").symlink_to(tmp_path / "store" / "mnli")
-    (odd / "mnli" / "._train-00000-of-00001.parquet").write_bytes(b"no table")
-    hub, files = (open_task(name, TASKS["mnli"], words(), 128) for name in (f"hf:{odd}", str(odd)))
-    for ours, theirs in zip(hub, files):
-        assert len(ours) == len(theirs) > 0
-        for one, other in zip(ours.__getitems__(keys(ours)), theirs.__getitems__(keys(theirs))):
-            assert torch.equal(one, other)
-
-
-def whole(data: Sentences) -> list[list]:
-    return [tensor.tolist() for tensor in data.__getitems__(keys(data))]
-
-
-@pytest.mark.parametrize("form", ["tsv", "one parquet"])
-@pytest.mark.parametrize("name", TASKS)
-def test_files_of_the_archives_and_without_shards_are_the_same(name, form, tmp_path):
-    write_task(tmp_path, name)
-    before = [whole(data) for data in open_task(str(tmp_path), TASKS[name], words(), 128)]
-    if form == "tsv":
-        write_tsv(tmp_path, name)
-    else:
-        for file in (tmp_path / name).iterdir():
-            file.rename(file.with_name(f"{file.name.split('-')[0]}.parquet"))
-    after = [whole(data) for data in open_task(str(tmp_path), TASKS[name], words(), 128)]
-    assert after == before
-
-
-def test_quotes_of_the_archives_are_text_and_rows_that_lack_cells_are_counted(tmp_path):
-    write_task(tmp_path, "qqp")
-    write_tsv(tmp_path, "qqp")
-    file = tmp_path / "QQP" / "train.tsv"
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join([*lines, '9\t1\t2\t"the cat\ta "dog"\t1', "10\t1\t2\tthe dog"]))
-    train, _ = open_task(str(tmp_path), TASKS["qqp"], words(), 128)
-    assert len(train) == 13
-    assert train.facts("training")["training_rows_left_out"] == "1 that lack a cell"
-    file.write_text("\n".join([*lines, "9\t1\t2\tthe cat\ta dog\tmaybe"]))
-    with pytest.raises(ValueError, match=r"train\.tsv whose labels must be numbers, got maybe"):
-        open_task(str(tmp_path), TASKS["qqp"], words(), 128)
-    file.write_text("\n".join(["id\tquestion", "1\ta"]))
-    with pytest.raises(ValueError, match="without the column question1: it has id, question"):
-        open_task(str(tmp_path), TASKS["qqp"], words(), 128)
-
-
-def test_items_that_are_cut_and_text_that_is_lost_are_counted(tmp_path):
-    write_task(tmp_path, "cola")
-    train, _ = open_task(str(tmp_path), TASKS["cola"], words(), 128)
-    long = sum(len(item) > 6 for item in train.items)
-    assert train.facts("x")["x_cut_to_the_context"] == "0 of 12"
-    train, _ = open_task(str(tmp_path), TASKS["cola"], words(), 6)
-    assert train.facts("x")["x_cut_to_the_context"] == f"{long} of 12"
-    assert long > 0
-    write_tsv(tmp_path, "cola")
-    file = tmp_path / "CoLA" / "train.tsv"
-    file.write_text("gj04\t1\t\tthe cat\ngj04\t0\t\tthe γάτα\n")
-    train, _ = open_task(str(tmp_path), TASKS["cola"], words(), 6)
-    lost = train.facts("x")["x_lost_by_the_tokeniser"]
-    # The words' unknown one is "the", of which no letter counts as given back.
-    assert float(lost.split("%")[0]) > 40
 
 
 @pytest.mark.parametrize("seed", range(4))

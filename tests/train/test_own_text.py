@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from train import bert, export, gpt
+from train import bert, gpt
 from train.config import own_text
 
 SCRIPTS = {"gpt": gpt, "bert": bert}
@@ -161,15 +161,6 @@ def test_it_learns_from_two_files(tmp_path, script, capsys):
     assert "chosen by the data" in capsys.readouterr().out
 
 
-def test_a_gpt_is_exported_to_transformers_without_a_further_flag(tmp_path):
-    pytest.importorskip("transformers")
-    quick = ["--depth", 1, "--kappa-every", 0, "--steps", 1, "--samples", 0]
-    words = ["--data", write(tmp_path / "my.txt", 9000), *quick, "--out", tmp_path / "run"]
-    SCRIPTS["gpt"].main([str(word) for word in words])
-    export.main([str(tmp_path / "run"), str(tmp_path / "out"), "--format", "transformers"])
-    assert (tmp_path / "out" / "config.json").exists()
-
-
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_plan_as_flags_gives_the_same_run(tmp_path, script):
     made, ours = task(script, "--data", write(tmp_path / "my.txt", 20_000))
@@ -184,8 +175,7 @@ def test_the_plan_as_flags_gives_the_same_run(tmp_path, script):
     [
         (b"", "holds no text: it is empty or blank"),
         (b"short", "too little text"),
-        (b"caf\xe9 " * 100, "not UTF-8: byte 3 is 0xe9"),
-        (b"\x7fELF\0\xff" * 100, "a binary file, not text: byte 5 is 0xff"),
+        (b"caf\xe9 " * 100, "not UTF-8"),
         (None, "no such file or folder"),
     ],
 )

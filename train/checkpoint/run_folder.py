@@ -11,10 +11,10 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 from torch import distributed as dist
 
@@ -35,7 +35,7 @@ _MARK = "launch"
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
-    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty", "freeze"),
+    *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
 )
 # Of these, and of the scripts', those that say which items there are.
 _CHOOSE_DATA = (
@@ -59,19 +59,29 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
             attempt of this launch continues, or the checkpoint that ``resume`` names; or the
             folder cannot be made. On every rank.
     """
+
+    def choose() -> Path:
+        try:
+            return _choose_folder(name, settings, _torchrun())
+        except OSError as error:
+            raise ValueError(_cannot_be_used(Path(settings.out or "runs"), error)) from None
+
+    return _from_main_process(world, choose)
+
+
+def _from_main_process(world: World, make: Callable[[], Any]) -> Any:
+    """Return on every rank what rank 0 makes; raise ValueError on every rank where it does."""
     answer: list[Any] = [None, None]
     if world.rank == 0:
         try:
-            answer[0] = _choose_folder(name, settings, _torchrun())
+            answer[0] = make()
         except ValueError as error:
             answer[1] = str(error)
-        except OSError as error:
-            answer[1] = _cannot_be_used(Path(settings.out or "runs"), error)
     dist.broadcast_object_list(answer, src=0, group=world.host_group)
-    folder, error = answer
+    made, error = answer
     if error is not None:
         raise ValueError(error)
-    return folder
+    return made
 
 
 @contextmanager
@@ -85,32 +95,30 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
     Raises:
         ValueError: another launch that still runs has it. On every rank.
     """
-    answer: list[Any] = [None]
     with ExitStack() as stack:
-        if world.rank == 0:
+
+        def lock() -> None:
             # Of the process, not of the file: data workers do not inherit it, and it ends with us.
             try:
-                lock = stack.enter_context(open_own(folder / ".lock", "r+b"))
+                file = stack.enter_context(open_own(folder / ".lock", "r+b"))
             except OSError as error:
-                answer[0] = _cannot_be_used(folder, error)
-            else:
-                answer[0] = _lock(lock, folder)
-        dist.broadcast_object_list(answer, src=0, group=world.host_group)
-        if answer[0] is not None:
-            raise ValueError(answer[0])
+                raise ValueError(_cannot_be_used(folder, error)) from None
+            _lock(file, folder)
+
+        _from_main_process(world, lock)
         yield
 
 
-def _lock(file: TextIO, folder: Path) -> str | None:
-    """Lock a file; return what to tell the user where another launch has it."""
+def _lock(file: IO[bytes], folder: Path) -> None:
     # Not flock: data workers would inherit that, and hold it for a while after a kill.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        return f"{folder} belongs to a run that is still going on: give another --out"
+        raise ValueError(
+            f"{folder} belongs to a run that is still going on: give another --out"
+        ) from None
     except OSError:  # a file system without locks
         pass
-    return None
 
 
 def _cannot_be_used(folder: Path, error: OSError) -> str:
@@ -212,17 +220,7 @@ def summary_if_finished(
     Raises:
         ValueError: there is one, and its data has changed. On every rank.
     """
-    answer: list[Any] = [None, None]
-    if world.rank == 0:
-        try:
-            answer[0] = _summary_if_finished(settings, identity)
-        except ValueError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0, group=world.host_group)
-    done, error = answer
-    if error is not None:
-        raise ValueError(error)
-    return done
+    return _from_main_process(world, lambda: _summary_if_finished(settings, identity))
 
 
 def _summary_if_finished(settings: Settings, identity: Mapping[str, str]) -> dict[str, Any] | None:

@@ -6,11 +6,10 @@ and how well it did. It may come from anyone: it is tensors and JSON of bounded 
 it is run.
 """
 
-import inspect
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +47,7 @@ BEST = "model_best.safetensors"
 
 # Of a file's header: a tokeniser of 250,000 tokens takes 20 MB.
 _HEADER = 64 << 20
-# Of one size of a model, and of a picture's side: neither memory nor time may follow from a number
-# alone that a file makes up.
+# Most of one size of a model, and of a picture's side.
 _SIZE, _SIDE = 1 << 20, 4096
 # Elements of what a model computes itself when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
@@ -250,37 +248,20 @@ class Weights:
                 )
         if unknown := sorted(self.shapes.keys() - wanted.keys()):
             raise ValueError(f"{self.flag} {self.path} has {unknown[0]}, the model has not")
-        self.copy_into(model, dict.fromkeys(wanted))
-
-    def copy_into(
-        self, model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor] | None]
-    ) -> None:
-        """Put some tensors into a model, sharded or not, on every rank.
-
-        Args:
-            model: whose other tensors stay.
-            changes: by name in the model, what makes the model's tensor of the whole one that was
-                saved; None where they are alike.
-
-        Raises:
-            ValueError: one cannot be read, or has another dtype.
-        """
-        parts = {name: part_of(tensor) for name, tensor in model.state_dict().items()}
-        for name in changes:
-            if self.dtypes[name] != parts[name].local.dtype:
+        parts = {name: part_of(tensor) for name, tensor in wanted.items()}
+        for name, part in parts.items():
+            if self.dtypes[name] != part.local.dtype:
                 raise ValueError(
                     f"{self.flag} {self.path} has {name} in {self.dtypes[name]}, the model in "
-                    f"{parts[name].local.dtype}"
+                    f"{part.local.dtype}"
                 )
         if self.path.is_dir():
             # Every rank reads its own share and needs no other for that.
-            alike = [name for name, change in changes.items() if change is None]
-            load_tensors(self.path, {f"model.{name}": parts[name] for name in alike})
-            changes = {name: change for name, change in changes.items() if change is not None}
+            load_tensors(self.path, {f"model.{name}": part for name, part in parts.items()})
+            return
         with torch.no_grad():
-            for name, change in changes.items():
-                whole = self.read([name])[name]
-                fill(parts[name], whole if change is None else change(whole))
+            for name, part in parts.items():
+                fill(part, self.read([name])[name])
 
 
 def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
@@ -500,20 +481,16 @@ def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
 
 
 def _check_arguments(info: Info, tensors: int, where: str) -> None:
+    """Check sizes: neither memory nor time may follow from a number alone that a file makes up."""
     if not isinstance(info.family, str) or info.family not in papers.MODELS:
         raise ValueError(f"{where}: no family {printable(info.family)}")
-    known = inspect.signature(papers.constructor(info.family)).parameters.keys() - {
-        "device",
-        "dtype",
-    }
     for name, value in info.arguments.items():
-        if name not in known:
-            raise ValueError(f"{where}: {info.family} takes no {printable(name)}")
         values = value if isinstance(value, list) else [value]
         # Every layer has tensors of its own.
         most = tensors if "depth" in name else _SIDE if name == "image_size" else _SIZE
-        fits = len(values) <= max(tensors, 4) and all(_plain(each, most) for each in values)
-        whole = [each for each in values if isinstance(each, int)]
+        fits = name not in ("device", "dtype") and len(values) <= max(tensors, 4)
+        fits = fits and all(_plain(single, most) for single in values)
+        whole = [single for single in values if isinstance(single, int)]
         if not fits or ("depth" in name and sum(whole) > tensors):
             raise ValueError(f"{where}: {name} {printable(value)}")
 

@@ -224,15 +224,6 @@ class Settings:
         str,
         "auto: the newest run of runs/, or a finished one; or a checkpoint to begin with",
     )
-    init_from: str | None = flag(
-        None, str, "run, checkpoint or weights file whose weights a new run begins with"
-    )
-    freeze: str | None = flag(
-        None,
-        str,
-        "parameters that are not trained: prefixes of their names with commas between, or "
-        "all-but-head",
-    )
     ckpt_every: int | None = flag(None, count, "steps between checkpoints; 0 saves only at the end")
     keep: int = flag(3, positive, "checkpoints kept")
     eval_every: float | None = flag(
@@ -244,9 +235,7 @@ class Settings:
         "steps in a row that are left out for a loss or gradient that is not finite; one more ends "
         "the run",
     )
-    bad_data_limit: int = flag(
-        10, count, "items that cannot be read and data workers that die, before the run ends"
-    )
+    bad_data_limit: int = flag(10, count, "items that cannot be read before the run ends")
     timeout: float = flag(
         1800.0,
         number(float, 0),
@@ -379,6 +368,8 @@ def one_line_errors(program: str) -> Iterator[None]:
         # No rank can find out which of them could not join the others.
         message = str(error) or type(error).__name__
         stop(program, message, every_rank=isinstance(error, ConnectionError))
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 _Settings = TypeVar("_Settings", bound=Settings)

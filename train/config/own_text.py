@@ -71,11 +71,6 @@ def context_of(text: Text, wanted: int, batch_size: int) -> int:
         if len(text.train) >= enough and len(text.held_out) > context:
             return context
         context //= 2
-    if len(text.held_out) <= LEAST_CONTEXT and text.held_out.name != "--data":
-        raise ValueError(
-            f"{text.held_out.name} holds {len(text.held_out)} tokens: too little text, needs "
-            f"{LEAST_CONTEXT + 1}"
-        )
     raise ValueError(
         f"--data {text.name} holds {len(text.train)} tokens to train on and {len(text.held_out)} "
         f"held out: too little text, needs {(batch_size + 1) * LEAST_CONTEXT + 1} and "

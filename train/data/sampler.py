@@ -4,9 +4,6 @@ Everything random is a pure function of (seed, epoch, item): the order of an epo
 is augmented. So a step's batch needs no history. It is the same on one process or on many, with
 any number of workers, and a resumed run continues with the batch that the stopped one would have
 taken.
-
-A data set in large files has an order of its own, in which each worker reads on in a few places: a
-function of (seed, epoch, batch size, number of ranks).
 """
 
 from collections.abc import Iterator
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from train.data.loader import DataSet, Key
+from train.data.loader import Key
 
 
 def seed_of(*keys: int) -> int:
@@ -102,50 +99,6 @@ class BatchSampler:
             for micro in range(split.accum):
                 begin = mine + micro * split.micro_batch
                 yield keys[begin : begin + split.micro_batch]
-
-
-class StreamSampler(BatchSampler):
-    """The same of a data set that has an order of its own, in which it is read soonest.
-
-    Raises:
-        ValueError: the data set is smaller than one batch, or items are to be repeated.
-    """
-
-    def __init__(
-        self, data: DataSet, split: Split, *, rank: int, first: int, last: int, repeats: int
-    ):
-        if repeats > 1:
-            raise ValueError(f"--repeats needs --data of which any item can be read, got {repeats}")
-        super().__init__(len(data), split, seed=0, rank=rank, first=first, last=last)
-        self.order = data.order
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        """Yield ``accum`` lists of keys for each step from ``first`` up to ``last``."""
-        order, ordered_epoch = np.empty(0), None
-        for step in range(self.first, self.last):
-            epoch, position = divmod(step, self.steps_per_epoch)
-            if epoch != ordered_epoch:
-                order, ordered_epoch = self.order(epoch, self.split, self.rank), epoch
-            for micro in order[position].reshape(self.split.accum, -1).tolist():
-                yield [(epoch, item) for item in micro]
-
-
-def make_sampler(
-    data: DataSet,
-    split: Split,
-    *,
-    seed: int,
-    rank: int,
-    first: int,
-    last: int,
-    repeats: int = 1,
-) -> BatchSampler:
-    """Return the batches of steps ``first`` to ``last`` for one rank, as ``loading`` takes them."""
-    if getattr(data, "order", None) is not None:
-        return StreamSampler(data, split, rank=rank, first=first, last=last, repeats=repeats)
-    return BatchSampler(
-        len(data), split, seed=seed, rank=rank, first=first, last=last, repeats=repeats
-    )
 
 
 def _apart(keys: list[Key], repeats: int) -> list[Key]:

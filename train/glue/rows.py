@@ -1,4 +1,4 @@
-"""The sentences of GLUE's tasks: parquet files, GLUE's own TSV files, or Hugging Face's Hub.
+"""The sentences of GLUE's tasks: parquet files, or Hugging Face's Hub.
 
 An item is ``[CLS] sentence [SEP]``, or ``[CLS] first [SEP] second [SEP]``.
 """
@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.monitor.files import check_file, plain
+from train.data import hub
 from train.data.loader import Key
-from train.data.tables import builder_of, errors_of_datasets
 from train.data.text import Tokenizer
 from train.glue.tasks import GlueTask
 
@@ -36,18 +36,12 @@ class GlueSplit:
         labels: (items,) int64 classes, or float32 numbers.
         digest: SHA-256 of its texts and labels.
         cut: how many items are longer than the context, and were cut to it.
-        incomplete: rows of its files that lack a cell, and are left out.
-        size: bytes of its texts.
-        lost: how many of these the tokens do not give back.
     """
 
     items: list[np.ndarray]
     labels: Tensor
     digest: str = ""
     cut: int = 0
-    incomplete: int = 0
-    size: int = 0
-    lost: int = 0
 
 
 class Sentences:
@@ -82,17 +76,9 @@ class Sentences:
         return tokens, lengths, self.labels[chosen], self.parts[chosen]
 
     def facts(self, name: str) -> dict[str, str]:
-        """Return what a plan says of items that are not as they were; ``name``: of these items."""
-        cut, incomplete, size, lost = (
-            sum(getattr(part, of) for part in self.splits)
-            for of in ("cut", "incomplete", "size", "lost")
-        )
-        facts = {f"{name}_cut_to_the_context": f"{cut:,} of {len(self):,}"}
-        if incomplete:
-            facts[f"{name}_rows_left_out"] = f"{incomplete:,} that lack a cell"
-        if lost:
-            facts[f"{name}_lost_by_the_tokeniser"] = f"{lost / size:.2%} of the text"
-        return facts
+        """Return how many items are cut to the context; ``name``: of these items."""
+        cut = sum(part.cut for part in self.splits)
+        return {f"{name}_cut_to_the_context": f"{cut:,} of {len(self):,}"}
 
     def mean_length(self) -> int:
         """Return the tokens of an item in the mean."""
@@ -139,8 +125,8 @@ def open_task(
     """Return the items that a task trains on, and those that score it.
 
     Args:
-        source: a folder with ``TASK/SPLIT.parquet``, ``TASK/SPLIT-*.parquet`` or GLUE's own
-            ``TASK/SPLIT.tsv``, or ``hf:NAME`` of the Hub.
+        source: a folder with ``TASK/SPLIT.parquet`` or ``TASK/SPLIT-*.parquet``, or ``hf:NAME`` of
+            the Hub.
         task: which.
         tokenizer: of the pre-trained model.
         length: tokens of an item at most.
@@ -157,11 +143,10 @@ def open_task(
 def _read_part(
     source: str, task: GlueTask, split: str, tokenizer: Tokenizer, length: int
 ) -> GlueSplit:
-    incomplete = 0
     if source.startswith("hf:"):
         columns = _of_the_hub(source.removeprefix("hf:"), task, split)
     else:
-        columns, incomplete = _of_files(Path(source), task, split)
+        columns = _of_files(Path(source), task, split)
     where = f"--glue {source} holds {task.name}/{split}"
     missing = [name for name in (*task.columns, "label") if name not in columns]
     if missing:
@@ -180,18 +165,9 @@ def _read_part(
     texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
     whole = json.dumps([texts, labels]).encode("utf-8", "surrogatepass")
     items, cut = encode(tokenizer, texts, length)
-    size = lost = 0
-    for column in texts:
-        for start in range(0, len(column), _AT_ONCE):
-            batch = column[start : start + _AT_ONCE]
-            sizes, losses = tokenizer.lost(list(zip(batch, tokenizer.encode_batch(batch))))
-            size, lost = size + sum(sizes), lost + sum(losses)
     return GlueSplit(
         items=items,
         cut=cut,
-        incomplete=incomplete,
-        size=size,
-        lost=lost,
         labels=torch.tensor(labels, dtype=dtype),
         digest=hashlib.sha256(whole).hexdigest(),
     )
@@ -203,37 +179,20 @@ def _is_label(label: Any, task: GlueTask) -> bool:
     return 0 <= label <= 5 if task.is_regression else label in range(task.classes)
 
 
-def _of_files(root: Path, task: GlueTask, split: str) -> tuple[dict[str, list[Any]], int]:
-    """Return the columns of a split, and how many rows were left out.
-
-    Folders and files have the names of the Hub, or those of GLUE's archives: ``CoLA/dev.tsv``.
-    """
-    folders = [root / task.name]
-    if root.is_dir():
-        folders += sorted(f for f in root.iterdir() if _plain_name(f.name) == task.name)
-    names = [split, split.replace("validation", "dev")]
-    for folder, name in product(folders, names):
-        whole = folder / f"{name}.parquet"
-        files = sorted(folder.glob(f"{name}-*.parquet")) or [whole] * whole.is_file()
-        if files:
-            return _of_parquet(files), 0
-        if (folder / f"{name}.tsv").is_file():
-            return _of_tsv(folder / f"{name}.tsv", task)
-    raise ValueError(
-        f"--glue must be hf:NAME or a folder with {task.name}/{split}-*.parquet, "
-        f"{split}.parquet or {names[-1]}.tsv, got {root}"
-    )
-
-
-def _plain_name(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
-
-
-def _of_parquet(files: Sequence[Path]) -> dict[str, list[Any]]:
+def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
+    """Return the columns of a split's parquet files."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
         raise ValueError("--glue needs the package pyarrow: pip install pyarrow") from None
+    folder = root / task.name
+    whole = folder / f"{split}.parquet"
+    files = sorted(folder.glob(f"{split}-*.parquet")) or [whole] * whole.is_file()
+    if not files:
+        raise ValueError(
+            f"--glue must be hf:NAME or a folder with {task.name}/{split}-*.parquet or "
+            f"{split}.parquet, got {root}"
+        )
     columns: dict[str, list[Any]] = {}
     for file in files:
         check_file(file)
@@ -246,54 +205,6 @@ def _of_parquet(files: Sequence[Path]) -> dict[str, list[Any]]:
     return columns
 
 
-def _of_tsv(file: Path, task: GlueTask) -> tuple[dict[str, list[Any]], int]:
-    """Return the columns of one of GLUE's own files, whose quotes are text.
-
-    QQP's lacks cells in a few rows, which are left out, as others do.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--glue holds {file}, which is not readable: {error}") from None
-    rows = [line.removesuffix("\r").split("\t") for line in lines if line.strip()]
-    places: list[int] = []
-    if isinstance(task.tsv[0], int):
-        places = [place for place in task.tsv if isinstance(place, int)]
-    elif rows:
-        header = rows.pop(0)
-        missing = [str(name) for name in task.tsv if name not in header]
-        if missing:
-            raise ValueError(
-                f"--glue holds {file} without the column {missing[0]}: it has {', '.join(header)}"
-            )
-        places = [header.index(str(name)) for name in task.tsv]
-    whole = [row for row in rows if len(row) > max(places) and row[places[-1]].strip()]
-    names = (*task.columns, "label")
-    columns: dict[str, list[Any]] = {n: [row[p] for row in whole] for n, p in zip(names, places)}
-    columns = columns or {name: [] for name in names}
-    columns["label"] = [_label_of(cell.strip(), task, file) for cell in columns["label"]]
-    return columns, len(rows) - len(whole)
-
-
-def _label_of(cell: str, task: GlueTask, file: Path) -> int | float:
-    try:
-        if task.labels:
-            return task.labels.index(cell)
-        return float(cell) if task.is_regression else int(cell)
-    except ValueError:
-        allowed = ", ".join(task.labels) or "numbers"
-        raise ValueError(
-            f"--glue holds {file} whose labels must be {allowed}, got {cell}"
-        ) from None
-
-
 def _of_the_hub(name: str, task: GlueTask, split: str) -> dict[str, list[Any]]:
-    try:
-        import datasets  # noqa: F401 - it is asked for below
-    except ImportError:
-        raise ValueError("--glue hf: needs the package datasets: pip install datasets") from None
-    with errors_of_datasets(f"--glue hf:{name}"):
-        builder, _ = builder_of(name, task.name)
-        builder.download_and_prepare()
-        table = builder.as_dataset(split)
-        return {column: list(table[column]) for column in table.column_names}
+    table = hub.load(name, task.name, flag="--glue")[split]
+    return {column: list(table[column]) for column in table.column_names}

@@ -16,9 +16,6 @@ class GlueTask:
         classes: how many; 1 where the label is a number to be predicted.
         metric: what it is scored by.
         names: of the classes, in the order of their numbers.
-        tsv: columns of GLUE's own files: those of ``columns``, then the label's; numbers where the
-            file has no header.
-        labels: of GLUE's own files, in the order of their numbers; none where these are numbers.
         held_out: the splits that score it, with the name that each score ends in.
     """
 
@@ -28,8 +25,6 @@ class GlueTask:
     metric: Metric = "accuracy"
     held_out: tuple[tuple[str, str], ...] = (("validation", ""),)
     names: tuple[str, ...] = ()
-    tsv: tuple[str | int, ...] = ()
-    labels: tuple[str, ...] = ()
 
     @property
     def is_regression(self) -> bool:
@@ -44,7 +39,6 @@ class GlueTask:
 
 _MNLI_SPLITS = (("validation_matched", ""), ("validation_mismatched", "_mismatched"))
 _ENTAILED = ("entailment", "not entailment")
-_ENTAILED_OF_TSV = ("entailment", "not_entailment")
 
 # In the order in which the paper's Table 1 has them. The ninth task of GLUE, WNLI, is left out
 # there, as elsewhere: its training and validation sentences contradict each other.
@@ -57,51 +51,41 @@ TASKS: dict[str, GlueTask] = {
             classes=3,
             held_out=_MNLI_SPLITS,
             names=("entailment", "neutral", "contradiction"),
-            tsv=("sentence1", "sentence2", "gold_label"),
-            labels=("entailment", "neutral", "contradiction"),
         ),
-        GlueTask("sst2", ("sentence",), names=("negative", "positive"), tsv=("sentence", "label")),
+        GlueTask("sst2", ("sentence",), names=("negative", "positive")),
         GlueTask(
             "stsb",
             ("sentence1", "sentence2"),
             classes=1,
             metric="pearson",
-            tsv=("sentence1", "sentence2", "score"),
         ),
         GlueTask(
             "rte",
             ("sentence1", "sentence2"),
             names=_ENTAILED,
-            tsv=("sentence1", "sentence2", "label"),
-            labels=_ENTAILED_OF_TSV,
         ),
         GlueTask(
             "qnli",
             ("question", "sentence"),
             names=_ENTAILED,
-            tsv=("question", "sentence", "label"),
-            labels=_ENTAILED_OF_TSV,
         ),
         GlueTask(
             "qqp",
             ("question1", "question2"),
             metric="f1",
             names=("different", "duplicate"),
-            tsv=("question1", "question2", "is_duplicate"),
         ),
         GlueTask(
             "mrpc",
             ("sentence1", "sentence2"),
             metric="f1",
             names=("different", "equivalent"),
-            tsv=("#1 String", "#2 String", "Quality"),
         ),
         GlueTask(
             "cola",
             ("sentence",),
             metric="matthews",
             names=("unacceptable", "acceptable"),
-            tsv=(3, 1),
         ),
     )
 }

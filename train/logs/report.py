@@ -1,4 +1,4 @@
-"""What a run prints and writes: progress and tables, files of JSON lines, plots, a page.
+"""What a run prints and writes: progress and tables, files of JSON lines, a page.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
 ``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,11 +20,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from leaner_kernels.monitor import plot
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
 from leaner_kernels.monitor.files import set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, read_run, write_page
-from leaner_kernels.monitor.plots import axis_scale, kappa_or_rank
+from leaner_kernels.monitor.plots import kappa_or_rank
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
 from train.config.flags import Settings
@@ -33,7 +32,7 @@ from train.logs.alarms import LOSSES
 # What a run leaves, beside its checkpoints and weights.
 _FILES = (
     *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
-    *("page.html", "loss.png", "kappa.png"),
+    "page.html",
 )
 
 
@@ -60,7 +59,6 @@ class Report:
         self.console = Console(quiet=not is_main_process, file=_Stdout())
         if not self.console.is_terminal:
             self.console.width = 100
-        self.sent: set[int] = set()
         self.advised = False
         self.kappa: JsonLines | None = None
         self.tensorboard = self._make_tensorboard()
@@ -87,8 +85,7 @@ class Report:
             raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
             id_file = self.folder / "wandb_id.txt"
-            goes_on = id_file.exists()
-            if not goes_on:
+            if not id_file.exists():
                 write_file(id_file, uuid.uuid4().hex[:8] + "\n")
             run = wandb.init(
                 project=self.settings.wandb,
@@ -99,7 +96,7 @@ class Report:
             )
         except Exception as error:  # no key, no network, whatever else it has
             raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
-        return _SafeWriter("W&B's numbers", _WandbRun(run, goes_on), self.log)
+        return _SafeWriter("W&B's numbers", _WandbRun(run), self.log)
 
     def log(self, line: str) -> None:
         """Show one line."""
@@ -142,12 +139,8 @@ class Report:
         self.kappa = JsonLines(kappa, first, self.log, steps=_SAMPLED, **KAPPA_ROW)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log, steps=_SAMPLED)
         self.logs = [self.metrics, self.kappa, self.alarms]
-        # An evaluation that is done again gives the numbers that were sent the first time.
-        self.sent = self.metrics.removed & {first - 1}
         if self.tensorboard is not None:
             self.tensorboard.open(self.folder / "tensorboard", first)
-        if self.wandb is not None:
-            self.wandb.begin(metrics=self.metrics.removed, kappa=self.kappa.removed)
         if self.settings.kappa_probe:
             probe = self.folder / "kappa_probe.jsonl"
             self.probe = JsonLines(probe, first, self.log, **KAPPA_ROW)
@@ -233,7 +226,7 @@ class Report:
             self.advised = True
             more = "more --workers or more cores for each rank"
             if self.unit == "images":
-                more += ", shards, smaller images or --augment-on device"
+                more += " or smaller images"
             self.log(f"{waiting:.0%} of the time is spent waiting for data: {more} may help")
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
         # Without a terminal, twenty lines in all, and one for each evaluation.
@@ -243,8 +236,6 @@ class Report:
 
     def _send(self, row: dict[str, Any]) -> None:
         """Send a step's numbers to TensorBoard and W&B."""
-        if row["step"] in self.sent:
-            return
         numbers = {k: v for k, v in row.items() if k != "step"}
         if self.tensorboard is not None:
             for name, value in numbers.items():
@@ -256,7 +247,7 @@ class Report:
             self.wandb.log(row)
 
     def summarize(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``, plots and page, and show the summary as tables."""
+        """Write ``summary.json`` and the page, and show the summary as tables."""
         if not self.is_main_process:
             return
         self.sync()
@@ -290,23 +281,11 @@ class Report:
         self.log(f"written to {self.folder}" + (f"; open {page} in a browser" if page else ""))
 
     def draw(self) -> Path | None:
-        """Write the plots and the page, and return its path; what cannot be drawn fails no run."""
+        """Write the page and return its path; what cannot be drawn fails no run."""
         try:
-            run = read_run(self.folder)
-        except (OSError, ValueError) as error:
-            self.log(f"plots and page not drawn: {error}")
-            return None
-        try:
-            if run.metrics:
-                plot_loss(run.metrics, self.folder / "loss.png")
-            if run.kappa:
-                plot(run.kappa, self.folder / "kappa.png")
-        except Exception as error:  # the run is over and its results are written
-            self.log(f"plots not drawn: {error}")
-        try:
-            write_page([run], self.folder / "page.html")
+            write_page([read_run(self.folder)], self.folder / "page.html")
             return self.folder / "page.html"
-        except Exception as error:
+        except Exception as error:  # the run is over and its results are written
             self.log(f"page not written: {error}")
         return None
 
@@ -315,36 +294,6 @@ class Report:
         with suppress(OSError):
             return read_thinned(self.folder / name, CHART_POINTS, **KAPPA_ROW).rows
         return []
-
-
-def plot_loss(metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw the loss of every step, and held-out loss and accuracy where they were measured.
-
-    Args:
-        metrics: rows of ``metrics.jsonl``.
-        path: of the PNG.
-    """
-    from matplotlib.figure import Figure
-
-    accuracies = [r for r in metrics if r.get("held_out_accuracy") is not None]
-    panels = 2 if accuracies else 1
-    figure = Figure(figsize=(8, 1 + 3.5 * panels), layout="constrained")
-    axes, *below = figure.subplots(panels, sharex=True, squeeze=False)[:, 0]
-    axes.plot([r["step"] for r in metrics], [r["loss"] for r in metrics], lw=0.8, label="training")
-    measured = [r for r in metrics if r.get("held_out_loss") is not None]
-    if measured:
-        steps, losses = zip(*((r["step"], r["held_out_loss"]) for r in measured))
-        axes.plot(steps, losses, "o-", ms=4, label="held out")
-    axes.set(ylabel="loss", yscale=axis_scale(r["loss"] for r in metrics))
-    axes.legend()
-    for lower in below:
-        steps, shares = zip(*((r["step"], 100 * r["held_out_accuracy"]) for r in accuracies))
-        lower.plot(steps, shares, "o-", ms=4)
-        lower.set(ylabel="held-out accuracy, %")
-    for panel in (axes, *below):
-        panel.grid(alpha=0.3)
-    (axes, *below)[-1].set(xlabel="step")
-    figure.savefig(path, dpi=120)
 
 
 class _Stdout(UntilUnread):
@@ -394,27 +343,16 @@ class _SafeWriter:
 
 
 class _WandbRun:
-    """A W&B run that has the rows of steps over "step" and those of the monitor over their own.
+    """A W&B run that has the rows of steps over "step" and those of the monitor over their own."""
 
-    Args:
-        run: of ``wandb.init``.
-        goes_on: whether an earlier process, which a resume continues, logged to it.
-    """
-
-    def __init__(self, run: Any, goes_on: bool):
-        self.run, self.goes_on, self.kappa = run, goes_on, WandbRun(run)
-        self.sent: dict[str, set[int]] = {}
-
-    def begin(self, metrics: set[int], kappa: set[int]) -> None:
-        """Define the axis; these steps of a run that goes on are there, and not logged again."""
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")
-        self.sent = {"step": metrics, AXIS: kappa} if self.goes_on else {}
+    def __init__(self, run: Any):
+        self.run, self.kappa = run, WandbRun(run)
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
 
     def log(self, values: dict[str, Any]) -> None:
         """Log a row of ``metrics.jsonl``, or one with the means and layers of a sampled step."""
-        if not any(values.get(axis) in steps for axis, steps in self.sent.items()):
-            (self.kappa if AXIS in values else self.run).log(values)
+        (self.kappa if AXIS in values else self.run).log(values)
 
     def finish(self) -> None:
         """Finish the run."""

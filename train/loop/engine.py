@@ -1,5 +1,6 @@
 """What every script starts: a run, or several one after another, from the command line."""
 
+import atexit
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -11,7 +12,7 @@ from train.config import flags
 from train.config.flags import Settings
 from train.data.loader import DataError, TooManyBadSamplesError
 from train.loop import Task, parallel, summary
-from train.loop.interrupt import ExitOnSignal, exit_on_signal
+from train.loop.interrupt import ignore_signals
 from train.loop.parallel import World
 from train.loop.setup import set_up
 from train.loop.train import DivergedError, train
@@ -34,10 +35,10 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         several(program, runs, make_task, name=name, sum_up=summary.sum_up)
         return
     with ExitStack() as stack:
-        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
             world = stack.enter_context(parallel.world(_timeout(settings)))
-        _run(program, settings, make_task, world, exiting, last=True)
+        _run(program, settings, make_task, world)
+        atexit.register(ignore_signals)
 
 
 def several(
@@ -62,20 +63,19 @@ def several(
     """
     summaries: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
-        exiting = stack.enter_context(exit_on_signal(program))
         with flags.one_line_errors(program):
             common = next(iter(runs.values()))
             world = stack.enter_context(parallel.world(_timeout(common)))
             parent = choose_folder(name, common, world)
         for part, settings in runs.items():
             settings = replace(settings, out=str(parent / part))
-            done = _run(program, settings, make_task, world, exiting, again=False)
+            done = _run(program, settings, make_task, world, again=False)
             if done is None:
                 return
             summaries[part] = done
         if world.rank == 0 and not common.dry_run:
             sum_up(summaries, parent)
-        exiting.done = True
+        atexit.register(ignore_signals)
 
 
 def _run(
@@ -83,15 +83,12 @@ def _run(
     settings: Settings,
     make_task: MakeTask,
     world: World,
-    exiting: ExitOnSignal,
     *,
     again: bool = True,
-    last: bool = False,
 ) -> dict[str, Any] | None:
     """Do one run and return its summary: empty for a dry run, None where a signal ended it.
 
-    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary. After the
-    ``last`` one, or one that a signal ended, the script is done.
+    Unless ``again``, one that ``--resume auto`` finds finished only gives its summary.
     """
     with ExitStack() as closing:
         with flags.one_line_errors(program):
@@ -104,9 +101,7 @@ def _run(
         if run is None:
             return {}
         try:
-            done = train(run)
-            exiting.done = last or done is None
-            return done
+            return train(run)
         except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)
         except DataError as error:

@@ -22,11 +22,8 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> "ShardAdamW":
-    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens.
-
-    It holds nothing of parameters that require no gradient.
-    """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens."""
+    parameters = dict(model.named_parameters())
     spared = {n for n, p in parameters.items() if p.ndim < 2 or n.rpartition(".")[2] in _SPARED}
     decays = {name: 0.0 if name in spared else weight_decay for name in parameters}
     return ShardAdamW(parameters, decays, lr=lr, betas=betas, eps=eps)

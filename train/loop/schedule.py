@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from train.config.flags import Settings
-from train.data.sampler import BatchSampler, Split, make_sampler
+from train.data.sampler import BatchSampler, Split
 from train.loop import Task
 from train.loop.parallel import World
 
@@ -119,7 +119,7 @@ class Schedule:
 
     def _sampler(self, split: Split, first: int, last: int) -> BatchSampler:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
-        return make_sampler(self.task.train, split, first=first, last=last, **own)
+        return BatchSampler(len(self.task.train), split, first=first, last=last, **own)
 
     def items(self, step: int) -> int:
         """Return the items of a step, over all ranks."""

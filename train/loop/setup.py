@@ -5,14 +5,14 @@ import random
 import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from train.checkpoint.best import BestWeights
-from train.checkpoint.checkpoints import Checkpoints, newest_first, read_details
+from train.checkpoint.checkpoints import Checkpoints, read_details
 from train.checkpoint.run_folder import (
     check_compatible,
     check_ranks_agree,
@@ -31,9 +31,6 @@ from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
 from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
 from train.loop.watchdog import Watchdog
-
-if TYPE_CHECKING:
-    from train.loop.initial import Initial
 
 
 @dataclass
@@ -94,15 +91,10 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     check_ranks_agree(task.identity, world)
     schedule = Schedule(task, settings, world)
     folder = choose_folder(task.name, settings, world)
-    # What goes on has its weights, and those it began with may be gone.
-    anew = settings.resume in ("none", "auto") and not newest_first(folder / "checkpoints")
-    begin, frozen = _beginning(task, settings, anew=anew)
     if not settings.dry_run:
         closing.enter_context(lock_folder(folder, world))
     report = Report(folder, settings, is_main_process=world.rank == 0)
     report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
-    for line in [] if begin is None else begin.lines():
-        report.log(line)
     if settings.dry_run:
         filled = replace(settings, dry_run=False)
         report.log(f"as flags: {shlex.join(filled.as_flags())}")
@@ -121,10 +113,6 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
-    if frozen:
-        from train.loop.initial import freeze
-
-        freeze(model, frozen)
     optimizer = make_optimizer(
         model,
         lr=settings.lr,
@@ -143,13 +131,11 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
 
     bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
-    interrupt, watchdog = Interrupt(), Watchdog(settings.timeout, folder)
+    interrupt, watchdog = Interrupt(), Watchdog(settings.timeout)
     path = checkpoints.find(settings.resume)
     if path is None:
         if task.start is not None:
             task.start(model)
-        if begin is not None:
-            begin.weights.copy_into(model, begin.changes)
         average.restart()
         best.forget()
         report.open(0)
@@ -199,28 +185,6 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         watchdog=watchdog,
         progress=progress,
     )
-
-
-def _beginning(task: Task, settings: Settings, *, anew: bool) -> "tuple[Initial | None, set[str]]":
-    """Return what a new run begins with, and the names of what it does not train.
-
-    The number of parameters that are trained joins the task's facts.
-    """
-    if settings.init_from is None and settings.freeze is None:
-        return None, set()
-    # Late: few runs begin with anything but random weights.
-    from train.loop.initial import frozen_names, initial
-
-    with torch.device("meta"):
-        model = task.build()
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    frozen = frozen_names(settings.freeze, sizes)
-    if frozen:
-        trained = sum(size for name, size in sizes.items() if name not in frozen)
-        task.facts["trained_params"] = trained
-    if settings.init_from is None or not anew:
-        return None, frozen
-    return initial(settings.init_from, task, model), frozen
 
 
 def _take_up(

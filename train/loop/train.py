@@ -418,17 +418,12 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
     is_saved = exported or run.checkpoints.saved_step == run.progress.step
     if is_saved:
         run.report.summarize(summary)
-        run.report.log(_best_and_last(run, held_out))
+        if run.best.step is not None:
+            reached = _reached(run.best.step, run.best.scores)
+            run.report.log(f"best weights ({run.best.path.name}): {reached}")
+        last = _reached(run.progress.step, held_out)
+        run.report.log(f"last weights (model.safetensors): {last}")
     return summary, is_saved
-
-
-def _best_and_last(run: Run, held_out: dict[str, float]) -> str:
-    """Return which weights there are, and what each reached."""
-    last = f"last weights (model.safetensors): {_reached(run.progress.step, held_out)}"
-    if run.best.step is None:
-        return last
-    best = _reached(run.best.step, run.best.scores)
-    return f"best weights ({run.best.path.name}): {best}\n{last}"
 
 
 def _reached(step: int, held_out: dict[str, float]) -> str:

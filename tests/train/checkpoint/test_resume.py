@@ -67,14 +67,6 @@ def six_of_eight(eight_steps, tmp_path):
     return out
 
 
-def test_the_curves_of_a_resumed_run_have_each_step_once(six_of_eight, eight_steps):
-    with (six_of_eight / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 8, "lo')  # a kill in the middle of a line
-    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
-    assert [row["step"] for row in rows(six_of_eight / "metrics.jsonl")] == list(range(8))
-    assert_same_run(six_of_eight, eight_steps)
-
-
 class OnTheWay:
     """As a CUDA event: rows of kappa that have not arrived unless someone waits."""
 
@@ -160,11 +152,6 @@ def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, c
     assert error.count("\n") == 1
     assert "no intact checkpoint in" in error
     assert checkpoints(six_of_eight) == before
-
-
-def test_auto_without_any_checkpoint_starts_anew(tmp_path):
-    train_here(*TINY, "--steps", 1, "--out", tmp_path, "--resume", "auto")
-    assert checkpoints(tmp_path) == ["step-00000001"]
 
 
 def test_one_checkpoint_can_be_named(eight_steps, tmp_path, capsys):
@@ -296,35 +283,8 @@ def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_s
     assert not (six_of_eight / "summary.json").exists()
 
 
-def test_a_place_that_cannot_be_written_does_not_stop_training(tmp_path, capsys):
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
-    steps = [*TINY, "--steps", 3, "--ckpt-every", 1]
-    train_here(*steps, "--out", tmp_path, "--resume", "auto")
-    assert len(rows(tmp_path / "metrics.jsonl")) == 3
-    assert capsys.readouterr().out.count("not saved, training goes on: ") == 3
-
-
-def test_a_log_that_cannot_be_written_at_the_start_is_one_line(tmp_path, capsys):
-    (tmp_path / "kappa.jsonl").mkdir()
-    with pytest.raises(SystemExit, match="2"):
-        train_here(*TINY, "--steps", 3, "--out", tmp_path)
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "kappa.jsonl" in error
-
-
 # The log of steps reaches this in the middle of the run.
 LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
-
-
-@pytest.mark.slow
-def test_a_log_that_cannot_grow_does_not_stop_training(tmp_path):
-    steps = [*TINY, "--steps", 6, "--ckpt-every", 0]
-    done = finish(start(*steps, "--out", tmp_path, before=LOG_FULL))
-    assert "finished at step 6, but nothing of it could be saved" in done.stderr
-    said = [line for line in done.stdout.splitlines() if "metrics.jsonl" in line]
-    assert said == ["metrics.jsonl not written, training goes on: [Errno 27] File too large"]
-    assert "step 5/6" in done.stdout
 
 
 @pytest.mark.slow
@@ -337,11 +297,6 @@ def test_an_unsaved_stop_does_not_exit_0(tmp_path):
     done = finish(process)
     assert done.returncode == 1
     assert "not saved" in done.stderr
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    train_here(*TINY, "--steps", 6, "--ckpt-every", 1, "--keep", 2, "--out", tmp_path)
-    assert checkpoints(tmp_path) == ["step-00000005", "step-00000006"]
 
 
 def test_losses_that_are_not_finite_stop_the_run_and_leave_the_checkpoints(tmp_path, capsys):
@@ -388,23 +343,6 @@ def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp
     assert (out / "summary.json").exists()
     train_here(*RUN, "--steps", 9, "--out", out, "--resume", "auto")
     assert not (out / "summary.json").exists()
-
-
-@pytest.mark.slow
-def test_standard_output_that_nobody_takes_does_not_end_a_run(tmp_path):
-    full = "import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1)"
-    done = finish(start(*TINY, "--steps", 2, "--out", tmp_path, before=full))
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "summary.json").exists()
-
-
-def test_lines_that_a_power_cut_spoilt_are_dropped_and_said(six_of_eight, capsys):
-    path = six_of_eight / "metrics.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:5], bytes(len(lines[5])) + b"\n"]))
-    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
-    assert "line 6 of metrics.jsonl cannot be read: dropped" in capsys.readouterr().out
-    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4, 6, 7]
 
 
 def test_a_run_stopped_before_its_first_real_step_resumes_to_the_same_bits(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """What a launch finds, and whether it may continue it; without torchrun."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -28,17 +27,6 @@ def finish_run(folder: Path) -> None:
     (folder / "summary.json").write_text("{}")
 
 
-def test_a_process_has_one_name_for_its_torchrun_and_none_without(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert run_folder._torchrun() is None
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    mine = run_folder._torchrun()
-    assert mine == run_folder._torchrun()
-    assert f" {os.getppid()} " in mine
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert run_folder._torchrun() != mine
-
-
 def test_a_run_that_is_not_finished_is_continued_by_any_launch(world, launch, tmp_path):
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
     for name in ("a", "b", None):
@@ -60,15 +48,6 @@ def test_a_finished_run_is_continued_by_an_attempt_of_its_own_launch(world, laun
     assert choose_folder("vit", settings, world) == out, "a refusal must not change whose it is"
 
 
-def test_an_attempt_whose_launch_was_refused_is_refused_again(world, launch, tmp_path):
-    finish_run(tmp_path)
-    launch("a")
-    for _ in range(2):
-        with pytest.raises(ValueError, match="holds a finished run"):
-            choose_folder("vit", Settings(out=str(tmp_path)), world)
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-
-
 def test_an_attempt_finds_the_folder_that_its_launch_made_in_runs(
     world, launch, tmp_path, monkeypatch
 ):
@@ -81,22 +60,3 @@ def test_an_attempt_finds_the_folder_that_its_launch_made_in_runs(
     launch("a")
     assert choose_folder("vit", Settings(), world) == first
     assert choose_folder("gpt", Settings(), world) == Path("runs/gpt-1")
-
-
-def test_without_torchrun_no_mark_is_left_and_none_is_followed(
-    world, launch, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    launch(None)
-    folders = [choose_folder("vit", Settings(), world) for _ in range(2)]
-    assert folders == [Path("runs/vit-1"), Path("runs/vit-2")]
-    assert [list(folder.iterdir()) for folder in folders] == [[], []]
-
-
-@pytest.mark.parametrize("mark", [b"", b"[]", b"\xff"])
-def test_a_mark_that_says_nothing_is_nobodys(world, launch, tmp_path, mark):
-    finish_run(tmp_path)
-    (tmp_path / "launch").write_bytes(mark)
-    launch("a")
-    with pytest.raises(ValueError, match="holds a finished run"):
-        choose_folder("vit", Settings(out=str(tmp_path)), world)

@@ -1,6 +1,5 @@
 """A run that goes on has the data and the tokeniser that it began with, or is refused."""
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from PIL import Image
 
 from tests.train.glue_files import write_task
-from tests.train.launch import manifest_of
 from tests.train.published import write_lists
 from train import bert, gpt, lra, vit
 from train.data.text import tokenizers
@@ -124,23 +122,6 @@ def test_flags_that_follow_from_the_amount_of_text_are_not_blamed(tmp_path, caps
     assert "has changed since the run began" in error
     error = refused(gpt, *args, "--documents", 20, "--steps", 2, "--resume", "auto", capsys=capsys)
     assert "needs --documents 0 as it was saved with, got 20" in error
-
-
-def test_a_checkpoint_of_before_has_no_digests_and_goes_on(tmp_path, capsys):
-    args = text_run(gpt, tmp_path, "--tokenizer", "bytes")
-    run(gpt, *args, "--steps", 1)
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    details = json.loads((checkpoint / "state.json").read_text())
-    assert set(details["identity"]) == {
-        f"the text under {tmp_path / 't.txt'}",
-        "the tokeniser bytes",
-    }
-    del details["identity"]
-    (checkpoint / "state.json").write_text(json.dumps(details))
-    (checkpoint / "manifest.json").unlink()
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest_of(checkpoint)))
-    run(gpt, *args, "--steps", 2, "--resume", "auto")
-    assert "resumed from" in capsys.readouterr().out
 
 
 def picture(path: Path, side: int) -> None:

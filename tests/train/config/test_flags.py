@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from train import bert, compare, export, gpt, lra, measure, predict, vit
+from train import bert, export, gpt, lra, predict, vit
 from train.bert import BertSettings
 from train.config import flags
 from train.gpt import GptSettings
@@ -99,10 +99,8 @@ def test_a_dry_run_prints_the_recipe_as_flags(tmp_path, capsys):
     [
         *((script.main, ["--hedas", "8", "--depth", "2"], "--heads") for script in SCRIPTS),
         (vit.main, ["--kappa_every=5"], "--kappa-every"),
-        (measure.main, ["run", "--smaples", "3"], "--samples"),
         (predict.main, ["run", "--temprature", "0"], "--temperature"),
-        (export.main, ["run", "out", "--avarage"], "--average"),
-        (compare.main, ["run", "--markdwon"], "--markdown"),
+        (export.main, ["run", "out", "--lsat"], "--last"),
     ],
 )
 def test_an_unknown_flag_is_one_line_with_the_nearest_one(main, words, meant, capsys):

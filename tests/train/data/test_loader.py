@@ -5,19 +5,15 @@ import gc
 import multiprocessing
 import os
 import signal
-import time
 import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import _utils
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from train.data import loader
 from train.data.loader import (
-    MAX_POOLS,
     MAX_REPLACEMENTS,
     DataError,
     Fetched,
@@ -71,26 +67,6 @@ def values(batches: list[Fetched]) -> list:
     return [([t.tolist() for t in batch.tensors], batch.bad_samples) for batch in batches]
 
 
-def kill_worker(number: int = 0) -> int:
-    """Kill a data worker of this process, see it dead but not yet buried, and return its pid."""
-    pid = sorted(worker.pid for worker in multiprocessing.active_children())[number]
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    return pid
-
-
-@pytest.fixture
-def attentive(monkeypatch):
-    """A loader looks after its workers ten times a second instead of every 5 s."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
-
-
-@pytest.fixture
-def impatient(monkeypatch):
-    """A loader waits for its workers to end for an instant instead of 5 s each."""
-    monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
-
-
 def test_the_next_item_that_can_be_read_stands_in():
     keys = [(5, index) for index in range(6)]
     (batch,) = fetch(Numbers(bad=BAD), [keys])
@@ -121,53 +97,6 @@ def test_stand_ins_depend_neither_on_workers_nor_on_ranks_nor_on_a_resume():
     ]
     for batch, *shares in zip(whole, *halves, strict=True):
         assert torch.equal(torch.cat([share.tensors[0] for share in shares]), batch.tensors[0])
-
-
-def test_an_item_that_is_read_the_second_time_is_no_trouble():
-    data = Numbers(bad={2})
-    first = iter([True])
-
-    class Hiccup(Numbers):
-        def __getitems__(self, keys):
-            return (data if next(first, False) else super()).__getitems__(keys)
-
-    (batch,) = fetch(Hiccup(), [[(0, 1), (0, 2)]])
-    assert values([batch]) == values(fetch(Numbers(), [[(0, 1), (0, 2)]]))
-
-
-def test_an_item_that_cannot_be_read_costs_no_other_of_its_batch():
-    class Single(Numbers):
-        one_by_one = True
-
-    data, keys = Single(bad={3}), [[(0, index) for index in range(24)]]
-    assert values(fetch(data, keys)) == values(fetch(Numbers(bad={3}), keys))
-    assert data.requested == 24 + 2  # again, and what stands in for it
-
-
-@pytest.mark.parametrize(
-    ("files", "cores"),
-    [
-        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000\n"}, 2.5),
-        ({"proc/self/cgroup": "0::/host/only\n", "sys/fs/cgroup/cpu.max": "100000 50000"}, 2),
-        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/a/cpu.max": "max 100000\n"}, np.inf),
-        (
-            {
-                "proc/self/cgroup": "5:memory:/m\n4:cpu,cpuacct:/docker/x\n0::/\n",
-                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_quota_us": "-1\n",
-                "sys/fs/cgroup/cpu/docker/x/cpu.cfs_period_us": "100000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "300000\n",
-                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-            },
-            3,
-        ),
-        ({}, np.inf),
-    ],
-)
-def test_the_quota_of_a_control_group_is_the_least_of_it_and_those_above(tmp_path, files, cores):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert loader._quota(tmp_path) == cores
 
 
 def test_ranks_share_the_cores_that_they_may_use_and_keep_one_each(monkeypatch):
@@ -212,96 +141,6 @@ def test_an_order_that_breaks_off_gives_the_batches_before(workers):
     ):
         had.extend(batch.tensors[0][0, 1].item() for batch in fetched)
     assert had == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("asked", "lanes", "started"),
-    [(7, 24, 6), (8, 24, 8), (30, 24, 24), (50, 24, 48), (7, 1, 7), (0, 24, 0)],
-)
-def test_workers_share_the_lanes_of_a_data_set_evenly(monkeypatch, asked, lanes, started):
-    def fetch_none(_fetcher, _batches, workers, _device):
-        yield workers
-
-    monkeypatch.setattr(loader, "_fetch_in_order", fetch_none)
-    data = Numbers()
-    data.lanes = lanes
-    assert fetch(data, [], asked) == [started]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_worker_costs_no_batch_and_is_told_with_the_next(workers):
-    data = Numbers(bad=BAD)
-    wanted = order(12, accum=2)
-    whole = values(fetch(data, wanted))
-    got = []
-    pids = {}
-    started = 0
-    with loading(data, iter(wanted), workers=workers, device=CPU) as batches:
-        for at, batch in enumerate(batches):
-            got.append(batch)
-            if at in (0, 7, 8):
-                # One that does not have the next batch, if there are several.
-                pids[at + 1] = kill_worker((at + 1 - started + 1) % workers)
-                started = at + 1
-        assert len(set(pids.values())) == 3
-    assert not multiprocessing.active_children()
-    for at, pid in pids.items():
-        death, *others = got[at].bad_samples
-        assert (death.places, death.message.split(" (")[0]) == (
-            (),
-            f"data worker {pid} was killed by signal 9",
-        )
-        got[at] = got[at]._replace(bad_samples=tuple(others))
-    assert values(got) == whole
-
-
-def test_a_worker_that_dies_does_not_disturb_what_the_rank_is_doing():
-    with loading(Numbers(), order(), workers=2, device=CPU) as batches:
-        next(batches)
-        kill_worker()
-        for _ in range(20):  # a handler of signals would raise its error here
-            time.sleep(0.005)
-        assert "killed by signal 9" in next(batches).bad_samples[0].message
-        assert len(list(batches)) == 6
-
-
-def test_a_worker_that_dies_while_the_rank_waits_is_noticed(tmp_path, attentive):
-    died = tmp_path / "died"
-
-    class DiesOnce(Numbers):
-        def __getitems__(self, keys):
-            if keys[0][1] == 1 and not died.exists():
-                died.touch()
-                time.sleep(0.3)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return super().__getitems__(keys)
-
-    keys = [[(0, index)] for index in range(4)]
-    got = fetch(DiesOnce(), keys, 1)
-    assert [len(batch.bad_samples) for batch in got] == [0, 1, 0, 0]
-    assert [batch.tensors[0].tolist() for batch in got] == [[list(key)] for (key,) in keys]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_batch_that_always_kills_its_worker_is_given_up(workers, attentive):
-    with (
-        pytest.raises(DataError, match=rf"by signal 7 .*, as in {MAX_POOLS - 1} tries before$"),
-        loading(Numbers(fatal={8}), order(), workers=workers, device=CPU) as batches,
-    ):
-        list(batches)
-    assert not multiprocessing.active_children()
-
-
-def test_a_worker_that_hangs_does_not_outlive_the_loader(impatient):
-    class Hanging(Numbers):
-        def __getitems__(self, keys):
-            time.sleep(600 if keys[0][1] > 2 else 0)
-            return super().__getitems__(keys)
-
-    keys = [[(0, i)] for i in range(8)]
-    with loading(Hanging(), keys, workers=2, device=CPU) as batches:
-        next(batches)
-    assert not multiprocessing.active_children()
 
 
 def test_a_worker_does_not_collect_the_garbage_of_its_rank():

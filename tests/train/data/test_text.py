@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.hidden_files import write_hidden
-from tests.train.line_ends import TEXT, WRITTEN, write_all
+from tests.train.line_ends import TEXT, write_all
 from train.config import flags, own_text
 from train.data.text import (
-    NoiseTokens,
     RandomWindows,
     Windows,
     open_text,
@@ -70,25 +68,6 @@ def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
     assert documents_of(tmp_path, limit=2) == documents[:2]
 
 
-def test_spaces_are_no_part_of_the_names_of_columns(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    table = write(tmp_path / "a.csv", "id, text ,other\n1,words,2\n")
-    assert documents_of(table) == ["words"]
-
-
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_hidden_files_of_a_folder_are_not_read(tmp_path, monkeypatch, kind):
-    if kind == "jsonl":
-        datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    text = "a text" if kind == "txt" else '{"text": "a text"}'
-    folder = write(tmp_path / "texts" / "deep" / f"a.{kind}", text).parent
-    for inner in (folder.parent, folder):
-        write_hidden(inner, f"a.{kind}", b"\xff no text")
-    assert documents_of(folder.parent) == ["a text"]
-
-
 def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     names = [str(write(tmp_path / f"{i:02}.txt", f"{i:02}")) for i in range(30)]
     documents = documents_of(tmp_path)
@@ -98,61 +77,10 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     # Longer than a file's name may be. A file that is named twice is read once.
     monkeypatch.chdir(tmp_path)
     assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) == documents
-    (tmp_path / "link.txt").symlink_to("00.txt")
     assert sorted(documents_of(f"{tmp_path},{names[3]},{tmp_path}/./07.txt")) == sorted(documents)
     assert (
         documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
     )
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-@pytest.mark.parametrize("name", ["data[1]", "a*", "w?at", "[!a]"])
-def test_the_name_of_a_table_is_no_pattern(tmp_path, monkeypatch, kind, name):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    for folder in (name, "1"):
-        for stem in (name, "data1", "ab", "what", "b"):
-            text = "that" if stem == name == folder else "another"
-            row = f"text\n{text}\n" if kind == "csv" else json.dumps({"text": text})
-            write(tmp_path / folder / f"{stem}.{kind}", row)
-    assert documents_of(tmp_path / name / f"{name}.{kind}") == ["that"]
-
-
-def test_the_folder_of_a_data_set_is_no_pattern(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    write(tmp_path / "[1]" / "train.jsonl", '{"text": "that"}')
-    write(tmp_path / "1" / "train.jsonl", '{"text": "another"}')
-    assert documents_of(f"hf:{tmp_path / '[1]'}") == ["that"]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet"])
-@pytest.mark.parametrize("content", ["", "\n \n", "\ufeff"])
-def test_an_empty_table_is_named_and_passed_over_among_others(tmp_path, monkeypatch, kind, content):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    empty = write(tmp_path / "folder" / f"empty.{kind}", content)
-    for name in (empty, empty.parent):
-        with pytest.raises(ValueError, match=rf"empty\.{kind} holds no text: it is empty"):
-            find_source(str(name))
-    full = tmp_path / f"full.{kind}"
-    table = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    more = {"sep": "\t"} if kind == "tsv" else {}
-    getattr(table, f"to_{kind.removesuffix('l').replace('tsv', 'csv')}")(full, **more)
-    for names in (f"{empty},{full}", f"{full},{empty}"):
-        assert documents_of(names) == ["one", "two"]
-
-
-def test_linked_folders_and_files_are_followed_and_read_once(tmp_path):
-    write(tmp_path / "elsewhere" / "a.txt", "a")
-    write(tmp_path / "blobs" / "0f3c", "b")
-    write(tmp_path / "texts" / "c.txt", "c")
-    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "texts" / "again").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "texts" / "b.txt").symlink_to(tmp_path / "blobs" / "0f3c")
-    (tmp_path / "texts" / "around").symlink_to(tmp_path)
-    (tmp_path / "whole").symlink_to(tmp_path / "texts")
-    assert sorted(documents_of(tmp_path / "whole")) == ["a", "b", "c"]
 
 
 def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
@@ -187,26 +115,16 @@ def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
     file = tmp_path / f"t.{kind}"
     getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(file)
     assert list(find_source(str(file), column="body").documents()) == ["one", "two\n\nlines"]
-    with pytest.raises(ValueError, match=r"column text of strings, got id, body: --text-column"):
+    wanted = "cannot be read: Usecols" if kind == "csv" else "column text of strings, got id, body"
+    with pytest.raises(ValueError, match=wanted):
         find_source(str(file))
     assert (
         find_source(str(file), column="body").digest() != find_source(str(file), 2, "body").digest()
     )
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
-def test_lines_of_a_table_end_as_those_of_a_file(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    cells = [written.decode("utf-8-sig") for written in WRITTEN.values()]
-    table = datasets.Dataset.from_dict({"text": cells})
-    getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(tmp_path / f"t.{kind}")
-    assert documents_of(tmp_path / f"t.{kind}") == [TEXT] * 5
-
-
-@pytest.mark.parametrize("form", ["{}", "hf:{}", "folder"])
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
-def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind, form):
+def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind):
     datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
     cells = ["NA", "None", "null", "nan", "N/A", "NULL", "true", "two words", "7", "a, b"]
@@ -214,19 +132,7 @@ def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatc
     cell = (lambda text: f'"{text}"' if "," in text else text) if kind == "csv" else str
     lines = [f"{i}{separator}{cell(text)}" for i, text in enumerate([*cells, ""])]
     file = write(tmp_path / "set" / f"train.{kind}", "\n".join([f"id{separator}text", *lines, ""]))
-    name = {"{}": file, "hf:{}": f"hf:{file.parent}", "folder": file.parent}[form]
-    assert documents_of(name) == cells
-
-
-@pytest.mark.parametrize("kind", ["csv", "tsv"])
-def test_a_column_of_numbers_is_text_where_it_is_named(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    file = write(tmp_path / f"a.{kind}", "text\n007\n1e3\n")
-    assert documents_of(file) == ["007", "1e3"]
-    other = write(tmp_path / f"b.{'tsv' if kind == 'csv' else 'csv'}", "text\na\n")
-    with pytest.raises(ValueError, match="takes tables of one kind alone"):
-        find_source(f"{file},{other}")
+    assert documents_of(file) == documents_of(file.parent) == cells
 
 
 def test_lines_of_files_end_alike(tmp_path):
@@ -282,11 +188,11 @@ def stories(tmp_path_factory):
         file = root / "parquet" / "data" / f"{split}-00000-of-00001.parquet"
         parquet.write_table(Table.from_pydict({"id": [*range(8)], "text": texts}), file)
     one = datasets.Dataset.from_dict({"text": texts})
-    one.save_to_disk(root / "one")
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(root / "splits")
     datasets.DatasetDict({"test": one}).save_to_disk(root / "no train")
-    datasets.Dataset.from_dict({"story": texts}).save_to_disk(root / "no text")
-    datasets.Dataset.from_dict({"text": [1, 2]}).save_to_disk(root / "numbers")
+    for name, columns in {"no text": {"story": texts}, "numbers": {"text": [1, 2]}}.items():
+        table = datasets.Dataset.from_dict(columns)
+        datasets.DatasetDict({"train": table}).save_to_disk(root / name)
     (root / "empty").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", root / "hf")
@@ -294,7 +200,7 @@ def stories(tmp_path_factory):
         yield root
 
 
-@pytest.mark.parametrize("form", ["parquet", "one", "splits"])
+@pytest.mark.parametrize("form", ["parquet", "splits"])
 def test_hugging_face_data_gives_the_column_text_of_its_training_split(stories, form):
     documents = documents_of(f"hf:{stories / form}")
     assert documents == [f"Story {i}: once upon a time." for i in range(7)]
@@ -334,11 +240,9 @@ def test_files_that_hold_no_text_are_named(tmp_path):
     file = tmp_path / "odd.txt"
     for data, message in {
         b"plain\n" * 2000
-        + "café\n".encode("latin-1"): r"odd\.txt, which is not UTF-8: byte 12,003 is 0xe9",
+        + "café\n".encode("latin-1"): r"odd\.txt, which is not UTF-8 \(invalid continuation byte",
         # Half of a character at the end.
-        "né".encode()[:-1]: r"not UTF-8: byte 1 is 0xc3",
-        b"\x89PNG\r\n\0\0": r"a binary file, not text: byte 0 is 0x89",
-        "né".encode("utf-16"): r"which is UTF-16: iconv -f UTF-16 ",
+        "né".encode()[:-1]: r"not UTF-8 \(unexpected end of data",
     }.items():
         file.write_bytes(data)
         with pytest.raises(ValueError, match=message) as error:
@@ -376,7 +280,7 @@ def test_bytes_are_bytes_and_specials_follow_them():
 
 def small_source(text: str = "") -> sources.TextSource:
     texts = ["the cat sat on the mat. The Café of the théâtre: a b c", text]
-    return sources.TextSource("small", ["small", text], lambda: ([text] for text in texts))
+    return sources.TextSource("small", ["small", text], lambda: iter(filter(None, texts)))
 
 
 def test_byte_pairs_are_trained_and_lose_nothing():
@@ -461,15 +365,14 @@ def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
     assert len(list(cache.glob("tokenizer-*.json"))) == 1
 
 
-@pytest.mark.parametrize("name", ["bpe", "wordpiece"])
-@pytest.mark.parametrize("letters", ["ACGT", "-", "กขฃคฅฆงจฉช"], ids=["dna", "dashes", "thai"])
+@pytest.mark.parametrize(("name", "letters"), [("bpe", "กขฃคฅฆงจฉช"), ("wordpiece", "ACGT")])
 def test_text_without_spaces_trains_in_time_in_proportion(name, letters):
     train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
     specials = GPT if name == "bpe" else BERT
     text = "".join(random.Random(0).choices(letters, k=320_000))
 
     def seconds(length: int) -> float:
-        source = sources.TextSource("dna", [], lambda: iter([[text[:length]]]))
+        source = sources.TextSource("dna", [], lambda: iter([text[:length]]))
         begin = time.process_time()
         trained = train(source, specials, 512)
         assert ".{" not in trained.to_str(), "words are cut in training alone"
@@ -477,105 +380,6 @@ def test_text_without_spaces_trains_in_time_in_proportion(name, letters):
 
     seconds(1000)
     assert seconds(320_000) < 8 * seconds(80_000) + 0.5
-
-
-def test_training_says_how_much_it_has_read(monkeypatch, capsys):
-    monkeypatch.setattr(tokenizers, "_SHOWN_EVERY", 0.001)
-    shown = ""
-
-    def batches():
-        nonlocal shown
-        yield ["ACGT " * 50]
-        deadline = time.monotonic() + 60
-        while " 250 characters read" not in shown and time.monotonic() < deadline:
-            time.sleep(0.01)
-            shown += capsys.readouterr().err
-        yield ["ACGT"]
-
-    tokenizers._train_byte_pairs(sources.TextSource("dna", [], batches), GPT, 300)
-    assert "training a tokeniser on dna: 250 characters read, " in shown
-
-
-def odd_text(length: int) -> str:
-    """Words, numbers, punctuation, line ends, scripts without spaces and names of tokens."""
-    rng = random.Random(0)
-    kinds = [
-        "the",
-        "cat's",
-        "sat,",
-        "1234567",
-        "--",
-        "(a_b)=;",
-        "Thé",
-        "春眠不覚暁。",
-        "😀",
-        "γάτα",
-    ]
-    kinds += ["<|endoftext|>", "[MASK]"]
-    spaces = " ", " ", "\n", "\n\n  ", "", "\t", "   "
-    return "".join(rng.choice(kinds) + rng.choice(spaces) for _ in range(length))
-
-
-# As GPT-4 and Llama 3 split: line ends belong to the punctuation before them.
-_GPT_4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
-
-def tokeniser_of(kind: str) -> Tokenizer:
-    library = tokenizers.library
-    text = odd_text(3000)
-    if kind == "bytes":
-        return in_bytes(GPT)
-    if kind in ("bpe", "wordpiece"):
-        specials = GPT if kind == "bpe" else BERT
-        return open_tokenizer(kind, small_source(text), specials=specials, vocab_size=600)
-    model, trainer = ("Unigram", "UnigramTrainer") if "unigram" in kind else ("BPE", "BpeTrainer")
-    whole, pieces = library.Tokenizer(getattr(library.models, model)()), library.pre_tokenizers
-    if kind == "split":
-        split = pieces.Split(library.Regex(_GPT_4), "isolated")
-        whole.pre_tokenizer = pieces.Sequence([split, pieces.ByteLevel(False, use_regex=False)])
-    elif kind == "one word":  # with a space before the first, as Llama 2
-        norms = library.normalizers
-        whole.normalizer = norms.Sequence([norms.Prepend("▁"), norms.Replace(" ", "▁")])
-    else:
-        whole.pre_tokenizer = pieces.Metaspace()
-    options = {"unk_token": "</s>"} if model == "Unigram" else {}
-    trainer = getattr(library.trainers, trainer)(
-        vocab_size=600, special_tokens=["</s>"], show_progress=False, **options
-    )
-    whole.train_from_iterator([text[:4000]], trainer)
-    return Tokenizer(whole, kind)
-
-
-CUT = ["bytes", "bpe", "wordpiece", "split", "metaspace", "metaspace unigram"]
-
-
-@pytest.mark.parametrize("kind", [*CUT, "one word"])
-def test_parts_of_a_text_have_the_tokens_of_the_whole(monkeypatch, kind):
-    monkeypatch.setattr(tokenizers, "_PART", 300)
-    monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
-    tokenizer, text = tokeniser_of(kind), odd_text(2000)
-    blocks = [text[start : start + 1000] for start in range(0, len(text), 1000)]
-    parts = list(tokenizers.cut(blocks, tokenizer.encode))
-    assert "".join(parts) == text
-    tokens = [token for part in parts for token in tokenizer.encode(part)]
-    assert tokens == tokenizer.encode(text)
-    # A space that is put before each text lets none be cut.
-    assert len(parts) == 1 if kind == "one word" else max(map(len, parts)) < 600
-    for short in ("", "a b"):
-        assert list(tokenizers.cut([short], tokenizer.encode)) == [short]
-
-
-@pytest.mark.parametrize(("name", "specials"), [("bpe", GPT), ("wordpiece", BERT)])
-def test_a_long_document_trains_the_tokeniser_that_it_trains_as_a_whole(
-    monkeypatch, name, specials
-):
-    train = {"bpe": tokenizers._train_byte_pairs, "wordpiece": tokenizers._train_word_pieces}[name]
-    source = small_source(odd_text(2000))
-    whole = train(source, specials, 600).to_str()
-    monkeypatch.setattr(tokenizers, "_PART", 300)
-    monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
-    assert len(list(tokenizers._up_to(1 << 20, source, str.split))) > 20
-    assert train(source, specials, 600).to_str() == whole
 
 
 def not_to_be_had(*_args: object, **_kwargs: object) -> None:
@@ -651,20 +455,6 @@ def test_one_of_many_makes_a_file_and_the_others_wait_for_it(cache):
     assert made[0] != cache / "thing"
 
 
-def test_what_fails_half_way_is_not_kept(cache):
-    def fail(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "part").write_text("half")
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        build_once("thing", fail)
-    assert [path.name for path in cache.iterdir()] == [".thing.lock"]
-    # As a process that was killed leaves it.
-    write(cache / ".thing.partial" / "part", "half")
-    assert list(build_once("thing", Path.mkdir).iterdir()) == []
-
-
 def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
     file = write(tmp_path / "a.txt", "one\n\ntwo")
     first = open_text(str(file), "bytes", specials=GPT)
@@ -675,69 +465,6 @@ def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
     write(file, "one\n\ntwo\n\nthree")
     assert open_text(str(file), "bytes", specials=GPT).documents == 3
     assert open_text(str(file), "bytes", specials=GPT, limit=1).documents == 1
-
-
-@pytest.mark.parametrize("kind", ["folder", "parquet"])
-@pytest.mark.parametrize("tokenizer", ["bytes", "wordpiece"])
-def test_a_long_document_is_read_and_encoded_in_parts(tmp_path, monkeypatch, kind, tokenizer):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    documents = [odd_text(3000).replace("<|endoftext|>", "") + "\r\né", "short"]
-    if kind == "folder":
-        for number, document in enumerate(documents):
-            path = tmp_path / "texts" / f"{number}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_bytes(document.encode())
-        name = str(path.parent)
-    else:
-        name = str(tmp_path / "t.parquet")
-        datasets.Dataset.from_dict({"text": documents}).to_parquet(name)
-    encoded, longest = [], []
-    encode_batch = Tokenizer.encode_batch
-
-    def watched(self, texts):
-        longest.append((max(map(len, texts)), sum(map(len, texts))))
-        return encode_batch(self, texts)
-
-    monkeypatch.setattr(Tokenizer, "encode_batch", watched)
-    for block, part, at_once in ((1 << 18, 1 << 16, 1 << 20), (97, 300, 900)):
-        monkeypatch.setattr(sources, "_BLOCK", block)
-        monkeypatch.setattr(tokenizers, "_PART", part)
-        monkeypatch.setattr(tokenizers, "_CONTEXT", 40)
-        monkeypatch.setattr(stream, "_AT_ONCE", at_once)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache {block}"))
-        text = open_text(name, tokenizer, specials=BERT, vocab_size=600)
-        encoded.append(([*text.train.read(), *text.held_out.read()], text.lost, text.identity))
-    assert encoded[0] == encoded[1]
-    assert longest[0][0] == len(documents[0]) - 1  # of the line end, a character
-    assert max(part for part, _ in longest[1:]) < 600 < 900 <= longest[1][1] < 1500
-    documents_read = [[len(part) for part in parts] for parts in find_source(name).parts()]
-    assert max(map(max, documents_read)) <= 98
-
-
-def test_of_a_long_document_that_is_dense_nothing_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizers, "_PART", 50)
-    monkeypatch.setattr(tokenizers, "_CONTEXT", 10)
-    monkeypatch.setattr(stream, "_AT_ONCE", 60)
-    documents = ["abcd " * 30, "éé éé " * 30, "xyz"]
-    file = str(write(tmp_path / "a.txt", "\n\n".join(documents)))
-    text = open_text(file, "bytes", specials=GPT, max_density=1.2)
-    tokens = [*text.train.read(), *text.held_out.read()]
-    assert tokens == [*documents[0].encode(), 256, *b"xyz", 256]
-    assert (text.documents, text.lost) == (2, 0)
-
-
-def test_the_size_of_a_text_is_counted_once(tmp_path, monkeypatch):
-    file = write(tmp_path / "a.txt", "one\n\ntwö")
-    assert sources.size_of(find_source(str(file))) == 7
-    with monkeypatch.context() as patch:
-        patch.setattr(sources, "_of_file", None)
-        assert sources.size_of(find_source(str(file))) == 7
-    assert sources.size_of(find_source(str(file), limit=1)) == 3
-    write(file, "one\n\ntwo\n\nthree")
-    assert sources.size_of(find_source(str(file))) == 11
-    with pytest.raises(ValueError, match="holds no text: it is empty or blank"):
-        sources.size_of(find_source(str(write(tmp_path / "b.txt", " "))))
 
 
 def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):
@@ -785,7 +512,7 @@ def test_a_tokeniser_of_other_text_is_refused(tmp_path):
     open_tokenizer("wordpiece", source, specials=BERT, vocab_size=60).save(tmp_path / "t.json")
     greek = write(tmp_path / "greek.txt", "η γάτα κάθισε στο χαλί " * 50)
     assert open_text(str(english), str(tmp_path / "t.json"), specials=BERT).documents == 1
-    message = r"t\.json does not fit --data: 100% of its tokens are \[UNK\]"
+    message = r"t\.json does not fit --data: 100% of its tokens are unknown"
     with pytest.raises(ValueError, match=message):
         open_text(str(greek), str(tmp_path / "t.json"), specials=BERT)
 
@@ -793,101 +520,21 @@ def test_a_tokeniser_of_other_text_is_refused(tmp_path):
 STORY = "One day Mia found a kite near the hill. She said: what a kite!"
 
 
-def write_tokenizer(path: Path, model: str, normalizer=None, alphabet=False) -> str:
-    """Write a tokeniser that was trained on English alone, and return its path."""
-    library = pytest.importorskip("tokenizers")
-    names = {"BPE": "BpeTrainer", "WordLevel": "WordLevelTrainer", "Unigram": "UnigramTrainer"}
-    kind, _, how = model.partition(" ")
-    unknown = {"unk_token": "<unk>"} if kind in ("WordLevel",) or how == "unknown" else {}
-    whole = library.Tokenizer(getattr(library.models, kind)(**unknown))
-    more = {"special_tokens": ["</s>", "<unk>"]}
-    if kind == "BPE" and not unknown:
-        pieces = library.pre_tokenizers.ByteLevel
-        whole.pre_tokenizer = pieces(add_prefix_space=how == "prefix")
-        whole.decoder = library.decoders.ByteLevel()
-        more |= {"initial_alphabet": pieces.alphabet()} if alphabet else {}
-    else:
-        whole.pre_tokenizer = library.pre_tokenizers.Whitespace()
-        more |= {"unk_token": "<unk>"} if kind == "Unigram" else {}
-    if normalizer is not None:
-        whole.normalizer = normalizer(library.normalizers)
-    trainer = getattr(library.trainers, names[kind])(vocab_size=400, show_progress=False, **more)
-    whole.train_from_iterator([STORY] * 10, trainer)
-    whole.save(str(path))
-    return str(path)
-
-
-LOSING = ["BPE", "BPE unknown", "WordLevel", "Unigram"]
-
-
-@pytest.mark.parametrize("model", LOSING)
-@pytest.mark.parametrize("odd", ["😀🚀🌍", "春眠不覚暁", "γάτα"])
-def test_text_that_a_tokeniser_has_no_tokens_for_is_refused_whatever_it_calls_it(
-    tmp_path, model, odd
-):
-    name = write_tokenizer(tmp_path / "t.json", model)
-    file = tmp_path / "a.txt"
-    for text, share in ((odd * 300, "100.0%"), (f"{STORY} {odd}\n\n" * 300, r"\d+\.\d%")):
-        write(file, text)
-        with pytest.raises(ValueError, match=rf"does not fit --data: {share} of the text is lost"):
-            open_text(str(file), name, specials=GPT)
-    plain = str(write(tmp_path / "plain.txt", f"{STORY}\n\n" * 300))
-    with pytest.raises(ValueError, match=r"does not fit --validation .*a\.txt: "):
-        open_text(plain, name, specials=GPT, validation=str(file))
-    assert open_text(plain, name, specials=GPT).lost == 0
-
-
-@pytest.mark.parametrize("model", LOSING)
-def test_a_small_share_that_is_lost_is_said_and_there_are_no_bytes_per_token(tmp_path, model):
-    name = write_tokenizer(tmp_path / "t.json", model)
-    file = write(tmp_path / "a.txt", f"{STORY}\n\n" * 99 + "é")
-    text = open_text(str(file), name, specials=GPT)
-    assert text.lost == 2 / (99 * len(STORY) + 2)
-    assert text.facts()["lost_by_the_tokeniser"] == "0.03% of the text"
-    assert text.bytes_per_token is None
-
-
-@pytest.mark.parametrize("name", ["bytes", "bpe", "file"])
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
 def test_bytes_per_token_add_up_to_the_text_or_are_absent(tmp_path, name):
     pytest.importorskip("tokenizers")
     file = str(write(tmp_path / "a.txt", f"{STORY} Ünïcode 😀\n\n" * 99))
-    if name == "file":
-        name = write_tokenizer(tmp_path / "t.json", "BPE", alphabet=True)
     text = open_text(file, name, specials=GPT, vocab_size=400)
     parts = (part.counts(len(text.bytes_per_token)) for part in (text.train, text.held_out))
     assert sum(part @ text.bytes_per_token for part in parts) == 99 * len(
         f"{STORY} Ünïcode 😀".encode()
     )
-    assert "lost_by_the_tokeniser" not in text.facts()
-    assert open_text(file, name, specials=GPT, vocab_size=400, validation=file).lost == 0
     # One that puts a space before each document counts bytes that are not there.
-    spaced = write_tokenizer(tmp_path / "spaced.json", "BPE prefix", alphabet=True)
-    text = open_text(file, spaced, specials=GPT)
-    assert (text.lost, text.bytes_per_token) == (0, None)
-
-
-def test_a_normaliser_may_change_case_and_accents_and_nothing_more(tmp_path):
-    file = str(write(tmp_path / "a.txt", f"{STORY.upper()} Ä\n\n" * 99))
-    lower = lambda n: n.Sequence([n.NFD(), n.StripAccents(), n.Lowercase()])  # noqa: E731
-    name = write_tokenizer(tmp_path / "lower.json", "BPE", lower, alphabet=True)
-    text = open_text(file, name, specials=GPT)
-    assert (text.lost, text.bytes_per_token) == (0, None)
-    name = write_tokenizer(
-        tmp_path / "none.json", "BPE", lambda n: n.Replace("KITE", ""), alphabet=True
-    )
-    with pytest.raises(ValueError, match=r"12\.\d% of the text is lost"):
-        open_text(file, name, specials=GPT)
-
-
-def test_words_that_a_bert_does_not_know_are_said_up_to_a_half(tmp_path):
-    source = find_source(str(write(tmp_path / "english.txt", f"{STORY}\n\n" * 9)))
-    open_tokenizer("wordpiece", source, specials=BERT, vocab_size=90).save(tmp_path / "t.json")
-    file = write(tmp_path / "a.txt", f"{STORY} γάτα\n\n" * 99)
-    text = open_text(str(file), str(tmp_path / "t.json"), specials=BERT)
-    size = len(f"{STORY} γάτα".encode())
-    # Four letters of two bytes; the accent is not counted.
-    assert text.lost == pytest.approx(8 / size)
-    assert text.facts()["lost_by_the_tokeniser"] == f"{8 / size:.2%} of the text"
+    tokenizer = in_bytes(GPT)
+    kind = tokenizers.library.pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.tokenizer.pre_tokenizer = kind
+    tokenizer.save(tmp_path / "spaced.json")
+    assert open_text(file, str(tmp_path / "spaced.json"), specials=GPT).bytes_per_token is None
 
 
 def test_dense_documents_are_left_out(tmp_path):
@@ -916,14 +563,6 @@ def starts(data, epoch: int = 0) -> list[int]:
     assert tokens.shape == (len(data), data.length)
     assert (tokens.diff(dim=1) == 1).all()
     return tokens[:, 0].tolist()
-
-
-def test_held_out_windows_follow_each_other(tmp_path):
-    tokens = numbered(tmp_path, 32)
-    # Of nine tokens, eight are read and eight predicted: the last of one is the first of the next.
-    assert starts(Windows(tokens, 9, stride=8)) == [0, 8, 16]
-    assert starts(Windows(tokens, 8)) == [0, 8, 16, 24]
-    assert starts(Windows(tokens, 32)) == [0]
 
 
 def test_training_windows_move_with_the_epoch(tmp_path):
@@ -982,17 +621,6 @@ def test_other_text_that_is_too_short_is_named(tmp_path):
         ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
     ):
         RandomWindows(text.held_out, 33, count=1, seed=0)
-    with pytest.raises(ValueError, match=r"^--validation .*b\.txt holds 4 tokens: too little text"):
-        own_text.context_of(text, 32, 2)
     text = open_text(str(short), "bytes", specials=GPT, validation=str(long))
     with pytest.raises(ValueError, match=r"^--data .*b\.txt holds 4 tokens to train on"):
         own_text.context_of(text, 32, 2)
-
-
-def test_noise_is_the_same_for_the_same_index():
-    noise = NoiseTokens(300, 17)
-    (batch,) = noise.__getitems__([(0, 5), (1, 5), (0, 6)])
-    assert batch.shape == (3, 17)
-    assert torch.equal(batch[0], batch[1])
-    assert not torch.equal(batch[0], batch[2])
-    assert noise.pool.max() == 299

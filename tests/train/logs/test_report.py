@@ -3,7 +3,6 @@
 import functools
 import json
 import resource
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,6 +49,15 @@ def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path)
     assert rows(path) == [{"step": step, "loss": 2.5} for step in range(4)]
 
 
+def test_damage_is_dropped_alone_and_its_line_is_named(tmp_path):
+    path, listener = tmp_path / "m.jsonl", Listener()
+    whole = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(8))
+    path.write_bytes(whole + bytes(12) + b"\n" + b'{"step": 8}\n')
+    assert [row["step"] for row in JsonLines(path, 9, listener.log, steps=60).rows] == [*range(9)]
+    assert listener.said == ["line 9 of m.jsonl cannot be read: dropped"]
+    assert path.read_bytes() == whole + b'{"step": 8}\n'
+
+
 def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(4)) + '{"ste')
@@ -77,49 +85,6 @@ def test_a_resume_reads_the_end_of_a_log_and_its_first_lines_and_keeps_no_more(
         lines.append([{"step": step}])
     assert len(lines.rows) == len(kept), "memory grows with the steps"
     assert [row["step"] for row in rows(path)] == [*range(20_100)]
-
-
-def test_a_row_that_came_late_stays_where_later_ones_are_removed(tmp_path):
-    path = tmp_path / "alarms.jsonl"
-    steps = [3, 9, 7, 8, 10]
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
-    lines = JsonLines(path, 9, steps=60)
-    assert rows(path) == lines.rows == [{"step": 3}, {"step": 7}, {"step": 8}]
-    assert lines.removed == {9, 10}
-
-
-def test_damage_is_dropped_alone_and_its_line_is_named(tmp_path):
-    path, listener = tmp_path / "m.jsonl", Listener()
-    whole = b"".join(json.dumps({"step": step}).encode() + b"\n" for step in range(8))
-    path.write_bytes(whole + bytes(12) + b"\n" + b'{"step": 8}\n')
-    assert [row["step"] for row in JsonLines(path, 9, listener.log, steps=60).rows] == [*range(9)]
-    assert listener.said == ["line 9 of m.jsonl cannot be read: dropped"]
-    assert path.read_bytes() == whole + b'{"step": 8}\n'
-
-
-def test_a_log_is_opened_once_and_each_line_is_there_at_once(tmp_path, monkeypatch):
-    opened, open_own = [], writers.open_own
-    monkeypatch.setattr(writers, "open_own", lambda *a: opened.append(a) or open_own(*a))
-    lines = JsonLines(tmp_path / "m.jsonl", 0)
-    for step in range(9):
-        lines.append([{"step": step}])
-        assert len(rows(tmp_path / "m.jsonl")) == step + 1
-    assert len(opened) == 1
-
-
-def test_a_log_whose_folder_is_gone_is_written_again_and_one_that_is_replaced_goes_on(tmp_path):
-    path, listener = tmp_path / "run" / "m.jsonl", Listener()
-    path.parent.mkdir()
-    lines = JsonLines(path, 0, listener.log)
-    lines.append([{"step": 0}, {"step": 1}])
-    shutil.rmtree(path.parent)
-    lines.append([{"step": 2}])
-    assert [row["step"] for row in rows(path)] == [0, 1, 2]
-    shutil.copy(path, path.with_name("copy"))
-    path.with_name("copy").replace(path)
-    lines.append([{"step": 3}])
-    assert [row["step"] for row in rows(path)] == [0, 1, 2, 3]
-    assert listener.said == []
 
 
 @pytest.mark.parametrize("terminal", [True, False])

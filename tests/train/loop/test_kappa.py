@@ -2,14 +2,12 @@
 
 import json
 import shutil
-import statistics
 from pathlib import Path
 
 import pytest
 
 from tests.train.launch import TINY, rows, run, tensors_of, torchrun
-from train import bert, gpt, lra, vit
-from train.loop.summary import sum_up
+from train import bert, lra, vit
 
 RUN = [*map(str, TINY), "--deterministic", "--steps", "6"]
 
@@ -68,25 +66,6 @@ def test_kappa_is_sampled_every_so_many_epochs_of_so_many_entries(tmp_path):
     assert probed == {0, 9, *range(0, 9, round(per_epoch / 10))}
 
 
-def test_a_probe_has_as_many_items_as_wanted(tmp_path):
-    for samples in ("3", "16"):
-        folder = tmp_path / samples
-        train_here("--out", folder, "--kappa-probe", 9, "--kappa-samples", samples, "--steps", 1)
-    train_here("--out", tmp_path / "usual", "--kappa-probe", 9, "--steps", 1)
-    few, many, usual = (
-        rows(tmp_path / name / "kappa_probe.jsonl") for name in ("3", "16", "usual")
-    )
-    assert many == usual
-    assert few[0]["kappa"] != usual[0]["kappa"]
-
-
-@pytest.mark.parametrize("text", ["0.5", "ep", "0ep", "2epochs", "nanep"])
-def test_an_interval_that_is_none_is_refused(text, tmp_path, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        train_here("--out", tmp_path, "--kappa-every", text)
-    assert "--kappa-every: must be a" in capsys.readouterr().err
-
-
 def test_qk_clip_keeps_logits_down_and_a_resumed_run_clips_alike(tmp_path):
     plain, whole, cut = (tmp_path / name for name in ("plain", "whole", "cut"))
     args = ["--lr", 0.03, "--warmup", 0, "--steps", 12, "--kappa-every", 1, "--ckpt-every", 6]
@@ -116,13 +95,6 @@ def test_ranks_share_the_items_of_a_probe_and_the_penalty(tmp_path):
     for alone, shared in zip(one[:2], two[:2]):
         assert shared["kappa"] == pytest.approx(alone["kappa"], rel=1e-3)
     assert all(row["kappa_penalty"] > 0 for row in rows(tmp_path / "two" / "metrics.jsonl"))
-
-
-def test_a_probe_needs_held_out_items(tmp_path, capsys):
-    args = ["--data", "synthetic", "--kappa-probe", "2", "--out", str(tmp_path / "run")]
-    with pytest.raises(SystemExit, match="2"):
-        gpt.main(args)
-    assert "--kappa-probe needs held-out items, and " in capsys.readouterr().err
 
 
 def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
@@ -178,18 +150,3 @@ def test_several_seeds_of_any_script_are_summed_up(tmp_path, capsys):
     assert whole["held_out_loss"] == pytest.approx(sum(scores) / 2)
     assert (whole["seeds"], whole["depth"]) == (2, each[0]["depth"])
     assert f"held-out loss: {whole['held_out_loss']:.4g}, standard" in capsys.readouterr().out
-
-
-def test_the_standard_error_is_that_of_a_mean(tmp_path):
-    scores = [0.3, 0.36, 0.41, 0.35]
-    runs = {
-        str(s): {"model": "m", "test_items": 7, "test_accuracy": s, "held_out_loss": None}
-        for s in scores
-    }
-    sum_up(runs, tmp_path)
-    whole = json.loads((tmp_path / "summary.json").read_text())
-    variance = sum((s - 0.355) ** 2 for s in scores) / 3
-    assert whole["test_accuracy_standard_error"] == pytest.approx((variance / 4) ** 0.5)
-    assert whole["test_accuracy"] == pytest.approx(statistics.fmean(scores))
-    assert whole["test_items"] == 7
-    assert whole["held_out_loss"] is None

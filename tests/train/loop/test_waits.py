@@ -107,17 +107,6 @@ def test_a_step_waits_for_no_device(name, precision, size, tmp_path, monkeypatch
     assert [values.device.type for values in copied] == ["meta"] * 4
 
 
-def test_reading_a_value_would_be_noticed():
-    value = torch.zeros(2, device="meta")
-    for read in (torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.cpu, bool, float):
-        with pytest.raises((RuntimeError, NotImplementedError)):
-            read(value if read is torch.Tensor.cpu else value[0])
-    with Transfers() as transfers, Made() as made:
-        torch.ones(2).to("meta")
-        torch.tensor([1.0], device="meta")
-    assert [seen[2] for seen in transfers.seen] + made.seen == [False, "tensor"]
-
-
 class Slow:
     """Data of which each batch takes a while."""
 

@@ -6,7 +6,7 @@ size) float32 of about zero mean and unit variance.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,25 +31,19 @@ if TYPE_CHECKING:
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
-    "val/, or of train-*.tar and val-*.tar or parquet files, a .csv of path and label, hf:NAME or "
-    "hf-stream:NAME"
+    "val/, or of tars or parquet files, a .csv of path and label, or hf:NAME"
 )
 
 
 @dataclass(frozen=True)
 class Images:
-    """A training set, what is held out from it, and how a batch becomes a model's input.
-
-    Attributes:
-        change: changes the images of a training batch, on the device, by a seed.
-    """
+    """A training set, what is held out from it, and how a batch becomes a model's input."""
 
     name: str
     classes: int
     train: DataSet
     held_out: DataSet | None
     prepare: Callable[[Tensor], Tensor]
-    change: Callable[[Tensor, int], Tensor] = lambda images, _seed: images
 
 
 def about(images: Images, size: int, channels: int, names: list[str] | None) -> dict[str, Any]:
@@ -102,9 +96,8 @@ def open_images(
     """
     if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
-            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment, "
-            "--erase or --augment-on would change: give --crop 0.08 --flip --rand-augment none "
-            "--erase 0 --augment-on cpu"
+            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment or "
+            "--erase would change: give --crop 0.08 --flip --rand-augment none --erase 0"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))
@@ -117,17 +110,12 @@ def open_images(
     from train.data.images.photographs import Photographs
     from train.data.images.sources import find_images
 
-    sources = sources or find_images(name, seed)
+    sources = sources or find_images(name)
     augment = augment or Augment()
     views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (Photographs(source, *view) for source, view in both)
-    opened = Images(name, sources.classes, train, held_out, PixelsToInput(channels))
-    if augment.on == "cpu":
-        return opened
-    from train.data.images.on_device import OnDevice
-
-    return replace(opened, change=OnDevice(augment, size))
+    return Images(name, sources.classes, train, held_out, PixelsToInput(channels))
 
 
 class Digits:

@@ -31,14 +31,12 @@ class Augment:
         erase: probability of filling a random box of it with noise.
         crop: smallest part of its area that a crop at random keeps.
         flip: mirror every other one, left to right.
-        on: where the first two are done: by data workers on the "cpu", or on the "device".
     """
 
     rand_augment: str | None = None
     erase: float = 0.0
     crop: float = 0.08
     flip: bool = True
-    on: str = "cpu"
 
 
 @contextmanager
@@ -99,8 +97,6 @@ class TrainingView:
     def __init__(self, size: int, augment: Augment):
         self.size, self.augment = size, augment
         policy, self.erase = augment.rand_augment, augment.erase
-        if augment.on != "cpu":
-            policy, self.erase = None, 0.0
         self.rand_augment = None if policy is None else RandAugment(policy, size)
 
     def region(self, width: int, height: int) -> Region:
@@ -156,25 +152,24 @@ def _box(
     return None
 
 
-def erased_box(size: int) -> Region | None:
-    """Draw the box to erase as torchvision's ``RandomErasing`` does; None where none fits."""
-    return _box(size, size, (0.02, 0.33), (0.3, 3.3))
-
-
 def _erase(pixels: Tensor) -> None:
-    """Fill a box at random with noise of unit variance, which is cut at about two deviations."""
-    box = erased_box(pixels.shape[-1])
+    """Fill a box at random with noise of unit variance, which is cut at about two deviations.
+
+    The box is drawn as torchvision's ``RandomErasing`` does.
+    """
+    size = pixels.shape[-1]
+    box = _box(size, size, (0.02, 0.33), (0.3, 3.3))
     if box is not None:
         noise = np.random.default_rng(random.getrandbits(64)).standard_normal(
             (3, box.height, box.width), np.float32
         )
-        mean, std = channels(MEAN), channels(STD)
+        mean, std = _channels(MEAN), _channels(STD)
         noise = (255 * (torch.from_numpy(noise) * std + mean)).round_().clamp_(0, 255)
         pixels[:, box.top :, box.left :][:, : box.height, : box.width] = noise.to(torch.uint8)
 
 
 @cache
-def channels(values: tuple[float, ...], device: torch.device | None = None) -> Tensor:
+def _channels(values: tuple[float, ...], device: torch.device | None = None) -> Tensor:
     """Return values of the channels, (C, 1, 1) float32: made once for each device."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
@@ -196,24 +191,20 @@ class RandAugment:
         augment = _rand_augment(policy, size)
         self.ops, self.count, self.weights = augment.ops, augment.num_layers, augment.choice_weights
 
-    def draw(self) -> list[tuple[Any, tuple]]:
-        """Draw timm's operations for an image, and the arguments of each."""
+    def __call__(self, pixels: np.ndarray) -> np.ndarray:
+        """Return (S, S, 3) uint8 of the same."""
+        from PIL import Image
+
         ops = random.choices(self.ops, k=self.count)
         if self.weights is not None:  # timm then takes none of them twice
             draw = np.random.default_rng(random.getrandbits(64))
             places = draw.choice(len(self.ops), self.count, replace=False, p=self.weights)
             ops = [self.ops[place] for place in places]
-        return [(op, _arguments(op)) for op in ops if random.random() <= op.prob]
-
-    def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """Return (S, S, 3) uint8 of the same."""
-        from PIL import Image
-
-        ops = self.draw()
-        if not ops:
+        drawn = [(op, _arguments(op)) for op in ops if random.random() <= op.prob]
+        if not drawn:
             return pixels
         image = Image.fromarray(np.ascontiguousarray(pixels))
-        for op, arguments in ops:
+        for op, arguments in drawn:
             image = op.aug_fn(image, *arguments, **op.kwargs)
         return np.asarray(image)
 
@@ -302,4 +293,4 @@ class PixelsToInput:
         images = images.float().div_(255)
         if self.channels == 1:
             return (images.mean(1, keepdim=True) - MEAN[1]) / STD[1]
-        return images.sub_(channels(MEAN, images.device)).div_(channels(STD, images.device))
+        return images.sub_(_channels(MEAN, images.device)).div_(_channels(STD, images.device))

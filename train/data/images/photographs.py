@@ -33,6 +33,9 @@ class ImageSource(Protocol):
     def name(self, index: int) -> str:
         """Return which image this is, for a message."""
 
+    def digest(self) -> str:
+        """Return what tells these images from others."""
+
 
 class View(Protocol):
     """Makes a model's pixels of an image, maybe at random."""
@@ -130,8 +133,6 @@ class Photographs:
 
     def __init__(self, source: ImageSource, view: View, seed: int | None):
         self.source, self.pixels = source, Pixels(view, seed)
-        # Those of a source that is read soonest in an order of its own.
-        self.order, self.lanes = getattr(source, "order", None), getattr(source, "LANES", 1)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -1,25 +1,73 @@
 """Image files of a data set: found in folders, a CSV, tar files or on Hugging Face, and divided."""
 
 import hashlib
-import json
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from leaner_kernels.monitor.command_line import one_line
-from leaner_kernels.monitor.files import files_below, is_hidden
+from leaner_kernels.monitor.pictures import decode
 from train.data.images import KINDS, hub
-from train.data.images.files import ImageFiles, holds_image, open_csv, open_folder
-from train.data.images.machine import once_per_machine
+from train.data.images.files import open_csv, open_folder
 from train.data.images.photographs import ImageSource
-from train.data.images.survey import SHARE, Part, split
-from train.data.splits import parts_of
 
-# Images of files, up to which copies are looked for and sizes distinguish a data set from another.
-COMPARED = 50_000
+SHARE = 0.15  # of each class that is held out, where the data set has no split for it
+SAMPLE = 32  # images that are looked at
+
+
+class Part:
+    """Some images of a source.
+
+    Args:
+        source: of the images, with the class of each as ``labels``.
+        indices: of those that are in it.
+    """
+
+    def __init__(self, source: Any, indices: Sequence[int]):
+        self.source, self.indices = source, np.asarray(indices)
+        self.labels = np.asarray(source.labels)[self.indices]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """Return the bytes of an image, and its class."""
+        return self.source.read(self.indices[index])
+
+    def name(self, index: int) -> str:
+        """Return which image this is."""
+        return self.source.name(self.indices[index])
+
+    def digest(self) -> str:
+        """Return what tells these images from others."""
+        whole = self.source.digest().encode() + self.indices.tobytes()
+        return hashlib.sha256(whole).hexdigest()
+
+
+def split(source: Any) -> tuple[Part, Part]:
+    """Divide a source into images to train on and images held out, of each class alike.
+
+    It depends on the classes of the images in their order alone, not on ``--seed``: so it is the
+    same on every rank, after a resume, and in runs that are to be compared.
+
+    Raises:
+        ValueError: no class has two images.
+    """
+    labels = np.asarray(source.labels)
+    draw = np.random.default_rng(0)
+    held_out: list[int] = []
+    for label in np.unique(labels):
+        images = draw.permutation(np.flatnonzero(labels == label)).tolist()
+        count = max(1, round(SHARE * len(images))) if len(images) > 1 else 0
+        held_out += images[:count]
+    if not held_out:
+        raise ValueError("--data must have two images of a class, to hold one out")
+    apart = np.isin(np.arange(len(labels)), held_out)
+    return Part(source, np.flatnonzero(~apart)), Part(source, np.flatnonzero(apart))
 
 
 @dataclass(frozen=True)
@@ -32,10 +80,6 @@ class Sources:
         classes: how many there are.
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
-        left_out: how many files are no images, or are hidden, and the first of them.
-        splits: which parts of the data set they are, where it has names of splits.
-        mislabelled: how many images are copies of one with another class, and the first.
-        in_both: how many held-out images are trained on too, and the first, where files tell.
     """
 
     train: ImageSource
@@ -43,52 +87,18 @@ class Sources:
     classes: int
     names: list[str] | None
     made: bool = False
-    left_out: str = ""
-    splits: str = ""
-    in_both: str = ""
-    mislabelled: str = ""
-
-    def counts(self) -> list[int] | None:
-        """Return how many training images each class has; None of a stream."""
-        labels = getattr(self.train, "labels", None)
-        return None if labels is None else np.bincount(labels, minlength=self.classes).tolist()
 
     def facts(self) -> dict[str, Any]:
         """Return what a plan says of them."""
-        facts: dict[str, Any] = {}
-        counts = self.counts()
-        if counts is not None:
-            labels = [counts.index(count) for count in (min(counts), max(counts))]
-            named = [self.names[label] if self.names else str(label) for label in labels]
-            fewest, most = (f"{counts[label]:,} ({n})" for label, n in zip(labels, named))
-            alike = min(counts) == max(counts)
-            shown = f"{counts[0]:,} each" if alike else f"{fewest} to {most}"
-            facts["training images of a class"] = shown
-        if self.splits:
-            facts["splits"] = self.splits
-        if self.mislabelled:
-            facts["copies_with_another_label"] = self.mislabelled
-        if self.in_both:
-            facts["held_out_and_trained_on"] = self.in_both
-        if self.made:
-            facts["held_out"] = f"{SHARE:.0%} of each class, the same in every run"
-        if self.left_out:
-            facts["left_out"] = self.left_out
-        return facts
+        return (
+            {"held_out": f"{SHARE:.0%} of each class, the same in every run"} if self.made else {}
+        )
 
     def identity(self, name: str) -> dict[str, str]:
-        """Return digests of the names, sizes and classes of the images, by what they are in words.
-
-        Of a stream nothing is known before it is read.
-
-        Args:
-            name: of the data set.
-        """
-        parts = {"the set of pictures": self.train, "the held-out set": self.held_out}
+        """Return digests of the images, by what they are in words; ``name``: of the data set."""
         return {
-            f"{words} under {name}": _digest(part)
-            for words, part in parts.items()
-            if hasattr(part, "labels")
+            f"the set of pictures under {name}": self.train.digest(),
+            f"the held-out set under {name}": self.held_out.digest(),
         }
 
     def files(self) -> dict[str, str]:
@@ -102,84 +112,73 @@ class Sources:
         return files
 
 
-def _digest(part: Any) -> str:
-    of = [part.source.names, part.indices.tolist()] if isinstance(part, Part) else [part.names]
-    source = part.source if isinstance(part, Part) else part
-    sizes = source.sizes() if len(source) <= COMPARED else None
-    labels = np.asarray(source.labels).tolist()
-    about = [*of, labels, sizes, [source.name(index) for index in range(len(source))]]
-    return hashlib.sha256(json.dumps(about).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-def find_images(name: str, seed: int) -> Sources:
-    """Find the image files of a data set, files of a folder once on each machine.
-
-    Args and errors are those of ``_find``.
-    """
-    if name.startswith(("hf:", "hf-stream:")) or _is_tables(Path(name)):
-        return _find(name, seed)
-    return once_per_machine(partial(_find, name, seed))
-
-
-def _find(name: str, seed: int) -> Sources:
+def find_images(name: str) -> Sources:
     """Find the image files of a data set; hold some out where it has no split for that.
 
     Args:
-        name: a folder, a .csv, "hf:" or "hf-stream:" and a data set of Hugging Face.
-        seed: of the order of a stream.
+        name: a folder, a .csv, or "hf:" and a data set of Hugging Face.
 
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
     """
-    path, held_out, splits = Path(name), None, ""
-    if name.startswith("hf-stream:") and name != "hf-stream:":
-        train, held_out, classes, splits = hub.open_streams(name.removeprefix("hf-stream:"), seed)
-    elif (name.startswith("hf:") and name != "hf:") or _is_tables(path):
-        train, held_out, classes, splits = hub.open_tables(name.removeprefix("hf:"))
+    path = Path(name)
+    if (name.startswith("hf:") and name != "hf:") or _is_tables(path):
+        train, held_out = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
-        train, held_out, splits = open_folder(path)
-        classes = train.classes
+        train, held_out = open_folder(path)
     elif path.is_file() and path.suffix.lower() == ".csv":
-        train, held_out, splits = open_csv(path)
-        classes = train.classes
+        train, held_out = open_csv(path)
     else:
-        end = " which is a file" if path.is_file() else " which is not there"
-        end = "" if name.startswith("hf") else f",{end}"
-        raise ValueError(f"--data must be {KINDS}, got {name!r}{end}")
-    names, left_out = getattr(train, "names", None), getattr(train, "left_out", "")
+        end = "which is a file" if path.is_file() else "which is not there"
+        raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")
+    classes = max(part.classes for part in (train, held_out) if part is not None)
     if classes == 1:
-        shown = f", {names[0]}" if names else ""
-        raise ValueError(f"--data {name} has one class{shown}: there is nothing to tell apart")
+        raise ValueError(f"--data {name} has one class: there is nothing to tell apart")
     if held_out is not None:
-        twice = _in_both(train, held_out)
-        wrong = getattr(train, "mislabelled", "")
-        return Sources(train, held_out, classes, names, False, left_out, splits, twice, wrong)
-    both = split(train)
-    wrong = getattr(train, "mislabelled", "")
-    return Sources(*both, classes, names, True, left_out, splits, mislabelled=wrong)
-
-
-def _in_both(train: Any, held_out: Any) -> str:
-    """Return how many held-out images are copies of training images, and the first of them."""
-    if not isinstance(train, ImageFiles) or len(train) + len(held_out) > COMPARED:
-        return ""
-    files = train.files(held_out)
-    known, measured = set(files[: len(train)]), files[len(train) :]
-    twice = [index for index, file in enumerate(measured) if file in known]
-    return f"{len(twice):,} of {len(held_out):,}: {held_out.name(twice[0])}" if twice else ""
+        return Sources(train, held_out, classes, train.names)
+    return Sources(*split(train), classes, train.names, made=True)
 
 
 def _is_tables(path: Path) -> bool:
+    """Return whether a folder holds parquet files, tars, or what ``datasets`` saved."""
     if not path.is_dir():
         return False
-    names = [entry.name for entry in path.iterdir() if not is_hidden(entry.name)]
-    folders = [path, *(path / name for name in (*parts_of(names), "data"))]
-    files = (file for folder in folders if folder.is_dir() for file in folder.iterdir())
-    if "dataset_dict.json" in names or any(map(_is_table, files)):
-        return True
-    below = list(files_below(path)) if not holds_image(path) else ()
-    return any(map(_is_table, below))
+    patterns = ("dataset_dict.json", "*.parquet", "*.tar", "*/*.parquet", "*/*.tar")
+    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
 
-def _is_table(file: Path) -> bool:
-    return file.suffix.lower() in (".tar", ".parquet") and not is_hidden(file.name)
+@dataclass(frozen=True)
+class Survey:
+    """What training images are like.
+
+    Attributes:
+        count: how many there are.
+        side: median of the shorter sides of a sample, in pixels.
+        grey: no image of the sample has colours.
+    """
+
+    count: int
+    side: int
+    grey: bool
+
+
+def survey(source: ImageSource) -> Survey:
+    """Look at a sample of the training images.
+
+    Raises:
+        ValueError, OSError: none of the sample can be read; names the first.
+    """
+    sides, coloured, errors = [], False, []
+    for index in dict.fromkeys(np.linspace(0, len(source) - 1, SAMPLE).astype(int).tolist()):
+        try:
+            image = decode(source.read(index)[0], lambda index=index: source.name(index))
+        except (ValueError, OSError) as error:
+            errors.append(error)
+            continue
+        sides.append(min(image.size))
+        if not coloured:
+            red, green, blue = image.split()
+            coloured = red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes()
+    if not sides:
+        raise errors[0]
+    return Survey(len(source), round(statistics.median(sides)), not coloured)

@@ -4,9 +4,8 @@
 trained on the documents where there is none), and encodes once into a file that ranks and later
 runs share (``cache``, ``stream``). What comes of it is one stream of tokens, each document followed
 by ``tokenizer.end``; its first nine tenths train and the rest is held out, unless other text is
-given for that, or a folder has parts for both. ``Windows`` and ``RandomWindows`` cut sequences from
-a stream and are data sets as train/data/loader.py has them: a batch is ``(tokens,)`` with tokens
-(B, length) int64.
+given for that. ``Windows`` and ``RandomWindows`` cut sequences from a stream and are data sets as
+train/data/loader.py has them: a batch is ``(tokens,)`` with tokens (B, length) int64.
 """
 
 from collections.abc import Sequence
@@ -40,9 +39,8 @@ __all__ = [
 ]
 
 TRAIN = 0.9  # share of the tokens; those after it are held out
-MOST_LOST = 0.01  # share of the bytes that have no token
-# Share of the tokens that may be unknown where no model is to name them, as BERT is not.
-MOST_UNKNOWN = 0.5
+# Share of the tokens that may be unknown: more where no model is to name them, as BERT is not.
+MOST_UNKNOWN, MOST_UNKNOWN_MASKED = 0.01, 0.5
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Text:
         train: the first nine tenths of the tokens.
         held_out: the rest, or other text.
         validation: in words, what is held out.
-        lost: share of the text that has no token.
         bytes_per_token: how many bytes of the text each token stands for, (vocab_size,) int64;
             None where these are not all of its bytes.
         identity: digests of the documents and the tokeniser, as ``Task`` has them.
@@ -69,7 +66,6 @@ class Text:
     train: TokenStream
     held_out: TokenStream
     validation: str
-    lost: float = 0.0
     bytes_per_token: Tensor | None = None
     identity: dict[str, str] = field(default_factory=dict)
 
@@ -85,14 +81,12 @@ class Text:
         seen[unnamed], wanted[unnamed] = 0, 0
         wanted /= wanted.sum()
         likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
-        lost = {"lost_by_the_tokeniser": f"{self.lost:.2%} of the text"} if self.lost else {}
         return {
             "documents": self.documents,
             "training_tokens": len(self.train),
             "held-out_tokens": len(self.held_out),
             "validation": self.validation,
             "tokeniser's_tokens": size,
-            **lost,
             "unigram_loss": -(wanted @ likely.log()).item(),
             "unigram_accuracy": wanted[seen.argmax()].item(),
         }
@@ -124,8 +118,7 @@ def open_text(
         max_density: documents with more tokens than this per character are left out (0.25 in
             Geiping and Goldstein 2023, arXiv:2212.14034).
         column: of a table, with the text.
-        validation: text to hold out, by name; when omitted the part of a folder that has one, or
-            the last tenth.
+        validation: text to hold out, by name; the last tenth when omitted.
         most_held_out: tokens that a last tenth may have.
         run: folder of a run that goes on, whose own tokeniser is taken where one would be trained.
 
@@ -138,36 +131,27 @@ def open_text(
     """
     source = find_source(name, limit, column)
     chosen = open_tokenizer(tokenizer, source, specials=specials, vocab_size=vocab_size, run=run)
-    # A model that masks tokens is never to name an unknown one.
-    most_unknown = MOST_UNKNOWN if "[MASK]" in specials else 0.0
     whole = encoded(source, chosen, max_density)
-    _check_fit(whole, chosen, most_unknown)
+    _check_fit(whole, chosen)
     identity = {f"the text under {name}": whole.digest}
     identity[f"the tokeniser {tokenizer}"] = chosen.digest
-    other, which = source.held_out, source.splits
     if validation is not None:
+        which = f"--validation {validation}"
         try:
-            other, which = find_source(validation, 0, column), f"--validation {validation}"
-            other = other.held_out or other
-            part = encoded(other, chosen, max_density)
-            part = replace(part, tokens=replace(part.tokens, name=which))
+            part = encoded(find_source(validation, 0, column), chosen, max_density)
         except ValueError as error:
             raise ValueError(str(error).replace("--data", "--validation")) from error
+        part = replace(part, tokens=replace(part.tokens, name=which))
+        _check_fit(part, chosen)
         identity[f"the text under {validation}"] = part.digest
-    elif other is not None:
-        part = encoded(other, chosen, max_density)
-        identity[f"the held-out text under {name}"] = part.digest
-    if other is None:
+        train, held_out = whole.tokens, part.tokens
+    else:
         part, size = whole, len(whole.tokens)
         cut = int(size * TRAIN)
         if most_held_out is not None:
             cut = max(cut, size - most_held_out)
         train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
         which = f"the last {len(held_out):,} of {size:,} tokens"
-    else:
-        _check_fit(part, chosen, most_unknown)
-        train, held_out = whole.tokens, part.tokens
-    both = [whole] if part is whole else [whole, part]
     return Text(
         name=source.name,
         tokenizer=chosen,
@@ -175,7 +159,6 @@ def open_text(
         train=train,
         held_out=held_out,
         validation=which,
-        lost=sum(text.lost for text in both) / sum(text.size for text in both),
         bytes_per_token=_exact(part, chosen),
         identity=identity,
     )
@@ -189,30 +172,18 @@ def _exact(text: Encoded, tokenizer: Tokenizer) -> Tensor | None:
     return lengths
 
 
-def _check_fit(text: Encoded, tokenizer: Tokenizer, most_unknown: float) -> None:
-    """Refuse a tokeniser that has no tokens for some of the text.
-
-    Args:
-        text: what was encoded.
-        tokenizer: with what.
-        most_unknown: share of the tokens that may be unknown, where that is a special token.
+def _check_fit(text: Encoded, tokenizer: Tokenizer) -> None:
+    """Refuse a tokeniser that does not know much of the text.
 
     Raises:
-        ValueError: more is lost than is allowed.
+        ValueError: more of the tokens are unknown than is allowed.
     """
-    data = text.tokens.name
-    bad = f"--tokenizer {tokenizer.name} does not fit {data}"
-    better = "--tokenizer bytes fits any text"
-    if most_unknown and tokenizer.unknown in tokenizer.specials.values():
-        share = text.tokens.counts(tokenizer.vocab_size)[tokenizer.unknown].item()
-        share /= len(text.tokens)
-        if share > most_unknown:
-            name = tokenizer.tokenizer.id_to_token(tokenizer.unknown)
-            raise ValueError(f"{bad}: {share:.0%} of its tokens are {name}; {better}")
-        if share > 0:
-            return
-    share = text.lost / text.size
-    if share > MOST_LOST:
+    if tokenizer.unknown is None:
+        return
+    share = text.tokens.counts(tokenizer.vocab_size)[tokenizer.unknown].item() / len(text.tokens)
+    masked = "[MASK]" in tokenizer.specials
+    if share > (MOST_UNKNOWN_MASKED if masked else MOST_UNKNOWN):
         raise ValueError(
-            f"{bad}: {share:.1%} of the text is lost, which it has no tokens for; {better}"
+            f"--tokenizer {tokenizer.name} does not fit {text.tokens.name}: {share:.0%} of its "
+            f"tokens are unknown; --tokenizer bytes fits any text"
         )

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from train.data.loader import Key
 from train.data.sampler import seed_of
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
-from train.data.text.tokenizers import Tokenizer, cut
+from train.data.text.tokenizers import Tokenizer
 
-_FORMAT = 3  # of the files kept; a change makes them anew
+_FORMAT = 4  # of the files kept; a change makes them anew
 _AT_ONCE = 1 << 20  # characters that are encoded together, of any number of documents
 
 
@@ -64,14 +64,12 @@ class Encoded:
         documents: how many there are.
         digest: SHA-256 of the documents, those of too many tokens included.
         size: bytes of UTF-8 that they have.
-        lost: how many of these the tokens do not give back; see ``Tokenizer.lost``.
     """
 
     tokens: TokenStream
     documents: int
     digest: str
     size: int
-    lost: int
 
 
 def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None = None) -> Encoded:
@@ -89,38 +87,28 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        documents = tokens = size = lost = 0
-        # Of the document that is being written.
-        characters = its_tokens = its_size = its_lost = 0
+        read = documents = tokens = size = 0
         whole = hashlib.sha256()
         with (folder / "tokens.bin").open("wb") as file:
-            for batch in _batches(source, tokenizer):
-                texts = [text for text, _ in batch]
-                encodings = tokenizer.encode_batch(texts)
-                sizes = tokenizer.lost(list(zip(texts, encodings)))
-                for (text, ends), ids, bytes_, bytes_lost in zip(batch, encodings, *sizes):
+            for texts in _batches(source.documents()):
+                read += len(texts)
+                for text, ids in zip(texts, tokenizer.encode_batch(texts)):
+                    content = text.encode("utf-8", "surrogatepass")
                     # A byte that UTF-8 never has tells documents apart.
-                    whole.update(text.encode("utf-8", "surrogatepass") + b"\xff" * ends)
-                    file.write(np.array([*ids, tokenizer.end][: len(ids) + ends], dtype).tobytes())
-                    characters, its_tokens = characters + len(text), its_tokens + len(ids)
-                    its_size, its_lost = its_size + bytes_, its_lost + bytes_lost
-                    if not ends:
+                    whole.update(content + b"\xff")
+                    if max_density is not None and len(ids) > max_density * len(text):
                         continue
-                    if max_density is None or its_tokens <= max_density * characters:
-                        documents, tokens = documents + 1, tokens + its_tokens + 1
-                        size, lost = size + its_size, lost + its_lost
-                    else:
-                        file.seek(tokens * np.dtype(dtype).itemsize)
-                        file.truncate()
-                    characters = its_tokens = its_size = its_lost = 0
-        if documents == 0:
-            if max_density is not None and any(True for _ in source.parts()):
-                raise ValueError(
-                    f"--data {source.name}: every document has more than --max-density "
-                    f"{max_density:g} tokens per character; 0 takes all"
-                )
+                    file.write(np.array([*ids, tokenizer.end], dtype).tobytes())
+                    documents, tokens = documents + 1, tokens + len(ids) + 1
+                    size += len(content)
+        if read == 0:
             raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
-        about = {"documents": documents, "tokens": tokens, "size": size, "lost": lost}
+        if documents == 0:
+            raise ValueError(
+                f"--data {source.name}: every document has more than --max-density "
+                f"{max_density:g} tokens per character; 0 takes all"
+            )
+        about = {"documents": documents, "tokens": tokens, "size": size}
         about["digest"] = whole.hexdigest()
         (folder / "about.json").write_text(json.dumps(about))
 
@@ -137,20 +125,15 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
         raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
 
 
-def _batches(source: TextSource, tokenizer: Tokenizer) -> Iterator[list[tuple[str, bool]]]:
-    """Yield parts of documents to encode at once, each with whether its document ends there."""
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Yield documents to encode at once."""
     batch, characters = [], 0
-    for document in source.parts():
-        parts = cut(document, tokenizer.encode)
-        part = next(parts)
-        while part is not None:
-            following = next(parts, None)
-            batch.append((part, following is None))
-            characters += len(part)
-            if characters >= _AT_ONCE:
-                yield batch
-                batch, characters = [], 0
-            part = following
+    for text in documents:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _AT_ONCE:
+            yield batch
+            batch, characters = [], 0
     if batch:
         yield batch
 

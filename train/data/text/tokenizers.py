@@ -7,16 +7,10 @@ the process that trains, not in one that prepares batches.
 import hashlib
 import json
 import os
-import re
-import sys
-import time
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import tokenizers as library
@@ -40,12 +34,7 @@ _ENDS = ("<|endoftext|>", "[SEP]", "</s>", "<|end_of_text|>")
 _VOCAB_SIZES = {"bpe": 50_257, "wordpiece": 32_768}
 _ENOUGH = 1 << 28  # characters that a tokeniser is trained on at most
 _MOST = 1 << 22  # tokens that a tokeniser may have
-_SHOWN_EVERY = 2.0  # seconds between lines while one is trained
 _PIECE = 256  # characters of a word that are trained on together
-_PART = 1 << 16  # characters of a text that are encoded at once, or the next more that must be
-# Where a text may be cut: words end at a space with most tokenisers, and letters more surely.
-_ENDS_OF_WORDS = re.compile(r"(?<=[^\W_])(?=\s)"), re.compile(r"(?<=\S)(?=\s)")
-_TRIES, _CONTEXT = 4, 256  # places that are tried, and characters before and after that decide
 _CHARACTERS = 1000  # that a word piece may be of; others become [UNK], as in BERT
 
 
@@ -89,8 +78,6 @@ class Tokenizer:
         model = json.loads(text)["model"]
         named = model.get("unk_token")
         self.unknown = model.get("unk_id") if named is None else tokenizer.token_to_id(named)
-        lengths = self.bytes_per_token()
-        self._lengths = None if lengths is None else lengths.numpy()
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with no special ones added."""
@@ -111,11 +98,6 @@ class Tokenizer:
         with _errors_of_library(self.name):
             return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
-    def without_additions(self) -> library.Tokenizer:
-        """Return a copy that adds no special tokens to a text, as ``encode`` adds none."""
-        text = json.loads(self.tokenizer.to_str()) | {"post_processor": None}
-        return library.Tokenizer.from_str(json.dumps(text))
-
     def files(self) -> dict[str, str]:
         """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
         return {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
@@ -133,33 +115,6 @@ class Tokenizer:
             lengths[number] = 0 if token in self.specials else len(token)
         return lengths
 
-    def lost(self, encoded: Sequence[tuple[str, list[int]]]) -> tuple[list[int], list[int]]:
-        """Return how many bytes of UTF-8 each text has, and how many of them its tokens lose.
-
-        What has an unknown token is lost, and what decoding does not give back. Spaces do not
-        count; nor do case and accents where the tokeniser has a normaliser.
-
-        Args:
-            encoded: texts, each with its tokens.
-        """
-        sizes = [len(text.encode("utf-8", "surrogatepass")) for text, _ in encoded]
-        lost = [0] * len(sizes)
-        # Where the bytes of all tokens are as many as those of the text, they are the same.
-        doubtful = [
-            place
-            for place, (_, tokens) in enumerate(encoded)
-            if self._lengths is None or self._lengths[tokens].sum() != sizes[place]
-        ]
-        known = [[t for t in encoded[place][1] if t != self.unknown] for place in doubtful]
-        with _errors_of_library(self.name):
-            decoded = self.tokenizer.decode_batch(known, skip_special_tokens=False)
-        folds = self.tokenizer.normalizer is not None
-        for place, again in zip(doubtful, decoded):
-            text = encoded[place][0]
-            if text != again:
-                lost[place] = min(sizes[place], _bytes_missing(text, again, folds))
-        return sizes, lost
-
     def model_size(self, known: int | None) -> int:
         """Return how many tokens a model has: ``known``, or as many as there are here.
 
@@ -176,56 +131,6 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write a tokenizer.json, to be given as ``--tokenizer``."""
         self.tokenizer.save(str(path))
-
-
-def _bytes_missing(text: str, again: str, folds: bool) -> int:
-    """Return the bytes of the characters that a text has more often than what came of it."""
-    missing = _characters(text, folds) - _characters(again, folds)
-    return sum(n * len(c.encode("utf-8", "surrogatepass")) for c, n in missing.items())
-
-
-def _characters(text: str, folds: bool) -> Counter[str]:
-    """Count characters but spaces; ``folds`` takes no account of case, accents and their like."""
-    if folds:
-        text = unicodedata.normalize("NFKD", text.casefold())
-    ignored = ("Z", "Cc", "Cf", "Mn") if folds else ("Z", "Cc")
-    counts = Counter(text)
-    for letter in [c for c in counts if unicodedata.category(c).startswith(ignored)]:
-        del counts[letter]
-    return counts
-
-
-def cut(parts: Iterable[str], split: Callable[[str], list]) -> Iterator[str]:
-    """Yield a text in parts short enough to encode, whose tokens or words are those of the whole.
-
-    A place is safe where ``split`` gives the same of the characters on both sides together and of
-    each side alone. A text without a safe place is not cut.
-
-    Args:
-        parts: of the text, in any lengths.
-        split: returns the tokens or words of a text.
-    """
-    text = ""
-    for part in parts:
-        for start in range(0, len(part), _PART):
-            text += part[start : start + _PART]
-            # A place needs characters after it that decide.
-            while (end := _safe_place(text, split)) is not None:
-                yield text[:end]
-                text = text[end:]
-    yield text
-
-
-def _safe_place(text: str, split: Callable[[str], list]) -> int | None:
-    """Return the first place to cut in the last part of a text, or None."""
-    begin, end = max(_PART, len(text) - _PART - _CONTEXT), len(text) - _CONTEXT
-    for pattern in _ENDS_OF_WORDS:
-        for match in islice(pattern.finditer(text, begin, end), _TRIES):
-            place = match.start()
-            before, after = text[place - _CONTEXT : place], text[place : place + _CONTEXT]
-            if split(before + after) == split(before) + split(after):
-                return place
-    return None
 
 
 @contextmanager
@@ -389,7 +294,7 @@ def _train_word_pieces(
 ) -> library.Tokenizer:
     blank = _word_pieces((), library.models.WordPiece(unk_token="[UNK]"))
     counts: Counter[str] = Counter()
-    for text in _up_to(_ENOUGH, source, _words_of(blank)):
+    for text in _up_to(_ENOUGH, source):
         counts.update(blank.normalizer.normalize_str(text))
     common = sorted({*counts} - {*" \t\n\r"}, key=lambda letter: (-counts[letter], letter))
     alphabet = sorted(common[:_CHARACTERS])
@@ -414,39 +319,12 @@ def _train(tokenizer: library.Tokenizer, source: TextSource, trainer: Any) -> No
     """Train on the documents, of which long words are cut.
 
     The library takes time in proportion to the square of a word's length, and text without spaces
-    is one word. What it has counted and merged it does not say: the time that passes is shown.
+    is one word.
     """
-    own, words = tokenizer.pre_tokenizer, _words_of(tokenizer)
-    kinds = library.pre_tokenizers
+    own, kinds = tokenizer.pre_tokenizer, library.pre_tokenizers
     pieces = kinds.Split(library.Regex(f".{{{_PIECE}}}"), "isolated")
     tokenizer.pre_tokenizer = kinds.Sequence([own, pieces])
-    characters = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal characters
-        for text in _up_to(_ENOUGH, source, words):
-            characters += len(text)
-            yield text
-
-    done = Event()
-
-    def show() -> None:
-        begin = time.monotonic()
-        while not done.wait(_SHOWN_EVERY):
-            seconds = time.monotonic() - begin
-            sys.stderr.write(
-                f"training a tokeniser on {source.name}: {characters:,} characters read, "
-                f"{seconds:.0f} s\n"
-            )
-            sys.stderr.flush()
-
-    watching = Thread(target=show, daemon=True)
-    watching.start()
-    try:
-        tokenizer.train_from_iterator(texts(), trainer)
-    finally:
-        done.set()
-        watching.join()
+    tokenizer.train_from_iterator(_up_to(_ENOUGH, source), trainer)
     tokenizer.pre_tokenizer = own
 
 
@@ -458,22 +336,10 @@ def _check_size(name: str, vocab_size: int, least: int) -> None:
         )
 
 
-def _words_of(tokenizer: library.Tokenizer) -> Callable[[str], list[str]]:
-    """Return what splits a text into the words that pieces are trained on."""
-    normalizer, pre_tokenizer = tokenizer.normalizer, tokenizer.pre_tokenizer
-
-    def words(text: str) -> list[str]:
-        text = text if normalizer is None else normalizer.normalize_str(text)
-        return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
-
-    return words
-
-
-def _up_to(characters: int, source: TextSource, words: Callable[[str], list[str]]) -> Iterator[str]:
-    """Yield documents, long ones in parts of whole ``words``, until they have enough characters."""
-    for document in source.parts():
-        for text in cut(document, words):
-            yield text
-            characters -= len(text)
+def _up_to(characters: int, source: TextSource) -> Iterator[str]:
+    """Yield documents until they have enough characters."""
+    for text in source.documents():
+        yield text
+        characters -= len(text)
         if characters < 0:
             return
