@@ -7,7 +7,7 @@
 #   first      the native library; one shape of each operator against float64, end to end
 #   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
 #              and every Triton kernel on a few small shapes (no GPU has run either yet)
-#   attention  tests/gpu of softmax attention, and of models of transformers and timm on it
+#   attention  tests/gpu of softmax attention, and of models of transformers on it
 #   bench      attention, other operators and condition numbers, timed
 #   inference  ViT-B: one image and a full batch, eager and replayed as CUDA graphs (reduce-overhead)
 #   crossover  from which length on PyTorch's attention is faster (python -m bench.crossover reads it)
@@ -200,7 +200,7 @@ large=tests/gpu/test_large_tensors_gpu.py
 for file in tests/gpu/test_*.py; do
   case $file in
     $large) ;;
-    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py | *_timm_gpu.py)
+    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py)
       attention_tests+=("$file") ;;
     *) operator_tests+=("$file") ;;
   esac

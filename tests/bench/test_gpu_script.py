@@ -87,7 +87,7 @@ def test_a_missing_package_is_named(tmp_path):
 
 
 ATTENTION = "test_attention_gpu.py", "test_kappa_gpu.py"
-OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_window_gpu.py"
+OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_operators_gpu.py"
 LARGE = "test_large_tensors_gpu.py"
 
 
