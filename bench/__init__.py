@@ -1,7 +1,6 @@
 """Benchmarks: every kernel against every peer, checked before it is timed.
 
 Commands lie here, and the catalogue of all cases; a subject's cases, peers and benchmarks in its
-folder: ``attention``, ``cross_entropy``, ``kappa``, ``networks``, ``adapters``. ``harness``, which
-imports none of them, checks and times; ``pages`` renders what was found, ``gpu_model`` runs
-compiled kernels without a GPU.
+folder: ``attention``, ``kappa``, ``networks``. ``harness``, which imports none of them, checks and
+times; ``gpu_model`` runs compiled kernels without a GPU.
 """

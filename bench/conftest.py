@@ -1,20 +1,16 @@
 """What every benchmark shares: options, the rows of a run, what it prints, and the JSON."""
 
 import json
-import os
 import re
-import signal
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from bench.catalogue import IN_ORDER, OVERVIEW, peers_of, problem_of
-from bench.harness import machine, summary
+from bench.harness import machine
 from bench.harness.checked import Checked, Current
 from bench.harness.machine import ROOT
 
@@ -24,8 +20,6 @@ COLUMNS = ["median", "iqr", "min", "rounds"]
 OVERVIEW_SECONDS = 120.0
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
 STARTED = pytest.StashKey[float]()
-RESULTS = pytest.StashKey[Path]()
-ROWS = pytest.StashKey[list[dict[str, Any]]]()
 NOTES = pytest.StashKey[list[str]]()
 
 
@@ -42,80 +36,29 @@ def pytest_addoption(parser, pluginmanager):
     )
 
 
-class ResultsFile:
-    """A results file as every pytest-benchmark takes it.
-
-    Since version 5.3 it opens a path; before, it enters an open file.
-    """
-
-    def __init__(self, path: Path):
-        """Name the file; it is created when results are written."""
-        self.path = path
-
-    def __fspath__(self) -> str:
-        return str(self.path)
-
-    def __enter__(self) -> Any:
-        self.file = self.path.open("wb")
-        return self.file
-
-    def __exit__(self, *_: Any) -> None:
-        self.file.close()
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark and the terminal read their options
 def pytest_configure(config):
-    option = config.option
-    config.stash[UNMEASURED], config.stash[ROWS], config.stash[NOTES] = [], [], []
+    config.stash[UNMEASURED], config.stash[NOTES] = [], []
     config.stash[STARTED] = time.monotonic()
     if not any(arg.startswith("--benchmark-columns") for arg in config.invocation_params.args):
-        option.benchmark_columns = COLUMNS
-    if all(path.is_relative_to(BENCH) for path in asked(config)):
-        # Skipped rows are listed under "not measured", a line for each reason.
-        option.reportchars = option.reportchars.replace("a", "fE")
-    if option.benchmark_disable:
-        return
-    if option.benchmark_json is None:
-        name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}.json"
-        option.benchmark_json = ResultsFile(config.rootpath / "build" / "bench" / name)
-    config.stash[RESULTS] = path = path_of(option.benchmark_json)
-    try:
-        # Now, not when an hour of measurements wants to be saved.
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise pytest.UsageError(f"--benchmark-json={path}: {error}") from None
-
-
-def path_of(results: Any) -> Path:
-    """Return the path of what ``--benchmark-json`` became: a path, or a file that has a name."""
-    return Path(results if isinstance(results, str | os.PathLike) else results.name)
-
-
-def asked(config: pytest.Config) -> list[Path]:
-    """Return the files and folders on the command line."""
-    paths = (argument.split("::")[0] for argument in config.args)
-    return [(config.invocation_params.dir / path).resolve() for path in paths]
+        config.option.benchmark_columns = COLUMNS
+    # Skipped rows are listed under "not measured", a line for each reason.
+    config.option.reportchars = config.option.reportchars.replace("a", "fE")
 
 
 def is_overview(config: pytest.Config) -> bool:
     """Whether all of bench/ is asked for, and neither an expression nor a time limit is given."""
     option = config.option
+    folder = config.invocation_params.dir
+    paths = [(folder / argument.split("::")[0]).resolve() for argument in config.args]
     selected = option.keyword or option.markexpr or option.bench_seconds is not None
-    return not selected and all(path == BENCH for path in asked(config))
+    return not selected and paths == [BENCH]
 
 
 def pytest_collection_modifyitems(config, items):
     kept, order = items[:], {case.name: place for place, case in enumerate(IN_ORDER)}
-
-    def place(item: pytest.Item) -> int:
-        row = row_of(item)
-        return order[row.case.name] if row else -1
-
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
-    kept.sort(key=place)
+    kept.sort(key=lambda item: order[row_of(item).case.name] if row_of(item) else -1)
     if not torch.cuda.is_available():
         kept = [item for item in kept if not (row_of(item) and row_of(item).case.device == "cuda")]
         if len(kept) < len(items):
@@ -158,49 +101,9 @@ def pytest_report_collectionfinish(config):
     return config.stash[NOTES]
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtestloop():
-    """Treat SIGTERM as an interrupt, after which results are printed and saved; a second kills."""
-    before = signal.getsignal(signal.SIGTERM)
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        signal.signal(signal.SIGTERM, before)
-        raise KeyboardInterrupt("SIGTERM")
-
-    signal.signal(signal.SIGTERM, stop)
-    try:
-        return (yield)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
-    """Append the row to a file of lines: a machine that goes keeps what was measured."""
-    benchmark, path = (
-        getattr(item, "funcargs", {}).get("benchmark"),
-        item.config.stash.get(RESULTS, None),
-    )
-    if path and benchmark and benchmark.stats and "shape" in benchmark.extra_info:
-        stats = {name: getattr(benchmark.stats.stats, name) for name in COLUMNS}
-        row = {"name": item.name, "extra_info": benchmark.extra_info, "stats": stats}
-        with lines_of(path).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
-    return (yield)
-
-
-def lines_of(results: Path) -> Path:
-    """Return the file that holds the rows so far, until ``results`` are written."""
-    return results.with_suffix(".jsonl")
-
-
 @pytest.fixture(scope="session")
-def checked(request) -> Iterator[Checked]:
-    state = Checked(peers_of, problem_of)
-    yield state
-    # Profiling every peer takes longer than whoever interrupts a run wants to wait.
-    if request.session.exitstatus != pytest.ExitCode.INTERRUPTED:
-        state.name_kernels()
+def checked() -> Checked:
+    return Checked(peers_of, problem_of)
 
 
 @pytest.fixture(scope="session")
@@ -264,29 +167,41 @@ def pytest_benchmark_update_json(config, output_json):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_benchmark_group_stats(config, benchmarks, group_by):
-    config.stash[ROWS] = [row for row in benchmarks if "shape" in row["extra_info"]]
-    benchmarks[:] = [row for row in config.stash[ROWS] if summary.is_timed(row)]
+def pytest_benchmark_group_stats(benchmarks, group_by):
+    """Name rows for their peer; compare an original with its lean variant."""
+    benchmarks[:] = [row for row in benchmarks if "shape" in row["extra_info"]]
     groups = yield
-    return summary.groups(benchmarks) if group_by == "group" else groups
+    if group_by != "group":
+        return groups
+    compared: dict[str, list[dict[str, Any]]] = {}
+    for row in benchmarks:
+        info, group = row["extra_info"], row["group"]
+        name, variant = info["peer"], info["shape"].get("variant")
+        if variant:
+            name, group = f"{name}, {variant}", group.replace(f"_{variant}", "")
+        if "overhead" in info:
+            spread = f"{info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
+            name = f"KappaMonitor {name}: {spread}"
+        compared.setdefault(group, []).append(row | {"name": name})
+    return list(compared.items())
+
+
+def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:
+    """Yield a line for each reason why peers have no number, with the peers; wrong ones first."""
+    peers: dict[tuple[bool, str, str], list[str]] = {}
+    for entry in entries:
+        key = entry["status"] != "wrong", entry["status"], entry["reason"]
+        where = (
+            entry["peer"] if entry["status"] == "absent" else f"{entry['peer']} in {entry['case']}"
+        )
+        peers.setdefault(key, []).append(where)
+    for (_, status, reason), names in sorted(peers.items()):
+        yield f"{status}: {', '.join(dict.fromkeys(names))}: {reason}"
 
 
 @pytest.hookimpl(trylast=True)  # below pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter, config):
-    write, rows = terminalreporter.line, config.stash[ROWS]
-    if summary.has_sdpa_on_a_cpu(rows):
-        write(f"\n{summary.SDPA_LINE}")
-    if lines := summary.memory_lines(rows):
-        terminalreporter.section("memory")
-        terminalreporter.write_line("\n".join(lines))
     if config.stash[UNMEASURED]:
         terminalreporter.section("not measured")
-    for line in summary.unmeasured_lines(config.stash[UNMEASURED]):
-        write(line)
-    for line in config.stash[NOTES]:
-        write(line)
-    path = config.stash.get(RESULTS, None)
-    if path and path.exists() and path.stat().st_size:
-        lines_of(path).unlink(missing_ok=True)
-        terminalreporter.section("results")
-        write(f"{path}   (python -m bench.report {path})")
+    for line in (*unmeasured_lines(config.stash[UNMEASURED]), *config.stash[NOTES]):
+        terminalreporter.line(line)

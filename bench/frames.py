@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results"
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
 # What everybody has without us, the first of these that was measured.
 DEFAULTS = (
-    *("timm", "timm_compiled", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals", "logits_float32"),
+    *("timm", "timm_compiled", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
     *("transformers", "transformers_compiled"),
 )
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
@@ -24,9 +24,9 @@ OPTIONAL = (
     *("images_per_s", "tokens_per_s", "joules_per_image", "joules_per_token", "batch"),
     *("printed_memory_gb", "every", "seconds_without", "overhead", "overhead_iqr"),
 )
-TEXT = [*KEY, "peer", "size", "op", "row", "variant", "library", "triton"]
+TEXT = [*KEY, "peer", "size", "op", "row", "variant", "triton"]
 # Beside what a case's size says.
-NO_SIZE = "device", "op", "row", "variant", "same", "library", "family", "padded", "pairs"
+NO_SIZE = "device", "op", "row", "variant", "same", "padded", "pairs"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -85,8 +85,7 @@ def _is_text(value: Any) -> bool:
 def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     extra, stats = entry["extra_info"], entry["stats"]
     facts, peer = data["cases"][extra["case"]], extra["peer"]
-    kept = extra.get("kept_bytes")
-    kind = extra.get("kind", "memory" if kept else "attention")
+    kind = extra.get("kind", "attention")
     row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
     row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
     row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
@@ -97,10 +96,8 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"
     row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
-    if isinstance(kept, dict):
-        row |= {part: size / extra["tokens"] for part, size in kept.items()}
-    elif kept is not None:
-        row["own"] = kept / facts["batch"] / facts.get("sequence", 1) / (1 + facts.get("pairs", 0))
+    if "kept_bytes" in extra:
+        row["own"] = extra["kept_bytes"] / facts["batch"] / facts.get("sequence", 1)
     return row | {"size": size(facts)}
 
 

@@ -7,26 +7,25 @@
 #   first      the native library; one shape of each operator against float64, end to end
 #   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
 #              and every Triton kernel on a few small shapes (no GPU has run either yet)
-#   attention  tests/gpu of softmax attention, and of models of transformers and timm on it
+#   attention  tests/gpu of softmax attention, and of models of transformers on it
 #   bench      attention, other operators and condition numbers, timed
 #   inference  ViT-B: one image and a full batch, eager and replayed as CUDA graphs (reduce-overhead)
 #   crossover  from which length on PyTorch's attention is faster (python -m bench.crossover reads it)
-#   rows       one step of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
+#   rows       two steps of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
 #   run        three minutes of train/vit.py at ViT-B's size: NCCL, compiled, kappa on, killed once and resumed
 #   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
 #   profile    Nsight Compute of attention: with -k "CASE ..." of the cases named (vit_base bert davit_stage1)
-#   models     the other models, losses and adapters, timed; what each peer keeps in memory
+#   models     the other models, timed
 #   compiled   what is slow to compile: FlexAttention, and the other models through torch.compile
 #
-# EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k adapter".
+# EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k xcit".
 # A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders of OUTDIR:
 # that takes longer, so run it again with the same OUTDIR until both have passed; no seed starts over.
 # Needs no network and no install: python3 on PATH with torch, triton, pytest, pytest-benchmark and hypothesis; with
 # pandas and tabulate the summary ends with tables of what was measured. LEANER_COMMIT names the commit of a copy
 # without git.
 # OUTDIR gathers stages: each writes STAGE.txt, STAGE.log, of what it timed STAGE.json, and summary.txt anew from all
-# that lie there, which is also printed last. STAGE.jsonl gets a line as each test or row ends: where a stage timed
-# something, it remains only if the machine went before STAGE.json was written.
+# that lie there, which is also printed last. STAGE.jsonl gets a line as each test ends.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 
@@ -201,7 +200,7 @@ large=tests/gpu/test_large_tensors_gpu.py
 for file in tests/gpu/test_*.py; do
   case $file in
     $large) ;;
-    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py | *_timm_gpu.py)
+    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py)
       attention_tests+=("$file") ;;
     *) operator_tests+=("$file") ;;
   esac
@@ -221,17 +220,14 @@ case $stage in
   first)
     native_library
     # The gate of one shape: compiles the kernels, runs them and compares with float64.
-    pytest "one shape of each" 150 \
-      "one_of_each or adapter_gpt2-both-eager-leaner or adapter_vit-both-eager-leaner" \
-      bench --benchmark-disable
+    pytest "one shape of each" 150 one_of_each bench --benchmark-disable
     ;;
   attention)
     parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" "$outcomes"
     ;;
   bench)
     native_library
-    timed "benchmarks" $total "not one_step and not flex and not compiled" \
-      bench/attention/bench_attention.py bench/kappa/bench_kappa.py bench/cross_entropy/bench_cross_entropy.py
+    timed "benchmarks" $total "not flex and not compiled" bench/attention bench/kappa
     ;;
   inference)
     compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" "${networks[@]}"
@@ -241,7 +237,7 @@ case $stage in
     part "crossover" 150 python3 -m bench.crossover_sweep "$out/crossover.json" --seconds 130
     ;;
   rows)
-    timed "one step of every row" $total "one_step" "${networks[@]}"
+    part "memory of every row" $total bash -c 'python3 -m bench.memory --json >"$1"' memory "$out/memory.json"
     ;;
   run)
     train=(python3 -m torch.distributed.run --standalone --nproc-per-node=gpu train/vit.py --data synthetic --model vit_base_lean --compile
@@ -281,8 +277,7 @@ case $stage in
     fi
     ;;
   models)
-    timed "models" $total "not one_step and not flex and not compiled and not ($whole)" \
-      "${networks[@]}" bench/adapters/bench_adapters.py bench/attention/bench_memory.py
+    timed "models" $total "not compiled and not ($whole)" "${networks[@]}"
     ;;
   compiled) timed "compiled" $total "(flex or compiled) and not ($whole)" bench ;;
   listops_seeds)
@@ -304,7 +299,7 @@ for name in "${stages[@]}" listops_seeds; do
 done
 results=()
 for file in "$out"/*.json; do
-  case $file in */crossover.json) continue ;; esac
+  case $file in */crossover.json | */memory.json) continue ;; esac
   [ ! -s "$file" ] || results+=("$file")
 done
 if [ ${#results[@]} -gt 0 ]; then

@@ -37,7 +37,7 @@ MAY_IMPORT_BENCH = {
     "subject": {"subject", "harness"},
     "gpu_model": {"gpu_model", "subject"},
 }
-SUBJECTS = "attention", "cross_entropy", "kappa", "networks", "adapters"
+SUBJECTS = "attention", "kappa", "networks"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
     "ops._launch": {"ops._launch_cache"},

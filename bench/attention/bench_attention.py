@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, AnyCase, peers_of
+from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, peers_of
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, attempt, each_row, one_call
 
@@ -38,7 +38,7 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
     stream = torch.cuda.stream(clock.capture_stream()) if captured else nullcontext()
     with peers_of(row.case)[row.name].context(), stream:
         if row.what == "backward":
-            sets = [(function(*given.leaves), given) for given in sets]
+            sets = [(function(*inputs.leaves), inputs) for inputs in sets]
         run_round = clock.record(
             benchmark, row.clock, row.mode, call, sets, SECONDS[row.case.device]
         )
@@ -49,25 +49,6 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
         if captured and row.what == "both":
             info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
-    info["calls_per_round"], info["input_sets"] = row.clock.calls, len(sets)
-
-
-def roof(case: AnyCase, direction: str, seconds: float) -> dict[str, float]:
-    """Return the useful work of a call, its rates, and what part they are of measured ceilings."""
-    num_bytes, flops = case.bytes(direction), case.flops(direction)
-    bandwidth = machine.copy_bandwidth(case.device)
-    rate = machine.matrix_rate(case.device, case.dtype)
-    return {
-        "bytes": num_bytes,
-        "flops": flops,
-        "exps": case.exps(direction),
-        "gb_per_s": num_bytes / seconds / 1e9,
-        "tflop_per_s": flops / seconds / 1e12,
-        "copy_gb_per_s": bandwidth / 1e9,
-        "copy_fraction": num_bytes / seconds / bandwidth,
-        "matrix_tflop_per_s": rate / 1e12,
-        "matrix_fraction": flops / seconds / rate,
-    }
 
 
 @each_row(rows())
@@ -78,13 +59,17 @@ def test_attention(row, benchmark, checked, unmeasured, seconds_left):
         measure(row, benchmark, function, sets)
     if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
         return
+    # Useful work of a call, and what part its rate is of measured ceilings.
+    median = benchmark.stats.stats.median
+    num_bytes, flops = case.bytes(row.what), case.flops(row.what)
     benchmark.extra_info.update(
         layout=peers_of(case)[row.name].layout,
         direction=row.what,
         mode=row.mode,
         budget_used=budget_used,
+        bytes=num_bytes,
+        flops=flops,
+        copy_fraction=num_bytes / median / machine.copy_bandwidth(case.device),
+        matrix_fraction=flops / median / machine.matrix_rate(case.device, case.dtype),
         **row.facts(),
-        **roof(case, row.what, benchmark.stats.stats.median),
     )
-    if row.mode != "graph":  # a graph replays the kernels of the eager row
-        checked.measured[case, row.name] = benchmark.extra_info

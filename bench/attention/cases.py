@@ -141,10 +141,6 @@ class AttentionCase:
         products = {"forward": 2, "backward": 5, "both": 7}[direction]
         return 2 * products * self.scores * self.head_dim
 
-    def exps(self, direction: str) -> int:
-        """One exponential for each score, in each direction."""
-        return self.scores * {"forward": 1, "backward": 1, "both": 2}[direction]
-
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         return {

@@ -216,22 +216,6 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
-def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    _self_attention(case)
-    size = case.head_dim, case.dtype
-    if case.causal or case.window or size != (64, torch.float16) or case.tokens > 512:
-        raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
-    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
-    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
-
-    def run(qkv: Tensor) -> Tensor:
-        out = fmha.apply(qkv.flatten(0, 1), ends, 0.0, case.tokens, True, False)
-        return out.view(case.batch, case.tokens, case.heads, case.head_dim)
-
-    return run
-
-
 def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
     if case.window:
@@ -303,7 +287,6 @@ PEERS = {
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
     "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
     "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
-    "apex_fmha": Peer(_apex_fmha, layout="packed"),
     "xformers": Peer(_xformers, layout="tokens"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
     "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),

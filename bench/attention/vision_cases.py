@@ -147,10 +147,6 @@ class VisionCase:
         other = self.tokens if covariance else self.head_dim
         return 2 * products[direction] * self.scores * other
 
-    def exps(self, direction: str) -> int:
-        """One exponential for each score, in each direction."""
-        return self.scores * {"forward": 1, "backward": 1, "both": 2}[direction]
-
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         size = f"{self.batch}·{self.heads}·{self.side}²·{self.head_dim}"

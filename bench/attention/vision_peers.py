@@ -1,11 +1,11 @@
-"""Everything that computes the attention of XCiT, DaViT and VOLO, as data, as in ``peers``.
+"""What computes the attention of XCiT, DaViT and VOLO, as data, and its correctness gate.
 
 Layouts of the inputs and the output, which is (B, Y, X, H, D) or, of the operators over channels,
 (B, N, H, D): ``packed`` as a projection leaves them; ``windows`` qkv (B W, N, 3, H, D), cut into W
 windows of N tokens beforehand, and the output left so, which spares a peer two copies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 import leaner_kernels
 from bench.attention.peers import Build, every_backend, every_sample
 from bench.attention.vision_cases import VisionCase
+from bench.harness.gate import Inputs, Problem
 from bench.harness.peers import Peer, compiled, found
 
 
@@ -226,3 +227,44 @@ VISION_PEERS = {
     "window": _peers(_timm_window, every_backend(_sdpa_windows, "windows")),
     "outlook": _peers(_timm_outlook, {}),
 }
+
+GRADIENTS = {
+    "cross_covariance": ("dqkv", "dtemperature"),
+    "channel": ("dqkv",),
+    "window": ("dqkv",),
+    "outlook": ("dvalue", "dlogits"),
+}
+COLDEST, HOTTEST = 1.0, 8.0
+
+
+class VisionProblem(Problem):
+    """The tensors of a ``VisionCase`` and the truth about them: every entry is checked."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the results that are compared."""
+        return "out", *GRADIENTS[self.case.op]
+
+    def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
+        case, options = self.case, {"dtype": self.case.dtype, "device": self.device}
+
+        def draw(shape: tuple[int, ...]) -> Tensor:
+            if len(shape) > 1:
+                drawn = torch.randn(shape, device=self.device, generator=generator)
+                return drawn.to(case.dtype)
+            # Temperatures: cosines of random channels are small, so some heads make them differ.
+            return torch.linspace(COLDEST, HOTTEST, *shape, **options)
+
+        return tuple(map(draw, (*case.input_shapes, case.out_shape)))
+
+    def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
+        if layout == "windows":
+            tensors = [cut(self.case, t).contiguous() for t in tensors]
+        return super()._lay_out(tensors, layout)
+
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        return eager(self.case, *leaves)
+
+    def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
+        results = [out, *grads]
+        return [join(self.case, t) for t in results] if layout == "windows" else results

@@ -2,13 +2,12 @@
 
     python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
-    python -m bench.gpu_model vit_base --tile BLOCK=16 num_warps=4
     python -m bench.gpu_model nystrom_listops --only backward --unchecked
 
 One entry of the batch and up to four heads are executed (eight entries of short sequences, every
 head of operators other than softmax attention), with all checks, and what programs did is counted:
 bank conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of
-warps by kind and the source lines that take most.
+warps and the source lines that run most of them.
 The time of the whole case is predicted from the machine code, with what its warps wait for and
 where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
 """
@@ -18,7 +17,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -30,30 +29,10 @@ from bench.attention.vision_cases import VISION_CASES
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
+from bench.gpu_model.machine_code import MachineCode, Runs
 from leaner_kernels.ops import _tiles
-from leaner_kernels.ops._tiles import OPTIONS, Rule
 
 DIRECTIONS = "forward", "statistics", "backward"
-# Machine instructions by kind; what is in none is integer arithmetic and moves.
-KINDS = {
-    "tensor cores": {"HMMA", "HGMMA"},
-    "waits for tensor cores": {"WARPGROUP", "WARPSYNC"},
-    "float arithmetic": {"FADD", "FMUL", "FFMA", "FMNMX", "FSEL", "FSETP", "F2FP", "FMNMX3"},
-    "exponentials and roots": {"MUFU"},
-    "shared memory": {"LDS", "STS", "LDSM", "STSM"},
-    "global memory": {"LDG", "STG", "LDGSTS"},
-    "local memory": units.LOCAL,
-    "shuffles": {"SHFL", "VOTE", "VOTEU"},
-    "barriers": {"BAR", "DEPBAR", "LDGDEPBAR"},
-    "branches": {"BRA", "EXIT", "BSSY", "BSYNC"},
-}
-TILES = "BLOCK", "largest_segment", "HEADS", *OPTIONS
-OTHERS = "integers and moves"
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a machine instruction."""
-    return next((kind for kind, names in KINDS.items() if name in names), OTHERS)
 
 
 def smaller(case: Any) -> tuple[Any, float]:
@@ -107,15 +86,42 @@ def run(
     return executions
 
 
-def changed_tile(changes: dict[str, int], rule: Rule | None) -> Rule | None:
-    """Return a rule with some of its tile changed; what it has no entry of stays.
+class Prediction(NamedTuple):
+    """What the model makes of a launch on a GPU.
 
-    The name of an option of every kernel, as ``num_warps``, changes each of them.
+    Attributes:
+        floors: seconds by unit that the launch takes if nothing waits; empty where its machine code
+            is not understood.
+        timing: None where it is not understood or not modelled, as ``reason`` says.
     """
-    if rule is None:
-        return None
-    kept = {k: v for k, v in changes.items() if k in OPTIONS or k in rule.tile.constexprs}
-    return dataclasses.replace(rule, tile=rule.tile.replace(**kept))
+
+    floors: dict[str, float]
+    timing: replay.Timing | None
+    reason: str = ""
+
+
+def predict(
+    execution: Execution,
+    used: Resources,
+    of_code: tuple[MachineCode, Runs],
+    gpu: units.GPU,
+    times: float,
+) -> Prediction:
+    """Time a launch, ``times`` as large as it was executed, on a GPU."""
+    code, found = of_code
+    if not found.known:
+        return Prediction(
+            {}, None, f"its machine code is unknown, counts differ by {found.off:.0%}"
+        )
+    executed = machine_code.executed(code, found.of_block, execution.warps)
+    cycles = units.cycles(executed, execution.wavefronts, gpu)
+    a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
+    floors = {unit: n * a_cycle for unit, n in cycles.items()}
+    try:
+        work = replay.work_of(execution, used, code, found, times)
+        return Prediction(floors, replay.time(work, gpu))
+    except ValueError as error:
+        return Prediction(floors, None, str(error))
 
 
 def describe(
@@ -137,22 +143,31 @@ def describe(
         fewest = sum(getattr(n, least) for n in execution.counts)
         if fewest:
             yield f"  {total / per:,.0f} {name}, {total / fewest:.2f} times the fewest"
-    code, found = machine_code.of_execution(execution, used.cubin)
-    if not found.known:
-        yield f"  machine code: unknown, counts differ by {found.off:.0%}"
-    else:
-        yield from _of_machine_code(code, found, execution.warps, lines)
-        name, gpu = units.gpu_of(capability)
-        executed = machine_code.executed(code, found.of_block, execution.warps)
-        cycles = units.cycles(executed, execution.wavefronts, gpu)
-        microseconds = 1e6 * per * times / gpu.num_sms / gpu.boost_hz
-        floors = {unit: n * microseconds for unit, n in cycles.items()}
+    of_code = machine_code.of_execution(execution, used.cubin)
+    name, gpu = units.gpu_of(capability)
+    predicted = predict(execution, used, of_code, gpu, times)
+    code, found = of_code
+    if predicted.floors:
+        by_line: Counter[tuple[str, int]] = Counter()
+        for (start, end), runs in zip(code.blocks, found.of_block, strict=True):
+            for one in code.instructions[start:end]:
+                by_line[one.file, one.line] += runs * execution.warps
+        yield (
+            f"  {by_line.total():,.0f} machine instructions of warps, counts differ from the "
+            f"executor's by {found.off:.1%}; at {_hottest(by_line, lines)}"
+        )
+        floors = {unit: 1e6 * seconds for unit, seconds in predicted.floors.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
-        try:
-            work = replay.work_of(execution, used, code, found, times)
-            yield from _of_replay(work, lines, capability)
-        except ValueError as error:
-            yield f"  not timed: {error}"
+    if timing := predicted.timing:
+        yield f"  predicted on {name}: {1e6 * timing.seconds:,.1f} µs; {timing.binds} binds"
+        yield f"    units are busy: {_ranked(timing.busy, '{:.0%}', 0.1)}"
+        yield f"    warps wait for: {_ranked(timing.waited, '{:.0%}', 0.02)}"
+        by_line = Counter()
+        for one, cycles in zip(code.instructions, timing.waited_at, strict=True):
+            by_line[one.file, one.line] += cycles  # type: ignore[assignment] - a float
+        yield f"    and at: {_hottest(by_line, lines)}"
+    else:
+        yield f"  not timed: {predicted.reason}"
     for name, n in execution.found.items():
         yield f"  FOUND {n} times: {name}"
     for finding in execution.findings[:5]:
@@ -165,40 +180,10 @@ def _ranked(amounts: Mapping[str, float], form: str, least: float = 0.0) -> str:
     return ", ".join(f"{name} {form.format(n)}" for name, n in ranked if n > least)
 
 
-def _of_replay(work: replay.Work, lines: int, capability: int) -> Iterator[str]:
-    name, gpu = units.gpu_of(capability)
-    timing = replay.time(work, gpu)
-    yield f"  predicted on {name}: {1e6 * timing.seconds:,.1f} µs; {timing.binds} binds"
-    yield f"    units are busy: {_ranked(timing.busy, '{:.0%}', 0.1)}"
-    yield f"    warps wait for: {_ranked(timing.waited, '{:.0%}', 0.02)}"
-    by_line: Counter[tuple[str, int]] = Counter()
-    for one, cycles in zip(work.code.instructions, timing.waited_at, strict=True):
-        by_line[one.file, one.line] += cycles  # type: ignore[assignment] - a float
+def _hottest(by_line: Counter[tuple[str, int]], lines: int) -> str:
     total = by_line.total() or 1
-    where = (f"{file}:{line} {n / total:.0%}" for (file, line), n in by_line.most_common(lines))
-    yield f"    and at: {', '.join(where)}"
-
-
-def _of_machine_code(
-    code: machine_code.MachineCode, found: machine_code.Runs, warps: int, lines: int
-) -> Iterator[str]:
-    by_kind: Counter[str] = Counter()
-    by_line: Counter[tuple[str, int]] = Counter()
-    for (start, end), times in zip(code.blocks, found.of_block, strict=True):
-        for one in code.instructions[start:end]:
-            by_kind[kind_of(one.name)] += times * warps
-            by_line[one.file, one.line] += times * warps
-    total = by_kind.total()
-    yield (
-        f"  {total:,.0f} machine instructions of warps; counts differ from the executor's by "
-        f"{found.off:.1%}"
-    )
-    for kind, n in by_kind.most_common():
-        if n:
-            yield f"    {n:>10,.0f}  {n / total:4.0%}  {kind}"
-    yield "  hottest lines:"
-    for (file, line), n in by_line.most_common(lines):
-        yield f"    {n:>10,.0f}  {n / total:4.0%}  {file}:{line}"
+    ranked = by_line.most_common(lines)
+    return ", ".join(f"{file}:{line} {n / total:.0%}" for (file, line), n in ranked)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -213,40 +198,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("case", choices=cases, metavar="CASE", help=", ".join(cases))
     parser.add_argument("--arch", type=int, choices=tuple(units.MODELS), default=90)
     parser.add_argument("--only", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
-    parser.add_argument("--lines", type=int, default=8, help="how many of the hottest to name")
     parser.add_argument(
-        "--tile",
-        nargs="+",
-        default=(),
-        metavar="NAME=NUMBER",
-        help=f"change tiles of short sequences: {', '.join(TILES)}",
+        "--lines", type=int, default=8, help="how many of the hottest lines to name"
     )
     parser.add_argument("--unchecked", action="store_true", help="count and time alone: sooner")
     given = parser.parse_args(argv)
-    try:
-        changes = {name: int(number) for name, number in (t.split("=") for t in given.tile)}
-    except ValueError:
-        changes = {"": 0}
-    if not changes.keys() <= set(TILES):
-        parser.error(f"--tile takes {', '.join(TILES)}, each with a number: BLOCK=64")
     whole = cases[given.case]
-    if changes and not isinstance(whole, AttentionCase):
-        parser.error(f"--tile is for softmax attention, {given.case} is none")
     part, times = smaller(whole)
     name, gpu = units.gpu_of(given.arch)
     found = False
     try:
         for direction in given.only:
-            with launches.changed_rules(lambda _, rule: changed_tile(changes, rule)):
-                executions = run(
-                    part, direction, given.arch, times=times, check=not given.unchecked
-                )
+            executions = run(part, direction, given.arch, times=times, check=not given.unchecked)
             for execution in executions:
                 used = compile_launch(execution.launch, given.arch)
                 lines = describe(execution, used, given.arch, times, given.lines)
                 print(f"{direction}, sm_{given.arch}", *lines, sep="\n", flush=True)  # noqa: T201
                 found |= bool(execution.findings)
-            if hasattr(whole, "bytes") and direction != "statistics":
+            if direction != "statistics":
                 us = 1e6 * whole.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
                 print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
     except (library.NoCompilerError, ptx.UnsupportedError, ExecutionError) as error:

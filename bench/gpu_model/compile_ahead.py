@@ -9,7 +9,6 @@ first use: the benchmarks themselves also run without it.
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -48,12 +47,6 @@ WARP = 32
 SM_PARTS, REGISTERS_PER_PART, REGISTER_UNIT = 4, 16 * 1024, 256
 SHARED_UNIT, SHARED_RESERVED = 128, 1024
 
-# Opcodes worth a number: products, exponentials, each way to move data, and barriers.
-OPCODES = (
-    *("HMMA", "HGMMA", "QGMMA", "UTCHMMA", "FFMA", "MUFU"),
-    *("LDG", "LDGSTS", "UTMALDG", "LDS", "LDSM", "LDTM"),
-    *("STG", "UTMASTG", "STS", "STSM", "STTM", "SHFL", "BAR"),
-)
 SPILLS = "LDL", "STL"
 # Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
 MAX_STACK = 192
@@ -94,7 +87,10 @@ class Resources:
     @cached_property
     def spills(self) -> int:
         """Instructions that read or write a thread's stack; where there is none, none can."""
-        return sum(self._opcodes[name] for name in SPILLS) if self.stack else 0
+        if not self.stack:
+            return 0
+        found = _INSTRUCTION.findall(dump(self.cubin, "cuobjdump", "-sass"))
+        return sum(found.count(name) for name in SPILLS)
 
     @cached_property
     def looped_spills(self) -> int:
@@ -110,22 +106,6 @@ class Resources:
         """What is wrong with the use of local memory."""
         return spill_faults(self.stack, self.looped_spills)
 
-    @cached_property
-    def instructions(self) -> dict[str, int]:
-        """How often each of ``OPCODES`` stands in the code, and ``total`` of all but padding.
-
-        A loop counts once.
-        """
-        found = self._opcodes
-        return {"total": found.total(), **{name: found[name] for name in OPCODES if found[name]}}
-
-    @cached_property
-    def _opcodes(self) -> Counter[str]:
-        # Takes longer than all else that is read of a cubin together.
-        found = Counter(_INSTRUCTION.findall(dump(self.cubin, "cuobjdump", "-sass")))
-        del found["NOP"]
-        return found
-
 
 @dataclass(frozen=True)
 class Launch:
@@ -139,14 +119,6 @@ class Launch:
     def name(self) -> str:
         """The kernel's function."""
         return self.kernel.fn.__name__
-
-    def constants(self) -> dict[str, Any]:
-        """Return what the kernel was specialised by: its constants and the launch options."""
-        named = dict(zip(self.kernel.arg_names, self.args)) | self.kwargs
-        constants = {p.name for p in self.kernel.params if p.is_constexpr}
-        options = "num_warps", "num_stages", "maxnreg"
-        wanted = [name for name in named if name in constants or name in options]
-        return {name: named[name] for name in wanted if named[name] is not None}
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...] [--separate]
 
 Each case is executed in part (``command.smaller``) as compiled for each GPU, forward and backward,
-and timed (``replay``); on GPUs that nobody has measured, FlashAttention 2 beside it (``peers``).
+and timed (``replay``).
 ``bench.report`` shows bench/results/predictions.json. bench/results/calibration.json is the same
 with ``--separate``, by the release of Triton that an H200 ran; a test holds it to what it measured.
 """
@@ -14,59 +14,51 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.gpu_model import command, machine_code, peers, replay, units
+from bench.gpu_model import command, machine_code, units
+from bench.gpu_model.command import Prediction
 from bench.gpu_model.compile_ahead import compile_launch
 
+AnyCase = AttentionCase | VisionCase
 DIRECTIONS = "forward", "backward"
 BYTES, UNKNOWN = "bytes", "unknown"
 
 
-class Launch(NamedTuple):
-    """What the model makes of one launch on one GPU.
-
-    Attributes:
-        seconds: None where the machine code is not understood or not predicted.
-        binds: what takes most of that time.
-        busy: seconds by unit that the launch takes if nothing waits, empty where it is not known.
-        programs: how many an SM holds at once.
-    """
-
-    seconds: float | None
-    binds: str
-    busy: dict[str, float]
-    programs: int
-
-
 def row(
-    name: str, case: AttentionCase | VisionCase, direction: str, launches: Sequence[Launch]
+    name: str, case: AnyCase, direction: str, predictions: Sequence[Prediction], programs: int
 ) -> dict[str, Any]:
     """Return one direction of a case on a GPU: seconds predicted, and the floor.
 
     The floor is the larger of every tensor moved once, at the part of the memory's peak rate that
     a copy attains, and of what the busiest unit of each launch takes. ``limit`` says which.
+
+    Args:
+        name: of the GPU.
+        case: of the benchmark.
+        direction: ``forward`` or ``backward``.
+        predictions: of each launch.
+        programs: how many an SM holds at once, the fewest of any launch.
     """
     gpu = units.GPUS[name]
     moved = case.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
-    understood = all(launch.busy for launch in launches)
-    busiest = max(launches, key=lambda launch: max(launch.busy.values(), default=0.0)).busy
-    computed = sum(max(launch.busy.values(), default=0.0) for launch in launches)
-    limit = BYTES if understood else f"{BYTES}, units {UNKNOWN}"
-    seconds = [launch.seconds for launch in launches]
-    known = None not in seconds
-    binds = ", ".join(dict.fromkeys(launch.binds for launch in launches))
+    busiest = [max(one.floors.values(), default=0.0) for one in predictions]
+    floors = predictions[busiest.index(max(busiest))].floors
+    computed = sum(busiest)
+    limit = BYTES if all(one.floors for one in predictions) else f"{BYTES}, units {UNKNOWN}"
+    timings = [one.timing for one in predictions if one.timing is not None]
+    known = len(timings) == len(predictions)
     return {
         "gpu": name,
         "case": case.name,
         "stage": direction,
-        "predicted": _short(sum(filter(None, seconds))) if known else None,
+        "predicted": _short(sum(timing.seconds for timing in timings)) if known else None,
         "floor": _short(max(moved, computed)),
-        "limit": limit if moved >= computed else max(busiest, key=busiest.__getitem__),
-        "binds": binds if known else UNKNOWN,
-        "programs": min(launch.programs for launch in launches),
+        "limit": limit if moved >= computed else max(floors, key=floors.__getitem__),
+        "binds": ", ".join(dict.fromkeys(t.binds for t in timings)) if known else UNKNOWN,
+        "programs": programs,
     }
 
 
@@ -75,54 +67,27 @@ def _short(seconds: float) -> float:
 
 
 def rows(
-    case: AttentionCase | VisionCase,
-    capability: int,
-    directions: Sequence[str] = DIRECTIONS,
-    packed: bool = True,
+    case: AnyCase, capability: int, directions: Sequence[str] = DIRECTIONS, packed: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Yield ``row`` for each direction and GPU; ``packed`` is that of ``command.run``."""
     part, times = command.smaller(case)
     gpus = {name: gpu for name, gpu in units.GPUS.items() if gpu.capability == capability}
     for direction in directions:
-        launches: dict[str, list[Launch]] = {name: [] for name in gpus}
+        predictions: dict[str, list[Prediction]] = {name: [] for name in gpus}
+        programs = []
         for execution in command.run(
             part, direction, capability, times=times, check=False, packed=packed
         ):
             used = compile_launch(execution.launch, capability)
-            code, runs = machine_code.of_execution(execution, used.cubin)
+            programs.append(used.programs_per_sm)
+            of_code = machine_code.of_execution(execution, used.cubin)
             for name, gpu in gpus.items():
-                seconds, binds, busy = None, UNKNOWN, {}
-                if runs.known:
-                    executed = machine_code.executed(code, runs.of_block, execution.warps)
-                    by_unit = units.cycles(executed, execution.wavefronts, gpu)
-                    a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
-                    busy = {unit: n * a_cycle for unit, n in by_unit.items()}
-                    try:
-                        work = replay.work_of(execution, used, code, runs, times)
-                        timing = replay.time(work, gpu)
-                        seconds, binds = timing.seconds, timing.binds
-                    except ValueError as error:
-                        sys.stderr.write(f"{case.name} {direction}: {execution.name}: {error}\n")
-                launches[name].append(Launch(seconds, binds, busy, used.programs_per_sm))
+                one = command.predict(execution, used, of_code, gpu, times)
+                predictions[name].append(one)
+                if one.reason:
+                    sys.stderr.write(f"{case.name} {direction}: {execution.name}: {one.reason}\n")
         for name in gpus:
-            yield row(name, case, direction, launches[name]) | _peer(name, case, direction)
-
-
-def _peer(name: str, case: AttentionCase | VisionCase, direction: str) -> dict[str, float]:
-    """Return what FlashAttention 2 would take, nothing on sm_90: an H200 has measured it."""
-    gpu = units.GPUS[name]
-    plain = (
-        isinstance(case, AttentionCase)
-        and case.queries is None
-        and not (case.padded or case.lengths or case.window)
-    )
-    if gpu.capability == 90 or not plain or case.head_dim not in (32, 64):
-        return {}
-    try:
-        return {"flash_attn_2": _short(getattr(peers, direction)(case, gpu).seconds)}
-    except peers.NotThereError as error:
-        sys.stderr.write(f"{case.name} {direction}: {error}\n")
-        return {}
+            yield row(name, case, direction, predictions[name], min(programs))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,86 +1,19 @@
-"""Peers after their gate: built and checked once for each case, whatever is measured of them."""
+"""Rows of a benchmark, and peers after their gate: built and checked once for each case."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NoReturn
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.harness import clock, counters
+from bench.harness import clock
 from bench.harness.gate import Inputs, Problem, WrongError
 from bench.harness.peers import REFUSALS, AbsentError, Peer
-
-
-class Checked:
-    """The problem of the case at hand, each peer after its gate, and its last measured row."""
-
-    def __init__(
-        self,
-        peers_of: Callable[[Any], dict[str, Peer]],
-        problem_of: Callable[[Any, torch.device, int], Problem],
-    ) -> None:
-        """Start without a problem.
-
-        Args:
-            peers_of: all peers of a case, by name.
-            problem_of: so many sets of tensors of a case, with what checks a peer on them.
-        """
-        self.peers_of, self.problem_of = peers_of, problem_of
-        self.current = Current()
-        self.checked: dict[tuple[Any, str], Any] = {}
-        self.measured: dict[tuple[Any, str], dict[str, Any]] = {}
-
-    def use(self, case: Any, copies: int) -> Problem:
-        """Return the problem of a case; the memory of the case before is freed first."""
-        device = torch.device(case.device)
-        return self.current.use(case, lambda case: self.problem_of(case, device, copies))
-
-    def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
-        """Return a function, how much of its error budget it used, and inputs; or raise why not."""
-        copies = clock.copies_beyond_cache(case.bytes("forward"), torch.device(case.device))
-        problem, key = self.use(case, copies), (case, name)
-        if key not in self.checked:
-            try:
-                self.checked[key] = self._check(name, problem)
-            except (AbsentError, WrongError) as error:
-                self.checked[key] = type(error)(*error.args)
-        found = self.checked[key]
-        # Raised anew: a traceback that is kept would keep the memory of its case.
-        if isinstance(found, Exception):
-            raise type(found)(*found.args)
-        return *found, problem.inputs(self.peers_of(case)[name].layout)
-
-    def _check(self, name: str, problem: Problem) -> tuple[Callable[..., Tensor], float]:
-        peer = self.peers_of(problem.case)[name]
-        with warnings.catch_warnings(record=True) as warned, peer.context():
-            warnings.simplefilter("always")
-            try:
-                function = peer.build(problem.case, problem.device)
-                return function, max(problem.check(peer, function).values())
-            except REFUSALS as error:
-                if peer.ours:
-                    raise
-                # PyTorch warns of the reason and then raises that there is no kernel.
-                reasons = [first_line(error), *(first_line(w.message) for w in warned)]
-                raise AbsentError(f"refuses the case: {' '.join(reasons)[:300]}") from None
-
-    def name_kernels(self) -> None:
-        """Add the kernels of a forward and backward to the ``extra_info`` of each peer's last row.
-
-        After everything is timed, because a profiler stays attached and slows what follows.
-        """
-        for (case, name), info in self.measured.items():
-            function, _ = self.checked[case, name]
-            peer = self.peers_of(case)[name]
-            inputs = self.use(case, copies=1).inputs(peer.layout)[0]
-            with peer.context():
-                call = partial(one_call("both", function), inputs)
-                info["kernels"] = counters.kernel_names(call, case.device)
 
 
 class Current:
@@ -99,6 +32,55 @@ class Current:
         return self.built
 
 
+class Checked:
+    """The problem of the case at hand, and each peer after its gate."""
+
+    def __init__(
+        self,
+        peers_of: Callable[[Any], dict[str, Peer]],
+        problem_of: Callable[[Any, torch.device, int], Problem],
+    ) -> None:
+        """Start without a problem.
+
+        Args:
+            peers_of: all peers of a case, by name.
+            problem_of: so many sets of tensors of a case, with what checks a peer on them.
+        """
+        self.peers_of, self.problem_of = peers_of, problem_of
+        self.current = Current()
+        self.checked: dict[tuple[Any, str], Any] = {}
+
+    def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
+        """Return a function, how much of its error budget it used, and inputs; or raise why not."""
+        device, peer = torch.device(case.device), self.peers_of(case)[name]
+        copies = clock.copies_beyond_cache(case.bytes("forward"), device)
+        problem = self.current.use(case, lambda case: self.problem_of(case, device, copies))
+        if (case, name) not in self.checked:
+            try:
+                self.checked[case, name] = _check(peer, problem)
+            except (AbsentError, WrongError) as error:
+                self.checked[case, name] = type(error)(*error.args)
+        result = self.checked[case, name]
+        # Raised anew: a traceback that is kept would keep the memory of its case.
+        if isinstance(result, Exception):
+            raise type(result)(*result.args)
+        return *result, problem.inputs(peer.layout)
+
+
+def _check(peer: Peer, problem: Problem) -> tuple[Callable[..., Tensor], float]:
+    with warnings.catch_warnings(record=True) as warned, peer.context():
+        warnings.simplefilter("always")
+        try:
+            function = peer.build(problem.case, problem.device)
+            return function, max(problem.check(peer, function).values())
+        except REFUSALS as error:
+            if peer.ours:
+                raise
+            # PyTorch warns of the reason and then raises that there is no kernel.
+            reasons = [first_line(error), *(first_line(w.message) for w in warned)]
+            raise AbsentError(f"refuses the case: {' '.join(reasons)[:300]}") from None
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a result: a peer on a case.
@@ -109,8 +91,8 @@ class Row:
         what: is measured of it, a direction or a stage, if more than one thing is.
         mode: how it is timed, one of ``clock.MODES``, if more than one way is.
         ours: what our own code raises is no refusal.
-        others: stands for the peer of every row for which no time is left.
         on_host: whether the host's clock is read on a GPU too.
+        every: the interval of a monitor.
     """
 
     case: Any
@@ -118,8 +100,8 @@ class Row:
     what: str = ""
     mode: str = ""
     ours: bool = True
-    others: str = "every peer left"
     on_host: bool = False
+    every: int = 0
 
     @cached_property
     def clock(self) -> clock.Clock:
@@ -140,12 +122,12 @@ class Row:
         return facts | {"shape": self.case.facts()}
 
 
-def each_row(rows: Iterable[Row]) -> Callable[[Any], Any]:
+def each_row(rows: Iterable[Any]) -> Callable[[Any], Any]:
     """Return the decorator of a test that measures one of these rows."""
     # The fixture stays unused after a failed gate.
     unused = pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
-    given = [row if not isinstance(row, Row) else row.param() for row in rows]
-    return lambda test: unused(pytest.mark.parametrize("row", given)(test))
+    params = [row.param() if isinstance(row, Row) else row for row in rows]
+    return lambda test: unused(pytest.mark.parametrize("row", params)(test))
 
 
 @contextmanager
@@ -155,11 +137,9 @@ def attempt(unmeasured: Callable[..., NoReturn], seconds_left: float, row: Row) 
     ``unmeasured`` and ``seconds_left`` are the fixtures.
     """
     case, what = row.case, " ".join(word for word in (row.what, row.mode) if word)
-    if seconds_left <= 0:
-        reason = "the time of --bench-seconds was spent"
-        reason = f"{what}: {reason}" if what else reason
-        unmeasured("not run", reason, case=case.name, peer=row.others)
     entry = {"case": case.name, "peer": row.name}
+    if seconds_left <= 0:
+        unmeasured("not run", f"{what}: the time of --bench-seconds was spent", **entry)
     try:
         yield
     except AbsentError as absent:
@@ -185,7 +165,7 @@ def one_call(direction: str, function: Callable[..., Tensor]) -> Callable[[Any],
     """
     grad = torch.autograd.grad
     return {
-        "forward": lambda given: function(*given.leaves),
+        "forward": lambda inputs: function(*inputs.leaves),
         "backward": lambda done: grad(done[0], done[1].leaves, done[1].grad, retain_graph=True),
-        "both": lambda given: grad(function(*given.leaves), given.leaves, given.grad),
+        "both": lambda inputs: grad(function(*inputs.leaves), inputs.leaves, inputs.grad),
     }[direction]

@@ -1,54 +1,20 @@
-"""What one call costs beside time: kernels, memory, energy."""
+"""What one call costs beside time: memory and energy."""
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from bench.harness.machine import Gpu
 
 ENERGY_SECONDS = 0.5  # long against the tens of milliseconds between two updates of the counter
-LONGEST_NAME = 100
 
 
-def kernel_names(call: Callable[[], Any], device_type: str) -> list[str]:
-    """Return the distinct kernels that one call runs, in order; on the CPU attention operators."""
-    on_gpu = device_type == "cuda"
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
-    with profile(activities=activities, acc_events=True) as profiled:
-        call()
-        if on_gpu:
-            torch.cuda.synchronize()
-    wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    names = [event.name for event in profiled.events() if event.device_type == wanted]
-    if not on_gpu:
-        names = [name for name in names if "attention" in name]
-    return list(dict.fromkeys(name[:LONGEST_NAME] for name in names))
-
-
-class Kept(NamedTuple):
-    """Bytes that a forward keeps for its backward.
-
-    Attributes:
-        inputs: of them, memory of the inputs, which what computed them may keep anyway.
-        out: of them, memory of the output, which what follows may keep anyway.
-        own: the rest: memory that lives for this backward alone.
-    """
-
-    inputs: int
-    out: int
-    own: int
-
-
-def kept_for_backward(
-    function: Callable[..., Tensor], inputs: tuple[Tensor, ...], parameters: Iterable[Tensor] = ()
-) -> Kept:
-    """Run a forward and count the memory that autograd saved, each storage once and whole.
+def kept_for_backward(function: Callable[[], Tensor], parameters: Iterable[Tensor] = ()) -> int:
+    """Run a forward; return the bytes that autograd saved, each storage once and whole.
 
     ``parameters`` count as nothing: they are there anyway.
     """
@@ -57,27 +23,15 @@ def kept_for_backward(
 
     def pack(saved: Tensor) -> Tensor:
         alive.append(saved)
-        kept.update(storages(saved))
+        storage = saved.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
         return saved
 
     with saved_tensors_hooks(pack, lambda saved: saved):
-        out = function(*inputs)
+        function()
     for parameter in parameters:
-        for address in storages(parameter):
-            kept.pop(address, None)
-    of_out = storages(out).keys()
-    of_inputs = {address for tensor in inputs for address in storages(tensor)}
-    parts = {"inputs": 0, "out": 0, "own": 0}
-    for address, size in kept.items():
-        part = "inputs" if address in of_inputs else "out" if address in of_out else "own"
-        parts[part] += size
-    return Kept(**parts)
-
-
-def storages(tensor: Tensor) -> dict[int, int]:
-    """Return address and bytes of the memory under a tensor, of a jagged one under its values."""
-    storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()
-    return {storage.data_ptr(): storage.nbytes()} if storage.nbytes() else {}
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
 
 
 def peak_memory(call: Callable[[], Any]) -> int:

@@ -2,15 +2,13 @@
 
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 
 from bench.harness import clock, counters, machine, steps
-from bench.harness.checked import Current, Row, attempt, each_row
+from bench.harness.checked import Row, attempt, each_row
 from bench.kappa.spectra import (
     MATRIX_CASES,
     Matrices,
@@ -25,40 +23,18 @@ SLOW, FEW_ROUNDS = 0.3, 2
 STEP_ROUNDS, STEP_LIMIT = 5, {"cpu": 8.0, "cuda": float("inf")}
 
 
-@dataclass(frozen=True)
-class MonitorRow(Row):
-    """The monitor at one interval, on a model."""
-
-    every: int = 1
-
-
 def step_rows() -> Iterator[Row]:
     """Every interval on every model."""
     for case in steps.STEP_CASES:
         for every in steps.EVERY:
             name = f"every={every}"
-            yield MonitorRow(case, name, others=name, on_host=True, every=every)
+            yield Row(case, name, on_host=True, every=every)
 
 
 def matrices_of(case: MatrixCase) -> Matrices:
     """Return a batch, as often as it takes to outgrow the cache."""
     device = torch.device(case.device)
     return Matrices(case, device, clock.copies_beyond_cache(case.bytes, device))
-
-
-@pytest.fixture(scope="session")
-def to_profile() -> Iterator[list[tuple[Row, dict[str, Any]]]]:
-    """Rows whose kernels are named when everything is timed, as ``Checked.name_kernels`` does."""
-    measured: list[tuple[Row, dict[str, Any]]] = []
-    yield measured
-    current = Current()
-    for row, info in measured:
-        matrices = current.use(row.case, matrices_of)
-        peer = peers_of(row.case)[row.name]
-        function = peer.build(row.case, matrices.device)
-        with peer.context():
-            call = partial(function, matrices.sets[0])
-            info["kernels"] = counters.kernel_names(call, row.case.device)
 
 
 def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
@@ -89,7 +65,7 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     for case in MATRIX_CASES
     for name, peer in peers_of(case).items()
 )
-def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
+def test_kappa(row, benchmark, current, unmeasured, seconds_left):
     case = row.case
     with attempt(unmeasured, seconds_left, row):
         errors = measure(row, benchmark, current.use(case, matrices_of))
@@ -104,8 +80,6 @@ def test_kappa(row, benchmark, current, to_profile, unmeasured, seconds_left):
         **row.facts(),
         **errors,
     )
-    if case.device == "cuda" and median < SLOW:
-        to_profile.append((row, benchmark.extra_info))
 
 
 @each_row(step_rows())

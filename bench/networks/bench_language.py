@@ -5,23 +5,11 @@ on a CPU everything is float32. Calls come from Python, as in a training loop. N
 out.
 """
 
-import torch
-
 from bench.harness.checked import Row, attempt, each_row
 from bench.networks.language_cases import LANGUAGE_CASES
-from bench.networks.language_gate import LanguageModels, peers_of, training_on
+from bench.networks.language_gate import LanguageModels, peers_of
 from bench.networks.language_peers import differences
-from bench.networks.steps import one_step, single_steps, trained
-
-
-@each_row(single_steps(LANGUAGE_CASES))
-def test_language_one_step(row, benchmark, unmeasured, seconds_left):
-    """The loss of a step at the recipe's batch is finite; its memory is recorded."""
-    case = row.case
-    with attempt(unmeasured, seconds_left, row):
-        device = torch.device(case.device)
-        model, batch = case.build(device), case.draw(device)
-        one_step(row, benchmark, "language_step", training_on(model, batch))
+from bench.networks.models import trained
 
 
 @each_row(

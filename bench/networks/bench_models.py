@@ -7,12 +7,10 @@ on a CPU everything is float32. Calls come from Python, as in a training loop.
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench.harness import counters
 from bench.harness.checked import Row, attempt, each_row
-from bench.harness.steps import classifying, resident
-from bench.networks.steps import one_step, single_steps, timed, trained
+from bench.harness.steps import resident
+from bench.networks.models import timed, trained
 from bench.networks.vision_cases import MODEL_CASES
 from bench.networks.vision_gate import MODEL_PEERS, OURS, STAGES, Networks
 
@@ -27,17 +25,6 @@ def measure(row: Row, benchmark: Any, networks: Networks) -> dict[str, Any]:
     peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
     info = {"peak_memory_bytes": peak, "params": sum(p.numel() for p in model.parameters())}
     return info | timed(row, benchmark, call, "image", len(images))
-
-
-@each_row(single_steps(MODEL_CASES))
-def test_one_step(row, benchmark, unmeasured, seconds_left):
-    """The loss of a step at the paper's batch is finite; its memory is recorded."""
-    case = row.case
-    with attempt(unmeasured, seconds_left, row):
-        device = torch.device(case.device)
-        model = case.build(device).train()
-        images, labels = case.draw(torch.Generator(device).manual_seed(0))
-        one_step(row, benchmark, "one_step", classifying(model, images, labels))
 
 
 @each_row(

@@ -1,7 +1,6 @@
 """Language models before they are timed: ours against a copy on the CPU, the others finite."""
 
 import copy
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 
 from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
 from bench.harness.steps import Training, mixed
-from bench.networks.gate import Models, eager_and_compiled
-from bench.networks.language_cases import IGNORED, Batch, LanguageCase, answers, mean_loss
+from bench.networks.language_cases import IGNORED, Batch, LanguageCase, losses, mean_loss
 from bench.networks.language_peers import TRANSFORMERS, transformers_model
+from bench.networks.models import Models, eager_and_compiled
 
 OURS = "leaner"
 CHECKED = 2  # samples, which are independent of each other
@@ -24,9 +23,9 @@ def peers_of(case: LanguageCase) -> dict[str, tuple[str, bool]]:
 
 
 class Result(NamedTuple):
-    """A model's losses or logits of a batch, and the gradient of the mean loss, as one vector."""
+    """A model's losses of a batch, and the gradient of their mean, as one vector."""
 
-    output: Tensor
+    losses: Tensor
     gradient: Tensor
 
 
@@ -54,7 +53,7 @@ class LanguageModels(Models):
         model = self.model(name)
         if name.startswith(OURS):
             return training_on(model, self.batch)
-        return Training(model, lambda: model(self.batch), self.batch.tensors())
+        return Training(model, lambda: model(self.batch), self.batch)
 
     @cached_property
     def reference(self) -> nn.Module:
@@ -70,7 +69,8 @@ class LanguageModels(Models):
         Both run on the CPU, where every operator of this project calls PyTorch. Exact is float64
         for a case in float32, and for one in bfloat16 float32.
         """
-        model, batch = self.reference, self.batch.first(CHECKED)
+        model = self.reference
+        batch = Batch(*(t[:CHECKED].cpu() for t in self.batch))
         if self.device.type == "cpu":
             return result(copy.deepcopy(model).double(), batch), result(model, batch)
         exact = result(model, batch)
@@ -82,7 +82,7 @@ class LanguageModels(Models):
         """The whole batch, for whose shape a model is compiled; only the first samples count."""
         targets = self.batch.targets.clone()
         targets[CHECKED:] = IGNORED
-        return replace(self.batch, targets=targets)
+        return self.batch._replace(targets=targets)
 
     def check(self, name: str) -> float:
         """Run a model once, forward and backward, and compare ours on the first samples.
@@ -106,15 +106,15 @@ class LanguageModels(Models):
         model = self.model(name)
         self.models[OURS].load_state_dict(self.reference.state_dict())
         with mixed(self.device):
-            found = result(model, self.first_samples)
+            ours = result(model, self.first_samples)
         exact, plain = self.truth
         errors = {
-            "losses" if self.batch.targets.ndim == 2 else "logits": (
-                (found.output[:CHECKED].double() - exact.output).abs().max().item(),
-                budget(exact.output, plain.output),
+            "losses": (
+                (ours.losses[:CHECKED].double() - exact.losses).abs().max().item(),
+                budget(exact.losses, plain.losses),
             ),
             "gradient": (
-                (found.gradient - exact.gradient).norm().item(),
+                (ours.gradient - exact.gradient).norm().item(),
                 gradient_budget(exact.gradient, plain.gradient),
             ),
         }
@@ -123,17 +123,17 @@ class LanguageModels(Models):
 
 def training_on(model: nn.Module, batch: Batch) -> Training:
     """Return our model in training on a batch, by its mean loss."""
-    return Training(model, lambda: mean_loss(answers(model, batch), batch), batch.tensors())
+    return Training(model, lambda: mean_loss(losses(model, batch), batch), batch)
 
 
 def result(model: nn.Module, batch: Batch) -> Result:
     """Run our model forward and backward; return its result in float64 on the CPU."""
     model.zero_grad(set_to_none=True)
-    output = answers(model, batch)
-    mean_loss(output, batch).backward()
+    of_tokens = losses(model, batch)
+    mean_loss(of_tokens, batch).backward()
     gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
     model.zero_grad(set_to_none=True)
-    return Result(output.detach().cpu(), gradient)
+    return Result(of_tokens.detach().cpu(), gradient)
 
 
 def gradients_of(model: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from bench.harness.peers import found
 from bench.networks.language_cases import Batch
@@ -43,44 +42,6 @@ class CausalModel(MaskedModel):
         # Targets that are shifted already: otherwise the model shifts them, and drops one.
         given = {"labels": batch.targets, "shift_labels": batch.targets, "use_cache": False}
         return self.model(batch.tokens, **given).loss
-
-
-class PooledModel(nn.Module):
-    """Nyströmformer with the Long-Range Arena's mean over tokens, and its classifier."""
-
-    def __init__(self, model: nn.Module, config: Mapping[str, Any]):
-        """Add a classifier of the row's sizes to the model."""
-        super().__init__()
-        self.model, self.pairs = model, bool(config.get("pairs"))
-        dim = config["embed_dim"]
-        hidden = int(dim * config["mlp_ratio"])
-        self.head = nn.Sequential(
-            nn.Linear((4 if self.pairs else 1) * dim, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, config["num_classes"]),
-        )
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the mean loss of the classes."""
-        return F.cross_entropy(self.logits(batch), batch.targets)
-
-    def logits(self, batch: Batch) -> Tensor:
-        """Return (B, C)."""
-        tokens, lengths = batch.tokens, batch.key_lengths
-        if self.pairs:
-            tokens = tokens.flatten(0, 1)
-        hidden, mask = None, None
-        if lengths is not None:
-            hidden = torch.arange(tokens.shape[1], device=tokens.device) >= lengths.reshape(-1, 1)
-            mask = hidden.new_zeros(hidden.shape, dtype=torch.float32)
-            mask = mask.masked_fill(hidden, float("-inf"))[:, None, None]
-        # Its own forward would make a mask of N x N, which does not fit its scores of m x N.
-        x = self.model.encoder(self.model.embeddings(tokens), mask).last_hidden_state
-        x = (x if hidden is None else x.masked_fill(hidden[..., None], 0)).mean(dim=1)
-        if self.pairs:
-            one, other = x.unflatten(0, (-1, 2)).unbind(1)
-            x = torch.cat([one, other, one * other, one - other], dim=-1)
-        return self.head(x)
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:
@@ -160,36 +121,6 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
     return CausalModel(model)
 
 
-def nystromformer(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``NystromformerModel`` without its convolution, with heads of the row's width."""
-    dim, heads = config["embed_dim"], config["heads"]
-    settings = found("transformers", "NystromformerConfig")(
-        vocab_size=config["vocab_size"],
-        hidden_size=dim,
-        num_hidden_layers=config["depth"],
-        num_attention_heads=1,
-        intermediate_size=_hidden(config),
-        hidden_act="gelu",
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        max_position_embeddings=config["sequence_length"],
-        segment_means_seq_len=config["sequence_length"],
-        num_landmarks=config.get("num_landmarks", 64),
-        type_vocab_size=1,
-    )
-    model = found("transformers", "NystromformerModel")(settings)
-    head_dim = _head_dim(config)
-    width = heads * head_dim
-    for layer in model.encoder.layer:
-        attn = layer.attention.self
-        attn.num_attention_heads, attn.attention_head_size = heads, head_dim
-        attn.all_head_size, attn.conv_kernel_size = width, None
-        del attn.conv
-        attn.query, attn.key, attn.value = (nn.Linear(dim, width) for _ in range(3))
-        layer.attention.output.dense = nn.Linear(width, dim)
-    return PooledModel(model, config)
-
-
 Build = Callable[[Mapping[str, Any]], nn.Module]
 # By architecture: name, how it is built, and in what it differs from ours.
 TRANSFORMERS: dict[str, dict[str, tuple[Build, str]]] = {
@@ -211,15 +142,6 @@ TRANSFORMERS: dict[str, dict[str, tuple[Build, str]]] = {
             gpt2,
             "GPT-2 with our heads put in, and a classifier of its own with a bias: q, k and v have "
             "biases; logits in float32",
-        ),
-    },
-    "nystromformer": {
-        "transformers": (
-            nystromformer,
-            "Nyströmformer without its convolution, with our heads and our classifier put in: "
-            "norms after the residual and after the embeddings, two positions and a token type "
-            "more; the pseudo-inverse starts from the maximum of the whole batch, and padding "
-            "counts in the landmarks",
         ),
     },
 }

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from bench.attention.blocks import WideXCA
+from bench.attention.vision_peers import cross_covariance
 from bench.harness.peers import AbsentError, found
 
 # What timm calls our arguments, where it has another word.
@@ -63,6 +63,23 @@ def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
     for block in model.blocks:
         block.attn.__class__ = attention  # the adapter leaves subclasses alone
     return model
+
+
+class WideXCA(nn.Module):
+    """XCiT's attention with heads of any width, as timm computes it between its projections."""
+
+    def __init__(self, like: nn.Module, dim: int, heads: int, head_dim: int):
+        """Take the temperature of timm's own module."""
+        super().__init__()
+        self.sizes = 3, heads, head_dim
+        self.temperature = like.temperature
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, N, dim) of (B, N, dim)."""
+        out = cross_covariance(self.qkv(x).unflatten(-1, self.sizes), self.temperature[:, 0, 0])
+        return self.proj(out.flatten(2))
 
 
 def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:

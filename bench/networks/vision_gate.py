@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bench.harness.gate import away_from_the_start, budget, share_of_budget
 from bench.harness.peers import found
 from bench.harness.steps import Training, classifying, mixed
-from bench.networks.gate import Models, eager_and_compiled
+from bench.networks.models import Models, eager_and_compiled
 from bench.networks.timm_models import timm_model
 from bench.networks.vision_cases import ModelCase
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
-from leaner_kernels.ops import _hooks, _launch_cache, _tiles
+from leaner_kernels.ops import _launch_cache, _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch, op
 
@@ -274,35 +274,6 @@ def test_what_is_not_plain_goes_through_the_operators(
     assert short == ["attention"] * 2
 
 
-def test_a_mask_that_autocast_casts_is_no_repeated_call(
-    launches: list[Launched], short: list[str]
-) -> None:
-    inputs, mask = three(), torch.zeros(64, 64)
-    for _ in range(2):
-        attention(*inputs, mask)
-        with torch.autocast("cpu", torch.bfloat16):
-            attention(*inputs)
-            attention(*inputs, mask)
-    assert short == ["attention"] * 2
-
-
-def test_no_watched_call_repeats(
-    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, seen = three(), []
-
-    class AttentionHook:
-        def attend(self, owner: None, query: Tensor, *_: Any, **__: Any) -> Tensor:
-            seen.append(query)
-            return query
-
-    for _ in range(2):
-        attention(*inputs)
-    monkeypatch.setattr(_hooks, "current", AttentionHook())
-    attention(*inputs)
-    assert len(seen) == len(short) == 1
-
-
 def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
     query, key, value = three()
     (qkv,) = CALLS["packed"][1](64)
@@ -333,19 +304,6 @@ def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert len(short) == 4
-
-
-def test_starts_of_keys_need_their_length_whatever_came_before(
-    launches: list[Launched], short: list[str]
-) -> None:
-    """A call of one set of starts has the same tensors as one that forgets ``max_seqlen_k``."""
-    flat, ends = [leaf(64, 2, 64) for _ in range(3)], (STARTS, 64)
-    attention_varlen(*flat, *ends)
-    attention_varlen(*flat, *ends, cu_seqlens_k=STARTS + 0, max_seqlen_k=64)
-    for rest in ({"cu_seqlens_k": STARTS + 0}, {"max_seqlen_k": 64}):
-        with pytest.raises(ValueError, match="cu_seqlens_k and max_seqlen_k go together"):
-            attention_varlen(*flat, *ends, **rest)
-    assert short == []
 
 
 def test_second_derivatives_come_from_the_operator(
@@ -402,19 +360,6 @@ def test_a_hook_that_saves_another_layout_goes_another_way(launches: list[Launch
     launches.clear()
     torch.autograd.grad(out, inputs, grad)
     assert [each.entry is usual for each in launches] == [False]
-
-
-def test_a_tensor_without_gradient_gets_none(launches: list[Launched]) -> None:
-    query, key, value = three()
-    key = key.detach()
-    for _ in range(3):
-        out = attention(query, key, value)
-        grads = torch.autograd.grad(out, (query, value), torch.empty_like(out))
-        assert [t.shape for t in grads] == [query.shape] * 2
-    with torch.no_grad():
-        assert not attention(query, key, value).requires_grad
-    with torch.inference_mode():
-        assert not attention(query, key, value).requires_grad
 
 
 def test_the_benchmark_prints_a_row_of_each_pass() -> None:

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from bench.attention.bench_attention import rows
 from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,20 +62,6 @@ def run(script, *arguments, path=os.environ["PATH"], cwd=None, **environment):
     )
 
 
-def test_the_script_is_valid_and_executable():
-    subprocess.run(["bash", "-n", SCRIPT], check=True)
-    assert os.access(SCRIPT, os.X_OK)
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_is_what_its_first_lines_say_and_no_error(flag, tmp_path):
-    done = run(SCRIPT, flag, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(USAGE)
-    assert all(re.search(rf"^  {stage} ", done.stdout, re.M) for stage in STAGES)
-    assert done.stdout.splitlines()[-1].startswith("Exits 0 when everything that ran passed")
-
-
 @pytest.mark.parametrize(
     "arguments", [(), ("out",), ("out", "first", "lra"), ("out", "first", "-k"), ("out", "all")]
 )
@@ -88,18 +72,6 @@ def test_without_a_folder_and_a_stage_it_refuses(arguments, tmp_path):
     assert done.stderr.count("\n") == 1
     assert all(stage in done.stderr for stage in STAGES)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_without_a_gpu_it_refuses_in_one_line(tmp_path):
-    (tmp_path / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (tmp_path / "python3").chmod(0o755)
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    done = run(SCRIPT, str(tmp_path / "out"), "first", path=path)
-    assert (done.returncode, done.stdout) == (2, "")
-    expected = r"bench/gpu.sh: torch \S+ sees no CUDA GPU: nothing to measure\n"
-    assert re.fullmatch(expected, done.stderr)
 
 
 def test_a_missing_package_is_named(tmp_path):
@@ -115,7 +87,7 @@ def test_a_missing_package_is_named(tmp_path):
 
 
 ATTENTION = "test_attention_gpu.py", "test_kappa_gpu.py"
-OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_window_gpu.py"
+OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_operators_gpu.py"
 LARGE = "test_large_tensors_gpu.py"
 
 
@@ -170,19 +142,6 @@ def test_every_test_of_a_gpu_is_in_one_stage_and_large_tensors_alone(checkout, t
     }
 
 
-def test_workers_share_the_cores(checkout, tmp_path):
-    (checkout / "bin/nproc").unlink()
-    (checkout / "bin/nproc").write_text("#!/bin/bash\necho $CORES\n")
-    (checkout / "bin/nproc").chmod(0o755)
-    pretending = PRETEND.replace("python3 $*", "OMP_NUM_THREADS=$OMP_NUM_THREADS python3 $*")
-    (checkout / "bin/python3").write_text(pretending)
-    for cores, workers in (("1", 1), ("6", 5), ("16", 14), ("64", 14)):
-        (tmp_path / "calls").unlink(missing_ok=True)
-        pretend(checkout, tmp_path, "attention", CORES=cores)
-        text = (tmp_path / "calls").read_text()
-        assert re.findall(r"OMP_NUM_THREADS=2 .*-m pytest.* -n (\d+)", text) == [str(workers)]
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_names_the_next_one_and_ends_within_four_minutes(stage, checkout, tmp_path):
     done = pretend(checkout, tmp_path, stage)
@@ -193,42 +152,6 @@ def test_a_stage_names_the_next_one_and_ends_within_four_minutes(stage, checkout
     limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
     assert limits
     assert max(limits) <= 205
-
-
-@pytest.mark.slow
-def test_first_checks_one_shape_of_each_and_rows_takes_a_step_of_every_row(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "first")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
-    assert "bench --benchmark-disable -k one_of_each or adapter_gpt2-both-eager-leaner" in line
-    marked = [row.id for row in rows() if any(m.name == "one_of_each" for m in row.marks)]
-    kinds = ["vit_base", "xcit_m", "volo_d3_outlook", "davit_channel3", "davit_window3"]
-    first = [f"{kind}-both-eager-leaner" for kind in (*kinds, "nystrom_listops")]
-    assert marked == [row.id for row in rows() if any(begin in row.id for begin in first)]
-    assert len({row.split("-")[0] for row in marked}) == len(first)
-    assert "native library: nothing to build" in done.stdout
-    assert "first\nnative library" in done.stdout
-    (tmp_path / "calls").unlink()
-    done = pretend(checkout, tmp_path, "rows", REPORT="real")
-    (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
-    assert line.endswith("-k not cpu_ and (one_step)")
-    tables, after = done.stdout.split("### runs")[1].split("next: ")
-    assert "| 80 leaner_attention |" in tables
-    assert "| WRONG | eager in vit_base | off by 3 |" in tables
-    assert after.startswith("bench/gpu.sh")
-
-
-@pytest.mark.parametrize("stage", ["training", "inference"])
-def test_compiled_rows_are_compiled_ahead_by_several_processes(stage, checkout, tmp_path):
-    done = pretend(checkout, tmp_path, stage)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line for line in calls_of(tmp_path) if "-m pytest" in line]
-    ahead = next(i for i, line in enumerate(lines) if "--benchmark-disable -n 12" in line)
-    assert "compiled" in lines[ahead]
-    assert "--benchmark-only" in lines[ahead + 1]
-    files = [re.search(r"--benchmark-json=\S*/(\S+)", line) for line in lines]
-    names = [file[1] for file in files if file]
-    assert names == [f"{stage}{part}.json" for part in ("", "-2", "-3")[: len(names)]]
 
 
 def test_a_run_is_killed_and_resumed_in_its_folder(checkout, tmp_path):
@@ -247,23 +170,6 @@ def test_a_run_is_killed_and_resumed_in_its_folder(checkout, tmp_path):
     assert "the run, resumed: passed" in done.stdout
 
 
-def test_a_profile_of_the_named_cases_leaves_text_alone(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "profile", "-k", "bert tnt")
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in calls_of(tmp_path) if line.startswith("ncu --profile"))
-    assert line.endswith("python3 -m bench.launch_once bert tnt")
-    left = {path.name for path in (tmp_path / "out").glob("profile*")}
-    ends = "txt", "log", "details.log", "source.csv.gz"
-    assert left == {f"profile-bert-tnt.{end}" for end in ends}
-
-
-def test_without_pandas_the_summary_says_so_in_one_line_and_nothing_fails(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "bench", PANDAS="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("no tables: pandas or tabulate is missing") == 1
-    assert "bench.report" not in (tmp_path / "calls").read_text()
-
-
 def calls_of(tmp_path):
     return (tmp_path / "calls").read_text().splitlines()
 
@@ -272,19 +178,8 @@ def test_an_expression_narrows_a_stage(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "bench", "-k", "lra or text")
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
-    assert line.endswith(
-        "-k (lra or text) and (not cpu_ and (not one_step and not flex and not compiled))"
-    )
+    assert line.endswith("-k (lra or text) and (not cpu_ and (not flex and not compiled))")
     assert (tmp_path / "out/bench-lra-or-text.json").exists()
-
-
-def test_nothing_that_fits_an_expression_is_no_failure_and_without_one_it_is(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "compiled", "-k", "lra", COMPILED="5")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "compiled: none of the cases selected" in done.stdout
-    done = pretend(checkout, tmp_path, "compiled", COMPILED="5")
-    assert done.returncode == 1
-    assert "compiled: FAILED with status 5" in done.stdout
 
 
 def test_a_folder_gathers_stages_in_flat_files_and_a_repeated_one_replaces_its_own(
@@ -320,51 +215,3 @@ def test_a_failed_test_is_the_exit_status_and_the_summary_is_written(checkout, t
     summary = (tmp_path / "out/summary.txt").read_text()
     assert "tests/gpu, attention: FAILED with status 3" in summary
     assert "next: bench/gpu.sh" in done.stdout
-
-
-def test_a_source_without_cmake_is_left_out_and_said(checkout, tmp_path):
-    (checkout / "leaner_kernels/csrc/solver.cu").touch()
-    done = pretend(checkout, tmp_path, "first")
-    assert "native library: not built, cmake or nvcc is not on PATH" in done.stdout
-    assert done.returncode == 0
-
-
-SANITIZER = """#!/usr/bin/env bash
-echo "compute-sanitizer $*" >>"$CALLS"
-[ "$2" != "${FINDS:-nothing}" ] || exit 9
-while [ "$1" != env ]; do shift; done
-exec "$@"
-"""
-
-
-def test_the_sanitizer_checks_triton_s_kernels_and_each_tool_the_native_library(checkout, tmp_path):
-    (checkout / "bin/compute-sanitizer").write_text(SANITIZER)
-    (checkout / "bin/compute-sanitizer").chmod(0o755)
-    done = pretend(checkout, tmp_path, "memory", FINDS="racecheck")
-    assert done.returncode == 1
-    lines = [line for line in calls_of(tmp_path) if line.startswith("compute-sanitizer")]
-    assert [(line.split()[2], line.split("/")[-1]) for line in lines] == [
-        ("memcheck", "test_guard_pages_gpu.py"),
-        *((tool, "test_native_kappa.py") for tool in ("memcheck", "racecheck", "synccheck")),
-    ]
-    caching = ["PYTORCH_NO_CUDA_MEMORY_CACHING=1" in line for line in lines]
-    assert caching == [True, True, False, False]
-    assert "compute-sanitizer memcheck: passed" in done.stdout
-    assert "compute-sanitizer racecheck: FAILED with status 9" in done.stdout
-    assert "compute-sanitizer synccheck: passed" in done.stdout
-
-
-@pytest.mark.skipif(
-    os.path.exists("/usr/local/cuda/bin/compute-sanitizer"), reason="the script finds the real one"
-)
-def test_without_the_sanitizer_the_summary_says_so(checkout, tmp_path):
-    done = pretend(checkout, tmp_path, "memory")
-    assert "compute-sanitizer: not run, it is not on PATH" in done.stdout
-    assert done.returncode == 0
-
-
-def test_it_ends_within_four_minutes():
-    text = SCRIPT.read_text()
-    total = int(re.search(r"^total=(\d+)", text, re.MULTILINE)[1])
-    killed_after = int(re.search(r"--kill-after=(\d+)", text)[1])
-    assert total + killed_after <= 4 * 60 - 15

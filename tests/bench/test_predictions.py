@@ -4,14 +4,17 @@ import pytest
 
 from bench.attention.cases import CASES
 from bench.gpu_model import units
-from bench.gpu_model.predictions import Launch, row
+from bench.gpu_model.command import Prediction
+from bench.gpu_model.predictions import row
+from bench.gpu_model.replay import Timing
 
 CASE = next(case for case in CASES if case.name == "vit_base")
 BYTES = CASE.bytes("forward") / (0.9 * 2.04e12)  # seconds on an A100
 
 
-def launch(seconds=3e-4, binds="latency", programs=2, **busy):
-    return Launch(seconds, binds, busy, programs)
+def launch(seconds=3e-4, **floors):
+    timing = seconds and Timing(seconds, {"issue": 0.9}, {}, [])
+    return Prediction(floors, timing, "" if seconds else "unknown")
 
 
 def test_each_unit_takes_its_work_over_its_rate():
@@ -29,26 +32,14 @@ def test_each_unit_takes_its_work_over_its_rate():
     )
 
 
-def test_hopper_multiplies_slower_without_its_own_instruction():
-    seconds = [
-        units.cycles({opcode: n}, 0, units.GPUS["H200"])["tensor cores"]
-        for opcode, n in (("HGMMA.64x64x16.F32.BF16", 4), ("HMMA.16816.F32.BF16", 32))
-    ]
-    assert seconds[0] / seconds[1] == pytest.approx(0.62)
-
-
 def test_the_floor_is_the_busiest_unit_of_each_launch_or_the_bytes():
-    both = launch(issue=BYTES, special=BYTES / 2), launch(issue=1e-9, special=BYTES / 4, programs=1)
-    found = row("A100", CASE, "forward", both)
-    assert (found["limit"], found["programs"]) == ("issue", 1)
+    both = launch(issue=BYTES, special=BYTES / 2), launch(issue=1e-9, special=BYTES / 4)
+    found = row("A100", CASE, "forward", both, 1)
+    assert (found["limit"], found["binds"], found["programs"]) == ("issue", "issue", 1)
     assert found["floor"] == pytest.approx(1.25 * BYTES, rel=1e-3)
     assert found["predicted"] == pytest.approx(6e-4)
-    found = row("A100", CASE, "forward", [launch(issue=BYTES / 2, binds="issue")])
-    assert (found["limit"], found["binds"]) == ("bytes", "issue")
-    assert found["floor"] == pytest.approx(BYTES, rel=1e-3)
-
-
-def test_what_is_not_understood_is_said_to_be_unknown():
-    found = row("A100", CASE, "forward", [launch(None, "unknown"), launch(issue=1e-9)])
+    found = row("A100", CASE, "forward", [launch(issue=BYTES / 2)], 2)
+    assert (found["limit"], found["floor"]) == ("bytes", pytest.approx(BYTES, rel=1e-3))
+    found = row("A100", CASE, "forward", [launch(None), launch(issue=1e-9)], 2)
     assert (found["limit"], found["binds"]) == ("bytes, units unknown", "unknown")
     assert found["predicted"] is None

@@ -15,7 +15,6 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 from bench.gpu_model import command, compile_ahead, decode, library, machine_code, ptx, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import execute, executing
-from leaner_kernels.ops import _gluon
 
 
 @triton.jit
@@ -57,11 +56,6 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def number(text: str, kind: str) -> float:
-    found = re.search(rf"([\d,.]+)\s+\d+%\s+{kind}$", text, re.MULTILINE)
-    return float(found[1].replace(",", "")) if found else 0.0
-
-
 def floor(text: str, unit: str) -> float:
     found = re.search(rf"{unit} ([\d,.]+)", text)
     assert found is not None, text
@@ -71,13 +65,10 @@ def floor(text: str, unit: str) -> float:
 def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, "vit_base", "--only", "forward")
     assert "_hopper_fwd_kernel: 4 x 1 x 1 programs of 4 warps" in text
-    # Three tiles of 64 rows against 208 keys, four of keys against the 16 rows of the tail; a few
-    # exponentials more rescale. Warps of 32 lanes.
-    scores = 3 * 64 * 208 + 4 * 64 * 16
-    assert number(text, "exponentials and roots") == pytest.approx(scores / 32, rel=0.12)
-    assert number(text, "local memory") == 0
     assert "FOUND" not in text
-    # HGMMA: scores over a depth of 64, and as much for the output.
+    # HGMMA: scores over a depth of 64, and as much for the output. Three tiles of 64 rows against
+    # 208 keys, four of keys against the 16 rows of the tail.
+    scores = 3 * 64 * 208 + 4 * 64 * 16
     assert floor(text, "tensor cores") == pytest.approx(
         1e6 * 128 * 16 * 2 * 2 * 64 * scores / (989e12 * 1.98 / 1.83), rel=0.05
     )
@@ -91,11 +82,6 @@ def test_defects_in_a_loop_show() -> None:
     """Products that wait for each other, a barrier in each round, registers that do not suffice."""
     good = described()
     waiting, meeting, spilling = described(depth=16), described(barrier=True), described(maxnreg=64)
-    waits, barriers = "waits for tensor cores", "barriers"
-    assert number(waiting, waits) > 2 * number(good, waits)
-    assert number(meeting, barriers) == number(good, barriers) + 4 * 40
-    assert number(good, "local memory") == 0
-    assert number(spilling, "local memory") > 4 * 40
     assert predicted(waiting) > 1.5 * predicted(good)
     assert predicted(meeting) >= predicted(good)  # where the product takes longer, it costs nothing
     assert predicted(spilling) > 1.02 * predicted(good)
@@ -166,39 +152,6 @@ def test_bank_conflicts_show(assembled) -> None:
     assert "  64 wavefronts of shared memory, 32.00 times the fewest" in many
     # The load alone, which is waited for, takes 31 cycles more of each program.
     assert predicted(many) > predicted(few) + 31 * 1e6 / 132 / 1950
-
-
-def test_spills_show_as_local_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "vit_base", "--only", "forward", "--tile", "maxnreg=96")
-    assert number(text, "local memory") > 100
-    assert " 0 of stack" not in text
-
-
-@pytest.fixture
-def in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is described is a kernel in Triton."""
-    monkeypatch.setattr(_gluon, "AVAILABLE", False)
-
-
-def test_waits_for_products_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    """A backward has five products where a forward has two."""
-    backward = number(printed(capsys, "vit_base", "--only", "backward"), "waits for tensor cores")
-    forward = number(printed(capsys, "vit_base", "--only", "forward"), "waits for tensor cores")
-    assert backward > 2.5 * forward > 0
-
-
-@pytest.mark.usefixtures("in_triton")
-def test_another_barrier_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    few = printed(capsys, "gpt2_64", "--only", "statistics", "--tile", "BLOCK=32")
-    many = printed(capsys, "gpt2_64", "--only", "statistics", "--tile", "BLOCK=16")
-    assert number(many, "barriers") > 1.5 * number(few, "barriers") > 0
-
-
-@pytest.mark.parametrize("tile", ["BLOCKS=3", "BLOCK", "BLOCK=x"])
-def test_a_tile_that_is_none_is_refused(tile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.main(["vit_base", "--tile", tile])
-    assert "--tile takes BLOCK" in capsys.readouterr().err
 
 
 LOOP = """

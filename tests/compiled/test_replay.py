@@ -1,7 +1,6 @@
 """The timing model: what each unit, latency and barrier costs, on a few machine instructions."""
 
 import os
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench import frames, report
 from bench.attention.cases import CASES
-from bench.gpu_model import machine_code, peers, predictions, replay, units
+from bench.gpu_model import machine_code, predictions, replay, units
 
 GPU_NAME = units.GPUS["H100"]
 MODEL = units.MODELS[90]
@@ -39,10 +38,6 @@ def seconds(given: replay.Work) -> float:
 
 def cycles(given: replay.Work) -> float:
     return seconds(given) * GPU_NAME.sustained_hz
-
-
-def test_a_launch_takes_time_however_little_it_does() -> None:
-    assert replay.time(work(line("NOP")), GPU_NAME).seconds == pytest.approx(3e-6, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +79,6 @@ def test_shared_memory_serves_one_wavefront_a_cycle_of_all_warps() -> None:
     assert cycles(slow) == pytest.approx(32 * 4 * 1000, rel=0.02)
 
 
-def test_a_stall_count_holds_one_warp_and_not_another() -> None:
-    alone = cycles(work(line("MOV R1, R2", stall=6), repeat=1000))
-    assert alone == pytest.approx(6000, rel=0.01)
-    assert cycles(work(line("MOV R1, R2", stall=6), repeat=1000, warps=8)) == pytest.approx(
-        alone, rel=0.01
-    )
-
-
 def test_what_is_read_from_memory_takes_its_latency() -> None:
     load, use = line("LDG.E R1, desc[UR4][R2.64]", writes=0), line("FADD R1, R1, R1", waits=1)
     far = work(load, use, repeat=100)._replace(memory_bytes=1e12)
@@ -111,14 +98,6 @@ def test_many_programs_are_bound_by_the_bandwidth() -> None:
     rate = moved * copy.programs / seconds(copy)
     assert rate == pytest.approx(GPU_NAME.bytes_per_s * units.ATTAINED_BYTES, rel=0.1)
     assert replay.time(copy, GPU_NAME).binds == "global memory"
-
-
-def test_l2_hands_an_sm_its_part_of_5_tb_a_second() -> None:
-    load = line("LDG.E.128 R1, desc[UR4][R2.64]", writes=0)
-    read = work(*[load] * 16, line("FADD R1, R1, R1", waits=1), programs=200, resident=8)
-    read = read._replace(memory_bytes=0.0)
-    rate = 512 * 4 * 16 * read.programs / seconds(read)
-    assert rate == pytest.approx(5.1e12, rel=0.03)
 
 
 def test_warps_take_turns_and_so_reach_a_load_together() -> None:
@@ -163,39 +142,6 @@ def test_warps_meet_at_a_barrier() -> None:
             cycles(work(line(text)))
 
 
-def test_nothing_beats_the_bandwidth() -> None:
-    """Stores that nobody waits for are part of a launch."""
-    moves = [line("LDG.E.128 R1, desc[UR4][R2.64]", writes=0)] * 16
-    moves += [line("STG.E.128 desc[UR4][R2.64], R1", waits=1)] * 16
-    moved = 512 * 4 * 32
-    for programs in (1, 4, 16, 1000):
-        given = work(*moves, programs=programs, resident=8)
-        given = given._replace(memory_bytes=moved * given.programs)
-        rate = given.memory_bytes / seconds(given)
-        assert rate <= 1.001 * GPU_NAME.bytes_per_s * units.ATTAINED_BYTES, programs
-
-
-def test_programs_beside_each_other_hide_latency() -> None:
-    load, use = line("LDG.E R1, desc[UR4][R2.64]", writes=0), line("FADD R1, R1, R1", waits=1)
-    one, four = (
-        cycles(work(load, use, repeat=50, programs=40, resident=n)._replace(memory_bytes=0.0))
-        for n in (1, 4)
-    )
-    assert one == pytest.approx(4 * four, rel=0.1)
-
-
-def test_programs_of_several_kinds_take_turns() -> None:
-    given = work(line("MUFU.EX2 R1, R2"), repeat=1, programs=40)
-    short, long = [0] * 100 + [1], [0] * 300 + [1]
-    mixed = cycles(given._replace(traces=[short, long]))
-    assert mixed == pytest.approx(40 * (200 * 8 + MODEL.start), rel=0.03)
-    # Fewer programs than kinds: those in the middle of what there is, where that is the mean.
-    one = given._replace(programs=GPU_NAME.num_sms, traces=[short, [0] * 200 + [1], long])
-    assert cycles(one) == pytest.approx(200 * 8, rel=0.03)
-    with pytest.raises(ValueError, match=r"1 programs in a row take paths 1\.28 times the mean"):
-        cycles(one._replace(traces=[short, long, long]))
-
-
 NESTED = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:
@@ -219,12 +165,6 @@ def test_a_warp_walks_through_nested_loops_in_order() -> None:
     found = machine_code.runs(code, known)
     inner = [2, 3] * 4
     assert machine_code.walks(code, found) == [[0, *[1, *inner, 4, 5, 6] * 2, 1, *inner, 4, 5, 7]]
-    # Counts alone, without how often each branch is taken, lead one way or another to the end.
-    counts = {"HMMA": 12, "LDG": 3, "STG": 3}
-    alone = peers.shortest(code, counts)
-    names = Counter(code.instructions[n].name for n in alone)
-    assert names == Counter(code.instructions[n].name for n in machine_code.walks(code, found)[0])
-    assert peers.shortest(code, counts | {"STG": 2}) == []
 
 
 def test_a_loop_that_flow_alone_would_leave_apart_is_entered() -> None:
@@ -243,25 +183,6 @@ def test_a_loop_that_flow_alone_would_leave_apart_is_entered() -> None:
     assert machine_code.walks(code, found) == [[0, 1, *[2, 3] * 7, 4]]
 
 
-def test_loops_apart_are_each_entered() -> None:
-    """Two loops of the same lines behind each other: counts are of both together."""
-    loop = """
-.L_x_{n}:
-        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
-        /*0030*/               @P1 BRA `(.L_x_{n}) ;
-        /*0040*/                   MOV R1, R2 ;
-"""
-    text = (
-        "        /*0000*/               @P0 BRA `(.L_x_3) ;\n" + loop.format(n=1) + loop.format(n=2)
-    )
-    text += ".L_x_3:\n        /*0050*/                   EXIT ;\n"
-    code = machine_code.parse(text)
-    found = machine_code.runs(code, {("HMMA", "?", 0): 12.0})
-    (walk,) = machine_code.walks(code, found)
-    names = [code.instructions[n].name for n in walk]
-    assert (names.count("HMMA"), names.count("MOV"), names[-1]) == (12, 2, "EXIT")
-
-
 def test_warps_that_differ_take_turns_as_often_as_counted() -> None:
     text = """
         /*0000*/               @P0 BRA `(.L_x_1) ;
@@ -275,14 +196,6 @@ def test_warps_that_differ_take_turns_as_often_as_counted() -> None:
     walks = machine_code.walks(code, found)
     assert len(walks) == 8
     assert sum(1 in walk for walk in walks) == 3
-
-
-def test_a_way_that_counts_do_not_give_is_refused() -> None:
-    code = machine_code.parse(NESTED)
-    found = machine_code.runs(code, {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0})
-    more = [n + 5 for n in found.of_block]
-    with pytest.raises(ValueError, match="differs from counts by"):
-        machine_code.walks(code, found._replace(of_block=more))
 
 
 def test_a_function_is_no_branch() -> None:
@@ -316,11 +229,6 @@ def test_what_an_h200_measured_is_met(name: str, stage: str) -> None:
     )
     assert (found["case"], found["stage"]) == (name, stage)
     assert found["predicted"] == pytest.approx(measured["median"].item(), rel=0.1)
-
-
-def test_a_peer_that_is_not_there_is_said_to_be_missing() -> None:
-    with pytest.raises(peers.NotThereError, match=r"holds 0 kernels|without CUDA"):
-        peers.machine_code_of("flash_fwd_kernel_of_nobody", 90)
 
 
 def test_loops_with_nothing_inside_are_told_from_the_others() -> None:

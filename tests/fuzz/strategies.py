@@ -1,7 +1,7 @@
-"""What the fuzzers call the public functions with: calls that must work, and calls that must not.
+"""What the fuzzers call the public functions with.
 
-``cases(function)`` draws both; a ``FuzzCase`` is plain data, small to print, and makes its tensors
-on any device, so that the CPU, Triton's interpreter and a GPU can be given the same calls.
+A ``FuzzCase`` is plain data, small to print, and makes its tensors on any device, so that the CPU
+and a GPU can be given the same calls.
 """
 
 import math
@@ -127,34 +127,16 @@ class Whole(NamedTuple):
         return between.to(device)[1::2].copy_(numbers)
 
 
-class Made(NamedTuple):
-    """Any other object to be made, by a function of the device; ``name`` is what is printed."""
-
-    name: str
-    build: Callable[[str], Any]
-
-    def make(self, device: str = "cpu", guard: float = math.nan) -> Any:
-        """Return the object."""
-        return self.build(device)
-
-    def __repr__(self) -> str:
-        return self.name
-
-
 class FuzzCase(NamedTuple):
     """A call of a public function.
 
     Attributes:
         function: its name in ``leaner_kernels``.
         arguments: by name; each a number, or a recipe with ``make(device, guard)``.
-        valid: whether the function must take it; if not, it must say why in one line.
-        wrong: the argument that was broken.
     """
 
     function: str
     arguments: dict[str, Any]
-    valid: bool = True
-    wrong: str = ""
 
     def make(self, device: str = "cpu", guard: float = math.nan) -> dict[str, Any]:
         """Return the arguments of the call."""
@@ -199,10 +181,6 @@ class Limits(NamedTuple):
     dims: tuple[int, ...] = WIDE_DIMS
     layouts: tuple[str, ...] = LAYOUTS
     values: tuple[str, ...] = VALUES
-
-    def narrow(self, most: int) -> "Limits":
-        """Return the same with head dimensions up to ``most``."""
-        return self._replace(dims=tuple(d for d in self.dims if d <= most))
 
 
 def _block(draw: Draw, limits: Limits, dtype: torch.dtype, shape: tuple[int, ...]) -> Block:
@@ -420,12 +398,5 @@ FUNCTIONS = tuple(_ARGUMENTS)
 
 @st.composite
 def valid_cases(draw: Draw, function: str, limits: Limits = Limits()) -> FuzzCase:  # noqa: B008
-    """Draw a call that must work. ``limits.narrow(64)`` is for what a GPU takes of some."""
+    """Draw a call that must work."""
     return FuzzCase(function, _ARGUMENTS[function](draw, limits))
-
-
-def cases(function: str, limits: Limits = Limits()) -> st.SearchStrategy[FuzzCase]:  # noqa: B008
-    """Draw a call, of which ``valid`` states whether it must work or be refused."""
-    from tests.fuzz.refusals import broken_cases
-
-    return st.one_of(valid_cases(function, limits), broken_cases(function, limits))

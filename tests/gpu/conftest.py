@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     from tests.interpreter.conftest import prepare_the_language_once_a_launch, rounding  # noqa: F401
 
 # Where time is limited: what no GPU has run yet, then few and quick tests of models of others.
-ORDER = {"test_compile_gpu.py": -2, "test_transformers_gpu.py": -1, "test_timm_gpu.py": -1}
+ORDER = {"test_compile_gpu.py": -2, "test_transformers_gpu.py": -1}
 NOT_REHEARSED = tomllib.loads((Path(__file__).parent / "not_rehearsed.toml").read_text("utf-8"))
 
 

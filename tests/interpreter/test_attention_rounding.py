@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import varlen_cases
 from tests.attention_cases import (
     AttentionTestCase,
     Inputs,
@@ -23,9 +21,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels import condition_number
-from leaner_kernels.ops.attention import op, reference
+from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 from tests.interpreter import online, test_attention_kernels, test_short_kernels
 from tests.interpreter.rounding import contracted
 
@@ -85,27 +82,6 @@ def test_equal_scores_of_billions_share_a_row(family: str, dtype: torch.dtype) -
     with contracted():
         results = FAMILIES[family](inputs)
     within_budget(results, alike, "out", "entropy", "prob_norm", "dv")
-
-
-@pytest.mark.parametrize("dtype", [HALF, BF16, SINGLE], ids=str)
-def test_equal_scores_of_billions_share_a_row_of_a_packed_batch(dtype: torch.dtype) -> None:
-    alike = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", (20, 40), 2, 16), dtype)
-    alike.query.zero_()
-    alike.key.fill_(2**13)
-    inputs = alike._replace(query=alike.query.clone())
-    inputs.query[3], inputs.query[50] = 2**15, 2**15
-    few = [
-        mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
-        for kernels in (online_forward, online_backward)
-    ]
-    with few[0], few[1]:
-        out, max_log_sum = op.attend_cuda(op.Varlen, False, *inputs.operands, *inputs.params)
-        _, _, dv = op.differentiate_cuda(
-            op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
-        )
-    exact, peers = varlen_cases.assemble(alike, torch.float64), varlen_cases.peers_of(alike, dtype)
-    assert_within_budget(out, peers["out"], exact["out"])
-    assert_within_budget(dv, peers["dv"], exact["dv"])
 
 
 @pytest.mark.parametrize("mask", [None, "line"])

@@ -224,36 +224,12 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
         assert torch.equal(actual[own], wanted)
 
 
-ROWS = 300
-
-
 def far_rows(t: Tensor, stride: int = MAX_ROW_STRIDE) -> Tensor:
     """Return (1, H, N, D) again with rows so far apart that a head spans 2**31 elements."""
     heads, dim = t.shape[1], t.shape[3]
     far = sparse(tuple(t.shape), t.dtype, (stride, dim, stride, 1))
     assert heads * dim <= stride
     return far.copy_(t)
-
-
-def test_rows_may_lie_far_apart() -> None:
-    torch.manual_seed(0)
-    near = [torch.randn(1, 1, ROWS, DIM).half() for _ in range(4)]
-    far = [far_rows(t) for t in near]
-    assert (ROWS - 1) * MAX_ROW_STRIDE > FAR
-
-    def run(make: Callable[[Tensor], Tensor], query, key, value, grad) -> tuple[Tensor, ...]:
-        call = Call(query, key, value, None, None, None, 0.0, True, 0.25)
-        out, dq, dk, dv = (make(torch.zeros_like(near[0])) for _ in range(4))
-        max_log_sum = sparse((1, 1, ROWS, 2), SINGLE)
-        online.prepare(call, out, max_log_sum).start()
-        online.backward(grad, call, out, max_log_sum, dq, dk, dv, None)
-        return out, max_log_sum, dq, dk, dv
-
-    with without_wrapping():
-        expected, found = run(lambda t: t, *near), run(far_rows, *far)
-    for actual, wanted in zip(found, expected):
-        assert wanted.count_nonzero() > wanted.numel() // 2
-        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize("kernels", ["short", "online"])
@@ -310,26 +286,6 @@ def test_channels_of_a_huge_batch(operator: str) -> None:
     run_both(run, (qkv, grad), (qkv[-1:], grad[-1:]), last(HEADS))
 
 
-def test_channels_of_tokens_that_lie_far_apart() -> None:
-    torch.manual_seed(0)
-    near, grad = torch.randn(1, ROWS, 3, 1, DIM).half(), torch.randn(1, ROWS, 1, DIM).half()
-    step = MAX_ROW_STRIDE
-    far = sparse(tuple(near.shape), HALF, (1, step, step // 3, DIM, 1)).copy_(near)
-    far_grad = sparse(tuple(grad.shape), HALF, (1, step, DIM, 1)).copy_(grad)
-
-    def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        out, lse, dqkv = (
-            torch.zeros(grad.shape).half(),
-            torch.zeros(1, 1, DIM),
-            torch.zeros_like(near),
-        )
-        covariance.channel.forward((qkv,), (0.1,), Results(out, lse))
-        covariance.channel.backward(grad, (qkv,), (0.1,), lse, (dqkv,))
-        return out, lse, dqkv
-
-    run_both(run, (far, far_grad), (near, grad), range)
-
-
 # --- Windows -------------------------------------------------------------------------------------
 
 
@@ -356,18 +312,6 @@ def test_windows_of_a_huge_batch(dtype: torch.dtype) -> None:
         return range(grid - (4 if grid == count else 1), grid)
 
     run_both(attend_in_windows, (qkv, grad), (qkv[-1:], grad[-1:]), programs)
-
-
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["whole", "tiled"])
-def test_windows_of_pixels_that_lie_far_apart(dtype: torch.dtype) -> None:
-    """The values lie past 2**31 elements though the step from q to k to v is less."""
-    torch.manual_seed(0)
-    near = torch.randn(1, 4, 2, 3, 2, DIM).to(dtype)
-    grad = torch.randn(1, 4, 2, 2, DIM).to(dtype)
-    far = sparse(tuple(near.shape), dtype, (1, 3 * 2**27, 3 * 2**26, 2**30 + 16, DIM, 1))
-    far_grad = sparse(tuple(grad.shape), dtype, (1, 2**30, 2**29, DIM, 1))
-    far.copy_(near), far_grad.copy_(grad)
-    run_both(attend_in_windows, (far, far_grad), (near, grad), range)
 
 
 # --- Outlook attention ---------------------------------------------------------------------------
@@ -428,23 +372,6 @@ def test_a_huge_batch_has_landmarks() -> None:
     run_both(run, (query, key, value), small, last(heads))
 
 
-def test_a_huge_batch_is_inverted(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    heads, num_landmarks = 1, 16
-    batch = FAR // (heads * num_landmarks * DIM) + 1
-    # A program for each head, whose scratch memory then lies far off too.
-    monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch)
-    made = tuple(last_entry(batch, heads, num_landmarks, DIM, dtype=SINGLE) for _ in range(4))
-
-    def run(q_land: Tensor, k_land: Tensor, k3v: Tensor, dcore: Tensor) -> tuple[Tensor, ...]:
-        land, inversion = (q_land, k_land, k3v), inverse.Inversion(0.1, 1, False)
-        found = inverse.invert_forward(land, inversion)
-        gradients = inverse.invert_backward(dcore, land, inversion)
-        return *found, *gradients
-
-    run_both(run, made, tuple(t[-1:] for t in made), last(heads))
-
-
 def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of few landmarks: the sums over stretches of tokens are PyTorch's, over all of them."""
     torch.manual_seed(0)
@@ -464,17 +391,3 @@ def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) 
 
     small = tuple(t[-1:] for t in (*inputs, grad))
     run_both(run, (*inputs, grad), small, lambda grid: range(grid - grid // batch, grid))
-
-
-@triton.jit
-def _starts_kernel(out_ptr, first, segment, BLOCK: tl.constexpr):
-    starts = landmarks._segment_starts(first, segment, BLOCK)
-    tl.store(out_ptr + tl.arange(0, BLOCK), starts)
-
-
-def test_a_landmark_past_the_last_is_past_the_last_token() -> None:
-    """One landmark of 2**28 tokens: a tile holds fifteen that there are not."""
-    out = torch.zeros(16, dtype=torch.int64)
-    with without_wrapping():
-        _starts_kernel[(1,)](out, 0, 2**28, BLOCK=16)
-    assert out.tolist() == [i * 2**28 for i in range(16)]

@@ -25,7 +25,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from triton.runtime.interpreter import InterpreterBuilder
 
-from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import launch, reference
 from leaner_kernels.ops.operator import Results
 from tests.interpreter.rounding import in_every_arithmetic, in_half_arithmetic
@@ -65,18 +64,6 @@ def test_kernels_stay_within_the_error_budget(case: NystromTestCase, dtype: torc
 def test_sums_over_many_tokens_stay_within_the_error_budget(dtype: torch.dtype) -> None:
     """One accumulator of a tensor core for all of them would drift."""
     check(NystromTestCase("many tokens", 1, 1024, 1, 16, 16, scale=0.1, iterations=1), dtype)
-
-
-def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
-    case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
-    inputs = make_inputs(case, torch.float16)
-    exact = reference_results(inputs, torch.float64)["heads"][-1:]
-    wanted = condition_number(exact).kappa
-    assert wanted.item() > 1e4
-    captured = condition_number(run_kernels(inputs)["heads"][-1:]).kappa.double()
-    torch.testing.assert_close(captured, wanted, rtol=0.01, atol=0)
-    rounded = condition_number(exact.half().float()).kappa.double()
-    assert rounded.item() < wanted.item() / 2
 
 
 def test_a_landmark_reads_no_further_than_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +132,3 @@ def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> 
         assert 2**-13 < largest < 65504
         error = (found[name].double() - exact[name]).abs().max()
         assert error <= 2**-9 * largest, name
-
-
-def test_the_segments_of_a_long_row_are_averaged_in_float32() -> None:
-    inputs = make_inputs(NystromTestCase("long", 1, 160, 1, 8, 2), torch.float16)
-    made = launch.landmarks_forward(*inputs.tensors, None, 2, 0.3)
-    exact = reference.landmarks(inputs.query.double(), 2)
-    peer = reference.landmarks(inputs.query.float(), 2)
-    assert_within_budget(made.q_land, peer, exact)

@@ -13,7 +13,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from leaner_kernels.ops._triton import product_apart
 from tests.interpreter import rounding
 
 HALF = torch.float16, torch.bfloat16
@@ -36,27 +35,6 @@ def _functions_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + N + i, tl.exp(x))
     tl.store(out_ptr + 2 * N + i, x / y)
     tl.store(out_ptr + 3 * N + i, tl.sqrt(y))
-
-
-@triton.jit
-def _sum_kernel(x_ptr, y_ptr, out_ptr, N: tl.constexpr):
-    i = tl.arange(0, N)
-    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
-    tl.store(out_ptr + i, x * y + x)
-
-
-@triton.jit
-def _total_kernel(a_ptr, b_ptr, out_ptr, K: tl.constexpr, APART: tl.constexpr):
-    at = tl.arange(0, 16)
-    total = tl.zeros([16, 16], tl.float32)
-    for k in range(0, K, 16):
-        a = tl.load(a_ptr + at[:, None] * K + k + at[None, :])
-        b = tl.load(b_ptr + (k + at)[:, None] * 16 + at[None, :])
-        if APART:
-            total += product_apart(a, b)
-        else:
-            total += tl.dot(a, b, input_precision="ieee") * 1.0
-    tl.store(out_ptr + at[:, None] * 16 + at[None, :], total)
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -82,21 +60,6 @@ def test_every_bfloat16_number_is_widened_and_narrowed_as_pytorch_does() -> None
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_products_of_half_precision_are_exact_in_float32(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    a, b = (torch.randint(-64, 64, (32, 32)).to(dtype) for _ in range(2))
-    assert torch.equal(product(a, b).double(), a.double() @ b.double())
-
-
-def test_sums_of_bfloat16_are_rounded_to_bfloat16() -> None:
-    torch.manual_seed(0)
-    x, y = (torch.randn(64).bfloat16() for _ in range(2))
-    out = torch.empty_like(x)
-    _sum_kernel[(1,)](x_ptr=x, y_ptr=y, out_ptr=out, N=64)
-    assert torch.equal(out, x * y + x)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_tensor_cores_truncate_once_a_step(gpu_rounding: None, dtype: torch.dtype) -> None:
     # The second step's products are far below a unit of the first one's sum, and negative.
     a, b = torch.zeros(16, 32, dtype=dtype), torch.zeros(32, 16, dtype=dtype)
@@ -107,31 +70,6 @@ def test_tensor_cores_truncate_once_a_step(gpu_rounding: None, dtype: torch.dtyp
     a[:, 1], b[1], a[:, 16] = -(2.0**-14), 2.0**-14, 0
     a[:, 2], b[2] = 2.0**-14, 2.0**-14
     assert torch.equal(product(a, b), torch.ones(16, 16))
-
-
-def chain(a: Tensor, b: Tensor) -> Tensor:
-    total = torch.zeros(len(a), b.shape[1])
-    for k in range(len(b)):
-        total = (total.double() + a[:, k, None].double() * b[k].double()).float()
-    return total
-
-
-def test_float32_products_are_chains_of_fused_multiply_adds(gpu_rounding: None) -> None:
-    torch.manual_seed(0)
-    a, b = torch.randn(16, 64), torch.randn(64, 16)
-    assert torch.equal(product(a, b), chain(a, b))
-    with rounding.LibraryProducts():
-        assert torch.equal((a[None] @ b[None])[0], chain(a, b))
-
-
-def test_a_sum_of_products_is_one_chain_unless_they_are_apart(gpu_rounding: None) -> None:
-    torch.manual_seed(0)
-    a, b, joined, apart = torch.randn(16, 32), torch.randn(32, 16), *torch.empty(2, 16, 16)
-    _total_kernel[(1,)](a_ptr=a, b_ptr=b, out_ptr=joined, K=32, APART=False)
-    _total_kernel[(1,)](a_ptr=a, b_ptr=b, out_ptr=apart, K=32, APART=True)
-    assert torch.equal(joined, chain(a, b))
-    assert torch.equal(apart, chain(a[:, :16], b[:16]) + chain(a[:, 16:], b[16:]))
-    assert not torch.equal(joined, apart)
 
 
 def test_functions_are_off_by_what_is_documented_and_powers_of_two_are_exact(
@@ -156,8 +94,3 @@ def test_functions_are_off_by_what_is_documented_and_powers_of_two_are_exact(
     powers = torch.arange(-512, 512).float() / 16
     whole = powers == powers.round()
     assert torch.equal(functions(powers, y)[0, whole], powers[whole].exp2())
-
-
-def test_rounding_like_a_gpu_ends_with_the_test() -> None:
-    x, y = torch.linspace(-2, 2, 64), torch.linspace(1, 2, 64)
-    assert torch.equal(functions(x, y)[2], x / y)

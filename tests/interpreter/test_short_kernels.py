@@ -4,14 +4,11 @@ Tiles are forced, so that the mathematics of each kernel is tested whatever the 
 says."""
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.resources import cuda_cases
 from tests import attention_cases
 from tests.attention_cases import (
     CASES,
@@ -29,15 +26,12 @@ from tests.interpreter.rounding import in_half_arithmetic
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
 from leaner_kernels.ops.attention.call import Results
 from leaner_kernels.ops.attention.kernels import short_backward, short_forward
-from leaner_kernels.ops.attention.kernels.segments import cut
 from tests.interpreter import online
 
-CUDA_CASES = cuda_cases()
 STATISTICS = "lse", *attention_cases.STATISTICS
 # A softcap goes to the kernels of any length.
 UNCAPPED = [case for case in CASES if not case.softcap]
@@ -111,47 +105,6 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     assert torch.equal(max_log_sum, spread_max_log_sum)
 
 
-def shapes_of_the_benchmark() -> Iterator[Any]:
-    """A head or two of every shape that the benchmark times, long ones not for every GPU."""
-    seen = set()
-    for case in CUDA_CASES:
-        gpus = _tiles.ARCHITECTURES if case.tokens <= 256 else _tiles.ARCHITECTURES[-1:]
-        shape = case.rows, case.tokens, case.head_dim, case.causal
-        if case.lengths or case.tokens > 1024 or shape in seen:
-            continue
-        seen.add(shape)
-        heads = 2 if case.tokens <= 256 else 1
-        small = AttentionTestCase(case.name, 1, heads, heads, *shape)
-        yield from (pytest.param(small, gpu, id=f"{case.name}-sm_{gpu}") for gpu in gpus)
-    # Lengths between those that the segments are cut for.
-    for tokens, dim in ((65, 32), (65, 64), (150, 64), (177, 32), (209, 64)):
-        case = AttentionTestCase("between", 2, 2, 2, tokens, tokens, dim, causal=tokens % 2 == 1)
-        yield pytest.param(case, 80, id=f"{tokens} tokens of {dim}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "gpu"), list(shapes_of_the_benchmark()))
-def test_what_a_gpu_runs_agrees_with_the_reference(
-    case: AttentionTestCase, gpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Through the choice of kernels, by the data of each architecture: statistics too."""
-    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-    inputs = make_inputs(case, torch.float16)
-    out, max_log_sum, stats, grads, _ = buffers(inputs)
-    results = Results(out, max_log_sum, *stats)
-    launch.forward(inputs.call, results)
-    launch.backward(inputs.grad, inputs.call, results, *grads, None)
-    check(case, named(inputs, out, stats, grads, None))
-    plain, plain_max_log_sum, _, plain_grads, _ = buffers(inputs)
-    without = Results(plain, plain_max_log_sum)
-    launch.forward(inputs.call, without)
-    launch.backward(inputs.grad, inputs.call, without, *plain_grads, None)
-    exact = reference_results(make_inputs(case, torch.float16), torch.float64)
-    peers = peers_of(make_inputs(case, torch.float16), torch.float16)
-    for name, actual in zip(("out", "dq", "dk", "dv"), (plain, *plain_grads), strict=True):
-        assert_within_budget(actual, peers[name], exact[name])
-
-
 def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     case = next(case for case in CASES if case.name == "ViT")
     inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
@@ -171,14 +124,3 @@ def test_the_backward_is_deterministic() -> None:
     first, second = run_short(inputs, 32), run_short(inputs, 32)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-
-
-def test_segments_cover_the_keys_with_little_padding() -> None:
-    assert cut(197, 128) == ((0, 128), (128, 64), (192, 16))
-    for largest in (16, 32, 64, 128, 256):
-        for keys in range(1, 400):
-            segments = cut(keys, largest)
-            starts, sizes = zip(*segments)
-            assert starts == tuple(sum(sizes[:i]) for i in range(len(sizes)))
-            assert sum(sizes) >= keys > sum(sizes[:-1])
-            assert all(16 <= size <= largest and size & (size - 1) == 0 for size in sizes)

@@ -1,8 +1,8 @@
 """Operators that are measured, a module each, found here: of a new one nothing else names it.
 
-A module has ``CASES``, the most telling first, ``PEERS`` and ``PROBLEM``, its correctness gate. A
-case has what ``nystrom.NystromCase`` has: among others ``op``, what the operator's folder in
-``leaner_kernels.ops`` is called; ``meta_inputs`` and ``operator_params``, for which
+A module, called as the operator's folder in ``leaner_kernels.ops``, has ``CASES``, the most telling
+first, ``PEERS`` and ``PROBLEM``, its correctness gate. A case has what ``nystrom.NystromCase`` has:
+among others ``op``, the name of its module; ``meta_inputs`` and ``operator_params``, for which
 ``bench.resources`` compiles; and ``compiled_for``, by which that tells cases whose kernels differ.
 """
 
@@ -11,5 +11,9 @@ from pkgutil import iter_modules
 from typing import Any, TypeAlias
 
 OperatorCase: TypeAlias = Any
-MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
-OPERATOR_CASES: tuple[Any, ...] = tuple(case for module in MODULES for case in module.CASES)
+MODULES = {
+    module.name: import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)
+}
+OPERATOR_CASES: tuple[Any, ...] = tuple(
+    case for module in MODULES.values() for case in module.CASES
+)

@@ -112,12 +112,6 @@ class NystromCase:
         products = {"forward": forward, "backward": backward, "both": forward + backward}
         return 2 * self.batch * self.heads * products[direction]
 
-    def exps(self, direction: str) -> int:
-        """One exponential for each score of the three matrices, in each direction."""
-        m = self.landmarks
-        scores = self.batch * self.heads * (2 * self.tokens * m + m * m)
-        return scores * {"forward": 1, "backward": 1, "both": 2}[direction]
-
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         size = f"{self.batch}·{self.heads}·{self.tokens}·{self.head_dim}"

@@ -1,36 +1,26 @@
 """The work of each case, against hand counts and against masks written out."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from bench.attention.cases import CASES, DIRECTIONS, AttentionCase, image_lengths, text_lengths
+from bench.attention.cases import CASES, AttentionCase
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in CASES}
 
 
 @pytest.mark.parametrize(
-    ("name", "forward_mb", "backward_mb", "forward_gflop", "backward_gflop", "million_exps"),
-    [("vit_base", 208.2, 361.5, 20.35, 50.87, 79.48), ("bert", 102.2, 176.2, 6.44, 16.11, 50.33)],
+    ("name", "forward_mb", "backward_mb", "forward_gflop", "backward_gflop"),
+    [("vit_base", 208.2, 361.5, 20.35, 50.87), ("bert", 102.2, 176.2, 6.44, 16.11)],
 )
 def test_work_is_what_the_roofline_counts(
-    name, forward_mb, backward_mb, forward_gflop, backward_gflop, million_exps
+    name, forward_mb, backward_mb, forward_gflop, backward_gflop
 ):
     case = BY_NAME[name]
     assert case.bytes("forward") / 1e6 == pytest.approx(forward_mb, abs=0.05)
     assert case.bytes("backward") / 1e6 == pytest.approx(backward_mb, abs=0.05)
     assert case.flops("forward") / 1e9 == pytest.approx(forward_gflop, abs=0.005)
     assert case.flops("backward") / 1e9 == pytest.approx(backward_gflop, abs=0.005)
-    assert case.exps("backward") / 1e6 == pytest.approx(million_exps, abs=0.005)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_both_is_forward_and_backward(case):
-    for count in (case.bytes, case.flops, case.exps):
-        forward, backward, both = map(count, DIRECTIONS)
-        assert both == forward + backward
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -70,40 +60,12 @@ def test_crossed_and_ragged_scores_are_counted_row_by_row(queries, lengths, caus
     assert case.bytes("backward") == 2 * 4 * 4 * (3 * sum(rows) + 4 * sum(keys))
 
 
-def test_ragged_sequences_lie_end_to_end():
-    case = AttentionCase("", "cpu", 3, 2, 9, 4, torch.float32, lengths=(9, 1, 4))
-    assert case.ragged
-    assert not case.crossed
-    assert case.offsets(CPU).tolist() == [0, 9, 10, 14]
-    assert case.offsets(CPU).dtype == torch.int32
-    assert case.key_lengths(CPU).tolist() == [9, 1, 4]
-
-
-def test_lengths_are_mixed_repeatable_and_within_their_limits():
-    images, texts = image_lengths(128, 49, 256), text_lengths(128, 128, 1024)
-    for lengths, shortest, longest in ((images, 49, 256), (texts, 1, 1024)):
-        assert len(lengths) == 128
-        assert max(lengths) == longest
-        assert min(lengths) >= shortest
-        assert list(lengths) != sorted(lengths)
-    assert min(images) == 49
-    assert sorted(texts)[64] == pytest.approx(128, rel=0.02)
-    assert images == image_lengths(128, 49, 256)
-    assert texts == text_lengths(128, 128, 1024)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_is_consistent(case):
     assert (case.device == "cpu") == case.name.startswith("cpu_")
     if case.ragged:
         assert len(case.lengths) == case.batch
         assert max(case.lengths) == case.tokens
-
-
-def test_padded_lengths_reach_from_half_to_all():
-    lengths = replace(BY_NAME["cpu_padded"], batch=5).key_lengths(CPU)
-    assert lengths.dtype == torch.int32
-    assert lengths.tolist() == [64, 80, 96, 112, 128]
 
 
 def test_names_are_unique_and_carry_no_separator():

@@ -61,13 +61,6 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
 
 
-def test_a_crossed_peer_is_judged_on_its_own_rows():
-    case = replace(CASE, queries=2)
-    assert all(fraction <= 0.5 for fraction in judge(eager, case=case).values())
-    q, k, _ = AttentionProblem(case, CPU, copies=1).inputs("tokens")[0].leaves
-    assert (q.shape, k.shape) == ((12, 2, 2, 4), (12, 9, 2, 4))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("layout", ["heads", "varlen", "jagged"])
 def test_a_right_peer_passes_on_sequences_of_different_lengths(layout, causal):
@@ -102,15 +95,6 @@ def test_a_neighbour_that_is_seen_is_refused():
 
     with pytest.raises(WrongError, match="out"):
         judge(function, "varlen", case)
-
-
-def test_large_scores_are_checked_on_fewer_entries():
-    def entries(tokens):
-        problem = AttentionProblem(CASE, CPU, copies=1)
-        problem.case = replace(CASE, tokens=tokens)
-        return len(problem.entries)
-
-    assert [entries(tokens) for tokens in (9, 4096, 2**14)] == [8, 4, 1]
 
 
 class WrongGradient(torch.autograd.Function):
@@ -156,17 +140,3 @@ def test_a_mask_that_is_ignored_is_refused():
                 eager,
                 case=AttentionCase("small", "cpu", 12, 2, 9, 4, torch.float32, **{kind: True}),
             )
-
-
-def test_the_checked_entries_span_the_batch():
-    assert AttentionProblem(CASE, CPU, 1).entries.tolist() == [0, 1, 3, 4, 6, 7, 9, 11]
-    few = AttentionCase("few", "cpu", 3, 1, 2, 2, torch.float32)
-    assert AttentionProblem(few, CPU, 1).entries.tolist() == [0, 1, 2]
-
-
-def test_copies_differ_and_leaves_require_gradients():
-    first, second = AttentionProblem(CASE, CPU, copies=2).inputs("packed")
-    assert first.leaves[0].shape == (12, 9, 3, 2, 4)
-    assert first.leaves[0].requires_grad
-    assert first.leaves[0].is_contiguous()
-    assert not torch.equal(first.leaves[0], second.leaves[0])

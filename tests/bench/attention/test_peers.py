@@ -2,19 +2,16 @@
 
 import sys
 from dataclasses import replace
-from inspect import signature
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
-from torch import arange
-from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import flex_attention
 
 from bench.attention import peers
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem, heads_first, outside
-from bench.attention.peers import PEERS, flex_document_mask, flex_mask, peers_of
+from bench.attention.peers import PEERS, flex_mask, peers_of
 from bench.harness.peers import AbsentError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -29,41 +26,6 @@ def reason(name, case, device=CUDA):
     return str(absent.value)
 
 
-def test_every_peer_of_the_field_is_named():
-    assert {name.split("_")[0] for name in PEERS} == {
-        *("leaner", "sdpa", "eager", "flex", "flash", "apex", "xformers", "torch")
-    }
-    assert {"sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn"} <= PEERS.keys()
-    ours = {name for name, peer in PEERS.items() if peer.ours}
-    assert ours == {name for name in PEERS if name.startswith("leaner_")}
-
-
-def test_every_case_is_put_to_the_peers_of_its_kind():
-    of_one_length, of_many = peers_of(CASE), peers_of(RAGGED)
-    assert {*of_one_length, *of_many} == PEERS.keys()
-    assert not {*of_one_length} & {*of_many}
-    assert {"leaner_varlen", "leaner_padded", "torch_varlen", "sdpa_jagged"} <= {*of_many}
-
-
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [
-        ("torch_varlen", "torch.nn.attention.varlen"),
-        ("flash_attn_2_varlen", "flash_attn"),
-        ("flash_attn_3_varlen", "flash_attn_interface"),
-        ("flash_attn_4_varlen", "flash_attn.cute"),
-        ("xformers_varlen", "xformers.ops"),
-    ],
-)
-def test_a_missing_varlen_library_is_absent_by_name(name, module, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    if module != "torch.nn.attention.varlen":
-        monkeypatch.setitem(sys.modules, module.split(".")[0], None)
-    assert reason(name, RAGGED).startswith(f"{module} cannot be imported")
-    assert "CUDA only" in reason(name, RAGGED, CPU)
-    assert "float32" in reason(name, replace(RAGGED, dtype=torch.float32))
-
-
 @pytest.mark.parametrize(
     ("name", "module"),
     [
@@ -71,7 +33,6 @@ def test_a_missing_varlen_library_is_absent_by_name(name, module, monkeypatch):
         ("flash_attn_2_packed", "flash_attn"),
         ("flash_attn_3", "flash_attn_interface"),
         ("flash_attn_4", "flash_attn.cute"),
-        ("apex_fmha", "apex.contrib.fmha.fmha"),
         ("xformers", "xformers.ops"),
     ],
 )
@@ -85,14 +46,11 @@ def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):
 
 
 def test_a_peer_without_the_arguments_of_a_case_says_so():
-    assert "causal" in reason("apex_fmha", replace(CASE, causal=True))
-    assert "head_dim 64" in reason("apex_fmha", replace(CASE, head_dim=32))
-    assert "512" in reason("apex_fmha", replace(CASE, tokens=577))
     assert "backward" in reason("flex", CASE, CPU)
     assert "backward" in reason("flex_document", RAGGED, CPU)
 
 
-@pytest.mark.parametrize("name", ["leaner_packed", "flash_attn_2_packed", "apex_fmha"])
+@pytest.mark.parametrize("name", ["leaner_packed", "flash_attn_2_packed"])
 def test_one_projection_has_as_many_queries_as_keys(name):
     assert "as many queries as keys" in reason(name, replace(CASE, queries=1))
 
@@ -101,21 +59,6 @@ def test_a_library_without_the_function_is_absent(monkeypatch):
     # flash-attn 4 alone leaves a package `flash_attn` that holds no version 2.
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     assert reason("flash_attn_2", CASE) == "flash_attn has no flash_attn_func"
-
-
-def test_an_installed_library_is_called_as_it_wants(monkeypatch):
-    calls = []
-
-    def flash_attn_func(q, k, v, causal, window_size):
-        calls.append((causal, window_size))
-        return q + k + v, "lse"
-
-    module = ModuleType("flash_attn_interface")
-    module.flash_attn_func = flash_attn_func
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    run = PEERS["flash_attn_3"].build(replace(CASE, causal=True, window=5), CUDA)
-    assert run(1, 2, 3) == 6
-    assert calls == [(True, (5, 0))]
 
 
 @pytest.fixture
@@ -152,73 +95,6 @@ def test_varlen_libraries_get_offsets_and_the_longest(causal, monkeypatch, host_
     assert calls[1] == (offsets, offsets, 128, 128, (-1, 0) if causal else (-1, -1))
 
 
-def test_torch_varlen_takes_the_arguments_that_it_is_given():
-    varlen = pytest.importorskip("torch.nn.attention.varlen", reason="torch has no varlen_attn")
-    parameters = signature(varlen.varlen_attn).parameters
-    assert [*parameters][:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    assert parameters["window_size"].default == (-1, -1)
-
-
-def test_xformers_gets_one_row_of_sequences(monkeypatch):
-    calls = []
-
-    class BlockDiagonalMask:
-        kind = "full"
-
-        @classmethod
-        def from_seqlens(cls, lengths):
-            calls.append(tuple(lengths))
-            return cls()
-
-        def make_causal(self):
-            self.kind = "causal"
-            return self
-
-    def memory_efficient_attention(q, k, v, attn_bias):
-        calls.append((tuple(q.shape), attn_bias.kind))
-        return q
-
-    ops, bias = ModuleType("xformers.ops"), ModuleType("xformers.ops.fmha.attn_bias")
-    ops.memory_efficient_attention = memory_efficient_attention
-    bias.BlockDiagonalMask = BlockDiagonalMask
-    for name in ("xformers", "xformers.ops.fmha"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "xformers.ops", ops)
-    monkeypatch.setitem(sys.modules, "xformers.ops.fmha.attn_bias", bias)
-    q = torch.randn(136, 2, 64)
-    for causal, kind in ((False, "full"), (True, "causal")):
-        run = PEERS["xformers_varlen"].build(replace(RAGGED, causal=causal), CUDA)
-        assert torch.equal(run(q, q, q), q)
-        assert calls[-2:] == [(5, 128, 3), ((1, 136, 2, 64), kind)]
-
-
-def test_apex_gets_packed_sequences_and_their_ends(monkeypatch):
-    calls = []
-
-    def apply(qkv, ends, *rest):
-        calls.append((tuple(qkv.shape), ends.tolist(), rest))
-        return qkv[:, 0]
-
-    fmha = ModuleType("apex.contrib.fmha.fmha")
-    fmha.FMHAFun = SimpleNamespace(apply=apply)
-    for name in ("apex", "apex.contrib", "apex.contrib.fmha"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "apex.contrib.fmha.fmha", fmha)
-    monkeypatch.setattr(torch, "arange", lambda *args, device, **kwargs: arange(*args, **kwargs))
-    qkv = torch.randn(2, 128, 3, 2, 64)
-    out = PEERS["apex_fmha"].build(CASE, CUDA)(qkv)
-    assert torch.equal(out, qkv[:, :, 0])
-    assert calls == [((256, 3, 2, 64), [0, 128, 256], (0.0, 128, True, False))]
-
-
-def test_flex_can_run_its_backward_many_times(monkeypatch):
-    monkeypatch.setattr(peers, "flex_mask", lambda case, device: "mask")
-    with functorch_config.patch(donated_buffer=True):
-        compiled = PEERS["flex"].build(CASE, CUDA)
-        assert not functorch_config.donated_buffer
-    assert compiled.keywords == {"block_mask": "mask"}
-
-
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_sees_what_the_case_shows(causal, padded):
@@ -228,17 +104,6 @@ def test_flex_sees_what_the_case_shows(causal, padded):
     if mask is not None:
         batch, row, col = torch.meshgrid(*map(torch.arange, (3, 130, 130)), indexing="ij")
         assert torch.equal(mask.mask_mod(batch, None, row, col), shown.expand(3, 1, 130, 130)[:, 0])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_flex_sees_the_sequences_of_a_packed_row(causal):
-    case = AttentionCase(
-        "small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, lengths=(5, 130, 3)
-    )
-    row, col = torch.meshgrid(*map(torch.arange, (138, 138)), indexing="ij")
-    blocks = torch.block_diag(*(torch.ones(n, n) for n in case.lengths)).bool()
-    seen = flex_document_mask(case, CPU).mask_mod(None, None, row, col)
-    assert torch.equal(seen, blocks.tril() if causal else blocks)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

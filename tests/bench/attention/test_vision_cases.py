@@ -4,11 +4,7 @@ import pytest
 import torch
 
 import leaner_kernels
-from bench.attention.cases import DIRECTIONS
 from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.catalogue import ATTENTION_CASES
-from bench.harness.steps import STEP_CASES
-from bench.networks.vision_cases import MODEL_CASES
 
 BY_NAME = {case.name: case for case in VISION_CASES}
 TINY = [
@@ -18,33 +14,23 @@ TINY = [
 
 
 @pytest.mark.parametrize(
-    ("name", "forward_mb", "backward_mb", "forward_gflop", "backward_gflop", "million_exps"),
+    ("name", "forward_mb", "backward_mb", "forward_gflop", "backward_gflop"),
     [
         # 4 and 7 tensors of 128 * 196 * 512 bfloat16, products of 2 * 128 * 8 * 64 * 64 * 196.
-        ("xcit_m", 102.8, 179.8, 3.29, 8.22, 4.19),
-        ("davit_channel3", 102.8, 179.8, 1.64, 4.11, 2.10),
+        ("xcit_m", 102.8, 179.8, 3.29, 8.22),
+        ("davit_channel3", 102.8, 179.8, 1.64, 4.11),
         # 128 * 16 heads of 4 windows of 49 * 49 scores.
-        ("davit_window3", 102.8, 179.8, 2.52, 6.29, 19.67),
+        ("davit_window3", 102.8, 179.8, 2.52, 6.29),
         # 2 or 3 maps of 128 * 784 * 256 and 1 or 2 times 128 * 196 * 8 * 81 logits.
-        ("volo_d3_outlook", 135.3, 219.2, 1.04, 2.08, 16.26),
+        ("volo_d3_outlook", 135.3, 219.2, 1.04, 2.08),
     ],
 )
-def test_work_is_counted_once(
-    name, forward_mb, backward_mb, forward_gflop, backward_gflop, million_exps
-):
+def test_work_is_counted_once(name, forward_mb, backward_mb, forward_gflop, backward_gflop):
     case = BY_NAME[name]
     assert case.bytes("forward") / 1e6 == pytest.approx(forward_mb, abs=0.05)
     assert case.bytes("backward") / 1e6 == pytest.approx(backward_mb, abs=0.05)
     assert case.flops("forward") / 1e9 == pytest.approx(forward_gflop, abs=0.005)
     assert case.flops("backward") / 1e9 == pytest.approx(backward_gflop, abs=0.005)
-    assert case.exps("forward") / 1e6 == pytest.approx(million_exps, abs=0.005)
-
-
-@pytest.mark.parametrize("case", VISION_CASES, ids=lambda case: case.name)
-def test_both_is_forward_and_backward(case):
-    for count in (case.bytes, case.flops, case.exps):
-        forward, backward, both = map(count, DIRECTIONS)
-        assert both == forward + backward
 
 
 @pytest.mark.parametrize("case", TINY, ids=lambda case: case.op)
@@ -76,14 +62,3 @@ def test_the_papers_shapes_are_there():
     assert shape("volo_d3_outlook") == (128, 8, 784, 32)
     assert shape("volo_d3_outlook_lean") == (128, 16, 784, 16)
     assert {BY_NAME[name].places for name in BY_NAME if "volo" in name} == {14}
-
-
-def test_names_choose_one_case():
-    names = [case.name for case in (*ATTENTION_CASES, *STEP_CASES, *MODEL_CASES)]
-    assert len(set(names)) == len(names)
-    assert all(name.isidentifier() for name in names)
-    for case in (*ATTENTION_CASES, *MODEL_CASES):
-        assert (case.device == "cpu") == case.name.startswith("cpu_")
-    # pytest -k looks for parts of names: "xcit_m-forward" shall choose one case.
-    on_gpu = [name for name in names if not name.startswith("cpu_")]
-    assert not [n for n in on_gpu if any(n != other and other.endswith(n) for other in on_gpu)]

@@ -53,7 +53,7 @@ def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, pu
     assert builds == ["small"]
     assert messages[0] == messages[1] != ""
     tensor = weakref.ref(state.current.built.sets[0][0])
-    state.use(OTHER, copies=1)
+    state.peer(OTHER, "eager")
     gc.collect()
     assert tensor() is None
 
@@ -74,12 +74,3 @@ def test_the_reason_that_pytorch_warns_of_is_kept(put):
         AbsentError, match=r"^refuses the case: No available kernel. head_dim is odd$"
     ):
         Checked(peers_of, problem_of).peer(CASE, "mine")
-
-
-def test_kernels_are_named_on_the_last_row_of_each_peer(put):
-    put(lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    state, info = Checked(peers_of, problem_of), {}
-    state.peer(CASE, "mine")
-    state.measured[CASE, "mine"] = info
-    state.name_kernels()
-    assert any("attention" in name for name in info["kernels"])

@@ -3,7 +3,6 @@
 import gc
 import time
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,14 +24,6 @@ def host(monkeypatch):
     host = Time()
     monkeypatch.setattr(time, "perf_counter", lambda: host.now)
     return host
-
-
-def test_a_wall_clock_reads_seconds_per_call(host):
-    wall = clock.Clock()
-    wall.calls = 4
-    start = wall()
-    host.now += 2
-    assert wall() - start == pytest.approx(0.5)
 
 
 def test_a_cuda_clock_reads_seconds_per_call_and_waits_for_the_end(monkeypatch):
@@ -61,17 +52,6 @@ def test_a_cuda_clock_reads_seconds_per_call_and_waits_for_the_end(monkeypatch):
     end = cuda()
     assert end - start == pytest.approx(2e-3)
     assert log == [start.event, end.event]
-
-
-def test_inputs_outgrow_twice_the_cache(monkeypatch):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=60_000_000)
-    )
-    gpu = torch.device("cuda")
-    assert clock.copies_beyond_cache(35_000_000, gpu) == 4
-    assert clock.copies_beyond_cache(60_000_000, gpu) == 2
-    assert clock.copies_beyond_cache(500_000_000, gpu) == 2
-    assert clock.copies_beyond_cache(1, torch.device("cpu")) == 1
 
 
 def test_a_round_takes_the_sets_in_turn_and_keeps_one_result_of_each():
@@ -111,12 +91,3 @@ def test_a_round_is_long_and_a_whole_number_of_rotations(host, sets, budget, cal
     before = host.now
     run()
     assert host.now - before == pytest.approx(calls * 1e-3)
-
-
-def test_seconds_is_a_median_after_a_warm_up(host):
-    lengths = iter([100, 6, 1, 2])
-
-    def function():
-        host.now += next(lengths)
-
-    assert clock.seconds(function, clock.Clock(), rounds=3) == 2

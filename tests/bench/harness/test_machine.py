@@ -5,7 +5,6 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -122,35 +121,3 @@ def test_a_gpu_is_described_by_torch_and_nvml(gpu):
     assert facts["power_limit_watts"] == 700
     assert facts["clocks_mhz"] == {"sm": 1980, "memory": 3201}
     assert facts["max_clocks_mhz"] == {"sm": 2000, "memory": 3300}
-
-
-def test_energy_is_in_joules(gpu, monkeypatch):
-    monkeypatch.setattr(machine, "nvml_library", lambda: nvml({"handle": 2500}.get))
-    assert machine.Gpu(0).energy_joules == 2.5
-
-
-@pytest.mark.parametrize("why", ["no library", "another GPU"])
-def test_without_nvml_the_rest_is_still_known(gpu, monkeypatch, why):
-    if why == "no library":
-        monkeypatch.setattr(machine, "nvml_library", lambda: None)
-    gpu.uuid = "5678"
-    gpu = machine.Gpu(0)
-    assert gpu.energy_joules is None
-    facts = gpu.facts()
-    assert facts["memory_bytes"] == 2**37
-    assert facts["power_limit_watts"] is None
-    assert facts["clocks_mhz"] == {"sm": None, "memory": None}
-
-
-def test_a_missing_nvml_library_is_none(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    machine.nvml_library.cache_clear()
-    try:
-        assert machine.nvml_library() is None
-    finally:
-        machine.nvml_library.cache_clear()
-
-
-def test_the_ceilings_are_measured():
-    assert 1e8 < machine.copy_bandwidth("cpu") < 1e13
-    assert 1e8 < machine.matrix_rate("cpu", torch.float32) < 1e14

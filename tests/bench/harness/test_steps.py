@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.attention.cases import CASES
 from bench.harness import steps
 from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
@@ -48,17 +47,3 @@ def test_rows_that_are_missing_stop_the_measurement(training, monkeypatch):
     monkeypatch.setattr(steps.KappaMonitor, "end", lambda monitor: [])
     with pytest.raises(WrongError, match="0 rows in 10 steps, expected 2"):
         steps.compare(training, 10, recorder([]), Clock(), rounds=2, limit=60)
-
-
-def test_a_step_changes_the_model(training):
-    before = training.model.head.weight.clone()
-    training.step()
-    assert not before.equal(training.model.head.weight)
-
-
-def test_cases_can_be_selected_apart_from_attention():
-    names = [case.name for case in steps.STEP_CASES]
-    assert not set(names) & {case.name for case in CASES}
-    assert [name.startswith("cpu_") for name in names] == [False, False, True]
-    lean = steps.STEP_CASES[0].facts()
-    assert (lean["tokens"], lean["depth"], lean["heads"]) == (197, 7, 16)

@@ -1,12 +1,15 @@
-"""What the gates of vision and language rows share: whose model a row is, and its first weights."""
+"""What rows of vision and language share: models with their first weights, steps timed."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bench.harness import clock, counters, machine
+from bench.harness.checked import Row
 from bench.harness.peers import compiled
+from bench.harness.steps import Training
 
 
 def eager_and_compiled(models: Iterable[str]) -> dict[str, tuple[str, bool]]:
@@ -62,3 +65,34 @@ class Models:
             mode = None if training else "reduce-overhead"
             self.compiled[name, training] = compiled(model, self.device, mode)
         return self.compiled[name, training]
+
+
+def trained(row: Row, benchmark: Any, training: Training, item: str, items: int) -> dict[str, Any]:
+    """Time the steps of a row; return what it cost beside time, as ``timed``."""
+    weights = tuple(training.model.parameters())
+    kept = counters.kept_for_backward(training.loss, weights)
+    info = {
+        "kept_bytes": kept,
+        "loss": training.step().item(),
+        "params": sum(weight.numel() for weight in weights),
+        "peak_memory_bytes": training.peak_bytes(),
+    }
+    return info | timed(row, benchmark, training.step, item, items)
+
+
+def timed(
+    row: Row, benchmark: Any, call: Callable[[], Any], item: str, items: int
+) -> dict[str, Any]:
+    """Time a row from Python; return a GPU's clocks, and its joules for each of a call's items."""
+    device = row.case.device
+    mode, seconds = clock.FROM_PYTHON[device], clock.STEP_SECONDS[device]
+    run_round = clock.record(benchmark, row.clock, mode, lambda _: call(), [None], seconds)
+    if device != "cuda":
+        return {}
+    gpu = machine.Gpu(0)
+    clocks = gpu.clocks_mhz
+    joules = counters.joules_per_call(run_round, row.clock.calls, gpu)
+    return {
+        "clocks_mhz": clocks,
+        f"joules_per_{item}": None if joules is None else joules / items,
+    }

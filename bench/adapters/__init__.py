@@ -1,1 +1,0 @@
-"""Models of transformers and timm before and after an adapter."""

@@ -1,1 +1,0 @@
-"""The loss of a large vocabulary: its cases, its peers, its check, its benchmark."""

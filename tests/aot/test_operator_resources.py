@@ -1,0 +1,75 @@
+"""The kernels of the other operators, compiled for GPUs this machine does not have.
+
+The benchmark's cases on every GPU are in docs/resources.md; here are other dtypes and head
+dimensions, with what takes the most registers.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+
+from bench.attention.operators.nystrom import NystromCase
+from bench.attention.vision_cases import VisionCase
+from bench.gpu_model.compile_ahead import GPUS, compile_launch
+from bench.gpu_model.launches import call_of
+from bench.resources import SUPPORTED
+
+BF16, FP32 = torch.bfloat16, torch.float32
+EVERY = "forward", "statistics", "capture", "backward"
+
+
+def vision(op: str, dim: int, dtype: torch.dtype = BF16, window: int = 7) -> VisionCase:
+    side = 4 * window if op == "window" else 28 if op == "outlook" else 14
+    return VisionCase(op, "cuda", op, 2, side, 12, dim, dtype, window=window)
+
+
+def nystrom(dim: int, landmarks: int) -> NystromCase:
+    return NystromCase("nystrom", "cuda", 2, 2, 2048, dim, landmarks, BF16)
+
+
+CALLS: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [
+    *(
+        (vision("cross_covariance", dim, dtype), ("statistics", "backward"), SUPPORTED)
+        for dtype in (BF16, FP32)
+        for dim in (10, 30, 48)
+    ),
+    (vision("cross_covariance", 64), ("capture",), SUPPORTED),
+    (vision("channel", 32), ("capture", "backward"), SUPPORTED),
+    (vision("channel", 16), ("backward",), SUPPORTED),
+    # What the models run, whole windows of a head dimension that fills no tile, and two that take
+    # tiles.
+    (vision("window", 32), EVERY, SUPPORTED),
+    (vision("window", 16), EVERY, SUPPORTED),
+    (vision("window", 42, window=8), ("backward",), SUPPORTED),
+    (vision("window", 32, window=12), ("statistics", "backward"), SUPPORTED),
+    (vision("window", 32, FP32), ("forward", "capture", "backward"), SUPPORTED),
+    # Both ways to hold a row; statistics do what the forward does and more.
+    (vision("outlook", 32), ("statistics", "backward"), SUPPORTED),
+    (vision("outlook", 16), ("forward",), (80,)),
+    (vision("outlook", 10), ("statistics",), (86,)),
+    (vision("outlook", 48, FP32), ("capture",), (80,)),
+    (vision("outlook", 48, FP32), ("backward",), (86,)),
+    # The number of tokens is no constant of any kernel; the inverse of 64 landmarks compiles for
+    # as long as all of these.
+    (nystrom(16, 16), EVERY, (80,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "launches", "gpus"), CALLS, ids=lambda part: getattr(part, "op", None)
+)
+def test_kernels_fit_supported_gpus(
+    case: Any, launches: tuple[str, ...], gpus: tuple[int, ...]
+) -> None:
+    for gpu in gpus:
+        found = call_of(case).launches(gpu)
+        for one in (one for launch in launches for one in found[launch]):
+            used = compile_launch(one, gpu)
+            assert not used.spill_faults, f"sm_{gpu} {one.name} spills: {used}"
+            assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu} {one.name}: {used}"
+            assert used.programs_per_sm >= 1, f"sm_{gpu} {one.name}: {used}"

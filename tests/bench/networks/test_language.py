@@ -1,0 +1,154 @@
+"""Language models: ours passes its gate, a wrong one gets no number, transformers' are alike."""
+
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from bench.harness.gate import WrongError
+from bench.harness.peers import AbsentError
+from bench.networks import models as networks
+from bench.networks.language_cases import IGNORED, LANGUAGE_CASES, losses, mean_loss
+from bench.networks.language_gate import LanguageModels
+from bench.networks.language_peers import TRANSFORMERS, transformers_model
+
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in LANGUAGE_CASES}
+ON_GPU = [case for case in LANGUAGE_CASES if case.device == "cuda"]
+
+
+def models_of(row):
+    return LanguageModels(BY_NAME[f"cpu_language_{row}_lean"])
+
+
+@pytest.fixture(scope="module", params=["crammed_bert", "gpt2_tinystories"])
+def models(request):
+    return models_of(request.param)
+
+
+def test_our_model_passes(models):
+    assert 0 < models.check("leaner") <= 1
+
+
+def test_our_compiled_model_passes(monkeypatch):
+    """With a backend that a CPU has time for."""
+    eager = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(networks, "compiled", lambda function, device, mode: eager(function))
+    assert 0 <= models_of("crammed_bert").check("leaner_compiled") <= 1
+
+
+def test_a_model_that_errs_is_refused(models):
+    inner = models.model("leaner").blocks[0].attn.qkv
+    scale = inner.register_forward_hook(lambda module, args, out: 1.01 * out)
+    with pytest.raises(WrongError, match="losses off by"):
+        models.check("leaner")
+    scale.remove()
+
+
+def test_a_wrong_gradient_is_refused_though_the_losses_are_right(models):
+    weight = models.model("leaner").blocks[0].attn.qkv.weight
+    scale = weight.register_hook(lambda grad: 1.01 * grad)
+    with pytest.raises(WrongError, match="gradient off by"):
+        models.check("leaner")
+    scale.remove()
+
+
+def test_a_measurement_begins_with_the_first_weights():
+    models = models_of("gpt2_tinystories")
+    models.check("leaner")
+    first = models.case.build(CPU).state_dict()
+    training = models.training("leaner")
+    assert all(torch.equal(v, first[k]) for k, v in training.model.state_dict().items())
+    steps = [training.step().item() for _ in range(3)]
+    assert steps[0] > steps[1] > steps[2]  # one batch, learned by heart
+    assert models.training("leaner").step().item() == steps[0]
+
+
+def test_models_of_another_library_must_be_finite():
+    pytest.importorskip("transformers")
+    models = models_of("gpt2_tinystories")
+    assert models.check("transformers") == 0
+    models.weights["transformers"]["model.lm_head.bias"].fill_(float("nan"))
+    with pytest.raises(WrongError, match="not finite"):
+        models.check("transformers")
+
+
+def test_the_exact_result_of_a_case_in_bfloat16_is_one_in_float32():
+    models = models_of("gpt2_tinystories")
+    assert models.truth[0].losses.dtype == torch.float64
+    models.__dict__.pop("truth")
+    models.device = torch.device("cuda")  # only the CPU is used
+    exact, plain = models.truth
+    assert exact.losses.dtype == torch.float32
+    error = (plain.gradient - exact.gradient).norm() / exact.gradient.norm()
+    assert 1e-4 < error < 0.1
+
+
+def test_a_quarter_of_the_tokens_is_masked_for_bert():
+    batch = BY_NAME["cpu_language_crammed_bert_lean"].draw(CPU)
+    asked = batch.targets != IGNORED
+    assert asked.sum(dim=1).tolist() == [8] * 4
+    assert torch.equal(batch.targets[asked], batch.tokens[asked])
+
+
+@pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
+def test_transformers_models_of_the_rows_have_parameters_within_a_percent(case):
+    pytest.importorskip("transformers")
+    for build, differs in TRANSFORMERS[case.architecture].values():
+        with torch.device("meta"):
+            theirs = sum(weight.numel() for weight in build(case.config).parameters())
+        assert abs(theirs / case.entry.audited_params - 1) < 0.01
+        assert differs
+
+
+def test_gpt2_of_transformers_is_our_model_but_for_its_biases():
+    """With our weights it gives our losses: heads that do not divide the width are put in right."""
+    pytest.importorskip("transformers")
+    case = BY_NAME["cpu_language_gpt2_tinystories_original"]
+    batch, ours = case.draw(CPU), case.build(CPU)
+    peer = transformers_model("gpt", "transformers", case.config, CPU)
+    theirs, state = peer.model.state_dict(), ours.state_dict()
+    words = {
+        "norm1": "ln_1",
+        "norm2": "ln_2",
+        "attn.qkv": "attn.c_attn",
+        "attn.proj": "attn.c_proj",
+        "mlp.fc1": "mlp.c_fc",
+        "mlp.fc2": "mlp.c_proj",
+    }
+    taken = {f"transformer.h.{i}.attn.c_attn.bias" for i in range(len(ours.blocks))}
+    for name in taken:
+        theirs[name].zero_()
+    for layer in range(len(ours.blocks)):
+        for our, their in words.items():
+            for kind in ("weight", "bias"):
+                value = state.get(f"blocks.{layer}.{our}.{kind}")
+                if value is None:
+                    continue
+                name = f"transformer.h.{layer}.{their}.{kind}"
+                # Their linear layers keep the transpose.
+                theirs[name].copy_(value.T if theirs[name].ndim == 2 else value)
+                taken.add(name)
+    rest = {
+        "token_embed.weight": "transformer.wte.weight",
+        "pos_embed": "transformer.wpe.weight",
+        "norm.weight": "transformer.ln_f.weight",
+        "norm.bias": "transformer.ln_f.bias",
+        "head.weight": "lm_head.weight",
+        "head.bias": "lm_head.bias",
+    }
+    for our, name in rest.items():
+        theirs[name].copy_(state[our].view_as(theirs[name]))
+        taken.add(name)
+    assert taken == theirs.keys()
+    with torch.no_grad():
+        expected = mean_loss(losses(ours, batch), batch)
+        torch.testing.assert_close(peer(batch), expected, rtol=1e-5, atol=0)
+
+
+def test_without_transformers_its_models_are_absent(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    case = BY_NAME["cpu_language_gpt2_tinystories_lean"]
+    with pytest.raises(AbsentError, match="transformers cannot be imported"):
+        transformers_model("gpt", "transformers", case.config, CPU)

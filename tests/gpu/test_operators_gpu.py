@@ -1,0 +1,280 @@
+"""Operators beside softmax attention on a GPU: the same cases and budget, bfloat16 included."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import leaner_kernels as ours
+from leaner_kernels import condition_number
+from leaner_kernels.nn.outlook import OutlookAttention
+from tests import covariance_cases, nystrom_cases, outlook_cases, window_cases
+from tests.covariance_cases import CHANNEL, CROSS, CovarianceTestCase
+from tests.error_budget import assert_within_budget
+from tests.gpu.draws import randn
+from tests.nystrom_cases import NystromTestCase
+from tests.outlook_cases import OutlookTestCase
+from tests.window_cases import WindowTestCase
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+REPEATS = 20  # of a test that the same call gives the same bits
+# Sizes of the models: XCiT at 224 and 384 pixels, the stages of DaViT, VOLO-D3 and D4 on images of
+# 224 and 448 pixels, the Long-Range Arena's rows, lean ones too, and the ends of the range.
+MODELS: dict[str, list[Any]] = {
+    "covariance": [
+        CovarianceTestCase(f"{operator} {tokens}·{heads}·{dim}", operator, 2, tokens, heads, dim)
+        for operator, tokens, heads, dim in (
+            *((CHANNEL, 49, 32, 32), (CHANNEL, 3136, 4, 32), (CHANNEL, 784, 8, 32)),
+            *((CHANNEL, 196, 48, 16), (CROSS, 196, 8, 64)),
+            *((CROSS, 196, 16, 48), (CROSS, 576, 16, 32)),
+        )
+    ],
+    "window": [
+        WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
+        WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
+        WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
+        WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
+        WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
+        WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
+        WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
+    ],
+    "outlook": [
+        OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
+        OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
+        OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
+        OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
+        OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
+    ],
+    "nystrom": [
+        NystromTestCase(
+            *(f"{tokens}, {landmarks} landmarks, {whole_batch}", 2, tokens, 2, dim, landmarks),
+            *((tokens, tokens * 2 // 3), 0.1),
+            whole_batch=whole_batch,
+        )
+        for tokens, landmarks, dim in (
+            *((1024, 64, 32), (2048, 32, 32), (4096, 128, 32), (1024, 256, 64), (1056, 48, 40)),
+        )
+        for whole_batch in (False, True)
+    ],
+}
+# Each with its cases, and what makes, runs and judges them.
+FAMILIES: dict[str, Any] = {
+    "covariance": covariance_cases,
+    "window": window_cases,
+    "outlook": outlook_cases,
+    "nystrom": nystrom_cases,
+}
+
+
+def run(family: str, case: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    module = FAMILIES[family]
+    operators = getattr(module, "run_operators", None) or module.run_operator
+    return operators(module.make_inputs(case, dtype, "cuda"))
+
+
+def peers(family: str, case: Any, dtype: torch.dtype) -> dict[str, Any]:
+    inputs = FAMILIES[family].make_inputs(case, dtype)
+    of_dtype = (dtype,) if family in ("window", "outlook") else ()
+    return FAMILIES[family].peers_of(inputs, *of_dtype)
+
+
+def every_case(only_models: bool) -> list[Any]:
+    return [
+        pytest.param(family, case, id=f"{family}-{case.name}")
+        for family, module in FAMILIES.items()
+        for case in (*(() if only_models else module.CASES), *MODELS[family])
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("family", "case"), every_case(only_models=False))
+def test_kernels_stay_within_the_error_budget(family: str, case: Any, dtype: torch.dtype) -> None:
+    module = FAMILIES[family]
+    exact = module.reference_results(module.make_inputs(case, dtype), torch.float64)
+    allowed = peers(family, case, dtype)
+    for name, actual in run(family, case, dtype).items():
+        assert actual.is_cuda
+        assert_within_budget(actual, allowed[name], exact[name])
+
+
+@pytest.mark.parametrize(("family", "case"), every_case(only_models=True))
+def test_results_and_gradients_are_bitwise_deterministic(family: str, case: Any) -> None:
+    first = run(family, case, torch.bfloat16)
+    for _ in range(REPEATS):
+        again = run(family, case, torch.bfloat16)
+        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+
+
+class Operator(NamedTuple):
+    """Shapes of what an operator takes, and its functions, with statistics and without."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    plain: Callable[..., Tensor]
+    with_stats: Callable[..., Any]
+
+    def leaves(self, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+        """Return inputs with gradients, each from an element of a larger block on."""
+        flat = (randn(offset + torch.Size(shape).numel(), dtype=dtype) for shape in self.shapes)
+        views = (t[offset:].view(shape) for t, shape in zip(flat, self.shapes))
+        return [t.detach().requires_grad_() for t in views]
+
+
+NYSTROM = {"num_landmarks": 12}
+OPERATORS = {
+    "cross_covariance": Operator(
+        ((4, 100, 3, 4, 32), (4,)),
+        ours.cross_covariance_attention,
+        ours.cross_covariance_attention_with_stats,
+    ),
+    "channel": Operator(
+        ((4, 100, 3, 4, 32),), ours.channel_attention, ours.channel_attention_with_stats
+    ),
+    "window": Operator(
+        ((4, 14, 14, 3, 4, 32),),
+        partial(ours.window_attention, window_size=7),
+        partial(ours.window_attention_with_stats, window_size=7),
+    ),
+    "outlook": Operator(
+        ((4, 14, 14, 4, 32), (4, 7, 7, 4, 9, 9)),
+        partial(ours.outlook_attention, stride=2),
+        partial(ours.outlook_attention_with_stats, stride=2),
+    ),
+    "nystrom": Operator(
+        ((4, 4, 96, 32),) * 3,
+        partial(ours.nystrom_attention, **NYSTROM),
+        partial(ours.nystrom_attention_with_stats, **NYSTROM),
+    ),
+}
+each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+
+
+@each_operator
+def test_a_second_call_gives_what_its_own_tensors_say(operator: Operator) -> None:
+    """The plan that the first call leaves is for a kind of call, not for its tensors."""
+    first, other = (operator.leaves(torch.float32) for _ in range(2))
+    shifted = operator.leaves(torch.float32, offset=1)  # no multiple of 16 bytes
+    for inputs in (first, other, shifted, first):
+        expected = operator.plain(*(t.detach().cpu().double() for t in inputs))
+        actual = operator.plain(*inputs).detach().cpu().double()
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_a_second_call_has_lengths_of_its_own() -> None:
+    inputs = [t.detach() for t in OPERATORS["nystrom"].leaves(torch.float32)]
+    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32, device="cuda")
+    for key_lengths in (None, lengths, lengths.flip(0)):
+        cpu = None if key_lengths is None else key_lengths.cpu()
+        wide = (t.cpu().double() for t in inputs)
+        expected = ours.nystrom_attention(*wide, key_lengths=cpu, **NYSTROM)
+        actual = ours.nystrom_attention(*inputs, key_lengths=key_lengths, **NYSTROM)
+        torch.testing.assert_close(actual.cpu().double(), expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@each_operator
+def test_compiles_without_a_graph_break(operator: Operator, dtype: torch.dtype) -> None:
+    leaves = operator.leaves(dtype)
+    sample = torch.tensor([1], dtype=torch.int32, device="cuda")
+
+    def call(*x: Tensor) -> Tensor:
+        stats = operator.with_stats(*x, sample=sample)
+        return stats.out + operator.plain(*x) + stats.heads.mean() + stats.entropy.mean()
+
+    compiled = torch.compile(call, fullgraph=True)
+    expected, actual = call(*leaves), compiled(*leaves)
+    close = {"atol": 0.02, "rtol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(actual, expected, **close)
+    grads = [torch.autograd.grad(t.sum(), leaves) for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0], **close)
+
+
+@each_operator
+def test_a_captured_graph_may_skip_a_sample(operator: Operator) -> None:
+    """The index lives on the device: a negative one leaves the slot as it was."""
+    # A graph would fill its memory with NaN at every replay.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    inputs = [t.detach() for t in operator.leaves(torch.bfloat16)]
+    sample = torch.tensor([2], dtype=torch.int32, device="cuda")
+    expected = operator.with_stats(*inputs, sample=sample).heads
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = operator.with_stats(*inputs, sample=sample)
+    graph.replay()
+    assert torch.equal(stats.heads, expected)
+    stats.heads.fill_(7)
+    sample.fill_(-1)
+    graph.replay()
+    assert (stats.heads == 7).all()
+
+
+def test_the_capture_of_channels_shows_condition_numbers_that_bfloat16_hides() -> None:
+    """Softmax rows that are nearly one another: the heads' small singular values are small."""
+    qkv = randn(1, 196, 3, 4, 32, dtype=torch.bfloat16)
+    temperature = torch.full((4,), 0.2, device="cuda")
+    sample = torch.zeros(1, dtype=torch.int32, device="cuda")
+    stats = ours.cross_covariance_attention_with_stats(qkv, temperature, sample=sample)
+    assert stats.heads is not None
+    exact = ours.cross_covariance_attention(qkv.cpu().double(), temperature.cpu().double())
+    wanted = condition_number(exact.flatten(2)).kappa
+    assert wanted.item() > 1e5
+    found = condition_number(stats.heads).kappa.cpu().double()
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_capture_of_landmarks_shows_condition_numbers_that_half_precision_hides(
+    dtype: torch.dtype,
+) -> None:
+    case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
+    inputs = nystrom_cases.make_inputs(case, dtype)
+    heads = nystrom_cases.reference_results(inputs, torch.float64)["heads"]
+    wanted = condition_number(heads).kappa
+    assert wanted.min().item() > 1e5
+    found = condition_number(run("nystrom", case, dtype)["heads"]).kappa.cpu().double()
+    torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
+
+
+def test_no_window_of_outlook_is_unfolded_in_memory() -> None:
+    """A training step keeps its inputs and lse, and takes what it returns: K * K values nowhere."""
+    value = randn(8, 28, 28, 8, 32, dtype=torch.bfloat16).requires_grad_()
+    logits = randn(8, 14, 14, 8, 9, 9, dtype=torch.bfloat16).requires_grad_()
+    grad = randn(*value.shape, dtype=torch.bfloat16)
+    for _ in range(2):  # the first step compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = ours.outlook_attention(value, logits, stride=2)
+        kept = torch.autograd.grad(out, (value, logits), grad)
+        taken = torch.cuda.max_memory_allocated() - before
+        returned = sum(t.nbytes for t in (out, *kept))
+        del out, kept
+    lse = 4 * logits.numel() // 9
+    assert taken <= returned + lse + (1 << 16)
+
+
+def test_a_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
+    module = OutlookAttention(96, 8, 16)
+    x = torch.randn(2, 28, 28, 96)
+    expected = module(x)
+    actual = module.cuda()(x.cuda()).cpu()
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_autocast_rounds_the_inputs_of_landmarks_alone() -> None:
+    leaves = OPERATORS["nystrom"].leaves(torch.float32)
+    with torch.autocast("cuda", torch.bfloat16):
+        found = ours.nystrom_attention(*leaves, **NYSTROM)
+    assert torch.equal(found, ours.nystrom_attention(*(t.bfloat16() for t in leaves), **NYSTROM))
+
+
+@each_operator
+def test_what_kernels_cannot_do_is_refused(operator: Operator) -> None:
+    with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
+        operator.plain(*operator.leaves(torch.float64))
+    with pytest.raises(ValueError, match=r"sample must be \(S,\) int32 on cuda"):
+        operator.with_stats(
+            *operator.leaves(torch.float32), sample=torch.zeros(1, dtype=torch.int32)
+        )
