@@ -80,14 +80,6 @@ def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) 
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_an_empty_additive_mask_has_an_empty_gradient(sizes: tuple[int, ...]) -> None:
-    batch, heads, rows, cols = sizes
-    tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2, sizes)
-    for function in (attention, attention_with_stats):
-        assert shapes_of(function, tensors)[0] == (batch, heads, rows, 8)
-
-
 def test_statistics_of_no_rows_and_of_no_keys() -> None:
     for rows, cols in ((0, 9), (7, 0)):
         stats = attention_with_stats(*leaves((2, 3, rows, 8), *[(2, 3, cols, 8)] * 2))
@@ -224,17 +216,3 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     for t in op.differentiate_cuda(op.Varlen, tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
-
-
-def test_vmap_over_and_inside_an_empty_batch() -> None:
-    for shape in ((4, 0, 3, 7, 8), (4, 2, 0, 7, 8)):
-        x = torch.randn(shape)
-        assert torch.func.vmap(attention)(x, x, x).shape == shape
-        assert torch.func.vmap(lambda x: attention_with_stats(x, x, x).out)(x).shape == shape
-
-
-@pytest.mark.parametrize("function", [attention, lambda *a: attention_with_stats(*a).out])
-def test_an_empty_batch_compiles(function: Call) -> None:
-    torch._dynamo.reset()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-    assert shapes_of(compiled, leaves(*[(0, 3, 7, 8)] * 3)) == [(0, 3, 7, 8)]

@@ -5,7 +5,6 @@ Two processes compute everything once; each test reads what they found.
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leaner_kernels import KappaMonitor, attention, attention_with_stats
 from leaner_kernels.nn import ManyHeadAttention, WindowAttention
-from leaner_kernels.ops import sharding
 from leaner_kernels.ops.transforms import DECLARATIONS
 from leaner_kernels.tensor_parallel import SplitHeads
 from tests import two_ranks
 
 ours = torch.ops.leaner_kernels
 Call = Callable[..., tuple[Tensor, ...]]
+ATTENTION_CASES = (
+    *("grouped", "groups that two ranks cannot share", "lengths", "sample"),
+    *("mask without gradient", "mask of each head", "mask of all heads", "mask of all"),
+)
 
 
 def _differentiable(name: str) -> list[str]:
@@ -345,58 +347,6 @@ def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name)
         assert case["placements"] == laid
 
 
-@pytest.mark.parametrize("way", ["batch", "heads"])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "grouped",
-        "lengths",
-        "sample",
-        "mask without gradient",
-        "mask of each head",
-        "mask of all heads",
-        "mask of all",
-    ],
-)
-def test_masks_lengths_groups_and_samples_split_too(found, case, way):
-    case_found = found[f"{case} {way}"]
-    assert case_found["wrong"] == []
-    # Samples are entries of the whole batch, so every rank needs it whole.
-    assert (case_found["spoken"] > 0) == (case == "sample" and way == "batch")
-
-
-def test_groups_of_heads_that_ranks_cannot_share_are_gathered(found):
-    case = found["groups that two ranks cannot share heads"]
-    assert case["wrong"] == []
-    assert case["placements"] == ["R"] * 4
-
-
-def test_the_function_without_statistics_splits_on_a_cpu_too(found):
-    assert found["plain"] == {"wrong": [], "placements": ["S(1)"] * 4, "spoken": 0}
-
-
-def test_nystrom_attention_that_looks_at_the_whole_batch_gets_it(found):
-    assert found["whole batch"]["wrong"] == []
-    assert found["whole batch"]["placements"] == ["R"] * 4
-
-
-def test_dropout_of_dtensors_is_refused_also_after_a_call_without(found):
-    assert found["dropout 0.0"]["raised"] is None
-    assert (
-        "dropout_p must be 0 for attention of DTensors, got 0.5" in found["dropout 0.5"]["raised"]
-    )
-
-
-def test_a_pytorch_without_the_registry_is_named_and_not_broken(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor.experimental", None)
-    with pytest.warns(UserWarning, match="DTensor will not know leaner_kernels' operators"):
-        sharding.register()
-
-
-def test_separate_projections_split_by_pytorchs_own_styles(found):
-    assert found["separate"] == []
-
-
 @pytest.fixture
 def packed(found: dict[str, Any]) -> dict[str, Any]:
     """What was found of the module that is split by heads."""
@@ -425,6 +375,27 @@ def test_splitting_refuses_uneven_heads_dropout_and_other_modules(packed):
     assert other.startswith("module must be a ManyHeadAttention, got WindowAttention")
 
 
-@pytest.mark.parametrize("wrapped", ["DDP False", "DDP True", "FSDP2 float32", "FSDP2 bf16"])
-def test_a_model_written_elsewhere_has_the_gradients_of_one_process(found, wrapped):
-    assert found[wrapped] == []
+@pytest.mark.parametrize(
+    "way", ["separate", "DDP False", "DDP True", "FSDP2 float32", "FSDP2 bf16"]
+)
+def test_a_model_written_elsewhere_has_the_gradients_of_one_process(found, way):
+    assert found[way] == []
+
+
+def test_masks_lengths_groups_and_samples_split_too(found):
+    assert found["plain"] == {"wrong": [], "placements": ["S(1)"] * 4, "spoken": 0}
+    for case in ATTENTION_CASES:
+        for way in ("batch", "heads"):
+            assert found[f"{case} {way}"]["wrong"] == [], case
+            # Samples are entries of the whole batch, so every rank needs it whole.
+            if case != "groups that two ranks cannot share":
+                assert (found[f"{case} {way}"]["spoken"] > 0) == (f"{case} {way}" == "sample batch")
+    # What ranks cannot share is gathered, and so is a batch that nystrom attention sees whole.
+    for gathered in (found["groups that two ranks cannot share heads"], found["whole batch"]):
+        assert (gathered["wrong"], gathered["placements"]) == ([], ["R"] * 4)
+
+
+def test_dropout_of_dtensors_is_refused_also_after_a_call_without(found):
+    without, dropped = found["dropout 0.0"]["raised"], found["dropout 0.5"]["raised"]
+    assert without is None
+    assert "dropout_p must be 0 for attention of DTensors, got 0.5" in dropped
