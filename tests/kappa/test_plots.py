@@ -6,7 +6,6 @@ import pytest
 
 from leaner_kernels import monitor
 from leaner_kernels.monitor.plots import main, short_names
-from leaner_kernels.monitor.rows import read_rows
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
@@ -40,19 +39,6 @@ def test_rows_without_kappa_are_counted_with_their_reason():
     assert title == "3 of 4 rows left out: 2 not resolved, 1 not run"
 
 
-def test_layers_of_one_prediction_share_its_line_and_a_varying_one_is_followed():
-    rows = [row(step, layer, 9.0, 2.0) for step in (0, 5) for layer in "ab"]
-    rows += [row(0, "c", 9.0, 3.0), row(5, "c", 9.0, 4.0)]
-    drawn = lines(monitor.plot(rows))
-    assert list(drawn) == ["a", "b", "c", "Gaussian heads: 2", "Gaussian heads: 3 to 4"]
-    assert drawn["Gaussian heads: 3 to 4"] == [3.0, 4.0]
-
-
-def test_a_step_that_was_written_twice_counts_once_and_in_order():
-    rows = [row(0, "a", 1.0), row(2, "a", 2.0), row(1, "a", 3.0), row(2, "a", 4.0)]
-    assert lines(monitor.plot(rows))["a"] == [1.0, 3.0, 4.0]
-
-
 def test_kappa_over_layers_draws_the_first_and_last_step_or_those_that_are_chosen():
     rows = [row(step, f"b.{n}.attn", 10.0 * n + step) for step in range(3) for n in range(3)]
     drawn = lines(monitor.plot(rows, over="layers"))
@@ -69,16 +55,6 @@ def test_heads_are_a_heat_map_of_the_newest_step_with_blanks_where_a_layer_has_f
     rows += [row(1, "a", 1.0, head_norms=[1.0, None, 3.0]), row(1, "b", 1.0, head_norms=[4.0])]
     image = monitor.plot(rows, over="heads").axes[0].images[0].get_array()
     assert image.tolist() == [[1.0, None, 3.0], [4.0, None, None]]
-
-
-@pytest.mark.parametrize(
-    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
-)
-@pytest.mark.parametrize("over", ["steps", "layers", "heads"])
-def test_the_suffix_chooses_the_format(tmp_path, suffix, start, over):
-    path = tmp_path / f"kappa.{suffix}"
-    monitor.plot([row(0, "a", 2.0, head_norms=[1.0])], path, over=over)
-    assert path.read_bytes().startswith(start)
 
 
 def test_what_cannot_be_drawn_is_refused_in_one_line(monkeypatch):
@@ -112,17 +88,6 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(monkeypatch):
 )
 def test_names_lose_what_they_have_alike_and_stay_different(names, short):
     assert short_names([row(0, name, 1.0) for name in names]) == dict(zip(names, short))
-
-
-def test_damaged_lines_are_counted_but_for_half_a_line_of_a_kill(tmp_path):
-    path = tmp_path / "kappa.jsonl"
-    good = json.dumps(row(0, "a", 2.0))
-    bad = ["{", "7", '{"step": "0", "layer": "a"}', '{"step": 0}', "\x00\x00"]
-    path.write_text("\n".join([good, *bad, good, good[:9]]))
-    rows, damaged = read_rows(path, step=int, layer=str)
-    assert (len(rows), damaged) == (2, 5)
-    main([str(path)])
-    assert path.with_suffix(".png").exists()
 
 
 def test_the_command_draws_and_says_in_one_line_what_is_wrong(tmp_path, capsys):
