@@ -17,7 +17,7 @@ from tests.adapters.test_transformers import BY_NAME
 from tests.adapters.timm_families import CASES
 from tests.adapters.transformers_families import PADDING
 
-STEPS = 3
+STEPS = 2
 
 
 class AttentionCall(nn.Module):
@@ -72,30 +72,25 @@ def of_transformers(name: str, dropout: float) -> nn.Module:
 def models() -> Iterator[Any]:
     """Yield parameters: what makes a model, swaps it and makes its input."""
     for name, build in PYTORCHS.items():
-        for dropout in (0.0, 0.3):
-            yield pytest.param(
-                partial(build, dropout),
-                pytorch.use,
-                lambda: torch.randn(6, 9, 12),
-                id=f"torch-{name}-{dropout}",
-            )
+        yield pytest.param(
+            partial(build, 0.3), pytorch.use, lambda: torch.randn(6, 9, 12), id=f"torch-{name}"
+        )
     for case in CASES:
         # DaViT's attention drops nothing.
-        for dropout in (0.0,) if case.family == "davit" else (0.0, 0.3):
-            yield pytest.param(
-                partial(case.model, **({"attn_drop_rate": dropout} if dropout else {})),
-                timm.use,
-                lambda: torch.randn(4, 3, 32, 32),
-                id=f"timm-{case}-{dropout}",
-            )
+        drops = {} if case.family == "davit" else {"attn_drop_rate": 0.3}
+        yield pytest.param(
+            partial(case.model, **drops),
+            timm.use,
+            lambda: torch.randn(4, 3, 32, 32),
+            id=f"timm-{case}",
+        )
     for name in ("bert", "gpt2", "llama", "t5", "gpt_oss"):
-        for dropout in (0.0, 0.3):
-            yield pytest.param(
-                partial(of_transformers, name, dropout),
-                leaner.use,
-                partial(BY_NAME[name].inputs, torch.tensor(PADDING["right"])),
-                id=f"transformers-{name}-{dropout}",
-            )
+        yield pytest.param(
+            partial(of_transformers, name, 0.3),
+            leaner.use,
+            partial(BY_NAME[name].inputs, torch.tensor(PADDING["right"])),
+            id=f"transformers-{name}",
+        )
 
 
 def trained(model: nn.Module, given: Any, samples: bool, autocasts: bool) -> list[Tensor]:
@@ -163,21 +158,3 @@ def test_captured_heads_are_those_that_dropout_left(name: str) -> None:
         else:
             torch.testing.assert_close(projected, captured.output)
     monitor.end()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_kappa_of_transformers_is_that_of_the_heads_that_dropout_left(name: str) -> None:
-    model, projected = of_transformers(name, 0.3), []
-    leaner.use(model)
-    owner = "model.layers.1.self_attn"
-    model.get_submodule(f"{owner}.o_proj").register_forward_pre_hook(
-        lambda _, given: projected.append(given[0].detach())
-    )
-    monitor = KappaMonitor(model, every=1, samples=2)
-    monitor.begin(0)
-    model(**BY_NAME[name].inputs(torch.tensor(PADDING["none"])))
-    row = {row["layer"]: row for row in monitor.end()}[owner]
-    norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
-    torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)
-    sigma = torch.linalg.matrix_norm(projected[0], 2).mean()
-    assert row["sigma_max"] == pytest.approx(sigma.item(), rel=1e-5)
