@@ -150,41 +150,6 @@ def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row per layer for the rows that each of several batches gave."""
-    by_layer: dict[str, list[dict[str, Any]]] = {}
-    for rows in batches:
-        for row in rows:
-            by_layer.setdefault(row["layer"], []).append(row)
-    return [rows[0] if len(rows) == 1 else _merged(rows) for rows in by_layer.values()]
-
-
-def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    merged = dict(rows[0])
-    over_heads = {column.name: column.over_heads for column in COLUMNS}
-    for key in merged:
-        values = [row[key] for row in rows]
-        if key in ("step", "layer", "heads", "head_dim", "source"):
-            continue
-        if key == "reason":
-            merged[key] = next((value for value in values if value is not None), None)
-        elif key == "resolved":
-            merged[key] = all(values)
-        elif None in values:
-            merged[key] = None
-        elif key in ("tokens", "columns"):
-            merged[key] = round(math.fsum(values) / len(values))
-        elif key.startswith("kappa"):
-            merged[key] = statistics.geometric_mean(values)
-        elif over_heads.get(key) == "each":
-            heads = zip(*values)
-            merged[key] = [None if None in of else math.fsum(of) / len(of) for of in heads]
-        else:
-            extreme = {"max": max, "min": min}.get(over_heads.get(key, ""))
-            merged[key] = extreme(values) if extreme else math.fsum(values) / len(values)
-    return merged
-
-
 def read_summary(path: Path) -> dict[str, Any]:
     """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings."""
     summary = parse_json(read_file(path, SETTINGS))

@@ -213,25 +213,6 @@ def test_a_trainer_that_goes_on_has_each_row_once(tmp_path, resumed_at):
     assert not list(folder.glob("*.1.*"))
 
 
-def test_a_second_training_in_a_folder_keeps_the_files_of_the_first(tmp_path):
-    pytest.importorskip("transformers")
-    from leaner_kernels.adapters.transformers_trainer import KappaCallback
-
-    kept = []
-    for number in (1, 2, 3):
-        if number > 1:
-            with pytest.warns(UserWarning, match=rf"renamed to kappa\.{number - 1}\.jsonl"):
-                hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
-        else:
-            hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
-        kept.append([rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")])
-        assert {row["step"] for row in kept[-1][0]} == {*range(0, 6, number)}
-    for number in (1, 2):
-        files = f"kappa.{number}.jsonl", f"metrics.{number}.jsonl"
-        assert [rows_of(tmp_path, name) for name in files] == kept[number - 1]
-        assert (tmp_path / f"summary.{number}.json").exists()
-
-
 class Module(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -358,34 +339,6 @@ def test_each_optimizer_of_lightning_has_its_layers_sampled(tmp_path):
     assert is_untouched(module)
     losses = [row["step"] for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
     assert losses == [*range(0, 24, 2)]
-
-
-def test_every_validation_of_lightning_is_written_once_the_last_one_too(tmp_path):
-    trainer = fit(tmp_path, fitted(validates=True), max_epochs=2, val_check_interval=3)
-    rows = rows_of(tmp_path, "metrics.jsonl")
-    assert [row["step"] for row in rows if "val_loss" in row] == [2, 5, 8, 11]
-    assert rows[-1]["step"] == 11
-    last = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    assert last == trainer.callback_metrics["val_loss"].item()
-    assert [row["step"] for row in rows if "mine" in row] == [*range(12)]
-    assert [row["step"] for row in rows if "both_epoch" in row] == [5, 11]
-    of_epochs = [row["of_the_epoch"] for row in rows if "of_the_epoch" in row]
-    assert of_epochs == [0.0, 1.0]
-
-
-def test_a_validation_within_a_step_of_lightning_is_not_sampled(tmp_path):
-    options = {"val_check_interval": 2, "accumulate_grad_batches": 3}
-
-    def large(module: Any, batch: torch.Tensor, _index: int) -> None:
-        module.nets[0].loss(100 * batch)
-
-    validated = fitted()
-    type(validated).validation_step = large
-    fit(tmp_path / "validated", validated, every=1, **options)
-    fit(tmp_path / "not", fitted(), every=1, **options)
-    rows = rows_of(tmp_path / "validated")
-    assert [row["step"] for row in rows] == [0, 1]
-    assert rows == rows_of(tmp_path / "not")
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])

@@ -86,20 +86,6 @@ SWAPPED: dict[str, tuple[Callable[[], nn.Module], Any, Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_a_swap_undone_in_a_sampled_step_leaves_nothing_behind(name: str) -> None:
-    build, adapter, x = SWAPPED[name]
-    model = build()
-    before = described(model)
-    adapter.use(model)
-    monitor = KappaMonitor(model, every=1)
-    monitor.begin(0)
-    model(x).sum().backward()
-    adapter.undo(model)
-    assert {row["reason"] for row in monitor.end()} == {"not run"}
-    assert described(model) == before
-
-
-@pytest.mark.parametrize("name", SWAPPED)
 def test_a_monitor_whose_modules_were_given_back_says_so_once_and_leaves_nothing(name: str) -> None:
     build, adapter, x = SWAPPED[name]
     model = build()

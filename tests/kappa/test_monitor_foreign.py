@@ -354,17 +354,3 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
     assert reasons((2, 2), (2, 3)) == [("layers.1", changed)]
     with pytest.warns(UserWarning, match=r"no rows of layers\.1, which look like attention"):
         assert reasons((2, 0), (2, 2)) == []
-
-
-def test_a_call_that_cannot_be_traced_later_has_a_row_that_says_so() -> None:
-    class Attends(nn.Module):
-        def forward(self, x: Tensor, transform: bool) -> Tensor:
-            return torch.vmap(SDPA)(x, x, x) if transform else SDPA(x, x, x)
-
-    model = Attends()
-    monitor = KappaMonitor(model, every=1)
-    for transform in (False, True):
-        monitor.begin(0)
-        model(torch.randn(2, 3, 4, 5), transform)
-        (row,) = monitor.end()
-    assert (row["kappa"], row["reason"]) == (None, "a call that cannot be traced")

@@ -7,16 +7,14 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor, attention
-from leaner_kernels.monitor import measurement, trace
+from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
 from tests.kappa.test_monitor_streams import DelayedStream
@@ -53,38 +51,6 @@ def test_a_copy_made_in_a_sampled_step_captures_nothing(duplicate: Callable) -> 
     copied(2 * batch())
     assert copied.first.captured is None
     assert monitor.end() == expected
-
-
-def test_after_an_interrupt_nothing_is_recomputed() -> None:
-    interrupt = True
-
-    class Stops(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if interrupt:
-                raise KeyboardInterrupt
-            return x
-
-    model = seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention), Stops()))
-    monitor = KappaMonitor(model, every=1)
-    (expected, _) = one_step(KappaMonitor(model[:2], every=1), model[:2], batch())
-    monitor.begin(0)
-    with pytest.raises(KeyboardInterrupt):
-        model(batch())
-    q = torch.randn(1, 2, 5, 4)
-    with (
-        mock.patch.object(trace, "attention_statistics") as recomputed,
-        mock.patch.object(trace, "attention_beside_stats") as with_stats,
-    ):
-        SDPA(q, q, q)
-        attention(q, q, q)
-    assert not recomputed.called
-    assert not with_stats.called
-    assert _hooks.current is None
-    # The step may be tried again, or given up.
-    interrupt = False
-    model(batch())
-    assert monitor.end()[0] == expected
-    assert untouched(model)
 
 
 # Steps in which layers do not run.
@@ -170,20 +136,6 @@ def test_two_monitors_of_one_model_have_the_rows_of_each(make: Callable[[], nn.M
     model(batch())
     assert first.end() == [row | {"step": 4} for row in alone]
     assert all(getattr(m, "captured", None) is None for m in model.modules())
-
-
-def test_a_model_may_hold_scripted_and_traced_modules() -> None:
-    x = batch()
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(12, 12), nn.GELU()))
-    traced = torch.jit.trace(nn.Sequential(nn.Linear(12, 12), nn.GELU()), x)
-    for model in (Model(), Attention(SDPA)):
-        whole = nn.Sequential(model, scripted, traced)
-        monitor = KappaMonitor(whole, every=1)
-        assert [row["kappa"] is None for row in one_step(monitor, whole, x)] in (
-            [False] * 2,
-            [False],
-        )
-        assert untouched(model)
 
 
 def test_attention_in_another_thread_is_no_ones() -> None:

@@ -1,8 +1,6 @@
 """Kappa of given items between training steps, which no bit of the training notices."""
 
 import copy
-import json
-import math
 
 import pytest
 import torch
@@ -62,65 +60,6 @@ def test_the_rows_are_those_of_a_monitor_in_eval_mode() -> None:
     with torch.no_grad():
         monitor.model(x)
     assert rows == monitor.end()
-
-
-def test_rows_of_a_probe_are_of_its_items_whatever_is_trained_on(tmp_path) -> None:
-    torch.manual_seed(1)
-    model = Net()
-    path = tmp_path / "rows.jsonl"
-    monitor = KappaMonitor(model, every=2, samples=2, path=path, probe=[x])
-    rows, expected = [], []
-    for step in range(3):
-        if step != 1:
-            expected += measure(model, x, samples=2, step=step)
-        with monitor.step(step) as new:
-            model(torch.randn_like(x)).sum().backward()
-        rows += new
-    assert rows + monitor.flush() == expected
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-
-
-def test_a_probe_changes_no_bit_of_the_training() -> None:
-    def train(probe: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = None if probe is None else KappaMonitor(model, every=1, probe=probe)
-        for step in range(4):
-            if monitor is not None:
-                monitor.begin(step)
-            nn.functional.dropout(model(torch.randn_like(x)), 0.5).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if monitor is not None:
-                assert monitor.end()
-        return [*model.parameters(), torch.random.get_rng_state()]
-
-    assert all(map(torch.equal, train(None), train([x, 2 * x])))
-
-
-def test_of_several_batches_kappa_is_the_geometric_mean() -> None:
-    model = Net()
-    batches = [torch.randn_like(x) for _ in range(3)]
-    monitor = KappaMonitor(model, every=1, samples=2, probe=batches)
-    monitor.begin(0)
-    (row,) = monitor.end()
-    each = [measure(model, batch, samples=2)[0] for batch in batches]
-    product = math.prod(one["kappa"] for one in each)
-    assert row["kappa"] == pytest.approx(product ** (1 / 3))
-    assert row["max_logit"] == max(one["max_logit"] for one in each)
-    assert row["entropy"] == pytest.approx(sum(one["entropy"] for one in each) / 3)
-    unresolved = [torch.zeros_like(x), x]
-    monitor = KappaMonitor(model, every=1, probe=unresolved)
-    monitor.begin(0)
-    (row,) = monitor.end()
-    assert (row["kappa"], row["resolved"], row["reason"]) == (None, False, "not resolved")
-
-
-@pytest.mark.parametrize("probe", [x, {"x": x}, []])
-def test_a_probe_is_a_list_of_batches(probe) -> None:
-    with pytest.raises(ValueError, match="probe must"):
-        KappaMonitor(Net(), probe=probe)
 
 
 def test_a_step_that_raises_is_cancelled() -> None:

@@ -20,16 +20,12 @@ def run(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     if request.param == "fake":
         yield FakeRun()
         return
-    wandb = offline(monkeypatch)
+    for name, value in {"MODE": "offline", "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb = pytest.importorskip("wandb", reason="wandb, of the group dev, is not installed")
     run = wandb.init(project="leaner", dir=tmp_path)
     yield run
     run.finish()
-
-
-def offline(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, value in {"MODE": "offline", "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    return pytest.importorskip("wandb", reason="wandb, of the group dev, is not installed")
 
 
 def rows_and_axes(run: Any, folder: Path) -> tuple[list[dict], dict]:

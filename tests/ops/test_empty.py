@@ -80,23 +80,6 @@ def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) 
     ]  # fmt: skip
 
 
-def test_statistics_of_no_rows_and_of_no_keys() -> None:
-    for rows, cols in ((0, 9), (7, 0)):
-        stats = attention_with_stats(*leaves((2, 3, rows, 8), *[(2, 3, cols, 8)] * 2))
-        assert (stats.max_logit == float("-inf")).all()
-        assert not torch.stack(stats[3:6]).any()
-        assert (stats.lse == float("-inf")).all()
-
-
-def test_no_batch_of_lengths_and_of_captured_entries() -> None:
-    nothing = torch.zeros(0, dtype=torch.int32)
-    tensors = leaves(*[(0, 3, 7, 8)] * 3)
-    assert attention(*tensors, key_lengths=nothing).shape == (0, 3, 7, 8)
-    stats = attention_with_stats(*tensors, key_lengths=nothing, sample=nothing)
-    assert stats.heads is not None
-    assert stats.heads.shape == (0, 7, 24)
-
-
 @pytest.mark.parametrize("shape", [(0, 7, 3, 2, 8), (2, 0, 3, 2, 8), (2, 7, 3, 0, 8)], ids=str)
 def test_packed_attention_of_nothing(shape: tuple[int, ...]) -> None:
     batch, rows, _, heads, dim = shape

@@ -45,11 +45,6 @@ def test_vit_b_runs_kernels_on_every_gpu(gpu: int, forward: str, backward: str) 
     assert "\n" not in str(found)
 
 
-def test_a_projection_and_the_three_of_it_run_one_kernel() -> None:
-    q, qkv = meta(128, 16, 197, 64), meta(128, 197, 3, 16, 64)
-    assert explain(qkv, capability=90) == explain(q, q, q, capability=90)
-
-
 def test_what_goes_to_pytorch_names_the_measurement() -> None:
     q = meta(64, 16, 577, 64)
     found = explain(q, q, q, capability=90, backward=True)
@@ -86,14 +81,6 @@ def test_float32_odd_heads_and_determinism_stay_here() -> None:
     assert "deterministic" in explain(q, q, q, capability=90).forward.reason
 
 
-def test_nothing_is_drawn_and_nothing_recorded() -> None:
-    q = torch.empty(2, 3, 5, 16)
-    before = torch.get_rng_state()
-    explain(q, q, q, dropout_p=0.5)
-    explain(meta(2, 3, 5, 16), *[meta(2, 3, 5, 16)] * 2, dropout_p=0.5, capability=90)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_ranks_and_autocast_are_those_of_attention() -> None:
     for shape in ((7, 16), (3, 7, 16), (2, 2, 3, 7, 16)):
         q = torch.empty(*shape)
@@ -125,13 +112,6 @@ def test_what_the_call_would_refuse_is_refused(call: Callable[[], Any], message:
     with pytest.raises(ValueError, match=message) as refused:
         call()
     assert "\n" not in str(refused.value)
-
-
-def test_varlen_counts_the_mean_length() -> None:
-    for tokens, expected in ((152, "online_forward"), (256, "varlen_attn")):
-        q, starts = meta(64 * tokens, 16, 64), tokens * torch.arange(65, device="meta")
-        found = explain(q, q, q, cu_seqlens=starts, max_seqlen=256, capability=90, backward=True)
-        assert found.forward.implementation == expected
 
 
 def test_without_a_gpu_it_is_pytorchs() -> None:
