@@ -387,3 +387,14 @@ def test_a_run_that_goes_on_drops_half_a_line_and_alarms_as_if_it_had_not_stoppe
     assert (alarm["step"], alarm["kind"]) == (15, "kappa")
     RunLog(Module(), tmp_path, page=False, first=15)
     assert rows_of(tmp_path, "alarms.jsonl") == []
+
+
+def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> None:
+        module.nets[0].loss(x)
+        raise ZeroDivisionError
+
+    module = fitted(training_step)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, module)
+    assert not any(part._forward_hooks for part in module.modules())

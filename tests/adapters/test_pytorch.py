@@ -438,3 +438,22 @@ def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
     before = OwnAttention()(x)
     with mock.patch.object(F, "scaled_dot_product_attention", attention):
         torch.testing.assert_close(OwnAttention()(x), before)
+
+
+def test_a_nested_tensor_is_refused_where_pytorchs_refuses_it() -> None:
+    module = pytorch.MultiheadAttention(DIM, HEADS, batch_first=True)
+    nested = torch.nested.nested_tensor(list(X))
+    ragged = torch.nested.nested_tensor(list(X), layout=torch.jagged)
+    for inputs, options, message in (
+        ((nested, X, X), {}, "a nested query must be key and value too"),
+        ((nested,) * 3, {"key_padding_mask": torch.ones(2, 7)}, "leave out the masks"),
+        ((ragged,) * 3, {}, "a nested query must be strided, got torch.jagged"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            module(*inputs, need_weights=False, **options)
+
+
+def test_bad_sizes_are_refused_in_one_line() -> None:
+    for sizes, message in (((10, 3), "embed_dim 10 is not a multiple"), ((258, 2), "head_dim 129")):
+        with pytest.raises(ValueError, match=message):
+            pytorch.MultiheadAttention(*sizes)

@@ -354,3 +354,9 @@ def test_the_report_names_the_parts_on_which_hooks_are_not_called_any_more(case)
     named = {name: text.split(" are ")[0] for name, text in report.silent.items()}
     assert {n: sorted(re.findall(r"\w+", t)[2:]) for n, t in named.items()} == lost
     assert f"\nsilent {len(lost)}:\n" in repr(report)
+
+
+def test_a_scripted_module_stays():
+    model = vit()
+    model.blocks[0].attn = torch.jit.script(model.blocks[0].attn)
+    assert timm.use(model).left == {"blocks.0.attn": "Attention was scripted: swap before that"}

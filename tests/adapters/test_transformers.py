@@ -300,3 +300,22 @@ def test_kappa_monitor_reads_the_statistics_of_the_same_pass(
     assert row["source"] == "same pass"
     norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
     torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)
+
+
+@pytest.mark.parametrize("keywords", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}], ids=list)
+def test_a_wide_head_with_what_only_an_eager_function_takes_is_refused_without_one(
+    keywords: dict[str, Any],
+) -> None:
+    query = torch.randn(2, 4, 9, 136)
+    (name,) = keywords
+    with pytest.raises(
+        ValueError, match=rf"{name}=.* to attention of head dimension 136"
+    ) as caught:
+        leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flash_leaner", "sdpa", "paged|leaner", "org/leaner"])
+def test_names_that_transformers_treats_as_its_own_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must be an identifier without"):
+        leaner.register(name)

@@ -404,3 +404,10 @@ def test_sharded_and_replicated_weights_are_clipped_and_penalised_alike(tmp_path
         assert other.exitcode == 0
     finally:
         other.kill()
+
+
+def test_closing_stops_tracking() -> None:
+    module = attention_with()
+    QKClip(module).close()
+    module(batch())
+    assert module.peak_logit is None

@@ -118,3 +118,12 @@ def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one(
     assert alarms_of(collapsed) == [(30, "drop")]
     (alarm,) = EntropyAlarm().update([{"step": 0, "layer": "a", "entropy": 0.1, "columns": 100}])
     assert (alarm.value, alarm.limit) == (0.1, pytest.approx(0.1 * math.log(100)))
+
+
+def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
+    # As DataParallel does that wraps the model only later.
+    module = attention_with()
+    module._replicate_for_data_parallel()
+    QKClip(module)
+    with pytest.raises(RuntimeError, match="replicas"):
+        module._replicate_for_data_parallel()

@@ -69,6 +69,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "tokens, dropout": lambda: ManyHeadAttention(12, 4, 8, attn_drop=0.3, proj_drop=0.3),
     "masked, dropout": lambda: Masked(torch.randn(12, 12), 0.3),
     # Of which PyTorch's fused backward is wrong, so that it is not called.
+    # Of which PyTorch's fused backward is wrong, so that it is not called.
+    "sinks, dropout": lambda: Masked(torch.full((12, 12), -2e3), 0.3),
     "recomputed, dropout": lambda: Recomputed(ManyHeadAttention(12, 4, 8, attn_drop=0.3)),
     "landmarks": lambda: NystromAttention(12, 4, 8, num_landmarks=4),
     "windows": lambda: Map(WindowAttention(12, 4, 8, window_size=2)),

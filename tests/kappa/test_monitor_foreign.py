@@ -1,5 +1,6 @@
 """KappaMonitor on models whose attention is not a module of ours."""
 
+import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -354,3 +355,16 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
     assert reasons((2, 2), (2, 3)) == [("layers.1", changed)]
     with pytest.warns(UserWarning, match=r"no rows of layers\.1, which look like attention"):
         assert reasons((2, 0), (2, 2)) == []
+
+
+def test_a_copy_made_while_a_step_is_sampled_is_watched_by_nobody() -> None:
+    model = seeded(lambda: nn.Sequential(Attention(SDPA)))
+    monitor = KappaMonitor(model, every=1)
+    (alone,) = one_step(monitor, model, batch())
+    monitor.begin(0)
+    copied = copy.deepcopy(model)
+    copied(2 * batch())
+    model(batch())
+    assert monitor.end() == [alone]
+    copied(batch())
+    assert untouched(model)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels.kappa import native, reference
+from leaner_kernels.kappa import backend, native, reference
 from tests.native.host import DEVICES, ROOT, SOURCES, compile_host, emulate, solve_emulated
 
 
@@ -154,3 +154,8 @@ def test_sizes_of_the_workspace_are_counted_in_64_bits(batch: int, rows: int, co
     size = min(rows, cols)
     words = sum(-(-i // 4) * 4 for i in range(1, size + 1)) + max(rows, cols) + 1
     assert emulate("sm_90").leaner_condition_workspace(batch, rows, cols) == batch * words * 8
+
+
+def test_the_cpu_is_left_to_torch() -> None:
+    assert backend("cpu") == "torch"
+    assert not native.takes(gaussian(2, 3, 4))

@@ -148,3 +148,18 @@ def test_the_monitor_measures_it(variant: str, call: Callable[..., Tensor]) -> N
         rows += monitor.end()
     for name in ("kappa", "entropy", "prob_norm", "max_logit"):
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-6), name
+
+
+def test_the_monitor_says_what_it_cannot_measure() -> None:
+    """PyTorch takes a square bias of the lower right for one of the upper left, of any size."""
+    q, k, v = draw(5, 9)
+
+    class Calls(nn.Module):
+        def forward(self) -> Tensor:
+            return SDPA(q, k, v, attn_mask=bias("lower right", 9, 9))
+
+    monitor = lk.KappaMonitor(Calls(), every=1)
+    monitor.begin(0)
+    torch.testing.assert_close(monitor.model(), SDPA(q, k, v, is_causal=True))
+    with pytest.raises(RuntimeError, match="attn_mask must be a lower right bias"):
+        monitor.end()

@@ -199,3 +199,11 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     for t in op.differentiate_cuda(op.Varlen, tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_an_empty_additive_mask_has_an_empty_gradient(sizes: tuple[int, ...]) -> None:
+    batch, heads, rows, cols = sizes
+    tensors = leaves((batch, heads, rows, 8), *[(batch, heads, cols, 8)] * 2, sizes)
+    for function in (attention, attention_with_stats):
+        assert shapes_of(function, tensors)[0] == (batch, heads, rows, 8)

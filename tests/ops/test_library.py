@@ -208,3 +208,14 @@ def test_wide_heads_have_no_statistics_and_no_softcap() -> None:
         attention_with_stats(q, k, v)
     with pytest.raises(ValueError, match="softcap needs a head dimension up to 128, got 160"):
         attention(q, k, v, softcap=20.0)
+
+
+@pytest.mark.filterwarnings("ignore:head dimension")
+def test_wide_heads_have_forward_mode_and_second_derivatives() -> None:
+    q, k, v = (t.detach().double() for t in wide(1, 2, 4))
+    out, tangent = torch.func.jvp(lambda q: attention(q, k, v), (q,), (torch.ones_like(q),))
+    plain = torch.softmax(q @ k.mT / 160**0.5, -1) @ v
+    torch.testing.assert_close(out, plain)
+    assert tangent.shape == out.shape
+    hessian = torch.func.hessian(lambda x: attention(x, k, v).square().sum())(q)
+    assert hessian.isfinite().all()

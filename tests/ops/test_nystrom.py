@@ -221,6 +221,10 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: nystrom_attention(X, X.double(), X, 4),
         r"key must be .* torch.float32 on cpu as query is, got \(2, 3, 12, 8\) torch.float64",
     ),
+    "rows too far apart": (
+        lambda: nystrom_attention(*[torch.empty(1, 1, 2, 1 << 24, device="meta")[..., :1]] * 3, 1),
+        "query must have rows at most 8388607 elements apart, got 16777216",
+    ),
     "no landmarks": (
         lambda: nystrom_attention(X, X, X, 0),
         r"num_landmarks must be a whole number in \[1, 256\], got 0",

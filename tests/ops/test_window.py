@@ -206,3 +206,14 @@ def test_the_module_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="whole numbers of at least 1, got 0"):
         WindowAttention(24, 3, 16, window_size=0)
     assert "window_size=(2, 2)" in repr(module)
+
+
+def test_the_module_tracks_its_largest_logit() -> None:
+    module = WindowAttention(24, 3, 16, window_size=2)
+    module.track_logits = True
+    x = random_map(2, 4, 4, 24, dtype=torch.float32)
+    module(x)
+    qkv = module.qkv(x).unflatten(-1, (3, 3, 16))
+    assert module.peak_logit is not None
+    peak = window_attention_with_stats(qkv, 2).max_logit.amax(dim=0)
+    torch.testing.assert_close(module.peak_logit, peak)
