@@ -1,7 +1,7 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
 # make test    set up .venv and run what a change is likely to break: ten minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
-# make peers   put the tests of PyTorch, FlashAttention, timm and transformers to ours, all of them (some eight minutes on two cores)
+# make peers   put the tests of PyTorch, FlashAttention and timm to ours, all of them
 # make bench   run the benchmarks; without a GPU an overview of two minutes (BENCH_ARGS="-k NAME" selects rows)
 # make lint    ruff and pyright
 # make faults  kill, fill and damage training runs (about 10 minutes on two quiet cores)

@@ -1,10 +1,10 @@
-"""Kappa of a fixed batch while a loop of Hugging Face's Accelerate trains.
+"""Kappa of every layer while a loop of Hugging Face's Accelerate trains.
 
     python examples/accelerate_kappa.py --out runs/accelerate
     accelerate launch examples/accelerate_kappa.py --out runs/accelerate
 
 A transformer learns which of its tokens is the largest. Every ten updates kappa of all layers is
-measured on the same held-out batch, in eval mode, and no bit of the training changes.
+measured in the training itself, and no bit of it changes.
 """
 
 import argparse
@@ -45,7 +45,6 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     numbers = torch.randn(4096, TOKENS)
-    held_out = torch.randn(16, TOKENS)
     data = torch.utils.data.TensorDataset(numbers, numbers.argmax(dim=1))
     accelerator = Accelerator()
     model = Largest()
@@ -54,7 +53,7 @@ def main() -> None:
     model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
 
     folder = options.out or Path(tempfile.mkdtemp())
-    log = RunLog(model, folder, every=10, samples=16, probe=[held_out.to(accelerator.device)])
+    log = RunLog(model, folder, every=10, samples=16)
     for step, (x, y) in zip(range(options.steps), batches):
         with log.monitor.step(step) as rows:
             loss = nn.functional.cross_entropy(model(x), y)

@@ -1,6 +1,5 @@
 """Many-head attention kernels and the condition number they make visible."""
 
-from ._whose import report_another_checkout
 from .activation_checkpointing import checkpoint_policy
 from .alarms import EntropyAlarm, KappaAlarm
 from .conditioning import ConditioningPenalty, QKClip, conditioning_penalty
@@ -31,8 +30,6 @@ from .ops.covariance import (
 from .ops.nystrom import nystrom_attention, nystrom_attention_with_stats
 from .ops.outlook import outlook_attention, outlook_attention_with_stats
 from .ops.window import window_attention, window_attention_with_stats
-
-report_another_checkout(__name__, __file__)
 
 __version__ = "0.1.0"
 

@@ -21,14 +21,12 @@ MAY_IMPORT_LAYERS = {
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
     "_ops": set(),
-    "_whose": set(),
     "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa"},
     "alarms": {"alarms", "ops._checks"},
     "monitor": {"monitor", "alarms", "ops", "kappa"},
     "conditioning": {"conditioning", "ops", "kappa"},
     "activation_checkpointing": {"activation_checkpointing", "ops"},
-    "tensor_parallel": {"tensor_parallel", "nn", "ops"},
     "adapters": {"adapters", "monitor", "nn", "ops", "kappa"},
 }
 # Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.
@@ -188,26 +186,6 @@ def broken_arrows(path: str, kernels: bool, imported: Import, modules: dict[str,
     return reasons
 
 
-def needed_by_import(root: str, files: dict[str, str]) -> dict[str, str]:
-    """Modules outside the checkout that `import root` runs, and the file that imports each."""
-    modules = {module_name(path): path for path in files}
-    outside: dict[str, str] = {}
-    pending, seen = [root], set()
-    while pending:
-        module = pending.pop()
-        if module in seen or module not in modules:
-            continue
-        seen.add(module)
-        path = modules[module]
-        for imported in imports_of(path, files[path]):
-            if imported.at_import and imported.module.split(".")[0] != root:
-                outside.setdefault(imported.module.split(".")[0], path)
-            elif imported.at_import:
-                names = [name.split(".") for name in targets(imported, modules)]
-                pending += [".".join(n[:k]) for n in names for k in range(1, len(n) + 1)]
-    return {name: path for name, path in outside.items() if name not in sys.stdlib_module_names}
-
-
 def violations(files: dict[str, str]) -> list[str]:
     """Every broken arrow in `files` (path -> source), as `path:line: reason`."""
     modules = {module_name(path): path for path in files}
@@ -225,9 +203,6 @@ def violations(files: dict[str, str]) -> list[str]:
         for imported in imports_of(path, source):
             reasons = broken_arrows(path, kernels, imported, modules)
             found += [f"{path}:{imported.line}: {reason}" for reason in reasons]
-    for library, path in needed_by_import("leaner_kernels", files).items():
-        if library != "torch":
-            found.append(f"{path}:1: import leaner_kernels would need {library}")
     return found
 
 
@@ -250,60 +225,20 @@ def test_the_checkout_keeps_every_arrow():
     ("path", "source", "reason"),
     [
         ("leaner_kernels/nn.py", "import models", "leaner_kernels may not import models"),
-        ("leaner_kernels/nn.py", "def f():\n    import train.loop.engine", "may not import train"),
         ("models/vit.py", "from train.loop import engine", "models may not import train"),
-        ("models/vit.py", "import bench.attention.cases", "models may not import bench"),
-        ("train/vit.py", "from tests.error_budget import budget", "train may not import tests"),
         ("train/vit.py", "import bench", "train may not import bench"),
-        (
-            "bench/attention/cases.py",
-            "from train.data.sampler import digits",
-            "bench may not import train",
-        ),
         ("hubconf.py", "from train.loop import engine", "hubconf may not import train"),
-        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels.ops import a", "import leaner_"),
         ("leaner_kernels/ops/b/__init__.py", "from ..a import f", "may not import leaner_kernels"),
-        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import nn", "may not import"),
-        ("leaner_kernels/ops/b/__init__.py", "from leaner_kernels import attention", "may not"),
-        ("leaner_kernels/ops/_triton.py", "import leaner_kernels.ops.a", "may not import"),
         ("leaner_kernels/ops/statistics.py", "from .a import f", "may not import"),
-        ("leaner_kernels/kappa/__init__.py", "from leaner_kernels.ops import a", "may not import"),
         ("leaner_kernels/nn.py", "from . import monitor", "may not import leaner_kernels.monitor"),
-        ("leaner_kernels/monitor.py", "from .adapters import timm", "may not import"),
         ("leaner_kernels/ops/a/kernels.py", "from .reference import f" + KERNEL, "their reference"),
-        ("leaner_kernels/ops/a/backward.py", "from . import reference" + KERNEL, "their reference"),
         ("leaner_kernels/ops/a/launch.py", "import triton", "triton must be imported inside"),
-        (
-            "leaner_kernels/ops/a/kernels.py",
-            "from . import reference\n@gluon.jit\ndef f(): pass",
-            "may not import their reference",
-        ),
-        ("bench/report.py", "import triton", "triton must be imported inside"),
-        ("models/vit.py", "import triton" + KERNEL, "triton must be imported inside"),
         ("leaner_kernels/ops/a/reference.py", "import numpy", "a reference imports torch only"),
-        ("leaner_kernels/ops/a/reference.py", "from . import kernels", "imports torch only"),
-        ("leaner_kernels/ops/a/__init__.py", "import triton", "triton must be imported inside"),
-        ("leaner_kernels/ops/a/__init__.py", "try:\n    import triton\nfinally:\n    1", "inside"),
         ("leaner_kernels/ops/a/__init__.py", "class A:\n    import triton", "inside"),
         ("leaner_kernels/adapters/timm.py", "import transformers", "transformers must be imported"),
-        ("leaner_kernels/adapters/_transformers_models.py", "import timm", "must be imported"),
-        (
-            "bench/attention/peers.py",
-            "from transformers import x",
-            "transformers must be imported inside",
-        ),
-        ("models/vit.py", "import timm.layers", "timm must be imported inside"),
         ("train/a.py", "import matplotlib.figure", "matplotlib must be imported inside"),
-        ("leaner_kernels/monitor.py", "from matplotlib import pyplot", "must be imported inside"),
-        ("bench/harness/a.py", "from bench.kappa import spectra", "harness.a may not import bench"),
         ("bench/harness/a.py", "from bench import catalogue", "may not import bench"),
-        ("bench/kappa/a.py", "def f():\n    from bench import report", "may not import bench"),
-        ("bench/kappa/a.py", "import bench.kappa.bench_kappa", "may not import bench"),
-        ("bench/gpu_model/a.py", "from bench.resources import rows", "may not import bench"),
         ("leaner_kernels/misc.py", "", "misc has no place in the layout"),
-        ("leaner_kernels/__init__.py", "from .ops.a import kernels", "would need triton"),
-        ("leaner_kernels/__init__.py", "from leaner_kernels.adapters import timm", "need timm"),
-        ("leaner_kernels/__init__.py", "import rich.progress", "would need rich"),
     ],
 )
 def test_a_broken_arrow_is_reported(path, source, reason):
@@ -323,38 +258,3 @@ def test_a_broken_arrow_is_reported(path, source, reason):
     assert len(found) == 1
     assert found[0].startswith(("leaner_kernels/", path))
     assert reason in found[0]
-
-
-def test_every_allowed_arrow_passes():
-    files = {
-        "leaner_kernels/__init__.py": "from leaner_kernels.ops.a import f\nimport torch, math",
-        "leaner_kernels/nn.py": "from .ops.a import f\nfrom leaner_kernels import kappa",
-        "leaner_kernels/monitor.py": "from leaner_kernels.kappa import condition_number",
-        "leaner_kernels/kappa/__init__.py": "from .reference import svd",
-        "leaner_kernels/kappa/reference.py": "import math\n\nimport torch.linalg",
-        "leaner_kernels/ops/__init__.py": "from leaner_kernels.ops import a",
-        "leaner_kernels/ops/_launch_cache.py": "import torch",
-        "leaner_kernels/ops/_triton.py": "import triton" + KERNEL,
-        "leaner_kernels/ops/a/__init__.py": (
-            "from typing import TYPE_CHECKING\n"
-            "from . import reference\n"
-            "if TYPE_CHECKING:\n    import triton\n"
-            "def f():\n    import triton\n    from . import kernels"
-        ),
-        "leaner_kernels/ops/statistics.py": "import torch",
-        "leaner_kernels/ops/operator.py": "from .statistics import AttentionStats",
-        "leaner_kernels/ops/a/kernels.py": "import triton\nfrom .._triton import g\n"
-        "from .._launch_cache import h" + KERNEL,
-        "leaner_kernels/ops/a/reference.py": "import torch",
-        "leaner_kernels/adapters/timm.py": "import timm\nfrom leaner_kernels.ops import a",
-        "models/vit.py": "import torch\nfrom leaner_kernels.nn import ManyHeadAttention",
-        "train/vit.py": "from models import vit\nfrom train.loop.engine import run",
-        "bench/bench_a.py": "from models.vit import V\ndef peer():\n    import transformers",
-        "bench/kappa/a.py": "from bench.attention.b import f\nfrom bench.harness import clock",
-        "bench/kappa/bench_kappa.py": "from bench.catalogue import CASES",
-        "bench/gpu_model/a.py": "from bench.gpu_model import b\nfrom bench.attention import c",
-        "bench/report.py": "from bench import frames\nfrom bench.frames import read",
-        "hubconf.py": "from models.vit import V",
-        "tests/test_a.py": "import timm, triton, train.vit, bench.bench_a\nfrom tests.b import c",
-    }
-    assert violations(files) == []

@@ -32,34 +32,6 @@ def test_forward_is_projection_attention_projection(
         torch.testing.assert_close(module.captured.heads, a[[0, 1]])
 
 
-def test_widths() -> None:
-    wide = ManyHeadAttention(12, num_heads=16, head_dim=64)
-    assert wide.qkv.weight.shape == (3 * 1024, 12)
-    assert wide.proj.weight.shape == (12, 1024)
-    split = ManyHeadAttention(512, num_heads=12, head_dim="split", qkv_bias=False, proj_bias=False)
-    assert split.head_dim == 42
-    assert split.qkv.bias is None
-    assert split.proj.bias is None
-
-
-def test_dropout_only_while_training() -> None:
-    torch.manual_seed(0)
-    module = ManyHeadAttention(12, num_heads=2, head_dim=6, attn_drop=0.5)
-    x = torch.randn(3, 7, 12)
-    assert not torch.equal(module(x), module(x))
-    module.eval()
-    assert torch.equal(module(x), module(x))
-
-
-def test_key_lengths_hide_padding() -> None:
-    torch.manual_seed(0)
-    module = ManyHeadAttention(12, num_heads=2, head_dim=6)
-    x = torch.randn(2, 7, 12)
-    lengths = torch.tensor([4, 7], dtype=torch.int32)
-    padded = module(x, key_lengths=lengths)
-    torch.testing.assert_close(padded[0, :4], module(x[:1, :4])[0])
-
-
 def test_a_capture_keeps_output_stream_and_lengths_of_the_sampled_entries() -> None:
     torch.manual_seed(0)
     module = ManyHeadAttention(12, num_heads=5, head_dim=6).bfloat16()
@@ -127,18 +99,6 @@ def test_the_peak_logit_is_the_maximum_over_micro_batches(way: str) -> None:
     assert module.peak_logit is None
     # A function may be compiled only so often in one process, and other tests compile this one.
     torch.compiler.reset()
-
-
-def test_tracking_logits_changes_no_result_and_captures_nothing() -> None:
-    torch.manual_seed(0)
-    module = ManyHeadAttention(12, num_heads=3, head_dim=5)
-    x = torch.randn(4, 7, 12)
-    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
-    module.track_logits = True
-    actual = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
-    for a, b in zip(actual, expected):
-        torch.testing.assert_close(a, b)
-    assert module.captured is None
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import ast
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -12,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 import leaner_kernels
 from leaner_kernels import nn
@@ -55,30 +53,6 @@ def test_the_source_distribution_holds_what_both_wheels_are_built_from(tmp_path)
     assert not any(name.startswith(("build/", "dist/", "runs/", ".venv")) for name in names)
 
 
-def test_an_install_writes_nothing_into_the_checkout(tmp_path):
-    checkout, made = tmp_path / "checkout", tmp_path / "made"
-    made.mkdir()
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    for name in files.split("\n"):
-        if name and (name.startswith(("leaner_kernels/", "models/")) or "/" not in name):
-            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, checkout / name)
-    before = sorted(checkout.rglob("*"))
-    code = "import sys; from scikit_build_core import build; build.build_wheel(sys.argv[1])"
-    # Where a compiler of CUDA is installed, it is not looked for: that takes minutes.
-    environment = os.environ | {"CUDACXX": "none", "PATH": str(Path(tool("ninja")).parent)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(made)],
-        cwd=checkout,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [path.suffix for path in made.iterdir()] == [".whl"]
-    assert sorted(checkout.rglob("*")) == before
-
-
 def test_an_editable_install_maps_the_applications_too(tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -94,44 +68,6 @@ def test_an_editable_install_maps_the_applications_too(tmp_path):
     assert found.stdout.split() == [str(ROOT / package) for package in PACKAGES]
 
 
-def test_cmake_says_why_it_builds_no_native_library(tmp_path):
-    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
-    make = f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"
-    done = subprocess.run(
-        [tool("cmake"), "-G", "Ninja", make, "-S", tmp_path, "-B", tmp_path / "build"],
-        env={"PATH": ""},  # no compiler of any language
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    said = " ".join(done.stderr.split())
-    assert "Leaner Kernels: pure Python, because no working CUDA compiler was found" in said
-
-
-@pytest.mark.parametrize("script", ["vit", "gpt", "bert", "lra"])
-def test_a_script_runs_beside_an_install_that_is_not_editable(tmp_path, script):
-    installed = tmp_path / "leaner_kernels"
-    installed.mkdir()
-    (installed / "__init__.py").write_text("raise SystemExit('the installed library')")
-    libraries = Path(torch.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-S", ROOT / f"train/{script}.py"],  # -S: no editable install can help
-        cwd=tmp_path / "leaner_kernels",
-        env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{libraries}"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == "the installed library\n"
-
-
-def tool(name: str) -> str:
-    found = shutil.which(
-        name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
-    assert found, f"{name} is missing: pip install --group dev"
-    return found
-
-
 def test_the_version_is_the_same_everywhere(tmp_path):
     version = leaner_kernels.__version__
     assert build("wheel", tmp_path).name == f"leaner_kernels-{version}-py3-none-any.whl"
@@ -139,16 +75,6 @@ def test_the_version_is_the_same_everywhere(tmp_path):
     assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [version]
     changelog = (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert re.findall(r"^## \[(\d.+)\]", changelog, re.MULTILINE)[0] == version
-
-
-def python_files() -> list[Path]:
-    folders = (*PACKAGES, *SCRIPTS, "docs", "tests")
-    return sorted(path for name in folders for path in (ROOT / name).rglob("*.py"))
-
-
-def test_no_module_is_named_after_nothing():
-    nameless = {"utils", "util", "common", "helpers", "helper", "misc"}
-    assert [path for path in python_files() if path.stem in nameless] == []
 
 
 def make_targets() -> set[str]:

@@ -61,8 +61,3 @@ def test_every_job_ends_by_itself():
     found = {(path.name, name): job for path in WORKFLOWS for name, job in jobs(path).items()}
     assert len(found) > 5
     assert [key for key, job in found.items() if job.get("timeout-minutes", 999) > 60] == []
-
-
-def test_actions_are_kept_up_to_date():
-    (updates,) = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text("utf-8"))["updates"]
-    assert (updates["package-ecosystem"], updates["directory"]) == ("github-actions", "/")

@@ -1,18 +1,16 @@
-"""Trips: the files of ours that a call goes through, and the modules that a script loads.
+"""Trips: the files of ours that a call of attention goes through, on the route of a GPU.
 
 python -m tests.trips NAME prints one as JSON, in a process of its own: what other tests have
 imported or cached changes nothing.
 """
 
 import json
-import runpy
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,50 +47,6 @@ def trip(run: Callable[[], object], folder: str = "leaner_kernels") -> Trip:
     return Trip(files, len(visits) - len(files))
 
 
-def sampled_step() -> Trip:
-    """Return the trip of a later sampled step, from ``begin`` to its rows.
-
-    The model goes the way of a GPU, and what it captures is measured on the CPU.
-    """
-    import torch
-
-    from bench import host_time
-    from leaner_kernels import KappaMonitor
-    from leaner_kernels.nn import capture
-    from models.vit import VisionTransformer
-
-    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10}
-    model = VisionTransformer(**sizes, embed_dim=32, depth=2, heads=4, head_dim=8).bfloat16()
-    monitor, images = KappaMonitor(model, every=1, samples=2), torch.randn(4, 1, 8, 8).bfloat16()
-    sample, rows = torch.tensor([0, 2], dtype=torch.int32), list[dict[str, Any]]()
-
-    def step() -> None:
-        monitor.begin(0)
-        # A tensor for a GPU that is not there cannot be made.
-        with host_time.gpu(), mock.patch.object(capture, "evenly_spaced", return_value=sample):
-            model(images).sum().backward()
-        rows.extend(monitor.end())
-
-    # The first finds the modules of ours by the function mode, below which calls are not repeated.
-    step()
-    step()
-    later = trip(step)
-    assert [row["step"] for row in rows] == [0] * 6
-    return later
-
-
-def training() -> Trip:
-    """Return the modules of ours that a step of ``train/vit.py`` on digits loads."""
-    with tempfile.TemporaryDirectory() as folder:
-        sys.argv = ["train/vit.py", "--steps", "1", "--out", f"{folder}/run"]
-        try:
-            runpy.run_path(str(ROOT / "train/vit.py"), run_name="__main__")
-        finally:
-            loaded = {getattr(module, "__file__", None) for module in sys.modules.values()}
-    ours = {path for path in loaded if path and path.startswith(f"{ROOT}/") and ".venv" not in path}
-    return Trip(sorted(str(Path(path).relative_to(ROOT)) for path in ours - {__file__}), 0)
-
-
 def attention(name: str, turn: int) -> Trip:
     """Return the trip of a call of attention and its backward, on the route of a GPU.
 
@@ -114,17 +68,10 @@ def attention(name: str, turn: int) -> Trip:
     def separate(*shape: int) -> list[Tensor]:
         return [leaf(*shape) for _ in range(3)]
 
-    lengths, seen = torch.full((4,), 50, dtype=torch.int32), torch.ones(64, 64, dtype=torch.bool)
-    starts, sample = (torch.tensor(n, dtype=torch.int32) for n in ([0, 100, 197], [0]))
+    sample = torch.tensor([0], dtype=torch.int32)
     short, vit = (4, 4, 64, 64), (128, 16, 197, 64)
     cases: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "plain": (lk.attention, separate(*vit)),
-        "lengths": (lambda *t: lk.attention(*t, key_lengths=lengths), separate(*short)),
-        "mask": (lambda *t: lk.attention(*t, seen), separate(*short)),
-        "dropout": (lambda *t: lk.attention(*t, dropout_p=0.1), separate(*short)),
-        "window": (lambda *t: lk.attention(*t, window_size=(8, 0)), separate(*short)),
-        "packed": (lk.attention_qkvpacked, [leaf(4, 64, 3, 4, 64)]),
-        "varlen": (lambda *t: lk.attention_varlen(*t, starts, 100), separate(197, 4, 64)),
         "statistics": (
             lambda *t: lk.attention_with_stats(*t, sample=sample).out,
             separate(*short),
@@ -146,14 +93,9 @@ def attention(name: str, turn: int) -> Trip:
 
 
 TRIPS: dict[str, Callable[[], Trip]] = {
-    "sampled step": sampled_step,
-    "training": training,
     "attention, first": partial(attention, "plain", 0),
     "attention, further shape": partial(attention, "plain", 1),
-    **{
-        f"attention, repeated, {name}": partial(attention, name, 2)
-        for name in ("plain", "lengths", "mask", "dropout", "window", "packed", "varlen")
-    },
+    "attention, repeated": partial(attention, "plain", 2),
     "attention, repeated, statistics": partial(attention, "statistics", 2),
 }
 

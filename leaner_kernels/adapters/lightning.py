@@ -35,7 +35,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         every: optimizer steps between samples, at least 1.
         samples: batch entries captured on each rank, at least 1.
         folder: the trainer's ``log_dir`` or ``default_root_dir`` when None.
-        **options: of ``leaner_kernels.monitor.run_log.RunLog``: probe, page, kappa_factor, …
+        **options: of ``leaner_kernels.monitor.run_log.RunLog``: page, kappa_factor, …
 
     Raises:
         ValueError: when fitting begins: what ``KappaMonitor`` refuses.

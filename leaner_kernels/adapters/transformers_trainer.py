@@ -24,7 +24,7 @@ class KappaCallback(TrainerCallback):
         every: optimizer steps between samples, at least 1.
         samples: batch entries captured on each rank, at least 1.
         folder: ``args.output_dir`` when None.
-        **options: of ``leaner_kernels.monitor.run_log.RunLog``: probe, page, kappa_factor, …
+        **options: of ``leaner_kernels.monitor.run_log.RunLog``: page, kappa_factor, …
 
     Raises:
         ValueError: when training begins: what ``KappaMonitor`` refuses.

@@ -43,7 +43,7 @@ from .measurement import (
     row,
     unmeasured,
 )
-from .rows import layer_means, merge_batches
+from .rows import layer_means
 from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
 from .writers import JsonLines, TensorBoard, WandbRun
 
@@ -165,18 +165,14 @@ class KappaMonitor:
         writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
             value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
             others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
-            the rows a writer gets the means of ``layer_means``; a SummaryWriter also a layout
-            (Custom Scalars) that overlays the layers.
-        probe: batches, each as ``measure`` takes it. Then the rows are of these, in eval mode, as
-            the model is when ``begin`` is called, and not of the training batches: the same items
-            each time. Of several batches kappa is the geometric mean, None where one has none.
+            the rows a writer gets the means of ``layer_means``.
         head_report: add the means of ``leaner_kernels.head_report`` to each row:
             head_correlation (of pairs of heads), isotropy (of heads), each with what independent
             Gaussian heads have (..._gaussian), and mean_share, the token mean's share of the norm.
 
     Raises:
-        ValueError: a count below 1, a path in no folder, a writer of another kind, a probe that is
-            no list of batches, or a model in nn.DataParallel on several devices.
+        ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
+            nn.DataParallel on several devices.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -188,7 +184,6 @@ class KappaMonitor:
         samples: int = 4,
         path: str | Path | JsonLines | None = None,
         writer: Any = None,
-        probe: Iterable[Any] | None = None,
         head_report: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -205,11 +200,6 @@ class KappaMonitor:
                 "nn.DataParallel on several devices runs replicas, and what they capture is lost "
                 "with them: use DistributedDataParallel"
             )
-        if isinstance(probe, Tensor | Mapping | str):
-            raise ValueError(f"probe must be a list of batches, got {shown(probe)}")
-        self.probe = None if probe is None else list(probe)
-        if self.probe == []:
-            raise ValueError("probe must have at least one batch")
         self.head_report = bool(head_report)
         self.model = model
         names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
@@ -256,7 +246,6 @@ class KappaMonitor:
         self._cancelled_gather: Any = None
         self._warned, self._first_sampled_step, self._warned_of_undo = False, True, False
         self._pending_rows: deque[_PendingRows] = deque()
-        self._probed: list[dict[str, Any]] = []
         self._step: int | None = None
         self._begun = False
 
@@ -269,20 +258,6 @@ class KappaMonitor:
     def layers(self) -> list[str]:
         """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
-
-    def __repr__(self) -> str:
-        kinds = dict.fromkeys(type(module).__name__ for module in self.modules.values())
-        shown_kinds = [*kinds, *(["traced calls"] if len(self._layers) > len(self.modules) else [])]
-        what = f"{len(self._layers)} layers ({', '.join(shown_kinds)})"
-        if not self._layers:
-            what = "calls of attention, whose layers the first sampled step finds"
-        probe = "" if self.probe is None else f", probe of {len(self.probe)} batches"
-        where = "" if self.path is None else f", path={str(self.path)!r}"
-        names = "".join(f"\n  {name or 'the model'}" for name in self._layers)
-        return (
-            f"KappaMonitor(every={self.every}, samples={self.samples}{probe}{where}) "
-            f"of {type(self.model).__name__}: {what}{names}"
-        )
 
     @contextmanager
     def step(self, step: int) -> Iterator[list[dict[str, Any]]]:
@@ -309,8 +284,6 @@ class KappaMonitor:
     def begin(self, step: int, *, due: bool | None = None) -> None:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.
 
-        With a probe: measure that now, for ``end`` to return.
-
         Args:
             step: of the rows.
             due: whether to sample it, multiple or not, as in a loop whose steps are not counted one
@@ -318,14 +291,8 @@ class KappaMonitor:
         """
         self.cancel()
         self._begun = True
-        if not (step % self.every == 0 if due is None else due):
-            return
-        if self.probe is None:
+        if step % self.every == 0 if due is None else due:
             self._start(int(step))
-        else:
-            rows = merge_batches([self.measure(batch, step=step) for batch in self.probe])
-            self._write(rows)
-            self._probed += rows
 
     def measure(
         self, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None, step: int = 0
@@ -378,8 +345,7 @@ class KappaMonitor:
         if not self._begun:
             raise RuntimeError("end was called without begin: call begin(step) before the forward")
         self._finish()
-        probed, self._probed = self._probed, []
-        return probed + self._arrived(wait=False)
+        return self._arrived(wait=False)
 
     def _finish(self) -> None:
         """Stop the capture and enqueue the measuring of what it has."""

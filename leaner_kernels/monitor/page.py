@@ -189,7 +189,7 @@ def read_run(folder: Path) -> Run:
         rows[kind] = []
         if file.exists():
             most = _MOST.get(kind, CHART_POINTS)
-            thinned = read_thinned(file, most, always=b'"held_out_', **keys)
+            thinned = read_thinned(file, most, always="held_out_", **keys)
             rows[kind], steps[kind] = thinned.rows, thinned.steps
             if thinned.damaged:
                 damaged[str(file)] = thinned.damaged

@@ -1,19 +1,15 @@
-"""Plots of the rows of ``KappaMonitor``: kappa over steps or layers, norms of heads.
-
-    python -m leaner_kernels.monitor.plots kappa.jsonl --out kappa.png
+"""Plots of the rows of ``KappaMonitor``: kappa over steps or layers.
 
 matplotlib is imported when there is something to draw.
 """
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .command_line import as_path, command, one_line, status_of_errors
-from .rows import Row, newest, read_rows
+from .rows import Row, newest
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,7 +25,6 @@ def plot(
     path: str | Path | None = None,
     *,
     over: str = "steps",
-    steps: Sequence[int] | None = None,
 ) -> "Figure":
     """Draw rows of ``KappaMonitor``, of a file that it wrote or as it returned them.
 
@@ -42,23 +37,18 @@ def plot(
         rows: at least one; of several with the same step and layer the last counts.
         path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
         over: "steps" draws kappa of every layer against the step, "layers" kappa against the layer
-            at some steps, both with the prediction for independent Gaussian heads; "heads" draws
-            the norms ``head_norms`` of the newest step that has them, layers by heads.
-        steps: those that "layers" draws; the first and the last when omitted.
+            at the first and the last step, both with the prediction for independent Gaussian heads.
 
     Returns:
         The figure, which no window shows.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no rows, another ``over``, a step without rows, or a suffix that names no
-            format.
+        ValueError: no rows, another ``over``, or a suffix that names no format.
         OSError: the file cannot be written.
     """
     if over not in _DRAW:
         raise ValueError(f"over must be one of {', '.join(_DRAW)}, got {over!r}")
-    if steps is not None and over != "layers":
-        raise ValueError(f'steps are chosen with over="layers", got over={over!r}')
     rows = newest(rows)
     if not rows:
         raise ValueError("there are no rows to draw")
@@ -67,13 +57,13 @@ def plot(
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    _DRAW[over](figure, rows, steps)
+    _DRAW[over](figure, rows)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _draw_steps(figure: "Figure", rows: list[Row], _: Any) -> None:
+def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
     from matplotlib import colormaps
 
     axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
@@ -89,12 +79,8 @@ def _draw_steps(figure: "Figure", rows: list[Row], _: Any) -> None:
     _legend(figure, axes)
 
 
-def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None) -> None:
-    known = list(dict.fromkeys(row["step"] for row in rows))
-    chosen = list(dict.fromkeys([known[0], known[-1]] if steps is None else steps))
-    for step in chosen:
-        if step not in known:
-            raise ValueError(f"there are no rows of step {step}, only {known[0]} to {known[-1]}")
+def _draw_layers(figure: "Figure", rows: list[Row]) -> None:
+    chosen = list(dict.fromkeys((rows[0]["step"], rows[-1]["step"])))
     rows = [row for row in rows if row["step"] in chosen]
     axes, layers = _kappa_axes(figure, rows, "layer"), short_names(rows)
     place = {layer: index for index, layer in enumerate(layers)}
@@ -111,23 +97,7 @@ def _draw_layers(figure: "Figure", rows: list[Row], steps: Sequence[int] | None)
     _legend(figure, axes)
 
 
-def _draw_heads(figure: "Figure", rows: list[Row], _: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    step, norms = head_norms(rows)
-    if not norms:
-        raise ValueError("no row has head_norms")
-    most = max(map(len, norms.values()))
-    table = [[*values, *[math.nan] * (most - len(values))] for values in norms.values()]
-    axes = figure.add_subplot(xlabel="head", ylabel="layer", title=f"norms of heads, step {step}")
-    image = axes.imshow(table, aspect="auto", interpolation="nearest")
-    every = math.ceil(len(norms) / _TICKS)
-    axes.set_yticks(range(0, len(norms), every), list(norms)[::every], fontsize="small")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.colorbar(image, label="Frobenius norm of a head's output")
-
-
-_DRAW: dict[str, Any] = {"steps": _draw_steps, "layers": _draw_layers, "heads": _draw_heads}
+_DRAW: dict[str, Any] = {"steps": _draw_steps, "layers": _draw_layers}
 
 
 def _kappa_axes(figure: "Figure", rows: list[Row], x: str) -> Any:
@@ -246,23 +216,3 @@ def kappa_or_rank(row: Row) -> str:
     if _has(row, "tokens"):
         most = min(most, row["tokens"])
     return f"rank {row['rank']:.4g} of {most:.4g}"
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a file of rows."""
-    parser = command("python -m leaner_kernels.monitor.plots", "Draw the rows of KappaMonitor.")
-    parser.add_argument("file", type=as_path, help="JSON lines that it wrote: kappa.jsonl")
-    parser.add_argument("--over", choices=_DRAW, default="steps", help="(steps)")
-    parser.add_argument("--steps", type=int, nargs="+", help="of --over layers: first and last")
-    parser.add_argument("--out", type=as_path, help="PNG, SVG or PDF (FILE with the suffix .png)")
-    given = parser.parse_args(arguments)
-    out = given.out or given.file.with_suffix(".png")
-    with status_of_errors():
-        rows, damaged = read_rows(given.file, step=int, layer=str)
-        plot(rows, out, over=given.over, steps=given.steps)
-        skipped = f", {damaged} damaged lines skipped" if damaged else ""
-        sys.stdout.write(one_line(f"written to {out}{skipped}") + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,9 +3,7 @@
 import math
 import re
 import statistics
-from array import array
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,56 +33,27 @@ class Thinned(NamedTuple):
     """Some rows of a file, in its order."""
 
     rows: list[dict[str, Any]]
-    damaged: int  # lines, of those that were looked at
-    steps: int  # about how many the file has, if some were left out; else 0
+    damaged: int  # lines of the file
+    steps: int  # how many the file has, if some were left out; else 0
 
 
-def read_thinned(path: Path, most: int, *, always: bytes = b"", **keys: Any) -> Thinned:
+def read_thinned(path: Path, most: int, *, always: str = "", **keys: Any) -> Thinned:
     """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    A file with no more rows is returned whole. Rows that contain ``always`` are returned besides.
+    Rows that have a number under a name that begins with ``always`` are returned besides.
     """
-    starts, kept = array("Q"), set()
-    with open_file(path) as file:
-        end = 0
-        for line in lines_of(file, _LINE):
-            if always and always in line:
-                kept.add(len(starts))
-            starts.append(end)
-            end += len(line)
-        count = len(starts)
-        starts.append(end)
-        if count <= most:
-            rows, damaged = read_rows(path, **keys)
-            return Thinned(rows, damaged, 0)
-
-        @cache
-        def row(place: int) -> dict[str, Any] | None:
-            file.seek(starts[place])
-            try:
-                return parse_row(file.read(starts[place + 1] - starts[place]), **keys)
-            except ValueError:
-                return None
-
-        def step_at(place: int) -> int | None:
-            return (row(place) or {}).get("step")
-
-        def step_around(place: int) -> range:
-            """Return the places of the rows of the same step."""
-            step, first, last = step_at(place), place, place
-            while first > 0 and step is not None and step_at(first - 1) == step:
-                first -= 1
-            while last + 1 < count and step is not None and step_at(last + 1) == step:
-                last += 1
-            return range(first, last + 1)
-
-        size = len(step_around(0))
-        steps = max(most // size, 2)
-        for number in range(steps):
-            kept.update(step_around(number * (count - 1) // (steps - 1)))
-        rows = [row(place) for place in sorted(kept)]
-    present = [one for one in rows if one is not None]
-    return Thinned(present, len(rows) - len(present), count // size)
+    rows, damaged = read_rows(path, **keys)
+    if len(rows) <= most:
+        return Thinned(rows, damaged, 0)
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    count = min(max(most * len(steps) // len(rows), 2), len(steps))
+    kept = {steps[number * (len(steps) - 1) // max(count - 1, 1)] for number in range(count)}
+    thinned = [
+        row
+        for row in rows
+        if row["step"] in kept or (always and any(name.startswith(always) for name in row))
+    ]
+    return Thinned(thinned, damaged, len(steps))
 
 
 def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:
@@ -179,41 +148,6 @@ def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
         "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
     }
-
-
-def merge_batches(batches: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return one row per layer for the rows that each of several batches gave."""
-    by_layer: dict[str, list[dict[str, Any]]] = {}
-    for rows in batches:
-        for row in rows:
-            by_layer.setdefault(row["layer"], []).append(row)
-    return [rows[0] if len(rows) == 1 else _merged(rows) for rows in by_layer.values()]
-
-
-def _merged(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    merged = dict(rows[0])
-    over_heads = {column.name: column.over_heads for column in COLUMNS}
-    for key in merged:
-        values = [row[key] for row in rows]
-        if key in ("step", "layer", "heads", "head_dim", "source"):
-            continue
-        if key == "reason":
-            merged[key] = next((value for value in values if value is not None), None)
-        elif key == "resolved":
-            merged[key] = all(values)
-        elif None in values:
-            merged[key] = None
-        elif key in ("tokens", "columns"):
-            merged[key] = round(math.fsum(values) / len(values))
-        elif key.startswith("kappa"):
-            merged[key] = statistics.geometric_mean(values)
-        elif over_heads.get(key) == "each":
-            heads = zip(*values)
-            merged[key] = [None if None in of else math.fsum(of) / len(of) for of in heads]
-        else:
-            extreme = {"max": max, "min": min}.get(over_heads.get(key, ""))
-            merged[key] = extreme(values) if extreme else math.fsum(values) / len(values)
-    return merged
 
 
 def read_summary(path: Path) -> dict[str, Any]:

@@ -190,21 +190,15 @@ def scalars(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Logs rows to a ``SummaryWriter``, first with a layout that overlays the layers."""
+    """Logs rows to a ``SummaryWriter``."""
 
     def __init__(self, writer: Any) -> None:
-        self.writer, self._laid_out = writer, False
+        self.writer = writer
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Log the rows of one step."""
-        values = scalars(rows)
-        if not self._laid_out and hasattr(self.writer, "add_custom_scalars"):
-            fields = dict.fromkeys(name.partition("/")[0] for name in values)
-            chart = {field: ["Multiline", [f"{field}/.*"]] for field in fields}
-            self.writer.add_custom_scalars({"attention": chart})
-        for name, value in values.items():
+        for name, value in scalars(rows).items():
             self.writer.add_scalar(name, value, rows[0]["step"])
-        self._laid_out = True
 
 
 class WandbRun:

@@ -101,22 +101,6 @@ def test_a_trainer_of_transformers_has_rows_losses_and_the_same_weights(tmp_path
     assert all(torch.equal(a, b) for a, b in both)
 
 
-def test_a_page_has_the_losses_of_a_trainer_that_logs_and_evaluates_at_one_step(tmp_path):
-    pytest.importorskip("transformers")
-    from leaner_kernels.adapters.transformers_trainer import KappaCallback
-    from leaner_kernels.monitor import page
-
-    callback = KappaCallback(every=2, page=False)
-    options = {"eval_strategy": "steps", "eval_steps": 2}
-    trainer = hugging_face(tmp_path, [callback], eval_dataset=Tokens(), **options)
-    # A trainer of one's own may log both at once.
-    trainer.state.global_step = 8
-    callback.on_log(trainer.args, trainer.state, None, {"loss": 0.5, "eval_loss": 0.25})
-    (losses,) = page._of_metrics([page.read_run(tmp_path)])
-    lines = {line.name: [step for step, _ in line.points] for line in losses.lines}
-    assert lines == {"training": [2, 4, 6, 8], "held out": [2, 4, 6, 8]}
-
-
 def raising(event: str, step: int) -> Any:
     """Return a callback that ends a training as Ctrl-C does, at an event of a step."""
     import transformers
@@ -202,55 +186,6 @@ def test_a_trainer_that_is_interrupted_in_a_sampled_step_leaves_nothing(
     assert {row["step"] for row in rows_of(tmp_path, "kappa.1.jsonl")} >= {0, 1}
 
 
-def test_a_trainer_that_stops_between_the_batches_of_a_sampled_step_leaves_nothing(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    from leaner_kernels.adapters.transformers_trainer import KappaCallback
-
-    class Enough(transformers.TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = state.global_step == 2
-
-    callbacks = [KappaCallback(every=1, samples=4, page=False), Enough()]
-    trainer = hugging_face(tmp_path, callbacks, gradient_accumulation_steps=2)
-    assert is_untouched(trainer.model)
-    assert "training_step" not in vars(trainer)
-    assert {row["step"] for row in rows_of(tmp_path)} == {0, 1}
-
-
-def test_a_trainer_has_the_rows_of_a_loop_that_accumulates(tmp_path):
-    pytest.importorskip("transformers")
-    from leaner_kernels.adapters.transformers_trainer import KappaCallback
-
-    for ours in (False, True):
-        folder = tmp_path / str(ours)
-        batches: list[dict] = []
-        trainer = trainer_of_transformers(
-            folder, [KappaCallback(every=1, samples=2, page=False)],
-            model=Ours() if ours else None, gradient_accumulation_steps=3, max_steps=1,
-            learning_rate=0.0,
-        )  # fmt: skip
-        training_step = trainer.training_step
-        trainer.training_step = lambda model, inputs, *others, step=training_step, kept=batches: (
-            kept.append(dict(inputs)) or step(model, inputs, *others)
-        )
-        trainer.train()
-        assert len(batches) == 3
-        for module in trainer.model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-        monitor = KappaMonitor(trainer.model, every=1, samples=2)
-        monitor.begin(0)
-        for batch in batches:
-            trainer.model(**batch)
-        found = {row["layer"]: row for row in rows_of(folder)}
-        for expected in monitor.end():
-            row = found[expected["layer"]]
-            if ours:
-                # The newest batch counts, but the largest logit is that of all.
-                assert row == expected
-            assert row["tokens"] == expected["tokens"]
-
-
 @pytest.mark.parametrize("resumed_at", [4, 6])
 def test_a_trainer_that_goes_on_has_each_row_once(tmp_path, resumed_at):
     pytest.importorskip("transformers")
@@ -276,25 +211,6 @@ def test_a_trainer_that_goes_on_has_each_row_once(tmp_path, resumed_at):
         parts, whole = rows_of(folder, name), rows_of(tmp_path / "whole", name)
         assert [[row["step"], *row] for row in parts] == [[row["step"], *row] for row in whole]
     assert not list(folder.glob("*.1.*"))
-
-
-def test_a_second_training_in_a_folder_keeps_the_files_of_the_first(tmp_path):
-    pytest.importorskip("transformers")
-    from leaner_kernels.adapters.transformers_trainer import KappaCallback
-
-    kept = []
-    for number in (1, 2, 3):
-        if number > 1:
-            with pytest.warns(UserWarning, match=rf"renamed to kappa\.{number - 1}\.jsonl"):
-                hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
-        else:
-            hugging_face(tmp_path, [KappaCallback(every=number, page=False)])
-        kept.append([rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")])
-        assert {row["step"] for row in kept[-1][0]} == {*range(0, 6, number)}
-    for number in (1, 2):
-        files = f"kappa.{number}.jsonl", f"metrics.{number}.jsonl"
-        assert [rows_of(tmp_path, name) for name in files] == kept[number - 1]
-        assert (tmp_path / f"summary.{number}.json").exists()
 
 
 class Module(nn.Module):
@@ -403,20 +319,6 @@ def fitted(training_step: Any = None, *, optimizers: int = 1, validates: bool = 
     return Fitted()
 
 
-@pytest.mark.parametrize("accumulated", [1, 2, 4])
-@pytest.mark.parametrize("in_a_dict", [False, True])
-def test_the_loss_of_lightning_is_that_of_a_batch(tmp_path, accumulated, in_a_dict):
-    def training_step(module: Any, x: torch.Tensor, _index: int) -> Any:
-        loss = module.nets[0].loss(x)
-        module.log("mine", loss)
-        return {"loss": loss, "input": x} if in_a_dict else loss
-
-    fit(tmp_path, fitted(training_step), accumulate_grad_batches=accumulated)
-    rows = [row for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
-    assert [row["step"] for row in rows] == [*range(-(-6 // accumulated))]
-    assert [row["loss"] for row in rows] == pytest.approx([row["mine"] for row in rows])
-
-
 def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:
     for net, optimizer in zip(module.nets, module.optimizers(), strict=True):
         optimizer.zero_grad()
@@ -426,81 +328,17 @@ def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:
     return loss
 
 
-def alternating(module: Any, x: torch.Tensor, index: int) -> torch.Tensor:
-    number = 0 if index % 3 == 2 else 1
-    loss = module.nets[number].loss(x)
-    optimizer = module.optimizers()[number]
-    optimizer.zero_grad()
-    module.manual_backward(loss)
-    optimizer.step()
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("training_step", "sampled"), [(adversarial, [0, 6, 10, 16, 20]), (alternating, [0, 5, 10])]
-)
-@pytest.mark.parametrize("plain", [False, True])
-def test_each_optimizer_of_lightning_has_its_layers_sampled(
-    tmp_path, training_step, sampled, plain
-):
-    module = fitted(training_step, optimizers=2)
-    if plain:
-        # The one that steps first attends nowhere.
-        first = 0 if training_step is adversarial else 1
-        module.nets[first].block = nn.Linear(16, 16)
+def test_each_optimizer_of_lightning_has_its_layers_sampled(tmp_path):
+    module = fitted(adversarial, optimizers=2)
+    module.nets[0].block = nn.Linear(16, 16)  # the one that steps first attends nowhere
     fit(tmp_path, module, every=5, max_epochs=2)
     rows = rows_of(tmp_path)
-    assert sorted({row["step"] for row in rows}) == sampled
+    assert sorted({row["step"] for row in rows}) == [0, 6, 10, 16, 20]
     layers = {row["layer"] for row in rows if row["kappa"] is not None}
-    assert layers == {
-        f"nets.{number}.block.self_attn" for number in range(2) if not plain or number != first
-    }
+    assert layers == {"nets.1.block.self_attn"}
     assert is_untouched(module)
     losses = [row["step"] for row in rows_of(tmp_path, "metrics.jsonl") if "loss" in row]
-    assert losses == [*range(0, 24, 2)] if training_step is adversarial else [*range(12)]
-
-
-def test_an_optimizer_that_never_steps_ends_no_sample_late(tmp_path):
-    steps = []
-
-    def training_step(module: Any, x: torch.Tensor, _index: int) -> None:
-        optimizer = module.optimizers()[0]
-        optimizer.zero_grad()
-        module.manual_backward(module.nets[0].loss(x))
-        optimizer.step()
-        steps.append(_hooks.current is not None)
-
-    fit(tmp_path, fitted(training_step, optimizers=2), every=100, max_epochs=3)
-    assert steps == [True] * 8 + [False] * 10
-    assert {row["layer"] for row in rows_of(tmp_path)} == {"nets.0.block.self_attn"}
-
-
-def test_every_validation_of_lightning_is_written_once_the_last_one_too(tmp_path):
-    trainer = fit(tmp_path, fitted(validates=True), max_epochs=2, val_check_interval=3)
-    rows = rows_of(tmp_path, "metrics.jsonl")
-    assert [row["step"] for row in rows if "val_loss" in row] == [2, 5, 8, 11]
-    assert rows[-1]["step"] == 11
-    last = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    assert last == trainer.callback_metrics["val_loss"].item()
-    assert [row["step"] for row in rows if "mine" in row] == [*range(12)]
-    assert [row["step"] for row in rows if "both_epoch" in row] == [5, 11]
-    of_epochs = [row["of_the_epoch"] for row in rows if "of_the_epoch" in row]
-    assert of_epochs == [0.0, 1.0]
-
-
-def test_a_validation_within_a_step_of_lightning_is_not_sampled(tmp_path):
-    options = {"val_check_interval": 2, "accumulate_grad_batches": 3}
-
-    def large(module: Any, batch: torch.Tensor, _index: int) -> None:
-        module.nets[0].loss(100 * batch)
-
-    validated = fitted()
-    type(validated).validation_step = large
-    fit(tmp_path / "validated", validated, every=1, **options)
-    fit(tmp_path / "not", fitted(), every=1, **options)
-    rows = rows_of(tmp_path / "validated")
-    assert [row["step"] for row in rows] == [0, 1]
-    assert rows == rows_of(tmp_path / "not")
+    assert losses == [*range(0, 24, 2)]
 
 
 @pytest.mark.parametrize("accumulated", [1, 2])
@@ -530,53 +368,6 @@ def test_a_lightning_run_that_goes_on_has_each_row_once(tmp_path, accumulated):
     assert not list(folder.glob("*.1.*"))
 
 
-def test_a_second_fit_in_a_folder_keeps_the_files_of_the_first(tmp_path):
-    fit(tmp_path, fitted())
-    kept = rows_of(tmp_path), rows_of(tmp_path, "metrics.jsonl")
-    with pytest.warns(UserWarning, match=r"renamed to kappa\.1\.jsonl, metrics\.1\.jsonl"):
-        fit(tmp_path, fitted(), every=3)
-    assert kept == (rows_of(tmp_path, "kappa.1.jsonl"), rows_of(tmp_path, "metrics.1.jsonl"))
-    assert {row["step"] for row in rows_of(tmp_path)} == {0, 3}
-
-
-def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from leaner_kernels.adapters.lightning import KappaCallback
-
-    class Failing(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = Module()
-
-        def training_step(self, batch, _index):
-            self.net.loss(batch[0])
-            raise ZeroDivisionError
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    model = Failing()
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-        callbacks=[KappaCallback(folder=str(tmp_path))], enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(BATCHES), batch_size=None)
-    with pytest.raises(ZeroDivisionError):
-        trainer.fit(model, batches)
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_alarms_of_a_run_are_warned_of_and_kept(tmp_path):
-    log = RunLog(Module(), tmp_path, page=False)
-    row = {"step": 3, "layer": "block", "kappa": 5.0, "sigma_max": 1.0, "reason": None}
-    with pytest.warns(UserWarning, match="attention of block collapses"):
-        log.take([row | {"entropy": 0.01, "columns": 10}])
-    (alarm,) = rows_of(tmp_path, "alarms.jsonl")
-    assert (alarm["step"], alarm["layer"], alarm["kind"]) == (3, "block", "entropy")
-    assert log.newest["geometric_mean"] == pytest.approx(5.0)
-
-
 def test_a_run_that_goes_on_drops_half_a_line_and_alarms_as_if_it_had_not_stopped(tmp_path):
     row = {"layer": "block", "sigma_max": 1.0, "reason": None, "entropy": 2.0, "columns": 10}
     # It alarms at the third of three that are too high, of which two are before the stop.
@@ -596,3 +387,14 @@ def test_a_run_that_goes_on_drops_half_a_line_and_alarms_as_if_it_had_not_stoppe
     assert (alarm["step"], alarm["kind"]) == (15, "kappa")
     RunLog(Module(), tmp_path, page=False, first=15)
     assert rows_of(tmp_path, "alarms.jsonl") == []
+
+
+def test_a_step_of_lightning_that_fails_leaves_no_hook(tmp_path):
+    def training_step(module: Any, x: torch.Tensor, _index: int) -> None:
+        module.nets[0].loss(x)
+        raise ZeroDivisionError
+
+    module = fitted(training_step)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, module)
+    assert not any(part._forward_hooks for part in module.modules())

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import flash_attn
 from tests.error_budget import assert_within_budget
 from tests.peers.flash_grid import plain, results, seen
@@ -157,32 +156,3 @@ def test_padding_goes_and_comes_back() -> None:
     for scaled in (2 * mask, 255 * mask.to(torch.uint8), -mask):
         _, _, starts, longest, used = flash_attn.unpad_input(x, scaled, mask + kept)
         assert (starts.tolist(), longest, used.tolist()) == ([0, 3, 7, 9], 4, [2, 4, 2])
-
-
-def test_heads_of_any_number_compile_into_one_graph() -> None:
-    attend = torch.compile(flash_attn.flash_attn_func, backend="eager", fullgraph=True)
-    for heads in (4, 2, 8):
-        q = randn(2, 6, heads, 8)
-        torch.testing.assert_close(attend(q, q, q), flash_attn.flash_attn_func(q, q, q))
-
-
-class Attention(nn.Module):
-    """As a model for flash-attention has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.proj = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 4)).unbind(2)
-        return self.proj(flash_attn.flash_attn_func(q, k, v, causal=True).flatten(2))
-
-
-def test_the_monitor_sees_a_model_that_moved_over() -> None:
-    model = nn.Sequential(Attention(), Attention())
-    monitor = KappaMonitor(model, every=1, samples=2)
-    monitor.begin(0)
-    model(torch.randn(3, 7, 16))
-    rows = monitor.end()
-    assert [row["layer"] for row in rows] == ["0", "1"]
-    assert all(row["kappa"] > 1 for row in rows)

@@ -20,7 +20,6 @@ from transformers.masking_utils import (
 
 from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.adapters import transformers as leaner
-from leaner_kernels.ops import _hooks
 from tests.adapters.transformers_calls import (
     CALLS,
     eager_with_sinks,
@@ -145,17 +144,6 @@ def test_a_call_means_what_it_means_to_transformers(call: str) -> None:
     )
 
 
-def test_a_mask_in_another_dtype_is_cast() -> None:
-    given = CALLS["an additive mask"]
-    tensors = {n: t.to(torch.bfloat16) for n, t in given.items() if n in ("query", "key")}
-    rest = {"scaling": 0.7, "value": tensors["key"]}
-    outs = [
-        leaner.attention_forward(nn.Module(), attention_mask=mask, **tensors, **rest)[0]
-        for mask in (given["attention_mask"].to(torch.bfloat16), given["attention_mask"])
-    ]
-    assert torch.equal(*outs)
-
-
 @pytest.mark.parametrize("mask", [None, ragged(7, 7)], ids=["causal", "mask"])
 @pytest.mark.parametrize("rows", [7, 1])
 @pytest.mark.parametrize("most", [128, 8], ids=["wide", "column"])
@@ -201,34 +189,6 @@ def test_a_window_is_kept_without_a_mask(rows: int, is_causal: bool) -> None:
         torch.testing.assert_close(found[name], exact)
     wide = called(leaner.attention_forward, given | {"sliding_window": 9}, torch.float64)
     assert not torch.allclose(wide["output"], expected["output"])
-
-
-def test_no_mask_hides_nothing_in_a_model_that_does_not_support_pytorchs_attention() -> None:
-    module, query = nn.Module(), heads(4, 9, 0)
-    tensors = query, query, query, None
-    causal = leaner.attention_forward(module, *tensors)[0]
-    module.config = transformers.SplinterModel.config_class()
-    full = leaner.attention_forward(module, *tensors)[0]
-    assert torch.equal(full, leaner.attention_forward(module, *tensors, is_causal=False)[0])
-    assert not torch.allclose(full, causal)
-
-
-class OwnConfig(transformers.PretrainedConfig):
-    """Of a model that lies in a file of another name."""
-
-
-class OwnModel(transformers.PreTrainedModel):
-    """Of a user."""
-
-    config_class = OwnConfig
-    _supports_sdpa = True
-
-
-def test_no_mask_hides_the_future_in_a_model_of_ones_own() -> None:
-    module, query = nn.Module(), heads(4, 9, 0)
-    causal = leaner.attention_forward(module, query, query, query, None)[0]
-    module.config = OwnConfig()
-    assert torch.equal(causal, leaner.attention_forward(module, query, query, query, None)[0])
 
 
 def test_a_model_that_would_add_our_masks_to_its_scores_is_refused() -> None:
@@ -286,31 +246,12 @@ def test_what_is_not_supported_is_refused_by_its_name(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("keywords", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}], ids=list)
-def test_a_wide_head_with_what_only_an_eager_function_takes_is_refused_without_one(
-    keywords: dict[str, Any],
-) -> None:
-    query = torch.randn(2, 4, 9, 136)
-    (name,) = keywords
-    with pytest.raises(
-        ValueError, match=rf"{name}=.* to attention of head dimension 136"
-    ) as caught:
-        leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
-    assert "\n" not in str(caught.value)
-
-
 def test_keywords_that_change_nothing_are_taken() -> None:
     query = heads(4, 9, 0)
     given = {"position_ids": torch.arange(9), "use_cache": True, "softcap": None, "cache": None}
     given |= {"output_attentions": False, "sliding_window": 9}
     out = leaner.attention_forward(nn.Module(), query, query, query, None, **given)[0]
     assert torch.equal(out, leaner.attention_forward(nn.Module(), query, query, query, None)[0])
-
-
-@pytest.mark.parametrize("name", ["flash_leaner", "sdpa", "paged|leaner", "org/leaner"])
-def test_names_that_transformers_treats_as_its_own_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="name must be an identifier without"):
-        leaner.register(name)
 
 
 def test_a_model_is_loaded_under_the_name(tmp_path: Any) -> None:
@@ -332,14 +273,6 @@ def test_a_model_compiles_into_one_graph(models: Any) -> None:
         torch.testing.assert_close(
             compiled(**given, use_cache=False).logits, model(**given, use_cache=False).logits
         )
-
-
-def test_a_watcher_is_told_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    owners, module, query = [], SomeAttention(), heads(4, 9, 0)
-    hook = SimpleNamespace(attend=lambda owner, query, *_, **__: owners.append(owner) or query)
-    monkeypatch.setattr(_hooks, "current", hook)
-    leaner.attention_forward(module, query, query, query, None)
-    assert owners == [module]
 
 
 @pytest.mark.parametrize(
@@ -367,3 +300,22 @@ def test_kappa_monitor_reads_the_statistics_of_the_same_pass(
     assert row["source"] == "same pass"
     norms = projected[0].unflatten(-1, (row["heads"], row["head_dim"])).norm(dim=(1, 3)).mean(0)
     torch.testing.assert_close(torch.tensor(row["head_norms"]), norms)
+
+
+@pytest.mark.parametrize("keywords", [{"softcap": 50.0}, {"s_aux": torch.zeros(4)}], ids=list)
+def test_a_wide_head_with_what_only_an_eager_function_takes_is_refused_without_one(
+    keywords: dict[str, Any],
+) -> None:
+    query = torch.randn(2, 4, 9, 136)
+    (name,) = keywords
+    with pytest.raises(
+        ValueError, match=rf"{name}=.* to attention of head dimension 136"
+    ) as caught:
+        leaner.attention_forward(SomeAttention(), query, query, query, None, **keywords)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["flash_leaner", "sdpa", "paged|leaner", "org/leaner"])
+def test_names_that_transformers_treats_as_its_own_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="name must be an identifier without"):
+        leaner.register(name)

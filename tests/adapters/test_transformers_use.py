@@ -3,7 +3,6 @@
 import copy
 import inspect
 import pickle
-import re
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from leaner_kernels import KappaMonitor, attention
+from leaner_kernels import attention
 from leaner_kernels.adapters import transformers as leaner
 from leaner_kernels.ops import _hooks
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
@@ -146,28 +145,6 @@ def test_what_the_kernels_do_not_take_falls_back_and_is_reported(
     )
 
 
-def test_a_softcap_goes_to_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = next(family for family in SWAPPED if family.name == "gemma2")
-    model, ours = made(family), mock.Mock(wraps=attention)
-    leaner.use(model)
-    monkeypatch.setattr(leaner, "attention", ours)
-    model(**family.inputs(torch.tensor(PADDING["left"])))
-    assert [call.kwargs for call in ours.call_args_list] == [{"softcap": 0.5}] * 2
-
-
-def test_a_softcap_counts_while_a_monitor_samples() -> None:
-    family = next(family for family in SWAPPED if family.name == "gemma2")
-    model, inputs = made(family), family.inputs(torch.tensor(PADDING["none"]))
-    leaner.use(model)
-    expected = model(**inputs).logits
-    monitor = KappaMonitor(model, every=1)
-    monitor.begin(0)
-    assert torch.equal(model(**inputs).logits, expected)
-    rows = monitor.end()
-    assert len(rows) == 2
-    assert all(0 < row["max_logit"] <= 0.5 for row in rows)
-
-
 @pytest.mark.parametrize("padding", ["none", "right"])
 def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None:
     family = BY_NAME["llama"]
@@ -182,39 +159,6 @@ def test_attention_weights_are_those_of_the_eager_function(padding: str) -> None
     torch.testing.assert_close(found.attentions, expected.attentions)
     torch.testing.assert_close(found.logits, expected.logits)
     assert len(report.fallbacks) == 2
-
-
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SMALL |= {"num_attention_heads": 4}
-SPEECH = SMALL | {"vocab_size": 32, "conv_dim": (16, 16), "conv_stride": (5, 2)}
-SPEECH |= {"conv_kernel": (10, 3), "num_feat_extract_layers": 2, "mask_time_prob": 0.0}
-SPEECH |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
-LLAMA = SMALL | {"model_type": "llama", "num_key_value_heads": 2, "vocab_size": 99}
-SIGLIP = SMALL | {"model_type": "siglip_vision_model", "image_size": 32, "patch_size": 8}
-
-
-@pytest.mark.parametrize("name", ["HubertForCTC", "LlavaOnevisionForConditionalGeneration"])
-def test_keywords_that_a_model_hands_on_to_its_layers_change_nothing(
-    name: str, recwarn: pytest.WarningsRecorder
-) -> None:
-    """HuBERT hands on return_dict=True, LLaVA-OneVision logits_to_keep=0."""
-    torch.manual_seed(0)
-    if name == "HubertForCTC":
-        config = transformers.HubertConfig(**SPEECH)
-        inputs = {"input_values": torch.randn(2, 400)}
-    else:
-        config = transformers.LlavaOnevisionConfig(text_config=LLAMA, vision_config=SIGLIP)
-        inputs = {"input_ids": torch.randint(3, 90, (2, 9))}
-    model = getattr(transformers, name)(config).eval()
-    model.set_attn_implementation("sdpa")
-    expected = model(**inputs).logits
-    report = leaner.use(model)
-    monitor = KappaMonitor(model, every=1)
-    monitor.begin(0)
-    torch.testing.assert_close(model(**inputs).logits, expected)
-    assert len(monitor.end()) == 2
-    assert report.fallbacks == {}
-    assert not [warning for warning in recwarn if "falls back" in str(warning.message)]
 
 
 def test_sparse_attention_whose_mask_only_eager_gets_is_refused() -> None:
@@ -287,23 +231,6 @@ def packed(x: Tensor) -> dict[str, Any]:
     return sizes | {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
 
 
-def test_a_keyword_that_a_module_itself_passes_to_other_functions_is_refused() -> None:
-    x = heads(4, 7, 0)
-    with pytest.raises(ValueError, match="Doubled passes top_k=3 to attention, which"):
-        leaner.attention_forward(Doubled(), x, x, x, None, top_k=3)
-
-
-@pytest.mark.filterwarnings("ignore:.*falls back")
-@pytest.mark.parametrize("family", FALLBACKS, ids=[family.name for family in FALLBACKS])
-def test_a_model_that_falls_back_compiles_into_one_graph(family: Family) -> None:
-    model, inputs = made(family), family.inputs(torch.tensor(PADDING["left"]))
-    report = leaner.use(model)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    found = compiled(**inputs, use_cache=False).logits
-    assert len(report.fallbacks) == 2
-    torch.testing.assert_close(found, model(**inputs, use_cache=False).logits)
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_a_copy_of_a_swapped_model_is_swapped_and_can_be_undone(duplicate: Any) -> None:
     model = BY_NAME["t5"].build()
@@ -347,79 +274,3 @@ def test_what_was_set_before_use_or_after_it_stays_when_it_is_undone() -> None:
     model.set_attn_implementation("eager")
     report.undo()
     assert set(named(model)) == {"eager"}
-
-
-class MixedConfig(transformers.PretrainedConfig):
-    """Of the model below."""
-
-
-def eager_attention_forward(_module: nn.Module, query: Tensor, *_: Any, **__: Any) -> Any:
-    return query, None
-
-
-class AskingAttention(nn.Module):
-    """Dispatches its attention."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.config = config
-
-    def forward(self, x: Tensor) -> Any:
-        name = self.config._attn_implementation
-        return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)(self, x, x, x)
-
-
-class OldAttention(nn.Module):
-    """Adds its masks to its scores."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class MixedModel(transformers.PreTrainedModel):
-    """Of a user, moved to the interface by half."""
-
-    config_class = MixedConfig
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.new, self.old = AskingAttention(config), OldAttention()
-
-
-def test_what_shares_its_masks_with_attention_of_old_stays_as_well() -> None:
-    model = MixedModel(MixedConfig(attn_implementation="eager"))
-    with pytest.raises(ValueError, match=r"AskingAttention stays on 'eager', with what shares its"):
-        leaner.use(model)
-    assert model.config._attn_implementation == "eager"
-    model.old = nn.Identity()
-    assert list(leaner.use(model).swapped) == ["new"]
-
-
-@pytest.mark.parametrize("rows", [7, 1])
-def test_an_empty_batch_gives_an_empty_result_with_a_graph(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, *given: Any, softcap: float) -> Tensor:
-        assert softcap == 0.0
-        dropout_p, is_causal, scale, gqa = given
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=gqa
-        )
-
-    # What the function makes of it is for its own tests.
-    monkeypatch.setattr(leaner, "attention", sdpa)
-    query, key = heads(4, rows, 0)[:0].requires_grad_(), heads(2, 7, 1)[:0].requires_grad_()
-    for keywords in ({}, {"s_aux": torch.zeros(4)}, {"sliding_window": 3}):
-        out = leaner.attention_forward(nn.Module(), query, key, key, None, **keywords)[0]
-        assert out.shape == (0, rows, 4, 8)
-        grads = torch.autograd.grad(out.sum(), (query, key))
-        assert [grad.shape for grad in grads] == [query.shape, key.shape]
-
-
-def test_undo_and_use_have_the_names_that_the_other_adapters_have() -> None:
-    from leaner_kernels.adapters import timm
-
-    for name in ("use", "undo"):
-        ours, theirs = (inspect.signature(getattr(each, name)) for each in (leaner, timm))
-        assert list(ours.parameters) == list(theirs.parameters)
-    assert re.search(r"swapped 2:\n  .*", repr(leaner.use(BY_NAME["llama"].build())))

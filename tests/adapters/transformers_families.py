@@ -37,7 +37,7 @@ class Family(NamedTuple):
     sizes: dict[str, Any]
     inputs: Callable[[Tensor], dict[str, Tensor]]
     generates: bool = False
-    padded: tuple[str, ...] = ("none", "right", "left")
+    padded: tuple[str, ...] = ("none", "left")
     exact: str = "sdpa"
     note: str = ""
 

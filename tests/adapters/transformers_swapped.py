@@ -41,7 +41,7 @@ def both(mask: Tensor) -> dict[str, Tensor]:
     return {"input_ids": tokens(mask)["input_ids"]} | pictures(mask)
 
 
-def family(*given, padded=("none", "left"), exact="sdpa"):
+def family(*given, padded=("left",), exact="sdpa"):
     return Family(*given, padded=padded, exact=exact)
 
 

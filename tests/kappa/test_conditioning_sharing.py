@@ -1,38 +1,24 @@
 """Copied models, shared and computed projections, changing lengths, sizes near float64's ends."""
 
 import copy
-import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import parametrizations, parametrize, prune
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.nn.utils import prune
 
 from leaner_kernels import EntropyAlarm
-from leaner_kernels.conditioning import ConditioningPenalty, QKClip, conditioning_penalty
-from leaner_kernels.nn import ManyHeadAttention
-from tests.kappa.test_conditioning import KINDS, attention_with, batch, peaks_of
+from leaner_kernels.conditioning import ConditioningPenalty, QKClip
+from tests.kappa.test_conditioning import attention_with, batch, peaks_of
 
 
-def saved_and_loaded(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, saved_and_loaded])
-def test_a_copied_model_feeds_no_penalty(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+def test_a_copied_model_feeds_no_penalty() -> None:
     model, x = attention_with(), batch()
     penalty = ConditioningPenalty(model, weight=1.0)
-    copied = duplicate(model)
+    copied = copy.deepcopy(model)
     model(x)
     copied(2 * x)
     copied(x, attn_mask=torch.zeros(7, 7))
@@ -67,27 +53,6 @@ def test_a_projection_that_two_modules_share_is_scaled_once() -> None:
     assert torch.equal(new[2], old[2])
 
 
-def test_projections_that_cannot_be_scaled_are_refused() -> None:
-    for norm in (parametrizations.weight_norm, nn.utils.weight_norm):
-        model = nn.Sequential(attention_with())
-        clip = QKClip(model)
-        norm(model[0].qkv)
-        with pytest.raises(ValueError, match=r"that of 0 is no parameter but computed"):
-            QKClip(model)
-        model(batch())
-        with pytest.raises(ValueError, match=r"that of 0 is no parameter but computed"):
-            clip.step()
-    model = nn.Sequential(attention_with(heads=3), ManyHeadAttention(6, num_heads=2, head_dim=6))
-    model[1].qkv = model[0].qkv
-    with pytest.raises(ValueError, match=r"0 and 1 share qkv\.weight, but not heads and bias"):
-        QKClip(model)
-
-
-class Half(nn.Module):
-    def forward(self, t: Tensor) -> Tensor:
-        return t / 2
-
-
 class Quantised(Tensor):
     """What a quantised weight is: the numbers in memory are not those that it stands for."""
 
@@ -97,20 +62,6 @@ def quantise(projection: nn.Linear, part: str) -> None:
     projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def shard(projection: nn.Linear, part: str) -> None:
-    local, mesh = getattr(projection, part).detach(), init_device_mesh("cpu", (1,))
-    param = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False))
-    param._local_tensor = local.as_subclass(Quantised)
-    projection.register_parameter(part, param)
-
-
 def to_integers(projection: nn.Linear, part: str) -> None:
     data = getattr(projection, part).detach().to(torch.int8)
     projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
@@ -118,12 +69,7 @@ def to_integers(projection: nn.Linear, part: str) -> None:
 
 NOT_SCALED: dict[str, tuple[Callable[[nn.Linear, str], object], str]] = {
     "pruned": (partial(prune.l1_unstructured, amount=0.1), "is no parameter but computed"),
-    "parametrized": (
-        lambda qkv, part: parametrize.register_parametrization(qkv, part, Half()),
-        "is no parameter but computed",
-    ),
     "quantised": (quantise, r"is a Quantised of torch\.float32"),
-    "a DTensor of a quantised": (shard, r"is a Quantised of torch\.float32"),
     "integers": (to_integers, r"is a Parameter of torch\.int8"),
 }
 
@@ -131,7 +77,7 @@ NOT_SCALED: dict[str, tuple[Callable[[nn.Linear, str], object], str]] = {
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @pytest.mark.parametrize("name", NOT_SCALED)
 def test_what_scaling_in_place_would_not_reach_is_refused_at_once_and_later(
-    name: str, part: str, one_rank: None
+    name: str, part: str
 ) -> None:
     change, reason = NOT_SCALED[name]
     message = rf"qkv\.{part} in place.* that of .*{reason}"
@@ -154,15 +100,6 @@ def test_replicas_of_data_parallel_are_refused(monitors: Callable[[nn.Module], o
         monitors(nn.DataParallel(attention_with()))
 
 
-def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
-    # As DataParallel does that wraps the model only later.
-    module = attention_with()
-    module._replicate_for_data_parallel()
-    QKClip(module)
-    with pytest.raises(RuntimeError, match="replicas"):
-        module._replicate_for_data_parallel()
-
-
 def alarms_of(rows: list[tuple[float, int]], **options: float) -> list[tuple[int, str]]:
     alarm = EntropyAlarm(**options)
     fired = []
@@ -183,32 +120,10 @@ def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one(
     assert (alarm.value, alarm.limit) == (0.1, pytest.approx(0.1 * math.log(100)))
 
 
-def test_one_column_and_rounding_below_zero_set_off_nothing() -> None:
-    assert alarms_of([(-1e-9, 1), (0.0, 1)]) == []
-    assert alarms_of([(-1e-9, 11)], floor=0.0) == []
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
-def test_the_penalty_has_no_scale_at_any_finite_size(kind: str, size: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64).clamp(-1, 1)
-    expected = conditioning_penalty(a, kind)
-    large = (a * size).requires_grad_()
-    penalty = conditioning_penalty(large, kind)
-    assert penalty.isfinite().all()
-    if size > 5e-324:  # of which multiples are rounded
-        torch.testing.assert_close(penalty, expected)
-    if size > 1:
-        penalty.sum().backward()
-        assert large.grad.isfinite().all()
-        assert large.grad.count_nonzero() > 0
-
-
-def test_a_float64_matrix_that_is_not_finite_is_nan_beside_a_large_one() -> None:
-    broken = torch.full((3, 4), 1e200, dtype=torch.float64)
-    broken[0, 0] = math.inf
-    a: Tensor = torch.stack([broken, torch.eye(3, 4, dtype=torch.float64) * 1e200])
-    first, second = conditioning_penalty(a)
-    assert first.isnan()
-    assert second.item() == pytest.approx(0, abs=1e-12)
+def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
+    # As DataParallel does that wraps the model only later.
+    module = attention_with()
+    module._replicate_for_data_parallel()
+    QKClip(module)
+    with pytest.raises(RuntimeError, match="replicas"):
+        module._replicate_for_data_parallel()

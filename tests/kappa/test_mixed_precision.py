@@ -2,32 +2,15 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench.kappa.capture_accuracy import HEADS, measure, photograph
 
 
-@pytest.fixture(scope="module")
-def image() -> Tensor:
-    pytest.importorskip("sklearn", reason="the photograph comes with scikit-learn")
-    return photograph()
-
-
-@pytest.mark.parametrize(
-    "device",
-    [
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=pytest.mark.skipif(
-                not torch.cuda.is_available(), reason="needs a CUDA device: none is visible"
-            ),
-        ),
-    ],
-)
 @pytest.mark.parametrize("heads", HEADS)
-def test_captured_kappa_is_true_where_a_hook_is_not(heads: int, device: str, image: Tensor) -> None:
-    for reading in measure(image, heads, device):
+def test_captured_kappa_is_true_where_a_hook_is_not(heads: int) -> None:
+    pytest.importorskip("sklearn", reason="the photograph comes with scikit-learn")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for reading in measure(photograph(), heads, device):
         assert 1e4 < reading["truth"] < 1e6
         assert reading["captured"] == pytest.approx(reading["truth"], rel=0.01)
         assert reading["split"] == pytest.approx(reading["truth"], rel=0.01)

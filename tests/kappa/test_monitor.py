@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,13 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels import (
     KappaMonitor,
-    condition_number,
     gaussian_condition_number,
     head_report,
     singular_values,
 )
-from leaner_kernels.kappa import condition_report
-from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention, evenly_spaced
 from tests.wandb_runs import FakeRun
 
@@ -91,45 +86,6 @@ def test_an_end_without_a_begin_is_refused() -> None:
     monitor.begin(0)
     model(batch())
     assert len(monitor.end()) == 2
-
-
-def test_kappa_is_that_of_the_concatenated_heads() -> None:
-    model, x = Model(), batch()
-    monitor = KappaMonitor(model, every=1, samples=3)
-    monitor.begin(0)
-    model(x)
-    row = monitor.end()[0]
-    captured: list[Tensor] = []
-    handle = model.first.proj.register_forward_pre_hook(lambda _, inputs: captured.append(*inputs))
-    model(x)
-    handle.remove()
-    each = condition_number(captured[0][[0, 2, 4]].detach())
-    assert row["kappa"] == pytest.approx(each.kappa.log().mean().exp().item(), rel=1e-3)
-    assert row["sigma_max"] == pytest.approx(each.sigma_max.mean().item(), rel=1e-5)
-
-
-def test_layers_may_see_batches_of_different_sizes() -> None:
-    class TwoBatches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.second = (
-                ManyHeadAttention(12, num_heads=h, head_dim=8) for h in (4, 2)
-            )
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.first(x).sum() + self.second(x[:3]).sum()
-
-    def rows(module: nn.Module, x: Tensor) -> list[dict[str, Any]]:
-        monitor = KappaMonitor(module, every=1)
-        monitor.begin(0)
-        module(x)
-        return monitor.end()
-
-    model, x = TwoBatches(), batch()
-    alone = rows(model.first, x) + rows(model.second, x[:3])
-    for row, expected in zip(rows(model, x), alone, strict=True):
-        assert {**row, "layer": ""} == expected
 
 
 def test_only_every_nth_step_is_sampled() -> None:
@@ -231,37 +187,6 @@ def test_padded_rows_are_no_tokens() -> None:
             assert row[name] == pytest.approx(expected, rel=1e-3)
 
 
-def test_matrices_of_one_shape_are_solved_in_one_call() -> None:
-    layers = [ManyHeadAttention(12, num_heads=h, head_dim=12 // h) for h in (2, 3, 4)]
-
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(layers)
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(x, skip=x)
-            return x
-
-    with (
-        mock.patch.object(measurement, "condition_report", wraps=condition_report) as of_heads,
-        mock.patch.object(measurement, "condition_number", wraps=condition_number) as around_skip,
-    ):
-        rows = measured(Residual(), batch(), samples=2)
-    assert [call.args[0].shape for call in of_heads.call_args_list] == [(3, 2, 9, 12)]
-    assert [call.args[0].shape for call in around_skip.call_args_list] == [(6, 2, 9, 12)]
-    assert [len(row["head_norms"]) for row in rows] == [2, 3, 4]
-    # As if each had been alone.
-    for place, row in enumerate(rows):
-        x = batch()
-        for layer in layers[:place]:
-            x = x + layer(x)
-        (alone,) = measured(layers[place], x.detach(), samples=2)
-        for name in ("kappa", "sigma_min", "entropy_min", "max_logit", "effective_rank"):
-            assert row[name] == pytest.approx(alone[name], rel=1e-4)
-
-
 def test_recomputed_activations_count_once() -> None:
     assert measured(Model(), batch()) == measured(Model(recompute=True), batch())
 
@@ -342,15 +267,6 @@ def test_wrapped_attention_is_found_once(wrap: Callable[[nn.Module], nn.Module])
     monitor.begin(0)
     model.get_submodule("_orig_mod")(batch()).sum().backward()
     assert [row["layer"] for row in monitor.end()] == ["first", "second.0"]
-
-
-def test_a_part_of_a_name_that_no_wrapper_added_stays() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = Model()
-
-    assert KappaMonitor(Outer()).layers == ["module.first", "module.second.0"]
 
 
 def test_samples_are_spread_over_the_batch() -> None:

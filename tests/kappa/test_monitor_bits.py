@@ -67,23 +67,19 @@ dropped = partial(attention, dropout_p=0.3)
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tokens": lambda: ManyHeadAttention(12, 4, 8),
     "tokens, dropout": lambda: ManyHeadAttention(12, 4, 8, attn_drop=0.3, proj_drop=0.3),
-    "masked": lambda: Masked(torch.randn(12, 12), 0.0),
     "masked, dropout": lambda: Masked(torch.randn(12, 12), 0.3),
+    # Of which PyTorch's fused backward is wrong, so that it is not called.
     # Of which PyTorch's fused backward is wrong, so that it is not called.
     "sinks, dropout": lambda: Masked(torch.full((12, 12), -2e3), 0.3),
     "recomputed, dropout": lambda: Recomputed(ManyHeadAttention(12, 4, 8, attn_drop=0.3)),
     "landmarks": lambda: NystromAttention(12, 4, 8, num_landmarks=4),
-    "few landmarks": lambda: NystromAttention(12, 4, 8, num_landmarks=16),
     "windows": lambda: Map(WindowAttention(12, 4, 8, window_size=2)),
     "neighbours": lambda: Map(OutlookAttention(12, 4, 8)),
     "channels": lambda: ChannelAttention(12, 4, 8),
     "cross-covariance": lambda: CrossCovarianceAttention(12, 4, 8),
-    "function": lambda: Attention(attention),
     "function, dropout": lambda: Attention(dropped),
-    "function, recomputed": lambda: Recomputed(Attention(dropped)),
     "PyTorch's": lambda: Attention(partial(SDPA, dropout_p=0.3)),
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(12, 3, 16, batch_first=True),
-    "nn.MultiheadAttention": lambda: Weighed(0.3),
     "nn.MultiheadAttention, recomputed": lambda: Recomputed(Weighed(0.3)),
 }
 
@@ -136,20 +132,3 @@ def test_kappa_is_that_of_the_heads_that_dropout_left(name: str, causal: bool) -
     assert row["sigma_max"] == pytest.approx(found.sigma_max.mean().item(), rel=1e-5)
     norms = heads[0].unflatten(-1, (row["heads"], -1)).square().sum((1, 3)).sqrt().mean(0)
     assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_the_default_device_does_not_matter_to_a_sampled_step(name: str) -> None:
-    torch.manual_seed(0)
-    model, x = MODULES[name](), torch.randn(6, 12, 12)
-    plain = step(model, x)[:-1]
-    monitor = KappaMonitor(model, every=1)
-    with torch.device("meta"):
-        monitor.begin(0)
-        model.zero_grad()
-        torch.manual_seed(3)
-        model(x).square().sum().backward()
-        (row,) = monitor.end()
-    assert row["reason"] in (None, "not resolved")
-    for parameter, expected in zip(model.parameters(), plain[1:], strict=True):
-        assert torch.equal(parameter.grad, expected)

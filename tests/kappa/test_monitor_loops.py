@@ -7,28 +7,14 @@ import pickle
 import threading
 import warnings
 from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import _get_current_function_mode
 
 from leaner_kernels import KappaMonitor, attention
-from leaner_kernels.kappa import native
-from leaner_kernels.monitor import measurement, trace
-from leaner_kernels.monitor.measurement import (
-    CHANGED,
-    MEASURED,
-    NOT_RUN,
-    columns_of,
-    gather,
-    merge_ranks,
-    unmeasured,
-)
-from leaner_kernels.nn import Captured, ManyHeadAttention
-from leaner_kernels.ops import _hooks
+from leaner_kernels.monitor import measurement
+from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
 from tests.kappa.test_monitor_streams import DelayedStream
@@ -64,51 +50,6 @@ def test_a_copy_made_in_a_sampled_step_captures_nothing(duplicate: Callable) -> 
     assert (copied.first.capture_samples, copied.first.captured) == (0, None)
     copied(2 * batch())
     assert copied.first.captured is None
-    assert monitor.end() == expected
-
-
-def test_after_an_interrupt_nothing_is_recomputed() -> None:
-    interrupt = True
-
-    class Stops(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if interrupt:
-                raise KeyboardInterrupt
-            return x
-
-    model = seeded(lambda: nn.Sequential(Attention(SDPA), Attention(attention), Stops()))
-    monitor = KappaMonitor(model, every=1)
-    (expected, _) = one_step(KappaMonitor(model[:2], every=1), model[:2], batch())
-    monitor.begin(0)
-    with pytest.raises(KeyboardInterrupt):
-        model(batch())
-    q = torch.randn(1, 2, 5, 4)
-    with (
-        mock.patch.object(trace, "attention_statistics") as recomputed,
-        mock.patch.object(trace, "attention_beside_stats") as with_stats,
-    ):
-        SDPA(q, q, q)
-        attention(q, q, q)
-    assert not recomputed.called
-    assert not with_stats.called
-    assert _hooks.current is None
-    # The step may be tried again, or given up.
-    interrupt = False
-    model(batch())
-    assert monitor.end()[0] == expected
-    assert untouched(model)
-
-
-def test_an_interrupted_forward_is_noticed_by_the_next_one() -> None:
-    model = of_others()
-    expected = one_step(KappaMonitor(model, every=1), model, batch())
-    monitor = KappaMonitor(model, every=1)
-    monitor.begin(0)
-    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
-    with mock.patch.object(model[1], "call", interrupt), pytest.raises(KeyboardInterrupt):
-        model(batch())
-    model(batch())
-    assert _get_current_function_mode() is None
     assert monitor.end() == expected
 
 
@@ -153,14 +94,6 @@ def test_a_layer_that_a_step_skips_has_a_row_without_numbers(make: Callable[[], 
     assert one_step(monitor, model, batch(), step=0) == whole
 
 
-def test_no_layer_may_run_at_all_and_none_in_the_first_step() -> None:
-    model = ours()
-    monitor = KappaMonitor(model, every=1)
-    for step in range(2):
-        monitor.begin(step)
-        assert [row["reason"] for row in monitor.end()] == ["not run"] * 3
-
-
 def test_a_step_of_one_token_has_rows() -> None:
     for model in (ours(), of_others()):
         monitor = KappaMonitor(model, every=1)
@@ -179,35 +112,6 @@ def test_why_there_is_no_kappa() -> None:
     assert (row["kappa"], row["reason"]) == (None, "not resolved")
     (row, *_) = one_step(monitor, model, batch() * math.nan)
     assert (row["kappa"], row["reason"]) == (None, "not finite")
-
-
-def captured_of(model: nn.Module, layers: int) -> list[Captured]:
-    for module in model.blocks:
-        module.capture_samples = 3
-    model(batch())
-    return [module.captured for module in model.blocks[:layers]]
-
-
-def test_layers_measured_apart_have_the_numbers_of_layers_measured_together() -> None:
-    captured = captured_of(ours(), 3)
-    whole = measurement.measure(gather(captured), 4)
-    for layers in ([2, 0], [1]):
-        piece = measurement.measure(gather([captured[layer] for layer in layers]), 4)
-        torch.testing.assert_close(piece, whole[layers], rtol=1e-6, atol=0, equal_nan=True)
-
-
-def test_ranks_that_skipped_a_layer_leave_it_to_the_others() -> None:
-    both = measurement.measure(gather(captured_of(ours(), 2)), 4)
-    cpu = torch.device("cpu")
-    one = torch.cat([both[:1], unmeasured([NOT_RUN], 4, cpu)])
-    joined = merge_ranks(torch.stack([both, one]))
-    alone = merge_ranks(torch.stack([both, both]))
-    assert torch.equal(joined.nan_to_num(-1), alone.nan_to_num(-1))
-    blank = unmeasured([NOT_RUN, CHANGED], 4, cpu)
-    nothing = merge_ranks(torch.stack([blank, blank]))
-    assert nothing[:, -1].tolist() == [NOT_RUN, CHANGED]
-    assert alone[0, -1] == MEASURED
-    assert nothing[0, columns_of(nothing.shape[1])["worst_kappa"]].tolist() == [-math.inf] * 3
 
 
 # Several monitors, threads, other modules.
@@ -232,20 +136,6 @@ def test_two_monitors_of_one_model_have_the_rows_of_each(make: Callable[[], nn.M
     model(batch())
     assert first.end() == [row | {"step": 4} for row in alone]
     assert all(getattr(m, "captured", None) is None for m in model.modules())
-
-
-def test_a_model_may_hold_scripted_and_traced_modules() -> None:
-    x = batch()
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(12, 12), nn.GELU()))
-    traced = torch.jit.trace(nn.Sequential(nn.Linear(12, 12), nn.GELU()), x)
-    for model in (Model(), Attention(SDPA)):
-        whole = nn.Sequential(model, scripted, traced)
-        monitor = KappaMonitor(whole, every=1)
-        assert [row["kappa"] is None for row in one_step(monitor, whole, x)] in (
-            [False] * 2,
-            [False],
-        )
-        assert untouched(model)
 
 
 def test_attention_in_another_thread_is_no_ones() -> None:
@@ -319,70 +209,12 @@ def test_modules_that_look_like_attention_and_give_no_row_are_named_once() -> No
         one_step(KappaMonitor(whole, every=1), whole, batch())
 
 
-def test_a_layer_that_comes_later_is_named_in_a_warning() -> None:
-    model = Skips(*of_others())
-    model.skipped = {1}
-    monitor = KappaMonitor(model, every=1)
-    with warnings.catch_warnings():
-        # Its class is called attention, so that it is named at once and not again.
-        warnings.simplefilter("ignore")
-        one_step(monitor, model, batch())
-    model.skipped = set()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rows = one_step(monitor, model, batch(), step=1)
-    assert [row["layer"] for row in rows] == ["blocks.0"]
-
-
 def test_data_parallel_on_several_devices_is_refused() -> None:
     model = nn.DataParallel(Model())
     assert len(measured(model, batch())) == 2
     model.device_ids = [0, 1]
     with pytest.raises(ValueError, match=r"^nn\.DataParallel on several devices.*$"):
         KappaMonitor(model)
-
-
-def test_layers_on_several_gpus_are_measured_where_they_lie() -> None:
-    """Tensors without values, on GPUs that are not there."""
-    streams = []
-
-    def stream(device: torch.device, priority: int) -> mock.MagicMock:
-        streams.append(device)
-        return mock.MagicMock()
-
-    cuda = mock.MagicMock()
-    cuda.Event.return_value.query.return_value = False
-    solved = []
-
-    def report(a: Tensor, **options: object) -> object:
-        solved.append((a.device, tuple(a.shape)))
-        return of_heads(a, **options)
-
-    of_heads = measurement.condition_report
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            Stream=stream,
-            **{name: getattr(cuda, name) for name in ("Event", "stream", "current_stream")},
-        ),
-        mock.patch.object(Tensor, "record_stream"),
-        mock.patch.object(native, "takes", return_value=True),
-        mock.patch.object(measurement, "condition_report", report),
-        FakeTensorMode(),
-    ):
-        first, second = torch.device("cuda:0"), torch.device("cuda:1")
-        model = Skips(*(ManyHeadAttention(12, 4, 8, device=on) for on in (first, second, first)))
-        for block, on in zip(model.blocks, (first, second, first)):
-            block.register_forward_pre_hook(lambda _, args, on=on: (args[0].to(on),))
-            block.register_forward_hook(lambda *given: given[2].to(first))
-        monitor = KappaMonitor(model, every=1, samples=3)
-        monitor.begin(0)
-        model(torch.randn(6, 9, 12, device=first))
-        assert monitor.end() == []
-        (report_of_step,) = monitor._pending_rows
-        assert report_of_step.host_copy.host.device.type == "cpu"
-    assert solved == [(first, (2, 3, 9, 32)), (second, (1, 3, 9, 32))]
-    assert streams == [first, second]
 
 
 # What is kept.
@@ -403,20 +235,8 @@ def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
     assert monitor.flush() == []
 
 
-def test_rows_that_could_not_be_written_are_raised_once() -> None:
-    class Full:
-        def add_scalar(self, *_: object) -> None:
-            raise OSError("disk full")
-
-    model = Model()
-    monitor = KappaMonitor(model, every=1, writer=Full())
-    with pytest.raises(OSError, match="disk full"):
-        one_step(monitor, model, batch())
-    assert monitor.flush() == []
-
-
 @pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
-def test_a_thousand_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) -> None:
+def test_many_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) -> None:
     model, x = make(), batch()[:1, :3]
     monitor = KappaMonitor(model, every=1, samples=1)
 
@@ -426,25 +246,11 @@ def test_a_thousand_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) ->
 
     alive()  # what other tests left
     counts = []
-    for step in range(1_000):
+    for step in range(100):
         monitor.begin(step)
         model(x)
         monitor.end()
-        if step in (10, 500, 999):
+        if step in (10, 50, 99):
             counts.append(alive())
     assert len(set(counts)) == 1
     assert not monitor._pending_rows
-
-
-@pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
-def test_a_step_that_is_not_sampled_calls_nothing_in_the_model(
-    make: Callable[[], nn.Module],
-) -> None:
-    model = make()
-    monitor = KappaMonitor(model, every=2)
-    one_step(monitor, model, batch())
-    state = {name: dict(vars(module)) for name, module in model.named_modules()}
-    monitor.begin(1)
-    assert untouched(model)
-    assert {name: dict(vars(module)) for name, module in model.named_modules()} == state
-    assert monitor.end() == []

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,16 +42,6 @@ class DelayedStream(SideStream):
         return HostCopy(values, self.copies[-1])
 
 
-def test_the_pinned_copy_is_on_the_host_whatever_the_default_device_is() -> None:
-    """Only memory of the host can be pinned: without a GPU, nothing is."""
-    empty = mock.Mock(side_effect=InterruptedError)
-    values = mock.Mock(shape=(3,), dtype=torch.float32, device=torch.device("cuda"))
-    recorded = mock.patch("torch.empty", empty)
-    with pytest.raises(InterruptedError), torch.device("meta"), recorded:
-        SideStream.copy_to_host(mock.Mock(), values)
-    empty.assert_called_once_with((3,), dtype=torch.float32, device="cpu", pin_memory=True)
-
-
 def step(monitor: KappaMonitor, model: Model, number: int) -> list[int]:
     """Do one step and return the steps whose rows came back."""
     monitor.begin(number)
@@ -86,22 +75,6 @@ def test_rows_come_back_when_they_have_arrived_in_step_order(tmp_path: Path) -> 
     assert {at for name, at in scalars.written if name == "kappa/first"} == {0, 2, 6}
     run.finish()
     assert [values["kappa/step"] for values in run.rows] == [0, 2, 6]
-
-
-def test_late_rows_are_those_of_their_step() -> None:
-    model = Model()
-    monitor = KappaMonitor(model, every=1)
-    monitor._side_stream = DelayedStream()
-    for number in range(3):
-        monitor.begin(number)
-        model((number + 1) * batch()).sum().backward()
-        assert monitor.end() == []
-    late = monitor.flush()
-    monitor._side_stream = SideStream(torch.device("cpu"))
-    for number in range(3):
-        monitor.begin(number)
-        model((number + 1) * batch()).sum().backward()
-        assert monitor.end() == late[2 * number : 2 * number + 2]
 
 
 class Transfers(TorchDispatchMode):

@@ -11,9 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from leaner_kernels.monitor import page as page_of_runs
-from leaner_kernels.monitor import rows as page_rows
-from leaner_kernels.monitor.page import CHART_POINTS, LINE_POINTS, main, read_run, write_page
-from leaner_kernels.monitor.rows import parse_row
+from leaner_kernels.monitor.page import CHART_POINTS, LINE_POINTS, main, write_page
 
 pytest.importorskip("matplotlib", reason="a page needs matplotlib")
 
@@ -140,16 +138,6 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
     assert by_title["Throughput"].unit == "images a second"
 
 
-def test_of_many_layers_the_first_table_has_the_mean(tmp_path, charts):
-    rows = [kappa_row(step, f"b.{n}.attn", 4.0 + 5 * step) for step in (0, 1) for n in range(20)]
-    page = tmp_path / "page.html"
-    write_page([write(tmp_path / "run", "kappa", rows)], page)
-    first = page.read_text("utf-8").partition('<div class="charts">')[0]
-    assert "<th>κ, geometric mean of 20 layers</th><td>4 at step 0 → 9 at step 1</td>" in first
-    assert "<th>κ of Gaussian heads</th><td>1.5</td>" in first
-    assert "b.0" not in first
-
-
 def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(tmp_path, charts):
     first, second = (whole_run(tmp_path / name) for name in ("a", "b"))
     write(
@@ -191,27 +179,6 @@ def test_rows_of_one_step_are_merged(tmp_path, charts):
     assert named(accuracy)["accuracy"][1] == [40.0]
 
 
-def test_of_a_step_that_was_repeated_the_newest_values_count(tmp_path, charts):
-    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 1, "loss": 2.5}]
-    write_page([write(tmp_path / "run", "metrics", rows)], tmp_path / "page.html")
-    assert named(charts[0])["training"][1] == [2.5, 2.0]
-
-
-def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path, charts):
-    for parent in "ab":
-        (tmp_path / parent).mkdir()
-    runs = [write(tmp_path / parent / "run", "kappa", [kappa_row(0, "x")]) for parent in "ab"]
-    write_page(runs, tmp_path / "page.html")
-    assert {str(run) for run in runs} <= named(charts[0]).keys()
-
-
-def test_kappa_alone_is_enough(tmp_path, charts):
-    folder = write(tmp_path / "trainer", "kappa", [kappa_row(0, "x")])
-    write_page([folder], tmp_path / "page.html")
-    assert titles(tmp_path / "page.html")[0] == "κ of every layer"
-    assert "0, not finished" in (tmp_path / "page.html").read_text("utf-8")
-
-
 def test_a_long_run_is_thinned_evenly_to_its_last_step_and_says_so(tmp_path, charts):
     folder = tmp_path / "long"
     write(folder, "metrics", [{"step": step, "loss": 1.0} for step in range(20_000)])
@@ -226,30 +193,6 @@ def test_a_long_run_is_thinned_evenly_to_its_last_step_and_says_so(tmp_path, cha
     assert "Of lines of up to 20,000 points 500 each are drawn, evenly spaced." in text
     points = sum(len(line.points) for line in charts[1].lines)
     assert CHART_POINTS / 2 < points <= 30 * 100 + 2
-
-
-def test_of_a_long_run_few_rows_are_parsed_and_every_evaluation_is_shown(
-    tmp_path, charts, monkeypatch
-):
-    folder, parsed = tmp_path / "long", []
-    losses = [{"step": step, "loss": 1.0} for step in range(20_000)]
-    for step in range(999, 20_000, 1000):
-        losses[step]["held_out_loss"] = 2.0
-    write(folder, "metrics", losses)
-    rows = [kappa_row(step, f"l.{n}") for step in range(400) for n in range(100)]
-    write(folder, "kappa", rows)
-    monkeypatch.setattr(
-        page_rows, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k)
-    )
-    write_page([read_run(folder)], tmp_path / "page.html")
-    assert len(parsed) < 1.6 * (LINE_POINTS * 3 + CHART_POINTS), "no more than what is drawn"
-    assert named(charts[0])["held out"][0] == [*range(999, 20_000, 1000)]
-    layers = named(charts[1])
-    for n in range(100):
-        steps = layers[f"l.{n}"][0]
-        assert (steps[0], steps[-1], len(steps)) == (0, 399, 20), "whole steps are read"
-    text = (tmp_path / "page.html").read_text("utf-8")
-    assert "Of lines of up to 400 points 20 each are drawn, evenly spaced." in text
 
 
 def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, charts, capsys):

@@ -1,17 +1,12 @@
 """Kappa of given items between training steps, which no bit of the training notices."""
 
 import copy
-import json
-import math
-import re
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor, QKClip, head_report, measure
-from leaner_kernels.monitor import layer_means
-from leaner_kernels.monitor.table import table
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 
 
@@ -57,26 +52,6 @@ def test_no_bit_of_the_training_changes() -> None:
         assert torch.equal(tensor, same.state_dict()[name]), name
 
 
-def test_modules_return_to_the_mode_that_each_was_in() -> None:
-    model = Net()
-    modes = [module.training for module in model.modules()]
-    with pytest.raises(ValueError, match="x must be"):
-        measure(model, x[..., :3], forward=lambda model, items: model.attention(items))
-    measure(model, x)
-    assert [module.training for module in model.modules()] == modes
-    assert not model.frozen.training
-    assert model.drop.training
-
-
-def test_equal_items_have_equal_rows_whatever_was_drawn_before() -> None:
-    model = Net()
-    first = measure(model, x, step=3)
-    torch.randn(7)
-    assert measure(model, x, step=3) == first
-    assert [row["step"] for row in first] == [3]
-    assert first[0]["kappa"] > 1
-
-
 def test_the_rows_are_those_of_a_monitor_in_eval_mode() -> None:
     model = Net()
     rows = measure(model, x, samples=8)
@@ -85,81 +60,6 @@ def test_the_rows_are_those_of_a_monitor_in_eval_mode() -> None:
     with torch.no_grad():
         monitor.model(x)
     assert rows == monitor.end()
-
-
-def test_a_batch_is_an_argument_several_or_named_ones() -> None:
-    model = Net()
-    rows = measure(model, x)
-    assert measure(model, (x, 1.0)) == rows
-    assert measure(model, {"x": x, "shift": 1.0}) == rows
-    assert measure(model, [x], forward=lambda model, items: model(*items)) == rows
-
-
-def test_a_monitor_of_before_measures_again() -> None:
-    model = Net()
-    monitor = KappaMonitor(model, samples=2)
-    assert monitor.measure(x) == measure(model, x, samples=2)
-    assert monitor.measure(x, step=3) == measure(model, x, samples=2, step=3)
-    assert monitor.flush() == []
-
-
-def test_rows_of_a_probe_are_of_its_items_whatever_is_trained_on(tmp_path) -> None:
-    torch.manual_seed(1)
-    model = Net()
-    path = tmp_path / "rows.jsonl"
-    monitor = KappaMonitor(model, every=2, samples=2, path=path, probe=[x])
-    rows, expected = [], []
-    for step in range(3):
-        if step != 1:
-            expected += measure(model, x, samples=2, step=step)
-        with monitor.step(step) as new:
-            model(torch.randn_like(x)).sum().backward()
-        rows += new
-    assert rows + monitor.flush() == expected
-    assert [json.loads(line) for line in path.read_text().splitlines()] == rows
-
-
-def test_a_probe_changes_no_bit_of_the_training() -> None:
-    def train(probe: list[torch.Tensor] | None) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        monitor = None if probe is None else KappaMonitor(model, every=1, probe=probe)
-        for step in range(4):
-            if monitor is not None:
-                monitor.begin(step)
-            nn.functional.dropout(model(torch.randn_like(x)), 0.5).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if monitor is not None:
-                assert monitor.end()
-        return [*model.parameters(), torch.random.get_rng_state()]
-
-    assert all(map(torch.equal, train(None), train([x, 2 * x])))
-
-
-def test_of_several_batches_kappa_is_the_geometric_mean() -> None:
-    model = Net()
-    batches = [torch.randn_like(x) for _ in range(3)]
-    monitor = KappaMonitor(model, every=1, samples=2, probe=batches)
-    monitor.begin(0)
-    (row,) = monitor.end()
-    each = [measure(model, batch, samples=2)[0] for batch in batches]
-    product = math.prod(one["kappa"] for one in each)
-    assert row["kappa"] == pytest.approx(product ** (1 / 3))
-    assert row["max_logit"] == max(one["max_logit"] for one in each)
-    assert row["entropy"] == pytest.approx(sum(one["entropy"] for one in each) / 3)
-    unresolved = [torch.zeros_like(x), x]
-    monitor = KappaMonitor(model, every=1, probe=unresolved)
-    monitor.begin(0)
-    (row,) = monitor.end()
-    assert (row["kappa"], row["resolved"], row["reason"]) == (None, False, "not resolved")
-
-
-@pytest.mark.parametrize("probe", [x, {"x": x}, []])
-def test_a_probe_is_a_list_of_batches(probe) -> None:
-    with pytest.raises(ValueError, match="probe must"):
-        KappaMonitor(Net(), probe=probe)
 
 
 def test_a_step_that_raises_is_cancelled() -> None:
@@ -172,65 +72,6 @@ def test_a_step_that_raises_is_cancelled() -> None:
     with monitor.step(1) as rows:
         model(x)
     assert [row["step"] for row in rows] == [1]
-
-
-def test_means_over_layers_are_of_those_resolved() -> None:
-    rows = [
-        {"step": 1, "kappa": 2.0, "reason": None},
-        {"step": 1, "kappa": 8.0, "reason": None},
-        {"step": 1, "kappa": None, "reason": "not resolved"},
-        {"step": 1, "kappa": None, "reason": "not run"},
-        {"step": 2, "kappa": None, "reason": "not resolved"},
-    ]
-    first, second = layer_means(rows)
-    assert first["geometric_mean"] == pytest.approx(4.0)
-    assert first | {"geometric_mean": 4.0} == {
-        "step": 1,
-        "layers": 2,
-        "not_resolved": 1,
-        "arithmetic_mean": 5.0,
-        "geometric_mean": 4.0,
-    }
-    assert second == {
-        "step": 2,
-        "layers": 0,
-        "not_resolved": 1,
-        "arithmetic_mean": None,
-        "geometric_mean": None,
-    }
-
-
-class Writer:
-    def __init__(self) -> None:
-        self.scalars: dict[str, float] = {}
-        self.layouts: list[dict] = []
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        self.scalars[name] = value
-
-    def add_custom_scalars(self, layout: dict) -> None:
-        self.layouts.append(layout)
-
-
-def test_a_writer_gets_means_and_once_a_layout_that_overlays_the_layers() -> None:
-    model, writer = nn.Sequential(Net(), Net()), Writer()
-    monitor = KappaMonitor(model, every=1, writer=writer)
-    for step in range(2):
-        with monitor.step(step) as rows:
-            model(x)
-        (means,) = layer_means(rows)
-        assert writer.scalars["kappa/geometric_mean"] == means["geometric_mean"]
-    (layout,) = writer.layouts
-    for chart, (kind, (pattern,)) in layout["attention"].items():
-        assert kind == "Multiline"
-        assert any(re.fullmatch(pattern, name) for name in writer.scalars), chart
-
-
-def test_a_representation_shows_what_is_monitored() -> None:
-    monitor = KappaMonitor(nn.Sequential(Net(), Net()), every=7)
-    assert "every=7" in repr(monitor)
-    assert all(f"\n  {name}" in repr(monitor) for name in monitor.layers)
-    assert "first sampled step" in repr(KappaMonitor(nn.TransformerEncoderLayer(8, 2, 8)))
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 9]])
@@ -272,19 +113,6 @@ def test_landmarks_have_kappa_to_their_rank_and_are_named_at_the_start() -> None
     assert row["kappa_to_rank"] == pytest.approx(
         float((sigma[:, 0] / sigma[:, 6]).log().mean().exp()), rel=1e-3
     )
-
-
-def test_a_table_says_how_many_directions_blocks_without_a_kappa_have() -> None:
-    torch.manual_seed(0)
-    rows = measure(nn.Sequential(Net(), Net()), torch.ones_like(x))
-    assert {row["reason"] for row in rows} == {"not resolved"}
-    assert {row["rank"] for row in rows} == {1}
-    *_, last = table(rows).splitlines()
-    assert last == "their rank (singular values above 1e-6 of the largest): 1 to 1"
-    nothing = [row | {"rank": 0.0} for row in rows]
-    assert table(nothing).endswith("0 to 0")
-    old = [{k: v for k, v in row.items() if k != "rank"} for row in rows]
-    assert table(old).endswith("which no mean counts")
 
 
 def test_a_step_being_sampled_is_not_disturbed() -> None:

@@ -1,12 +1,8 @@
 """Theorem 3.2 against drawn heads: where it holds, by how much, and what it does at h * d = N."""
 
-import builtins
-import json
 import math
-import statistics
 
 import pytest
-import torch
 
 from leaner_kernels.kappa import theorem
 
@@ -52,39 +48,6 @@ def test_kappa_of_a_square_matrix_is_finite_and_grows_with_its_size():
         assert row.geometric_mean == pytest.approx(limit, rel=0.2)
 
 
-def test_the_median_of_a_square_matrix_solves_its_law():
-    x = theorem.SQUARE_MEDIAN
-    assert math.exp(-2 / x - 2 / x**2) == pytest.approx(0.5)
-
-
-def test_the_sweep_of_the_width_is_centred_on_the_edge(rows):
-    widths = [row.width for row in of(rows, "edge")]
-    assert widths == sorted(set(widths))
-    assert {127, 128, 129} <= set(widths)
-    assert widths[0] == 64
-    assert widths[-1] == 192
-    assert theorem.edge_widths(2) == [1, 2, 3]
-
-
-def test_a_draw_is_repeated_by_its_sizes():
-    drawn = theorem.draw_heads(5, 3, 2, seeds=4)
-    assert drawn.shape == (4, 5, 6)
-    assert drawn.equal(theorem.draw_heads(5, 3, 2, seeds=4))
-    assert not drawn[0].equal(drawn[1])
-    assert not drawn[..., :2].equal(drawn[..., 2:4])
-
-
-def test_a_draw_is_of_the_cpu_in_float32_whatever_the_defaults_are():
-    drawn = theorem.draw_heads(5, 3, 2, seeds=4)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            again = theorem.draw_heads(5, 3, 2, seeds=4)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert again.equal(drawn)
-
-
 SMALL = [
     "--tokens",
     "16",
@@ -120,53 +83,8 @@ def test_the_command_prints_a_table_and_draws(tmp_path, capsys):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_no_infinity(capsys):
-    theorem.main([*SMALL, "--json"])
-    rows = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert rows[1]["convention"] == "widen"
-    assert (rows[1]["width"], rows[1]["predicted"]) == (16, None)
-    assert rows[1]["median"] > 1
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--tokens", "1"], "tokens must be at least 2, got 1"),
-        (["--head-dim", "0"], "head_dim must be at least 1, got 0"),
-        (["--seeds", "0"], "seeds must be at least 1, got 0"),
-        (["--heads", "1,0"], "heads must be counts from 1 to the split width 768: 1,0"),
-        (["--heads", "one"], "argument --heads: invalid list of counts value: 'one'"),
-        (["--heads", "900"], "heads must be counts from 1 to the split width 768: 900"),
-        (["--device", "abacus"], "argument --device: torch cannot use 'abacus' here"),
-        (["--out", "nowhere/plot.png"], "argument --out: no such folder: nowhere"),
-        (["--speed"], "unrecognized arguments: --speed"),
-    ],
-)
-def test_a_flag_that_is_not_allowed_gives_one_line(flags, message, capsys):
+def test_a_count_that_is_not_allowed_is_named(capsys):
     with pytest.raises(SystemExit) as refused:
-        theorem.main(flags)
+        theorem.main(["--heads", "1,0"])
     assert refused.value.code == 2
-    printed = capsys.readouterr().err
-    assert printed == f"python -m leaner_kernels.kappa.theorem: error: {message}\n"
-
-
-def test_without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
-    load = builtins.__import__
-
-    def refuse(name, *rest, **named):
-        if name.startswith("matplotlib"):
-            raise ImportError(name)
-        return load(name, *rest, **named)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
-    with pytest.raises(SystemExit, match="needs matplotlib: pip install") as refused:
-        theorem.main([*SMALL, "--out", str(tmp_path / "plot.png")])
-    assert "\n" not in str(refused.value)
-
-
-def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two():
-    for seeds in (4, 5):
-        heads = theorem.draw_heads(16, 1, 8, seeds)
-        kappa = theorem.condition_number(heads).kappa.tolist()
-        row = theorem.measure_one("widen", 1, 8, 16, seeds)
-        assert row.median == pytest.approx(statistics.median(kappa), rel=1e-12)
+    assert "heads must be counts from 1 to the split width 768: 1,0" in capsys.readouterr().err

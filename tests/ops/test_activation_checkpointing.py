@@ -5,11 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -75,14 +71,6 @@ def test_the_operator_runs_once_and_gradients_are_equal(qkv, dropout_p):
         assert executed.count[torch.ops.aten.sin.default] == 2
 
 
-def test_pytorchs_fused_attention_runs_once_too(qkv):
-    run = partial(checkpoint, F.scaled_dot_product_attention, use_reentrant=False)
-    with Executed() as executed:
-        gradients(partial(run, context_fn=selective), *qkv)
-    fused = [op for op in MUST_SAVE if op.namespace == "aten"]
-    assert [executed.count[op] for op in fused if executed.count[op]] == [1]
-
-
 class Block(nn.Module):
     def __init__(self, contexts):
         super().__init__()
@@ -112,42 +100,3 @@ def test_kappa_is_that_without_checkpointing_and_its_heads_are_captured_once():
         assert executed.count[ours.attention_with_stats.default] == 2
         rows.append(monitor.end())
     assert rows[0] == rows[1]
-
-
-def nodes(run, *inputs: Tensor) -> list[int]:
-    """How often the forward and the backward of a compiled function attend and take a sine."""
-    found = []
-
-    def keep(graph, _):
-        count = Counter(node.target for node in graph.graph.nodes)
-        found.append([count[ours.attention.default], count[torch.ops.aten.sin.default]])
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, examples):
-        return aot_module_simplified(
-            graph,
-            examples,
-            fw_compiler=keep,
-            bw_compiler=keep,
-            partition_fn=min_cut_rematerialization_partition,
-        )
-
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
-    expected, actual = gradients(run, *inputs), gradients(compiled, *inputs)
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other)
-    return found
-
-
-def test_compiled_code_recomputes_attention_only_when_it_is_told_to(qkv):
-    plain = partial(attend, dropout_p=0.0)
-
-    def selected(*t: Tensor) -> Tensor:
-        return checkpoint(plain, *t, use_reentrant=False, context_fn=selective)
-
-    def full(*t: Tensor) -> Tensor:
-        return checkpoint(plain, *t, use_reentrant=False)
-
-    assert [count for count, _ in nodes(plain, *qkv)] == [1, 0]
-    assert nodes(selected, *qkv) == [[1, 1], [0, 1]]
-    assert [count for count, _ in nodes(full, *qkv)] == [1, 1]

@@ -115,19 +115,6 @@ def test_what_lies_past_a_length_changes_nothing(
             assert torch.equal(actual, expected)
 
 
-@pytest.mark.filterwarnings("ignore:head dimension 136")
-@pytest.mark.parametrize("key_heads", [1, 4])
-def test_nan_past_a_length_changes_nothing_in_wide_and_shared_heads(key_heads: int) -> None:
-    torch.manual_seed(0)
-    for dim in (16, 136):
-        q, (k, v) = torch.randn(2, 4, 5, dim), torch.randn(2, 2, key_heads, 7, dim)
-        options: dict[str, Any] = {"key_lengths": [7, 3], "enable_gqa": True}
-        clean = attention(q, k, v, **options)
-        for t in (k, v):
-            t[1, :, 3:] = float("nan")
-        assert torch.equal(attention(q, k, v, **options), clean)
-
-
 @pytest.mark.parametrize("function", ["fused", "compiled", "statistics"])
 @pytest.mark.parametrize("least", [-2e3, -1e4, -1e9, -1e30])
 def test_a_row_of_large_negative_numbers_has_the_gradients_of_equal_scores(
@@ -220,19 +207,6 @@ def test_a_mask_is_refused_in_every_dtype_in_which_pytorch_refuses_it(dtype: tor
             with pytest.raises(ValueError, match=f"got {other} on cpu") as caught:
                 attention(q, q, q, mask)
             assert "\n" not in str(caught.value)
-
-
-def test_vmap_and_autocast_take_a_float32_mask() -> None:
-    torch.manual_seed(0)
-    q, mask = torch.randn(3, 2, 2, 7, 8).bfloat16(), 30 + torch.randn(3, 7, 7)
-    mapped = torch.vmap(attention)(q, q, q, mask)
-    for one, each, of in zip(mapped, q, mask):
-        torch.testing.assert_close(one, attention(each, each, each, of), atol=1e-2, rtol=1e-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        arguments = q[0].float(), q[0].float(), q[0].float(), mask[0]
-        torch.testing.assert_close(
-            attention(*arguments), F.scaled_dot_product_attention(*arguments)
-        )
 
 
 def test_only_masks_that_need_all_scores_take_them() -> None:

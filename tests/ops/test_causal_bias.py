@@ -3,22 +3,17 @@
 Wherever a mask is taken, and under every name that attention is called by.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch import distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import leaner_kernels as lk
 from leaner_kernels.adapters import pytorch
-from leaner_kernels.nn import ManyHeadAttention
-from leaner_kernels.ops.attention import sdpa as sdpa_module
 
 SDPA = F.scaled_dot_product_attention
 SIZES = (5, 5), (5, 9), (9, 5)
@@ -45,13 +40,6 @@ def draw(rows: int, cols: int, *before: int) -> list[Tensor]:
     return [torch.randn(*(before or (2, 3)), *shape) for shape in shapes]
 
 
-@pytest.fixture
-def one_rank() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
 def statistics(*args: Any) -> Tensor:
     return lk.attention_with_stats(*args).out
 
@@ -63,12 +51,7 @@ def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
 CALLS: dict[str, Callable[..., Tensor]] = {
     "attention": lk.attention,
     "statistics": statistics,
-    "under vjp": lambda q, *rest: torch.func.vjp(lambda q: lk.attention(q, *rest), q)[0],
     "under vmap": lambda *args: torch.vmap(lk.attention, (0, 0, 0, None))(*args),
-    "statistics under vmap": lambda *qkv_mask: torch.vmap(
-        lambda q, k, v, mask: statistics(q[None], k[None], v[None], mask)[0], (0, 0, 0, None)
-    )(*qkv_mask),
-    "compiled": lambda *args: compiled(lk.attention)(*args),
     "statistics compiled": lambda *args: compiled(statistics)(*args),
 }
 
@@ -88,61 +71,6 @@ def test_a_causal_bias_hides_what_it_says(name: str, variant: str, size: tuple[i
     assert type(actual) is Tensor
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 2, 3)], ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_of_fewer_axes_and_of_more(variant: str, shape: tuple[int, ...]) -> None:
-    q, k, v = draw(5, 9, *shape) if shape else (t[0, 0] for t in draw(5, 9))
-    actual = lk.attention(q, k, v, bias(variant, 5, 9))
-    torch.testing.assert_close(actual, lk.attention(q, k, v, seen(variant, 5, 9)))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradients_lengths_and_autocast_go_with_it(variant: str) -> None:
-    lengths = torch.tensor([7, 9], dtype=torch.int32)
-    found = []
-    for mask in (bias(variant, 5, 9), seen(variant, 5, 9)):
-        leaves = [t.requires_grad_() for t in draw(5, 9)]
-        with torch.autocast("cpu", torch.bfloat16):
-            out = lk.attention(*leaves, mask, key_lengths=lengths)
-        assert out.dtype == torch.bfloat16
-        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
-    torch.testing.assert_close(*found)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_in_the_place_of_pytorchs_function(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = draw(5, 9)
-    expected = SDPA(q, k, v, seen(variant, 5, 9))
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lk.attention)
-    actual = F.scaled_dot_product_attention(q, k, v, attn_mask=bias(variant, 5, 9))
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("call", [("upper left", 5, 9), ("lower right", 7, 7)], ids=str)
-def test_what_is_causal_alone_reads_no_mask(
-    call: tuple[str, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variant, rows, cols = call
-    given: list[tuple[Any, Any]] = []
-
-    def sdpa(
-        q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool, **_: Any
-    ) -> Tensor:
-        given.append((mask, is_causal))
-        return q
-
-    monkeypatch.setattr(sdpa_module, "_sdpa", sdpa)
-    lk.attention(*draw(rows, cols), bias(variant, rows, cols))
-    assert given == [(None, True)]
-
-
-def test_an_upper_left_one_may_be_of_another_size() -> None:
-    """As in PyTorch: where it starts, all sizes agree."""
-    q, k, v = draw(5, 9)
-    actual = lk.attention(q, k, v, bias("upper left", 32, 32))
-    torch.testing.assert_close(actual, lk.attention(q, k, v, is_causal=True))
-
-
 def test_what_it_cannot_mean_is_refused() -> None:
     q, k, v = draw(5, 9)
     for call in (lk.attention, lk.attention_with_stats):
@@ -158,57 +86,6 @@ def test_what_it_cannot_mean_is_refused() -> None:
         lk.attention(None, k, v, bias("lower right", 5, 9))  # pyright: ignore
     with pytest.raises(ValueError, match="query must be"):
         lk.attention(q.flatten(), k, v, bias("lower right", 5, 9))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_sharded_call_takes_it(variant: str, one_rank: DeviceMesh) -> None:
-    q, k, v = draw(5, 9)
-    parts = [DTensor.from_local(t, one_rank, [Shard(1)]) for t in (q, k, v)]
-    for call in (lk.attention, statistics):
-        out = call(*parts, bias(variant, 5, 9))
-        assert isinstance(out, DTensor)
-        expected = lk.attention(q, k, v, seen(variant, 5, 9))
-        torch.testing.assert_close(out.full_tensor(), expected)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("capture_samples", [0, 2])
-def test_our_module_takes_it(variant: str, capture_samples: int) -> None:
-    torch.manual_seed(0)
-    layer = ManyHeadAttention(12, 3)
-    layer.capture_samples = capture_samples
-    x = torch.randn(2, 7, 12)
-    actual = layer(x, attn_mask=bias(variant, 7, 7))
-    torch.testing.assert_close(actual, layer(x, is_causal=True))
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_heads_captured_with_dropout_are_those_of_the_step(variant: str) -> None:
-    torch.manual_seed(0)
-    layer = ManyHeadAttention(12, 3, attn_drop=0.3)
-    layer.capture_samples = 2
-    layer(torch.randn(2, 7, 12), attn_mask=bias(variant, 7, 7))
-    assert layer.captured is not None
-    torch.testing.assert_close(layer.proj(layer.captured.heads), layer.captured.output)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("need_weights", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("appended", [False, True])
-def test_pytorchs_module_takes_it(
-    variant: str, need_weights: bool, padded: bool, appended: bool
-) -> None:
-    """There True is hidden, and of what is appended nothing is."""
-    torch.manual_seed(0)
-    layer = pytorch.MultiheadAttention(12, 3, add_zero_attn=appended, batch_first=True).eval()
-    q, k = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
-    options: dict[str, Any] = {"need_weights": need_weights}
-    if padded:
-        options["key_padding_mask"] = torch.arange(9) >= torch.tensor([[8], [9]])
-    expected = layer(q, k, k, attn_mask=~seen(variant, 5, 9), **options)
-    actual = layer(q, k, k, attn_mask=bias(variant, 5, 9), **options)
-    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -242,18 +119,6 @@ def test_pytorchs_module_hands_it_on_as_causal_without_a_mask(
     torch.testing.assert_close(actual, expected)
 
 
-def test_pytorchs_layers_take_it() -> None:
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(12, 3, 24, batch_first=True).eval()
-    pytorch.use(layer)
-    x, memory = torch.randn(2, 5, 12), torch.randn(2, 9, 12)
-    masks = [
-        {"tgt_mask": of("upper left", 5, 5), "memory_mask": of("lower right", 5, 9)}
-        for of in (bias, lambda *args: ~seen(*args))
-    ]
-    torch.testing.assert_close(*(layer(x, memory, **each) for each in masks))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_layer_of_timm_takes_it(dtype: torch.dtype) -> None:
     timm_layers = pytest.importorskip("timm.layers")
@@ -264,18 +129,6 @@ def test_a_layer_of_timm_takes_it(dtype: torch.dtype) -> None:
     expected = layer(x, attn_mask=seen("upper left", 7, 7))
     adapter.use(layer)
     torch.testing.assert_close(layer(x, attn_mask=bias("upper left", 7, 7)), expected)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_attention_of_transformers_takes_it(variant: str) -> None:
-    adapter = pytest.importorskip("leaner_kernels.adapters.transformers")
-    q, k, v = draw(5, 9)
-    for others in ({}, {"position_bias": torch.randn(1, 3, 5, 9)}, {"s_aux": torch.randn(3)}):
-        actual, expected = (
-            adapter.attention_forward(nn.Module(), q, k, v, mask, **others)[0]
-            for mask in (bias(variant, 5, 9), seen(variant, 5, 9))
-        )
-        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.export import Dim, export
 
 import leaner_kernels as lk
-from tests.compile_cases import CALLS, SIZES, Layer, tokens_of
+from tests.compile_cases import CALLS, DIM, HEADS, SIZES, Layer, tokens_of
 
 
 # Of varlen sequences tests/ops/test_attention_varlen.py shows it.
@@ -37,6 +37,17 @@ def test_an_exported_layer_runs_at_another_size(name: str) -> None:
     torch.testing.assert_close(program.module()(x), layer(x))
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_narrows_what_a_public_function_takes(name: str) -> None:
+    call, (batch, blocks) = CALLS[name], SIZES[0]
+    cols = (4,) if name in ("window", "outlook") else ()
+    x = torch.randn(batch, 8 * blocks, *cols, 3, HEADS, DIM)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(x)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, call(x.bfloat16()))
+
+
 def test_autocast_inside_a_compiled_function() -> None:
     torch.compiler.reset()
     layer = Layer(CALLS["attention_with_stats"])
@@ -54,24 +65,6 @@ def test_autocast_inside_a_compiled_function() -> None:
             *(torch.autograd.grad(t.sum(), layer.parameters()) for t in (actual, expected))
         )
     )
-
-
-def test_autocast_narrows_an_operator_that_is_traced() -> None:
-    """Not by the public function, which casts before it calls."""
-    torch.compiler.reset()
-    q = torch.randn(2, 3, 4, 5, requires_grad=True)
-
-    def run(q: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return torch.ops.leaner_kernels.attention(
-                q, q, q, None, None, None, 0.0, False, 0.4, 0.0, -1, -1
-            )[0]
-
-    expected, actual = run(q), torch.compile(run, fullgraph=True, backend="aot_eager")(q)
-    assert actual.dtype == torch.bfloat16
-    assert torch.equal(actual, expected)
-    grads = [torch.autograd.grad(t.sum(), q)[0] for t in (actual, expected)]
-    assert torch.equal(*grads)
 
 
 def test_gradients_of_each_example_compile() -> None:

@@ -1,7 +1,6 @@
 """`explain` says what a call runs, on the GPU at hand or on one that is not."""
 
 import json
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from bench.attention.cases import CASES, AttentionCase
 from leaner_kernels import explain
-from leaner_kernels.ops import _tiles
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -45,11 +43,6 @@ def test_vit_b_runs_kernels_on_every_gpu(gpu: int, forward: str, backward: str) 
     assert str(found).startswith(f"forward {forward}(")
     assert f"compute capability {gpu // 10}.{gpu % 10}" in str(found)
     assert "\n" not in str(found)
-
-
-def test_a_projection_and_the_three_of_it_run_one_kernel() -> None:
-    q, qkv = meta(128, 16, 197, 64), meta(128, 197, 3, 16, 64)
-    assert explain(qkv, capability=90) == explain(q, q, q, capability=90)
 
 
 def test_what_goes_to_pytorch_names_the_measurement() -> None:
@@ -88,14 +81,6 @@ def test_float32_odd_heads_and_determinism_stay_here() -> None:
     assert "deterministic" in explain(q, q, q, capability=90).forward.reason
 
 
-def test_nothing_is_drawn_and_nothing_recorded() -> None:
-    q = torch.empty(2, 3, 5, 16)
-    before = torch.get_rng_state()
-    explain(q, q, q, dropout_p=0.5)
-    explain(meta(2, 3, 5, 16), *[meta(2, 3, 5, 16)] * 2, dropout_p=0.5, capability=90)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_ranks_and_autocast_are_those_of_attention() -> None:
     for shape in ((7, 16), (3, 7, 16), (2, 2, 3, 7, 16)):
         q = torch.empty(*shape)
@@ -129,35 +114,6 @@ def test_what_the_call_would_refuse_is_refused(call: Callable[[], Any], message:
     assert "\n" not in str(refused.value)
 
 
-def test_threads_do_not_see_each_others_gpu() -> None:
-    q, seen = meta(128, 16, 197, 64), []
-
-    def ask(gpu: int) -> None:
-        routes = (explain(q, q, q, capability=gpu).forward for _ in range(50))
-        seen.extend((gpu, route.implementation) for route in routes)
-
-    threads = [threading.Thread(target=ask, args=(gpu,)) for gpu in (80, 90)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {*seen} == {(80, "ampere_forward"), (90, "hopper_forward")}
-
-
-def test_varlen_counts_the_mean_length() -> None:
-    for tokens, expected in ((152, "online_forward"), (256, "varlen_attn")):
-        q, starts = meta(64 * tokens, 16, 64), tokens * torch.arange(65, device="meta")
-        found = explain(q, q, q, cu_seqlens=starts, max_seqlen=256, capability=90, backward=True)
-        assert found.forward.implementation == expected
-
-
-def test_autograd_decides_about_the_backward() -> None:
-    q = torch.empty(2, 3, 5, 16, requires_grad=True)
-    assert explain(q, q, q).backward is not None
-    with torch.no_grad():
-        assert explain(q, q, q).backward is None
-
-
 def test_without_a_gpu_it_is_pytorchs() -> None:
     q = torch.empty(2, 3, 5, 16)
     assert explain(q, q, q).forward.implementation == "sdpa"
@@ -165,13 +121,6 @@ def test_without_a_gpu_it_is_pytorchs() -> None:
     assert "cpu" in str(explain(q, q, q))
     wide = torch.empty(2, 3, 5, 160)
     assert "160 is above 128" in str(explain(wide, wide, wide))
-
-
-def test_the_assumed_gpu_is_forgotten_after_an_error() -> None:
-    q = meta(2, 3, 5, 16)
-    with pytest.raises(ValueError, match="key must be"):
-        explain(q, q[0], q, capability=80)
-    assert _tiles.assumed() is None
 
 
 # --- Never slower than the default ----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,6 @@ from tests.error_budget import assert_within_budget
 from tests.nystrom_cases import (
     CASES,
     LARGE_CASES,
-    STATISTICS,
     NystromTestCase,
     make_inputs,
     peers_of,
@@ -48,8 +48,11 @@ def call(measured: bool, *given, **options) -> Tensor:
     return nystrom_attention(*given, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*product(CASES, DTYPES), *product(LARGE_CASES, [torch.float32])],
+    ids=lambda value: value.name if isinstance(value, NystromTestCase) else str(value),
+)
 def test_operator_stays_within_the_error_budget(case: NystromTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
@@ -68,38 +71,6 @@ def test_operator_stays_within_the_error_budget(case: NystromTestCase, dtype: to
     assert out.dtype == dtype
     assert out.transpose(1, 2).is_contiguous()
     assert_within_budget(out.transpose(1, 2), peers["out"], exact["out"])
-
-
-@pytest.mark.parametrize("init", INITS)
-def test_statistics_come_with_the_same_output(init: str) -> None:
-    given = tensors(2, 3, 12, 5)
-    stats = nystrom_attention_with_stats(*given, 4, key_lengths=LENGTHS, init=init)
-    expected = nystrom_attention(*given, 4, key_lengths=LENGTHS, init=init)
-    torch.testing.assert_close(stats.out, expected)
-    assert stats.out.stride() == expected.stride()
-    assert stats.heads is None
-    assert stats.lse.shape == (2, 3, 12)
-    for name in (*STATISTICS, "lse"):
-        value = getattr(stats, name)
-        assert value.dtype == torch.float32
-        assert not value.requires_grad
-
-
-@pytest.mark.parametrize("measured", [False, True])
-@pytest.mark.parametrize("lengths", [None, LENGTHS // 2], ids=["whole", "padded"])
-@pytest.mark.parametrize("init", INITS)
-def test_gradcheck(init: str, lengths: Tensor | None, measured: bool) -> None:
-    given = tensors(2, 1, 6, 2, requires_grad=True)
-
-    def function(*qkv: Tensor) -> Tensor:
-        return call(measured, *qkv, 3, key_lengths=lengths, init=init, iterations=2)
-
-    assert torch.autograd.gradcheck(function, given)
-
-
-def test_gradgradcheck_without_statistics() -> None:
-    given = tensors(1, 1, 4, 2, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda *qkv: nystrom_attention(*qkv, 2), given)
 
 
 def test_enough_iterations_give_the_pseudo_inverse() -> None:
@@ -151,17 +122,6 @@ def test_padded_tokens_change_nothing_but_their_number() -> None:
     # Every padded query is zero: its row of the first softmax is uniform.
     stats = nystrom_attention_with_stats(*given, 4, **options)
     torch.testing.assert_close(stats.lse[0, :, 7:], torch.full((2, 5), math.log(4)))
-
-
-def test_only_sampled_entries_are_captured() -> None:
-    given = tensors(3, 2, 12, 5)
-    sample = torch.tensor([2, -1], dtype=torch.int32)
-    stats = nystrom_attention_with_stats(*given, 4, sample=sample)
-    assert stats.heads is not None
-    assert stats.heads.shape == (2, 12, 10)
-    captured = stats.out[2].transpose(0, 1).flatten(1).float()
-    torch.testing.assert_close(stats.heads[0], captured)
-    assert stats.heads[1].isnan().all()
 
 
 def published(module: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -235,45 +195,6 @@ def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, .
 test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
 
 
-def test_meta_tensors_have_the_right_shape() -> None:
-    given = [t.to("meta") for t in tensors(2, 3, 12, 8)]
-    lengths = LENGTHS.to("meta")
-    out = nystrom_attention(*given, 4, key_lengths=lengths)
-    assert out.shape == (2, 3, 12, 8)
-    assert out.transpose(1, 2).is_contiguous()
-    stats = nystrom_attention_with_stats(*given, 4, key_lengths=lengths)
-    assert stats.out.shape == (2, 3, 12, 8)
-    assert stats.lse.shape == (2, 3, 12)
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_compiles_without_a_graph_break(measured: bool) -> None:
-    given = tensors(2, 3, 12, 8, dtype=torch.float32, requires_grad=True)
-    sample = torch.tensor([1], dtype=torch.int32)
-
-    def run(lengths: Tensor, *qkv: Tensor) -> Tensor:
-        if not measured:
-            return nystrom_attention(*qkv, 4, key_lengths=lengths)
-        stats = nystrom_attention_with_stats(*qkv, 4, key_lengths=lengths, sample=sample)
-        return stats.out + stats.heads.mean() + stats.entropy[..., None, None]
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    expected, actual = run(LENGTHS, *given), compiled(LENGTHS, *given)
-    torch.testing.assert_close(actual, expected)
-    grads = [torch.autograd.grad(t.square().sum(), given) for t in (expected, actual)]
-    torch.testing.assert_close(grads[1], grads[0])
-
-
-def test_autocast_narrows_the_projection_and_computes_in_float32() -> None:
-    given = tensors(2, 3, 12, 8, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        outs = [call(measured, *given, 4) for measured in (False, True)]
-    expected = nystrom_attention(*(t.bfloat16() for t in given), 4)
-    for out in outs:
-        assert out.dtype == torch.bfloat16
-        torch.testing.assert_close(out, expected)
-
-
 def test_the_written_out_derivative_of_the_inverse_shares_a_tie() -> None:
     """As PyTorch's maximum does: every column of a uniform matrix has the largest sum."""
     for whole_batch in (False, True):
@@ -288,7 +209,6 @@ def test_the_written_out_derivative_of_the_inverse_shares_a_tie() -> None:
 
 X = torch.randn(2, 3, 12, 8)
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "no tensor": (lambda: nystrom_attention([1.0], X, X, 4), "query must be a tensor, got list"),
     "three axes": (
         lambda: nystrom_attention(X, X[0], X, 4),
         r"key must be \(B, H, N, D\), got \(3, 12, 8\)",
@@ -300,15 +220,6 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "other dtype": (
         lambda: nystrom_attention(X, X.double(), X, 4),
         r"key must be .* torch.float32 on cpu as query is, got \(2, 3, 12, 8\) torch.float64",
-    ),
-    "integers": (lambda: nystrom_attention(X.int(), X.int(), X.int(), 4), "must be one of"),
-    "head_dim 129": (
-        lambda: nystrom_attention(*[torch.randn(1, 1, 4, 129)] * 3, 2),
-        "up to 128, got 129",
-    ),
-    "last axis strided": (
-        lambda: nystrom_attention(X, X, X.mT.contiguous().mT, 4),
-        "value must be contiguous along its last axis, got strides",
     ),
     "rows too far apart": (
         lambda: nystrom_attention(*[torch.empty(1, 1, 2, 1 << 24, device="meta")[..., :1]] * 3, 1),
@@ -334,21 +245,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: nystrom_attention(X, X, X, 4, init="exact"),
         "init must be one of matrix, batch, got 'exact'",
     ),
-    "scale of nan": (
-        lambda: nystrom_attention(X, X, X, 4, scale=float("nan")),
-        "scale must be a finite number, got nan",
-    ),
-    "lengths of float32": (
-        lambda: nystrom_attention(X, X, X, 4, key_lengths=torch.ones(2)),
-        r"key_lengths must be \(2,\) integers on cpu, got \(2,\) torch.float32 on cpu",
-    ),
     "a length of zero": (
         lambda: nystrom_attention(X, X, X, 4, key_lengths=LENGTHS - 7),
         r"key_lengths must be in \[1, 12\], got 0",
-    ),
-    "a length past the tokens": (
-        lambda: nystrom_attention(X, X, X, 4, key_lengths=LENGTHS + 1),
-        r"key_lengths must be in \[1, 12\], got 13",
     ),
     "sample past the batch": (
         lambda: nystrom_attention_with_stats(

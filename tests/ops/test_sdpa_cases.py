@@ -1,11 +1,8 @@
 """PyTorch's own cases of scaled_dot_product_attention: ours agrees, or is refused with a reason."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from leaner_kernels import attention
 from tests.ops.sdpa_cases import (
@@ -42,6 +39,7 @@ def test_a_refusal_is_one_line_and_pytorchs_is_known(refusal: Refusal) -> None:
     with pytest.raises(ValueError, match=refusal.message) as caught:
         attention(**arguments)
     assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)  # as PyTorch's errors are
     if refusal.pytorch == "takes":
         F.scaled_dot_product_attention(**arguments)
     elif refusal.pytorch == "refuses":
@@ -49,30 +47,15 @@ def test_a_refusal_is_one_line_and_pytorchs_is_known(refusal: Refusal) -> None:
             F.scaled_dot_product_attention(**arguments)
 
 
-@pytest.mark.parametrize("function", [attention, with_statistics])
-def test_dropout_keeps_its_share_and_the_mean(function: Callable[..., Tensor]) -> None:
+def test_dropout_keeps_its_share_and_the_mean() -> None:
     """Of equal scores and values of one, an output is the share kept, scaled up."""
     torch.manual_seed(0)
     drop, keys = 0.22, 64
     query = torch.zeros(8, 4, 32, 8)
     key, value = torch.randn(8, 4, keys, 8), torch.ones(8, 4, keys, 8)
-    out = function(query, key, value, None, drop, False, None, False)[..., 0]
+    out = with_statistics(query, key, value, None, drop, False, None, False)[..., 0]
     variance = drop / (1 - drop) / keys
     assert abs(out.mean() - 1) < 5 * (variance / out.numel()) ** 0.5
     assert out.var().item() == pytest.approx(variance, rel=0.2)
     kept = out * keys * (1 - drop)
     torch.testing.assert_close(kept, kept.round())
-
-
-@pytest.mark.parametrize("function", [attention, with_statistics])
-@pytest.mark.parametrize("wanted", ["dq", "dk", "dv", "dmask"])
-def test_one_gradient_alone_is_the_same(wanted: str, function: Callable[..., Tensor]) -> None:
-    case = next(case for case in CASES if case.name == "additive mask (2, 1, 7, 11)")
-    expected = run(function, case, make_inputs(case, torch.float32))[wanted]
-    query, key, value, mask, grad = make_inputs(case, torch.float32)
-    leaf = {"dq": query, "dk": key, "dv": value, "dmask": mask}[wanted]
-    assert leaf is not None
-    leaf.requires_grad_()
-    out = function(query, key, value, mask, 0.0, False, scale=None, enable_gqa=False)
-    (actual,) = torch.autograd.grad(out, leaf, grad)
-    torch.testing.assert_close(actual, expected)

@@ -1,11 +1,10 @@
-"""On two ranks: DTensors split by heads and by batch, tensor parallelism, FSDP2 and DDP.
+"""On two ranks: DTensors split by heads and by batch, PyTorch's tensor parallelism, FSDP2 and DDP.
 
 Two processes compute everything once; each test reads what they found.
 """
 
 import copy
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -30,15 +24,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from leaner_kernels import KappaMonitor, attention, attention_with_stats
-from leaner_kernels.nn import ManyHeadAttention, WindowAttention
-from leaner_kernels.ops import sharding
+from leaner_kernels import attention, attention_with_stats
 from leaner_kernels.ops.transforms import DECLARATIONS
-from leaner_kernels.tensor_parallel import SplitHeads
 from tests import two_ranks
 
 ours = torch.ops.leaner_kernels
 Call = Callable[..., tuple[Tensor, ...]]
+ATTENTION_CASES = (
+    *("grouped", "groups that two ranks cannot share", "lengths", "sample"),
+    *("mask without gradient", "mask of each head", "mask of all heads", "mask of all"),
+)
 
 
 def _differentiable(name: str) -> list[str]:
@@ -190,18 +185,6 @@ class Separate(nn.Module):
         return x + self.o(a.transpose(1, 2).flatten(2))
 
 
-class Packed(nn.Module):
-    """The same with this library's module."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(12)
-        self.attn = ManyHeadAttention(12, num_heads=4, head_dim=8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attn(self.norm(x), skip=x)
-
-
 def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Of the weights and of x, whole."""
     x = x.clone().requires_grad_()
@@ -227,61 +210,7 @@ def split_over_ranks(mesh: DeviceMesh) -> dict[str, Any]:
     plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()}
     parallelize_module(model, mesh, plan | {"o": RowwiseParallel()})
     found["separate"] = differing(gradients(model, x), expected)
-
-    model, rows = Packed(), []
-    whole = copy.deepcopy(model)
-    expected, state = gradients(whole, x), whole.state_dict()
-    options = StateDictOptions(full_state_dict=True)
-    refusal = refused(lambda: parallelize_module(model, mesh, {"attn": SplitHeads()}))
-    if refusal:
-        return found | {"packed": refusal}
-    found["packed"] = differing(gradients(model, x), expected)
-    found["packed spoken"] = []
-    with CommDebugMode() as spoken:
-        out = model(x.requires_grad_())
-        found["packed spoken"].append(spoken.get_total_counts())
-        out.sum().backward()
-        found["packed spoken"].append(spoken.get_total_counts())
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    set_model_state_dict(model, dict(state), options=options)  # which it changes
-    saved = get_model_state_dict(model, options=options)
-    found["packed state"] = [n for n, t in state.items() if not torch.equal(t, saved[n])]
-    lengths = torch.tensor([7, 2, 5, 1], dtype=torch.int32)
-    others = {"key_lengths": lengths}, {"attn_mask": torch.randn(4, 1, 7, 7)}, {"is_causal": True}
-    found["packed arguments"] = [
-        list(more)
-        for more in others
-        if not torch.allclose(model.attn(x, **more), whole.attn(x, **more), atol=1e-6)
-    ]
-    for each in (whole, model):
-        each.attn.track_logits = True
-        monitor = KappaMonitor(each, every=1, samples=3)
-        monitor.begin(0)
-        each(x)
-        rows.append(monitor.end()[0])
-    found["packed kappa"] = [row["kappa"] for row in rows]
-    found["packed entropy"] = [row["entropy"] for row in rows]
-    peaks = [each.attn.peak_logit for each in (whole, model)]
-    found["packed peaks"] = torch.allclose(*peaks)
-    found["refused"] = [
-        refused(lambda m=m: parallelize_module(m, mesh, SplitHeads()))
-        for m in (
-            ManyHeadAttention(12, 3),
-            ManyHeadAttention(12, 4, attn_drop=0.1),
-            WindowAttention(12, 4, 8, window_size=2),
-        )
-    ]
     return found
-
-
-def refused(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def data_parallel(mesh: DeviceMesh, rank: int) -> dict[str, Any]:
@@ -345,86 +274,27 @@ def test_every_operator_splits_by_heads_and_by_batch_without_a_word(found, name)
         assert case["placements"] == laid
 
 
-@pytest.mark.parametrize("way", ["batch", "heads"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        "grouped",
-        "lengths",
-        "sample",
-        "mask without gradient",
-        "mask of each head",
-        "mask of all heads",
-        "mask of all",
-    ],
+    "way", ["separate", "DDP False", "DDP True", "FSDP2 float32", "FSDP2 bf16"]
 )
-def test_masks_lengths_groups_and_samples_split_too(found, case, way):
-    case_found = found[f"{case} {way}"]
-    assert case_found["wrong"] == []
-    # Samples are entries of the whole batch, so every rank needs it whole.
-    assert (case_found["spoken"] > 0) == (case == "sample" and way == "batch")
+def test_a_model_written_elsewhere_has_the_gradients_of_one_process(found, way):
+    assert found[way] == []
 
 
-def test_groups_of_heads_that_ranks_cannot_share_are_gathered(found):
-    case = found["groups that two ranks cannot share heads"]
-    assert case["wrong"] == []
-    assert case["placements"] == ["R"] * 4
-
-
-def test_the_function_without_statistics_splits_on_a_cpu_too(found):
+def test_masks_lengths_groups_and_samples_split_too(found):
     assert found["plain"] == {"wrong": [], "placements": ["S(1)"] * 4, "spoken": 0}
-
-
-def test_nystrom_attention_that_looks_at_the_whole_batch_gets_it(found):
-    assert found["whole batch"]["wrong"] == []
-    assert found["whole batch"]["placements"] == ["R"] * 4
+    for case in ATTENTION_CASES:
+        for way in ("batch", "heads"):
+            assert found[f"{case} {way}"]["wrong"] == [], case
+            # Samples are entries of the whole batch, so every rank needs it whole.
+            if case != "groups that two ranks cannot share":
+                assert (found[f"{case} {way}"]["spoken"] > 0) == (f"{case} {way}" == "sample batch")
+    # What ranks cannot share is gathered, and so is a batch that nystrom attention sees whole.
+    for gathered in (found["groups that two ranks cannot share heads"], found["whole batch"]):
+        assert (gathered["wrong"], gathered["placements"]) == ([], ["R"] * 4)
 
 
 def test_dropout_of_dtensors_is_refused_also_after_a_call_without(found):
-    assert found["dropout 0.0"]["raised"] is None
-    assert (
-        "dropout_p must be 0 for attention of DTensors, got 0.5" in found["dropout 0.5"]["raised"]
-    )
-
-
-def test_a_pytorch_without_the_registry_is_named_and_not_broken(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.distributed.tensor.experimental", None)
-    with pytest.warns(UserWarning, match="DTensor will not know leaner_kernels' operators"):
-        sharding.register()
-
-
-def test_separate_projections_split_by_pytorchs_own_styles(found):
-    assert found["separate"] == []
-
-
-@pytest.fixture
-def packed(found: dict[str, Any]) -> dict[str, Any]:
-    """What was found of the module that is split by heads."""
-    if isinstance(found["packed"], str):
-        assert "cannot split a packed projection by heads" in found["packed"]
-        assert torch.__version__ < (2, 15)
-        pytest.skip(found["packed"])
-    return found
-
-
-def test_the_module_split_by_heads_computes_loads_and_is_watched_as_the_whole(packed):
-    for each in ("packed", "packed state", "packed arguments"):
-        assert packed[each] == [], each
-    # One sum of outputs in the forward and one of the gradients of the input in the backward.
-    assert packed["packed spoken"] == [1, 2]
-    for each in ("packed kappa", "packed entropy"):
-        whole, split = packed[each]
-        assert split == pytest.approx(whole, rel=1e-4)
-    assert packed["packed peaks"]
-
-
-def test_splitting_refuses_uneven_heads_dropout_and_other_modules(packed):
-    uneven, dropout, other = packed["refused"]
-    assert uneven == "num_heads must divide among 2 ranks, got 3"
-    assert dropout == "attn_drop must be 0 where heads are split, got 0.1"
-    assert other.startswith("module must be a ManyHeadAttention, got WindowAttention")
-
-
-@pytest.mark.parametrize("wrapped", ["DDP False", "DDP True", "FSDP2 float32", "FSDP2 bf16"])
-def test_a_model_written_elsewhere_has_the_gradients_of_one_process(found, wrapped):
-    assert found[wrapped] == []
+    without, dropped = found["dropout 0.0"]["raised"], found["dropout 0.5"]["raised"]
+    assert without is None
+    assert "dropout_p must be 0 for attention of DTensors, got 0.5" in dropped

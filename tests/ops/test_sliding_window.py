@@ -13,7 +13,6 @@ from leaner_kernels import (
     attention_with_stats,
 )
 from leaner_kernels.ops.attention import reference
-from leaner_kernels.ops.attention.beside import attention_beside_stats
 from tests import attention_cases, varlen_cases
 from tests.error_budget import assert_within_budget
 
@@ -85,19 +84,3 @@ def test_functions_attend_as_under_a_mask() -> None:
         torch.testing.assert_close(out, expected)
         (gradient,) = torch.autograd.grad(out, qkv, grad, retain_graph=True)
         torch.testing.assert_close(gradient, expected_grad)
-
-
-def test_statistics_beside_a_call_with_dropout_keep_to_the_window() -> None:
-    q, k, v = torch.randn(3, 1, 2, 20, 8)
-    window, sample = (3, 0), torch.tensor([0], dtype=torch.int32)
-    stats = attention_beside_stats(q, k, v, dropout_p=0.5, window_size=window, sample=sample)
-    assert stats.heads is not None
-    torch.testing.assert_close(stats.heads, stats.out.transpose(1, 2).flatten(2))
-
-
-def test_gradients_pass_gradcheck() -> None:
-    torch.manual_seed(0)
-    inputs = [torch.randn(1, 2, n, 4, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7)]
-    assert torch.autograd.gradcheck(
-        lambda q, k, v: attention_with_stats(q, k, v, window_size=(2, 1)).out, inputs
-    )

@@ -7,11 +7,6 @@ import torch
 from torch import Tensor
 
 from leaner_kernels import attention, attention_with_stats, explain
-from leaner_kernels.ops import _tiles
-from leaner_kernels.ops.attention import launch
-from leaner_kernels.ops.attention.call import Call
-from leaner_kernels.ops.attention.dispatch import online_tile
-from leaner_kernels.ops.attention.op import new_out, new_results
 
 # Scores of these inputs are a few units: far below the first, about the second, past the third.
 SOFTCAPS = 50.0, 2.0, 0.1
@@ -96,35 +91,6 @@ def test_a_gradient_far_past_the_softcap_keeps_its_digits() -> None:
     torch.testing.assert_close(*found, rtol=1e-3, atol=0)
 
 
-def test_any_number_of_axes_takes_a_softcap() -> None:
-    q, k, v = inputs()
-    out = attention(q[0], k[0], v[0], enable_gqa=True, softcap=2.0)
-    expected = attention(q, k, v, enable_gqa=True, softcap=2.0)[0]
-    torch.testing.assert_close(out, expected)
-
-
-def test_shapes_are_known_without_numbers() -> None:
-    q = torch.empty(2, 3, 5, 8, device="meta")
-    assert attention(q, q, q, softcap=2.0).shape == q.shape
-    assert attention_with_stats(q, q, q, softcap=2.0).lse.shape == (2, 3, 5)
-
-
-@pytest.mark.parametrize("function", [attention, attention_with_stats])
-def test_it_compiles_without_a_graph_break(function: Any) -> None:
-    q, k, v = inputs(torch.float32)
-
-    def call(q: Tensor, k: Tensor, v: Tensor, softcap: float) -> Tensor:
-        out = function(q, k, v, is_causal=True, enable_gqa=True, softcap=softcap)
-        return out if isinstance(out, Tensor) else out.out
-
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    for softcap in (2.0, 3.0, 4.0):  # after the first, a number that the graph does not hold
-        expected, actual = call(q, k, v, softcap), compiled(q, k, v, softcap)
-        torch.testing.assert_close(actual, expected)
-        grads = [torch.autograd.grad(t.sum(), (q, k, v)) for t in (expected, actual)]
-        torch.testing.assert_close(*grads)
-
-
 @pytest.mark.parametrize(
     "softcap", [-1.0, 1e-31, 1e31, float("nan"), float("inf"), True, None, "5"]
 )
@@ -141,49 +107,3 @@ def test_no_library_gets_one() -> None:
     torch.use_deterministic_algorithms(False)
     routes = [explain(q, q, q, softcap=cap, capability=90).forward for cap in (0.0, 50.0)]
     assert [route.implementation for route in routes] == ["sdpa", "online_forward"]
-
-
-@pytest.mark.parametrize("gpu", [80, 86, 90])
-def test_only_the_kernels_for_any_length_compute_one(
-    gpu: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("triton", reason="launches are recorded in Triton")
-    from bench.gpu_model.compile_ahead import recorded
-
-    monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-
-    def names(tokens: int, dim: int, softcap: float) -> set[str]:
-        projection = torch.empty(300, tokens, 4, dim, dtype=torch.bfloat16, device="meta")
-        q = projection.transpose(1, 2)
-        call = Call(q, q, q, None, None, None, 0.0, True, 0.1, softcap)
-        results = new_results(call, new_out(q))
-        gradients = new_out(q), new_out(q), new_out(q)
-        with recorded() as launches:
-            launch.forward(call, results)
-            launch.backward(new_out(q), call, results, *gradients, None)
-        assert all(
-            ("softcap" in one.kwargs) == one.name.startswith("_attention") for one in launches
-        )
-        return {one.name for one in launches}
-
-    general = {"_attention_fwd_kernel", "_attention_bwd_kernel"}
-    for tokens, dim in ((16, 10), (49, 32), (128, 32), (197, 64), (577, 64), (2048, 128)):
-        assert names(tokens, dim, 50.0) == general
-    assert names(16, 10, 0.0).isdisjoint(general)
-    assert names(197, 64, 0.0).isdisjoint(general)
-
-
-def test_a_softcap_alone_keeps_the_tiles_of_the_forward() -> None:
-    pytest.importorskip("triton", reason="tiles are chosen beside kernels in Triton")
-    from leaner_kernels.ops.attention.kernels import online_forward
-
-    q = torch.empty(1, 2, 2048, 128, dtype=torch.bfloat16, device="meta")
-    call = Call(q, q, q, None, None, None, 0.0, True, 0.1)
-    mask = torch.ones(2048, 2048, dtype=torch.bool, device="meta")
-    calls = call, call._replace(softcap=50.0), call._replace(softcap=50.0, attn_mask=mask)
-    results = new_results(call, new_out(q))
-    plain, capped, masked = (
-        online_forward.prepare(online_tile("online_forward", one), one, *results[:4]).arguments
-        for one in calls
-    )
-    assert plain["BLOCK_M"] == capped["BLOCK_M"] > masked["BLOCK_M"]

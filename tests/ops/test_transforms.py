@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
-from leaner_kernels.ops import transforms
 from tests.transform_cases import EXAMPLES, OPS, calls, integers, of_floats, several, to_float
 
 
@@ -87,20 +86,6 @@ def test_vmap_maps_whatever_an_example_has(name: str) -> None:
             torch.testing.assert_close(a[i], e)
 
 
-def test_vmap_keeps_an_entry_past_an_example_out_of_the_next_one() -> None:
-    """On a GPU an entry that does not exist is not captured: folded, it would name a neighbour."""
-    q = torch.randn(EXAMPLES, 2, 1, 3, 2)
-    calls = []
-
-    def record(*args: Any) -> Tensor:
-        calls.append(args[1])
-        return args[0]
-
-    axes = 0, transforms.ENTRIES
-    transforms.folded(record, EXAMPLES, (0, None), (q, integers(1, 2, -1)), axes, (0,))
-    assert calls[0].tolist() == [1, -1, -1, 3, -1, -1, 5, -1, -1]
-
-
 def test_a_mask_that_examples_share_gets_the_gradient_of_each() -> None:
     torch.manual_seed(0)
     q, mask = torch.randn(EXAMPLES, 2, 4, 3, 2), torch.randn(4, 1, 3)
@@ -174,40 +159,6 @@ def test_a_region_of_autocast_narrows_the_operator(name: str) -> None:
     assert {g.dtype for g in gradients} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", ["attention", "varlen", "cross-covariance"])
-def test_gradients_of_each_example_inside_a_region_of_autocast(name: str) -> None:
-    operator, args = calls()[name]
-    function, given = of_floats(operator, tuple(map(to_float, args)))
-    many = [several(t, 0) for t in given]
-    loss = torch.func.grad(lambda *x: function(*x).float().square().sum())
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = torch.vmap(loss)(*many)
-        expected = torch.stack([loss(*(t[i] for t in many)) for i in range(EXAMPLES)])
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("name", calls())
-def test_transforms_nest_within_each_other_and_within_autograd(name: str) -> None:
-    """The second derivative by autograd twice, by torch.func twice, and by one of each."""
-    function, given = of_floats(*calls()[name])
-    places = tuple(range(len(given)))
-
-    def gradients(*x: Tensor) -> tuple[Tensor, ...]:
-        return torch.func.grad(lambda *y: function(*y).square().sum(), places)(*x)
-
-    def loss(found: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack([g.square().sum() for g in found]).sum()
-
-    leaves = [t.clone().requires_grad_() for t in given]
-    first = torch.autograd.grad(function(*leaves).square().sum(), leaves, create_graph=True)
-    expected = torch.autograd.grad(loss(first), leaves)
-    mixed = torch.autograd.grad(loss(gradients(*leaves)), leaves)
-    both = torch.func.grad(lambda *x: loss(gradients(*x)), places)(*given)
-    torch.testing.assert_close(mixed, expected)
-    torch.testing.assert_close(both, expected)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_public_attention_has_every_derivative_under_torch_func(packed: bool) -> None:
     """On the CPU PyTorch's own fused attention has no second derivative and no forward mode."""
@@ -227,29 +178,3 @@ def test_public_attention_has_every_derivative_under_torch_func(packed: bool) ->
         return (p @ v).square().sum()
 
     torch.testing.assert_close(torch.func.hessian(loss)(x), torch.func.hessian(decomposition)(x))
-
-
-@pytest.mark.parametrize("name", ["varlen", "cross-covariance"])
-def test_vmap_maps_second_derivatives_where_examples_share_tensors(name: str) -> None:
-    """What is written from a mapped tensor is allocated like one that is not."""
-    function, (first, *others) = of_floats(*calls()[name])
-    places = tuple(range(1 + len(others)))
-
-    def second(x: Tensor) -> Any:
-        gradients = torch.func.grad(lambda *y: function(*y).sin().sum(), places)
-        mixed = torch.func.grad(lambda *y: sum(g.sin().sum() for g in gradients(*y)), places)
-        given = x, *others
-        return *mixed(*given), *torch.func.jvp(gradients, given, tuple(map(torch.cos, given)))[1]
-
-    many = several(first, 0)
-    expected = map(torch.stack, zip(*map(second, many)))
-    torch.testing.assert_close(torch.vmap(second)(many), tuple(expected))
-
-
-def test_compiled_code_keeps_the_tangent_of_an_operator() -> None:
-    x = torch.randn(1, 2, 3, 2)
-
-    def tangent(x: Tensor) -> Tensor:
-        return torch.func.jvp(lambda y: attention_with_stats(y, y, y).out + y, (x,), (x,))[1]
-
-    torch.testing.assert_close(torch.compile(tangent, backend="eager")(x), tangent(x))

@@ -17,15 +17,8 @@ EQUAL, REFUSED, DIFFERENT = "equal", "refused", "different"
 # Why a call is refused, by the text of the error. One that is refused no longer is judged as any.
 REASONS = {
     r"alibi_slopes are not supported: .*": "ALiBi by its slopes: pass them in `attn_mask`",
-    r"query must have a head dimension up to 128, got \d+": "a varlen head dimension above 128",
     r"softcap needs a head dimension up to 128, got \d+": "a softcap at a head dimension above 128",
     r"query must be \(B, H, N, D\), got .* with a key of \d axes": "axes that differ, to broadcast",
-    r"attention_varlen\(\) got an unexpected keyword argument 'window_size'": (
-        "a window in `attention_varlen`: pad, and call `attention` with a mask"
-    ),
-    r"\w+ has no attention module to swap \(.*computes its attention itself.*\).*": (
-        "a model whose attention does not dispatch"
-    ),
 }
 
 

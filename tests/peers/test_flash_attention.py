@@ -138,3 +138,28 @@ def by_its_name(case: FlashGridCase) -> Results:
 def test_output_by_flash_attentions_name(case: FlashGridCase, settle: Any) -> None:
     group = "output, flash_attn_kvpacked_func"
     settle(SOURCE, group, lambda: by_its_name(case), judge(partial(plainly, case)))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [16, 32, 64])
+@pytest.mark.parametrize("size", [1, 2, 5, 17, 128])
+def test_gradients_of_large_scores_do_not_overflow(
+    size: int, dim: int, causal: bool, settle: Any
+) -> None:
+    shape = 2, 5, size, dim
+    leaves = [random(*shape, dtype=torch.float16, seed=i) for i in range(3)]
+    leaves[:2] = [(5 * t.detach()).requires_grad_() for t in leaves[:2]]
+    mask = seen(size, size, -1, 0) if causal else None
+
+    def joined(found: Results) -> Results:
+        # Of one key the gradients of query and key are 0, and have no scale of their own.
+        return {"out": found.pop("out"), "d": torch.cat([*map(torch.ravel, found.values())])}
+
+    def plainly(dtype: torch.dtype | None, order: bool) -> Results:
+        operands = [t.detach().to(dtype or t.dtype).requires_grad_() for t in leaves]
+        return joined(results(plain(*operands, mask=mask, scale_keys=order), operands))
+
+    def ours() -> Results:
+        return joined(results(attention(*leaves, is_causal=causal), leaves))
+
+    settle(SOURCE, "bwd overflow", ours, judge(plainly))

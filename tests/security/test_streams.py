@@ -58,7 +58,6 @@ def test_commands_without_streams_write_their_files(trained, tmp_path, closed):
     (picture, *_) = write_pictures(tmp_path / "pictures")
     for name, line in {
         "page.html": f"-m leaner_kernels.monitor.page {trained} --out page.html",
-        "plot.png": f"-m leaner_kernels.monitor.plots {trained}/kappa.jsonl --out plot.png",
         "compared.html": f"-m train.compare {trained} --page compared.html",
         "rows.json": f"-m train.measure {trained} --samples 2 --json rows.json",
         "w.safetensors": f"-m train.export {trained} w.safetensors",

@@ -64,8 +64,7 @@ def attention(
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
             whose last axis is contiguous; D of at least 1. Without ``key_lengths`` also (N, D),
             (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
-            the strides leave no view. Or, with key and value, a nested tensor (B, H, j, D) of the
-            jagged layout, which goes to ``attention_varlen``: without mask and lengths.
+            the strides leave no view.
         key: (B, Hkv, M, D), axes, dtype and device as ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``.
         value: (B, Hkv, M, D), as ``key``.
@@ -104,11 +103,10 @@ def attention(
     at the lengths where ``library.toml`` says that it is faster. Its gradients are not bitwise
     deterministic; with PyTorch's deterministic algorithms on, every call stays here and is. Heads
     wider than 128 go to PyTorch's function on every device, with one warning for each head
-    dimension; nested tensors stay limited to 128. ``explain`` tells which implementation a call
-    runs.
+    dimension. ``explain`` tells which implementation a call runs.
 
     Unlike PyTorch's function it refuses a last axis with gaps, values whose D or heads
-    are not the keys', sizes of 1 to be broadcast between query and key, other nested tensors,
+    are not the keys', sizes of 1 to be broadcast between query and key, nested tensors,
     a dropout of 1 and a scale that is not finite or no number.
     Under torch.func it has derivatives of any order and both modes on every device, the second and
     those in forward mode with all scores in memory. Autograd alone finds second ones only where the
@@ -131,13 +129,6 @@ def attention(
         signature = signature_of(tensors, ("attention", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
             return known[0]
-    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
-        from .jagged import attention_jagged
-
-        others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
-        params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        params |= {"dropout_p": dropout_p, "window_size": window_size}
-        return attention_jagged(attention_varlen, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if attn_mask is not None:
         _, attn_mask = autocast(query, attn_mask)
@@ -274,8 +265,7 @@ def attention_with_stats(
     scores that enter the softmax, so no ``max_logit`` without a mask is above it.
 
     Returns:
-        AttentionStats: see there for shapes and units; of jagged nested tensors as from
-            ``attention_varlen_with_stats``, with jagged out (B, H, j, D) and lse (B, H, j).
+        AttentionStats: see there for shapes and units.
 
     Derivatives of any order, on every device: those after the first, and forward mode, compute in
     PyTorch, with all scores in memory. No statistic has one. In compiled code forward mode is
@@ -293,13 +283,6 @@ def attention_with_stats(
         signature = signature_of((*tensors, sample), ("statistics", *numbers))
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
             return _stats(known, sample)
-    if isinstance(query, Tensor) and query.is_nested and query.layout is torch.jagged:
-        from .jagged import attention_jagged
-
-        others = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap or None}
-        params = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        params |= {"dropout_p": dropout_p, "window_size": window_size, "sample": sample}
-        return attention_jagged(attention_varlen_with_stats, query, key, value, others, **params)
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if attn_mask is not None:
         _, attn_mask = autocast(query, attn_mask)
