@@ -120,6 +120,29 @@ def predict(
     return ledger.peak()
 
 
+def sharded(memory: Memory, model: nn.Module, shards: int, *, bf16: bool) -> int:
+    """Return the bytes of a step on each of several GPUs that FSDP2 spreads a model over.
+
+    Weights, gradients and moments are divided among the GPUs. Besides its share each holds whole
+    weights: all that is in no block, and of blocks the largest twice, one that computes while the
+    next is gathered; and that block's gradients before they are added up, in float32.
+
+    Args:
+        memory: of ``predict``, with the batch of one GPU; of one GPU its total is returned.
+        model: with ``blocks``.
+        shards: GPUs that share the weights.
+        bf16: as the step computes; gathered weights are then in bfloat16.
+    """
+    if shards == 1:
+        return memory.total
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.blocks]
+    others = sum(p.numel() for p in model.parameters()) - sum(blocks)
+    gathered = (others + 2 * max(blocks)) * (2 if bf16 else 4) + 4 * max(blocks)
+    state = memory.parameters + memory.gradients + memory.optimizer
+    rest = memory.inputs + memory.activations + memory.temporaries
+    return -(-state // shards) + gathered + rest
+
+
 def _never(*call: object) -> bool:
     # No Mock: it would keep the tensors it is called with.
     return False

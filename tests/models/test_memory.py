@@ -365,3 +365,24 @@ def test_eager_language_models_hold_all_logits():
     gpt = partial(papers.build, "gpt2_tinystories", "lean", depth=1)
     ours, eager = (predict(gpt, 128, precision="fp32", eager=kept).total for kept in (0, 1))
     assert eager - ours > 128 * 64 * 50257 * 4
+
+
+def test_several_gpus_share_weights_and_moments_and_gather_blocks_whole():
+    peak = predict(vit, 4, precision="bf16")
+    with torch.device("meta"):
+        model = vit()
+    block, whole = (sum(p.numel() for p in m.parameters()) for m in (model.blocks[0], model))
+    gathered = 2 * (whole - 2 * block) + 2 * 2 * block + 4 * block
+    state = peak.parameters + peak.gradients + peak.optimizer
+    assert memory.sharded(peak, model, 1, bf16=True) == peak.total
+    for shards in (2, 8):
+        found = memory.sharded(peak, model, shards, bf16=True)
+        assert found == peak.total - state + -(-state // shards) + gathered
+
+
+def test_a_model_of_a_billion_parameters_is_one_that_eight_gpus_hold():
+    build = partial(papers.build, "vit_1b", "lean")
+    peak = predict(build, 1, precision="bf16", recompute=True)
+    model = build(device="meta")
+    one, eight = (memory.sharded(peak, model, shards, bf16=True) for shards in (1, 8))
+    assert one > 16e9 > 3e9 > eight

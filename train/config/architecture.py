@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from models import papers
+from models.allocation import allocate
 from models.layers import Model
 from train.config import flags
 from train.config.flags import Settings
@@ -251,8 +252,14 @@ def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settin
         depth = max(given, default=sizes["depth"])
     heads = settings.heads or (sizes["heads"],)
     head_dim = settings.head_dim or (sizes["head_dim"],)
+    if settings.allocation is not None:
+        if len(heads) > 1 or len(head_dim) > 1:
+            raise ValueError("--allocation needs one number for --heads and one for --head-dim")
+        width = sizes["embed_dim"] // heads[0] if head_dim[0] == "split" else head_dim[0]
+        heads, head_dim = allocate(settings.allocation, heads[0], width, depth)
     return dataclasses.replace(
         settings,
+        allocation=None,  # what it made is in the heads of each layer
         depth=depth,
         heads=flags.per_layer("--heads", heads, depth),
         head_dim=flags.per_layer("--head-dim", head_dim, depth),
@@ -261,6 +268,8 @@ def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settin
 
 def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settings:
     sizes, stages = architecture.sizes, architecture.stages
+    if settings.allocation is not None:
+        raise ValueError(f"--allocation is for models of one depth, not for {settings.model}")
     depths = sizes["depths"] if settings.depth is None else settings.depth
     if isinstance(depths, int) or len(depths) != stages:
         given = f"{depths} for all" if isinstance(depths, int) else _shown(depths)

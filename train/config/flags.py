@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 from leaner_kernels.monitor.command_line import one_line, take_every_character, words
+from models.allocation import STRATEGIES
 
 HeadDim = int | Literal["split"]
 
 # Three ways to give the length of a run.
 BUDGETS = ("epochs", "steps", "tokens")
 # What --control finds, and what is then not to be given.
-SIZES = ("heads", "depth", "head_dim", "mlp_ratio")
+SIZES = ("heads", "depth", "allocation", "head_dim", "mlp_ratio")
 
 
 def number(
@@ -129,6 +130,12 @@ class Settings:
     )
     depth: int | tuple[int, ...] | None = flag(
         None, _depth, "number of layers; for a model in stages, of each stage: 4,4,8,2"
+    )
+    allocation: str | None = flag(
+        None,
+        str,
+        "how heads are spread over layers: more early or late, or narrower in the later half",
+        choices=STRATEGIES,
     )
     head_dim: tuple[HeadDim, ...] | None = flag(
         None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"

@@ -32,6 +32,11 @@ from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
 from train.loop.watchdog import Watchdog
 
+# What a dry run predicts the memory of: how many GPUs share the weights. Several machines of eight
+# each hold all of them.
+GPUS = {"one_GPU": 1, "8_GPUs": 8, "64_GPUs_(8_x_8)": 8}
+ROOM = 80 * 10**9  # of a GPU, where there is none to ask
+
 
 @dataclass
 class Progress:
@@ -94,7 +99,10 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     if not settings.dry_run:
         closing.enter_context(lock_folder(folder, world))
     report = Report(folder, settings, is_main_process=world.rank == 0)
-    report.plan(_plan(task, settings, world, schedule) | {"folder": folder})
+    plan = _plan(task, settings, world, schedule)
+    if settings.dry_run and world.rank == 0:
+        plan |= _memory(task, settings, world, schedule.split.micro_batch)
+    report.plan(plan | {"folder": folder})
     if settings.dry_run:
         filled = replace(settings, dry_run=False)
         report.log(f"as flags: {shlex.join(filled.as_flags())}")
@@ -237,6 +245,34 @@ def _spread(settings: Settings, world: World, params: int) -> dict[str, Any]:
         # Weight, gradient and two moments in float32; activations come on top.
         "model state": f"{16 * params / shares / 1e6:.1f} MB per rank",
     }
+
+
+def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[str, Any]:
+    """Return the memory that a step is predicted to take on GPUs, and whether it fits."""
+    from models import memory  # late: no run needs it
+
+    bf16 = settings.precision != "fp32"
+    try:
+        peak = memory.predict(
+            task.build,
+            batch,
+            precision="bf16" if bf16 else "fp32",
+            recompute=settings.ac != "none",
+        )
+    except (ValueError, NotImplementedError) as error:
+        return {"memory_of_GPUs": f"not predicted: {error}"}
+    with torch.device("meta"):
+        model = task.build()
+    on_gpu = world.device.type == "cuda"
+    room = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else ROOM
+    found = {}
+    # On several machines each holds a whole model, as ``World.shape`` has it.
+    for gpus, shards in GPUS.items():
+        taken = memory.sharded(peak, model, shards, bf16=bf16)
+        fits = "fits" if taken < room else "does not fit"
+        said = f"{taken / 1e9:.1f} of {room / 1e9:.0f} GB, predicted: {fits}"
+        found[f"memory_of_{gpus}"] = said
+    return found
 
 
 def _seed(settings: Settings, world: World) -> None:
