@@ -158,8 +158,7 @@ test-oldest: $(OLDEST_READY)
 # Processes are killed at steps that a busy machine passes late: one test at a time.
 faults: $(TEST_READY)
 	$(call heading,fault injection)
-	@mkdir -p build
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults --faults-results build/faults.json
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/faults
 
 peers: $(TEST_READY)
 	$(call heading,tests of others)

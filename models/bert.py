@@ -12,7 +12,7 @@ Sizes: B sequences, N tokens, D embed_dim, V vocabulary, M hidden units of the f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from models.layers import (
     Fill,
     HeadDim,
     LanguageModel,
-    draw,
     head_layout,
     require,
     require_rates,
@@ -232,35 +231,6 @@ def sinusoids(tokens: int, dim: int) -> Tensor:
     rates = torch.exp(columns * (-math.log(10000.0) / dim))
     angles = torch.arange(tokens)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)[:, :dim]
-
-
-@torch.no_grad()
-def load_encoder(model: BERT, weights: Mapping[str, Tensor]) -> None:
-    """Copy everything but the classifier from another BERT, such as a pre-trained one.
-
-    Args:
-        model: to change; may be sharded by FSDP, every rank then giving the whole weights.
-        weights: the other's ``state_dict()``. The pooler and the head, where either model has
-            them, stay as they are; all other names must be in both.
-
-    Raises:
-        ValueError: names missing or unknown, or a weight of another shape.
-    """
-    own = {name: p for name, p in model.named_parameters() if not _of_classifier(name)}
-    given = {name: w for name, w in weights.items() if not _of_classifier(name)}
-    if own.keys() != given.keys():
-        missing, unknown = sorted(own.keys() - given.keys()), sorted(given.keys() - own.keys())
-        raise ValueError(f"weights must be those of the model, missing {missing}, got {unknown}")
-    for name, param in own.items():
-        if given[name].shape != param.shape:
-            raise ValueError(f"{name} must be {tuple(param.shape)}, got {tuple(given[name].shape)}")
-    for name, param in own.items():
-        # Whole values on every rank, as those that are drawn.
-        draw(param, lambda _, generator, name=name: given[name], generator=None)
-
-
-def _of_classifier(name: str) -> bool:
-    return name.startswith(("pooler.", "head."))
 
 
 class SmallBERT(BERT):

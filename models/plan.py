@@ -5,13 +5,12 @@
 A grid of depths, heads and MLP widths around a row of the paper is counted exactly; what comes
 near the budget of parameters is run on the meta device for its FLOPs and the peak memory of a
 training step (predicted, ``models.memory``); of what fits, kappa is measured at initialisation on
-a few images. The table (CSV and Markdown) and a plot go to a folder.
+a few images.
 
 Rows in stages (VOLO, DaViT) take a number for each: ``--depths 4/4/8/2 --heads 8/16/16/16``.
 """
 
 import argparse
-import csv
 import itertools
 import math
 import re
@@ -20,7 +19,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.monitor.command_line import as_path, command
-from leaner_kernels.monitor.files import check_folder
+from leaner_kernels.monitor.command_line import command
 from models import papers
 from models.layers import VisionModel
 from models.memory import PRECISIONS, Memory, paper_batch_size, predict
@@ -91,23 +88,6 @@ class Configuration:
     def build(self) -> VisionModel:
         """Return the model, on the default device."""
         return papers.constructor(self.architecture)(**self.config)
-
-    def record(self) -> dict[str, Any]:
-        """Return what the table shows, as plain values."""
-        depth = self.config.get("depth") or self.config["depths"]
-        return {
-            "depth": _joined(depth),
-            "heads": _joined(self.config["heads"]),
-            "head_dim": _joined(self.config["head_dim"]),
-            "mlp_ratio": self.config["mlp_ratio"],
-            "params": self.params,
-            "flops": self.flops,
-            "memory_predicted": self.memory.total,
-            "kappa": self.kappa,
-            "kappa_resolved": f"{self.resolved}/{self.layers}",
-            "fits": self.fits,
-            "row": self.name,
-        }
 
 
 def grid(
@@ -297,12 +277,12 @@ def _joined(sizes: Any) -> str:
 
 
 def _cells(c: Configuration) -> list[str]:
-    record = c.record()
+    depth = c.config.get("depth") or c.config["depths"]
     kappa = "-" if c.kappa is None else f"{c.kappa:.3g}"
     if c.resolved < c.layers:
         kappa = f"> {kappa} ({c.resolved} of {c.layers} layers resolved)"
     return [
-        *(str(record[name]) for name in ("depth", "heads", "head_dim")),
+        *map(_joined, (depth, c.config["heads"], c.config["head_dim"])),
         f"{c.config['mlp_ratio']:g}",
         f"{c.params:,}",
         f"{c.flops / 1e9:.2f}",
@@ -319,35 +299,6 @@ def table(planned: Sequence[Configuration]) -> str:
     rows = ["| " + " | ".join(f"{c:>{w}}" for c, w in zip(line, widths)) + " |" for line in lines]
     rows.insert(1, "|" + "|".join("-" * (w + 1) + ":" for w in widths) + "|")
     return "\n".join(rows) + "\n"
-
-
-def _draw(planned: Sequence[Configuration], limits: Limits, title: str, path: Path) -> None:
-    """Draw kappa over memory, or parameters where it was not measured; colours are depths."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 4.8), dpi=100, layout="constrained")
-    axes = figure.subplots()
-    measured = any(c.kappa is not None for c in planned)
-    for depth in dict.fromkeys(c.record()["depth"] for c in planned):
-        group = [c for c in planned if c.record()["depth"] == depth]
-        group = [c for c in group if c.kappa is not None or not measured]
-        x = [c.memory.total / 1e9 for c in group]
-        y = [c.kappa if measured else c.params for c in group]
-        axes.scatter(x, y, label=f"depth {depth}")
-        for c, gb, height in zip(group, x, y):
-            label = f"{c.record()['heads']} heads, MLP {c.config['mlp_ratio']:g}"
-            label = f"{c.name}: {label}" if c.name else label
-            offset = (3, -8) if c.name else (3, 3)
-            axes.annotate(label, (gb, height), offset, textcoords="offset points", fontsize=6)
-    if limits.memory < 2e9 * axes.get_xlim()[1]:
-        axes.axvline(limits.memory / 1e9, color="gray", linestyle="--", label="limit")
-    axes.margins(x=0.2)
-    axes.set_xlabel("predicted peak memory (GB)")
-    axes.set_ylabel("κ at initialisation" if measured else "parameters")
-    axes.set_yscale("log" if measured else "linear")
-    axes.set_title(title, fontsize=9)
-    axes.legend(fontsize=7)
-    figure.savefig(path)
 
 
 # --- The command line ----------------------------------------------------------------------------
@@ -423,24 +374,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--head-dim", type=_head_dim, metavar="N|split")
     add("--show", type=_whole, default=12, metavar="N", help="at most, of those that fit")
     add("--no-kappa", action="store_true", help="leave kappa out, which takes seconds a model")
-    add("--out", type=as_path, metavar="DIR", help="default: plan-ROW")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and write it and the plot to a folder."""
+    """Print the table."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     batch = flags.batch or paper_batch_size(flags.model)
     limits = Limits(flags.params, flags.memory, flags.flops)
-    folder = flags.out or Path(f"plan-{flags.model}")
     choices = {"depths": flags.depths, "heads": flags.heads, "mlp_ratios": flags.mlp_ratio}
     options = {"precision": flags.precision, "recompute": flags.ac == "full"}
     try:
         found = grid(_rows()[flags.model], head_dim=flags.head_dim, **choices)
-        folder.mkdir(parents=True, exist_ok=True)
-        check_folder(folder)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         parser.error(str(error))
     planned = plan(found, limits, batch_size=batch, show=flags.show, **options)
     printed = [with_costs(c, limits, batch, **options) for c in of_the_paper(flags.model)]
@@ -458,19 +405,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     setting = f"batch {batch}, {flags.precision}" + (", recomputed" if flags.ac == "full" else "")
     fit = "fit" if any(c.fits for c in planned) else "come nearest, none fits:"
     head = f"Of {len(found)} configurations around {flags.model} these {fit} {limit} ({setting})."
-    report = "\n".join([head, "", table([*planned, *printed]), *notes, ""])
-    sys.stdout.write(report)
-    (folder / "plan.md").write_text(report, encoding="utf-8")
-    records = [c.record() for c in [*planned, *printed]]
-    with (folder / "plan.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, records[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-    title = f"{flags.model}: at most {limit} ({setting})"
-    try:
-        _draw([*planned, *printed], limits, title, folder / "plan.png")
-    except ImportError:
-        sys.stderr.write("no plot: it needs matplotlib, pip install matplotlib\n")
+    sys.stdout.write("\n".join([head, "", table([*planned, *printed]), *notes, ""]))
 
 
 if __name__ == "__main__":

@@ -235,10 +235,6 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         "landmarks": settings.landmarks if settings.attention == "nystrom" else None,
         "tokens": length,
         "test_items": len(items.test),
-        **{
-            f"{name}_items_cut": f"{part.cut():,} of {len(part):,}"
-            for name, part in (("training", items.train), ("test", items.test))
-        },
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(

@@ -4,14 +4,11 @@ Two processes do all runs of the first part one after another: ``python -m
 torch.distributed.run --nproc-per-node=2 -m tests.faults.test_guards runs FOLDER``.
 """
 
-import itertools
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +31,6 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.checkpoints import find_damage
 from train.config import flags
 from train.loop import parallel
 from train.loop import train as loop
@@ -131,12 +127,6 @@ def work(folder: Path) -> None:
         train("stopped", [*LONG, "--resume", "auto"], **streak)
         train("short", SHORT)
 
-        # To and fro by days, and another way on each rank.
-        now, sign = time.time(), (-1) ** world.rank
-        days = (now + sign * (-1) ** day * 1e5 for day in itertools.count())
-        with mock.patch("time.time", side_effect=days):
-            train("clock", SHORT)
-
 
 def work_until_it_hangs(folder: Path) -> None:
     """Hang in a step; when torchrun starts this once more, go on."""
@@ -181,7 +171,7 @@ def skipped(out: Path) -> list[int]:
     return [row["step"] for row in rows(out / "metrics.jsonl") if row.get("skipped")]
 
 
-def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs, outcome):
+def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs):
     bad, idle = runs / "nan", runs / "idle"
     tensors = [tensors_of(out / "checkpoints" / LAST) for out in (bad, idle, runs / "plain")]
     # Of both ranks: weights, moments, batch norms' statistics and the average of the weights.
@@ -197,11 +187,9 @@ def test_a_batch_that_is_not_finite_on_one_rank_is_a_step_that_does_nothing(runs
     assert rows(bad / "kappa.jsonl") == rows(idle / "kappa.jsonl")
     assert alarms(bad) == [(3, "skipped")]
     assert alarms(runs / "plain") == []
-    ended = "training went on, earlier checkpoints intact"
-    outcome(fault="NaN batch on one of two ranks", where="step 3", ended=ended)
 
 
-def test_a_stop_among_steps_that_are_skipped_resumes_to_the_same_bits_and_alarms(runs, outcome):
+def test_a_stop_among_steps_that_are_skipped_resumes_to_the_same_bits_and_alarms(runs):
     whole, stopped = runs / "streak", runs / "stopped"
     # The signal came in step 41, and was read when step 42 was under way.
     assert (stopped / "checkpoints" / "step-00000043").exists(), "it stopped after step 42"
@@ -210,10 +198,9 @@ def test_a_stop_among_steps_that_are_skipped_resumes_to_the_same_bits_and_alarms
     of_steps = [(step, kind) for step, kind in alarms(whole) if kind in ("skipped", "loss")]
     assert of_steps == [(40, "skipped"), (55, "loss")]
     assert rows(stopped / "alarms.jsonl") == rows(whole / "alarms.jsonl")
-    outcome(fault="SIGTERM among NaN batches", where="steps 40 to 42", ended="resumed, same bits")
 
 
-def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs, outcome):
+def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs):
     for rank in range(2):
         said = (runs / f"diverged-{rank}.txt").read_text()
         assert "\n" not in said
@@ -223,33 +210,21 @@ def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs, o
     # With the right data, it is as if nothing had happened.
     assert_same_run(runs / "limit", runs / "plain", LAST)
     assert alarms(runs / "limit") == []
-    outcome(fault="NaN batches past --skip-limit", where="steps 3 to 5", ended="refused, one line")
 
 
-def test_clocks_that_jump_change_nothing(runs, outcome):
-    assert_same_run(runs / "clock", runs / "short", LAST, resumed=False)
-    lines = (runs / "clock" / "metrics.jsonl").read_text().splitlines()
-    assert all(0 < json.loads(line)["throughput"] < 1e6 for line in lines)
-    assert find_damage(runs / "clock" / "checkpoints" / LAST) is None
-    ended = "training went on, earlier checkpoints intact"
-    outcome(fault="clock jumps by days", where="all of a run", tries=6, ended=ended)
-
-
-def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, tmp_path, outcome):
+def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, tmp_path):
     process = start("hang", tmp_path, "--max-restarts=1")
-    stacks = tmp_path / "hung" / "stacks-rank0.txt"
-    wait_for(lambda: stacks.exists() and stacks.stat().st_size > 0, process)
-    # Half a second later the process ends.
-    time.sleep(2)
+    metrics = tmp_path / "hung" / "metrics.jsonl"
+    wait_for(metrics.exists, process)
+    waiting = Path(f"/proc/{pid_of_rank(0, process.pid)}")
+    wait_for(lambda: not waiting.exists(), process)
     # torchrun's SIGTERM to a process that is stopped waits for this, or half a minute for SIGKILL.
     os.kill(pid_of_rank(1, process.pid), signal.SIGCONT)
     done = finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^Timeout \(0:00:\d\d", done.stderr, re.MULTILINE)
     assert " in optimizer_step\n" in done.stderr
-    assert " in optimizer_step\n" in stacks.read_text()
     assert_same_run(tmp_path / "hung", runs / "short", LAST)
-    outcome(fault="SIGSTOP of a rank, for good", where="step 5", ended="resumed, same bits")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
 """BERT: counts, the published network on shared weights, masks, padding, the classifier."""
 
-import copy
 import math
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from leaner_kernels import KappaMonitor
-from models.bert import BERT, load_encoder, sinusoids
+from models.bert import BERT, sinusoids
 from tests.error_budget import assert_computes, by_layer
 
 V, N, D, M = 31, 12, 20, 48
@@ -92,21 +87,6 @@ def cast(state, dtype):
     return {name: value.to(dtype, copy=True) for name, value in state.items()}
 
 
-@pytest.mark.parametrize(
-    ("depth", "heads", "head_dim", "params", "convention"),
-    [
-        (16, 12, "split", 119_589_889, "split"),
-        (16, 12, 64, 119_589_889, "widen"),
-        (10, 24, "split", 84_182_017, "split"),
-        (10, 24, 64, 107_774_977, "widen"),
-    ],
-)
-def test_rows_have_the_audited_parameters(depth, heads, head_dim, params, convention):
-    model = BERT(depth=depth, heads=heads, head_dim=head_dim, device="meta")
-    assert model.num_params() == params
-    assert model.head_convention == convention
-
-
 def test_every_layer_has_the_heads_asked_for():
     model = BERT(**SMALL | {"heads": [3, 5], "head_dim": ["split", 7]}, device="meta")
     assert [(b.attn.num_heads, b.attn.head_dim) for b in model.blocks] == [(3, 6), (5, 7)]
@@ -170,30 +150,6 @@ def test_a_cpu_refuses_more_masked_tokens_than_there_may_be(share, most):
             model(tokens, targets=targets)
 
 
-def test_a_masked_token_too_many_has_a_loss_that_shows(monkeypatch):
-    # As on a GPU, whose targets are not read back.
-    monkeypatch.setattr("models.bert.has_values", lambda _: False)
-    model, tokens = bert(), some_tokens()
-    targets = some_targets(tokens, 0.4)
-    losses = model(tokens, targets=targets)
-    masked = (targets != -100).view(-1).nonzero()[:, 0]
-    expected = bert(most_masked=1.0)(tokens, targets=targets)
-    assert losses.view(-1)[masked[9:]].isnan().all()
-    torch.testing.assert_close(losses.view(-1)[masked[:9]], expected.view(-1)[masked[:9]])
-    assert losses[targets == -100].eq(0).all()
-
-
-def test_no_value_is_read_back_on_the_way_to_the_losses():
-    # Reading one would raise here, and make the host wait on a GPU.
-    with FakeTensorMode():
-        model = BERT(**SMALL)
-        tokens = torch.zeros(3, N, dtype=torch.int64)
-        losses = model(tokens, targets=tokens)
-        losses.sum().backward()
-    assert losses.shape == (3, N)
-    assert all(p.grad.shape == p.shape for p in model.parameters())
-
-
 @pytest.mark.parametrize("classes", [None, 4])
 def test_padding_changes_nothing_for_the_other_tokens(classes):
     model, tokens = bert(num_classes=classes), some_tokens()
@@ -210,58 +166,6 @@ def test_padding_changes_nothing_for_the_other_tokens(classes):
         torch.testing.assert_close(padded, alone)
 
 
-def test_a_classifier_takes_over_everything_but_its_head():
-    trained, model = bert(), bert(seed=1, num_classes=4)
-    before = copy.deepcopy(model.state_dict())
-    unmatched = copy.deepcopy(model).load_state_dict(trained.state_dict(), strict=False)
-    assert (set(unmatched.missing_keys), unmatched.unexpected_keys) == (CLASSIFIER, [])
-    load_encoder(model, trained.state_dict())
-    after = model.state_dict()
-    for name in after:
-        source = before if name in CLASSIFIER else trained.state_dict()
-        assert torch.equal(after[name], source[name]), name
-    # And from one task to another with another number of classes.
-    other = bert(seed=2, num_classes=2)
-    load_encoder(other, model.state_dict())
-    assert torch.equal(other.token_embed.weight, trained.token_embed.weight)
-    assert other.head.out_features == 2
-
-
-def test_the_decoder_stays_the_embedding_in_a_sharded_model(tmp_path):
-    trained, tokens = bert(seed=1), some_tokens()
-    targets = some_targets(tokens)
-    trained(tokens, targets=targets).sum().backward()
-    store = f"file://{tmp_path}/store"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        model = BERT(**SMALL, device="meta")
-        for part in (*model.blocks, model):
-            fully_shard(part)
-        model.to_empty(device="cpu")
-        model.init_weights()
-        load_encoder(model, trained.state_dict())
-        model(tokens, targets=targets).sum().backward()
-        for (name, p), expected in zip(model.named_parameters(), trained.parameters(), strict=True):
-            torch.testing.assert_close(p.grad.full_tensor(), expected.grad, msg=name)
-        assert torch.equal(model.positions, trained.positions)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_weights_of_another_model_are_refused_and_change_nothing():
-    model = bert(num_classes=4)
-    before = copy.deepcopy(model.state_dict())
-    weights = bert(seed=1, depth=1).state_dict()
-    with pytest.raises(ValueError, match=r"missing \['blocks.1.attn.proj.weight', .* got \[\]"):
-        load_encoder(model, weights)
-    with pytest.raises(ValueError, match=r"missing \[\], got \['decoder.bias'\]"):
-        load_encoder(model, bert(seed=1).state_dict() | {"decoder.bias": torch.zeros(V)})
-    with pytest.raises(ValueError, match=r"token_embed.weight must be \(31, 20\), got \(40, 20\)"):
-        load_encoder(model, bert(seed=1, vocab_size=40).state_dict())
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
-
-
 def test_dropout_is_where_it_is_published_and_only_while_training():
     model, tokens = bert(dropout=0.25, num_classes=4), some_tokens()
     assert [block.attn.attn_drop for block in model.blocks] == [0.25] * 2
@@ -275,33 +179,6 @@ def test_dropout_is_where_it_is_published_and_only_while_training():
         for module, rate in places:
             setattr(module, rate, 0.25 if (module, rate) == chosen else 0.0)
         assert torch.equal(model(tokens), model(tokens)) == (chosen is None)
-
-
-def test_a_few_steps_lower_the_loss_of_masked_tokens():
-    torch.manual_seed(0)
-    model, targets = BERT(**SMALL), some_targets(some_tokens())
-    tokens = some_tokens().masked_fill(targets != -100, 0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = model(tokens, targets=targets).sum() / (targets != -100).sum()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(V), abs=0.2)
-    assert losses[-1] < 0.5
-
-
-def test_a_monitor_gives_a_row_for_each_layer():
-    model = bert(heads=[3, 5])
-    monitor = KappaMonitor(model, every=1, samples=2)
-    monitor.begin(0)
-    model(some_tokens(), LENGTHS.clamp(min=9)).sum().backward()
-    rows = monitor.end()
-    assert [row["layer"] for row in rows] == ["blocks.0.attn", "blocks.1.attn"]
-    assert [row["heads"] for row in rows] == [3, 5]
-    assert all(row["resolved"] and row["kappa"] > 1 for row in rows)
 
 
 @pytest.mark.parametrize("count", [None, 5])
@@ -323,32 +200,6 @@ def test_positions_are_sines_and_cosines(dim):
             angle = position / 10000 ** ((column - column % 2) / dim)
             wave = math.cos if column % 2 else math.sin
             assert table[position, column] == pytest.approx(wave(angle), abs=1e-6)
-
-
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_positions_are_computed_in_float32_whatever_the_default_dtype_is(default):
-    expected = sinusoids(N, D)
-    torch.set_default_dtype(default)
-    try:
-        table, model = sinusoids(N, D), bert()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert torch.equal(table, expected)
-    assert torch.equal(model.positions, expected.to(default))
-
-
-@pytest.mark.parametrize("classes", [None, 4])
-def test_a_model_built_on_the_meta_device_gets_the_same_weights_later(classes):
-    model = BERT(**SMALL, num_classes=classes, device="meta")
-    model.to_empty(device="cpu")
-    model.init_weights(torch.Generator().manual_seed(3))
-    torch.manual_seed(3)
-    other = BERT(**SMALL, num_classes=classes)
-    expected = other.state_dict()
-    assert "positions" not in expected
-    assert torch.equal(model.positions, other.positions)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
 
 
 def test_weights_begin_as_published():

@@ -61,29 +61,6 @@ def test_losses_and_gradients_are_those_of_all_logits(dtype, chunk, bias):
         assert_within_budget(a, s, e)
 
 
-def test_many_chunks_add_up_as_exactly_as_one():
-    tokens = 1024
-    # All of one sign, where a sum in bfloat16 would stand still at 256 of them.
-    x = torch.rand(tokens, D).add(0.5).bfloat16()
-    given = (x, torch.zeros(V, D).bfloat16(), torch.zeros(tokens, dtype=torch.int64), None)
-
-    def chunked(*args):
-        return linear_cross_entropy(*args, chunk=1)
-
-    grad = torch.ones(tokens)
-    actual = losses_and_gradients(chunked, *given, grad)
-    same_dtype = losses_and_gradients(plain, *given, grad)
-    exact = losses_and_gradients(plain, *doubled(given), grad)
-    for a, s, e in zip(actual, same_dtype, exact, strict=True):
-        assert_within_budget(a, s, e)
-
-
-def test_losses_are_not_rounded_to_the_dtype_of_the_tokens():
-    x, weight, targets, bias, _ = inputs(torch.bfloat16)
-    losses = linear_cross_entropy(x, weight, targets, bias)[targets != -100]
-    assert (losses != losses.bfloat16()).all()
-
-
 def test_gradients_are_the_derivatives():
     x, weight, targets, bias, _ = doubled(inputs(shape=(8,)))
     leaves = [t.requires_grad_() for t in (x, weight, bias)]
@@ -117,15 +94,6 @@ def test_an_ignored_token_has_no_loss_and_gives_no_gradient():
     everything = torch.full_like(targets, -100)
     found = losses_and_gradients(linear_cross_entropy, x, weight, everything, bias, grad)
     assert all(t.eq(0).all() for t in found)
-
-
-def test_another_number_can_be_the_one_ignored():
-    x, weight, targets, bias, _ = inputs()
-    expected = linear_cross_entropy(x, weight, targets, bias)
-    for ignored in (V, 10**6, -1):
-        other = targets.masked_fill(targets == -100, ignored)
-        losses = linear_cross_entropy(x, weight, other, bias, ignore_index=ignored)
-        assert torch.equal(losses, expected)
 
 
 def test_a_frozen_weight_leaves_the_other_gradients_as_they_are():
@@ -181,49 +149,6 @@ def test_without_a_chunk_a_large_vocabulary_takes_few_tokens_at_once(device, col
     assert largest.elements == 1024 * columns
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return func(*args, **(kwargs or {}))
-
-
-# The logits and two gradients of each chunk, and where there are several, the logits again.
-@pytest.mark.parametrize(("chunk", "products"), [(T, 3), (T - 1, 2 * 4)])
-def test_logits_of_a_single_chunk_are_not_computed_again(chunk, products):
-    x, weight, targets, _, grad = inputs()
-    x.requires_grad_(), weight.requires_grad_()
-    with Products() as counted:
-        losses = linear_cross_entropy(x, weight, targets, chunk=chunk)
-        losses.backward(grad, retain_graph=True)
-    assert counted.count == products
-    once = x.grad.clone()
-    losses.backward(grad)  # what is kept is not changed by a backward
-    assert torch.equal(x.grad, 2 * once)
-
-
-def test_without_gradients_nothing_is_computed_for_a_backward(monkeypatch):
-    x, weight, targets, bias, _ = inputs()
-    monkeypatch.setattr(cross_entropy, "_gradient_of_logits", None)
-    with torch.no_grad():
-        assert len(linear_cross_entropy(x, weight.requires_grad_(), targets, bias)) == T
-    with pytest.raises(TypeError):
-        linear_cross_entropy(x, weight, targets, bias)
-
-
-def test_fake_and_meta_tensors_go_through_forward_and_backward():
-    real = inputs()
-    with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in real]
-        found = losses_and_gradients(linear_cross_entropy, *fake)
-    assert [tuple(t.shape) for t in found] == [(T,), (T, D), (V, D), (V,)]
-    found = losses_and_gradients(linear_cross_entropy, *(t.to("meta") for t in real))
-    assert all(t.is_meta for t in found)
-
-
 def test_it_compiles_into_one_graph():
     given = inputs()
 
@@ -269,16 +194,6 @@ def test_no_operation_runs_under_autocast(monkeypatch):
     assert {*seen} == {("linear", False), ("log_softmax", False), ("softmax", False)}
 
 
-def test_a_second_derivative_is_refused():
-    x, weight, targets, bias, grad = inputs()
-    x.requires_grad_()
-    losses = linear_cross_entropy(x, weight, targets, bias)
-    weighted = (losses * grad.requires_grad_()).sum()
-    (dx,) = torch.autograd.grad(weighted, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("wrong", [V, -1])
 def test_a_target_outside_the_vocabulary_is_refused(wrong):
     x, weight, targets, bias, _ = inputs()
@@ -293,25 +208,6 @@ def test_a_target_past_the_vocabulary_has_an_infinite_loss_where_it_cannot_be_re
     x, weight, targets, bias, _ = inputs()
     targets[3] = V
     assert linear_cross_entropy(x, weight, targets, bias).isinf().nonzero().tolist() == [[3]]
-
-
-@pytest.mark.parametrize("chunk", [5, T])
-@pytest.mark.parametrize("words", [63, 64, 65])
-def test_vocabularies_of_all_sizes_have_the_losses_and_gradients_of_all_logits(
-    words, chunk, monkeypatch
-):
-    monkeypatch.setitem(cross_entropy._COLUMNS, "cpu", 64)  # as on a GPU
-    x, _, targets, _, grad = inputs()
-    weight, bias = torch.randn(words, D), torch.randn(words)
-
-    def chunked(*args):
-        return linear_cross_entropy(*args, chunk=chunk)
-
-    actual = losses_and_gradients(chunked, x, weight, targets, bias, grad)
-    same_dtype = losses_and_gradients(plain, x, weight, targets, bias, grad)
-    exact = losses_and_gradients(plain, *doubled((x, weight, targets, bias, grad)))
-    for a, s, e in zip(actual, same_dtype, exact, strict=True):
-        assert_within_budget(a, s, e)
 
 
 @pytest.mark.parametrize(

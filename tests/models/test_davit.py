@@ -1,16 +1,13 @@
 """DaViT: timm's weights give timm's results; heads per layer, initial values, capture, refusals."""
 
 import pytest
-import timm
 import torch
 from timm.models.davit import ChannelAttention, DaVit, WindowAttention
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import papers
 from models.davit import DaViT
-from tests.error_budget import assert_within_budget
 from tests.models.parity import (
     assert_drawn_alike,
     assert_equal_for_one_seed,
@@ -83,48 +80,6 @@ def test_logits_and_every_gradient_equal_timms(heads, head_dim, image_size, wind
     assert_equal_in_function(model, oracle, torch.randn(4, 3, image_size, image_size))
 
 
-def test_timm_davit_base_weights_load_unchanged_and_give_the_same_logits():
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        oracle = timm.create_model("davit_base", pretrained=False)
-    oracle = randomize(oracle.to_empty(device="cpu")).eval()
-    model = DaViT(device="meta").eval()
-    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        actual, same_dtype = model(images), oracle(images)
-        exact = oracle.double()(images.double())
-    assert_within_budget(actual, same_dtype, exact)
-
-
-@pytest.mark.parametrize(
-    ("row", "entry_point", "sizes"),
-    [
-        ("davit_base", "davit_base", {}),
-        ("davit_base_lean", "davit_base", {"depths": (1, 1, 5, 1), "num_heads": (4, 8, 32, 32)}),
-        ("davit_large", "davit_large", {}),
-        ("davit_large_lean", "davit_large", {"depths": (1, 1, 5, 1), "num_heads": (6, 12, 48, 48)}),
-    ],
-)
-def test_the_papers_rows_have_the_parameters_of_timms_models(row, entry_point, sizes):
-    with torch.device("meta"):
-        oracle = timm.create_model(entry_point, pretrained=False, **sizes)
-    model = papers.model(row, device="meta")
-    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
-    theirs = [b.attn.num_heads for s in oracle.stages for layer in s.blocks for b in layer]
-    assert [block.attn.num_heads for layer in model.blocks for block in layer] == theirs
-
-
-def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
-    torch.manual_seed(0)
-    layout = {"heads": 2, "head_dim": "split", "window": 4}
-    oracle = timm_davit(**SMALL, **layout, drop_path_rate=0.5, drop_rate=0.3)
-    oracle = randomize(oracle).train()
-    model = loaded_from(oracle, **layout, drop_path=0.5, drop=0.3)
-    images = torch.randn(16, 3, 32, 32)
-    assert_equal_for_one_seed(model, oracle, images)
-
-
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = {"embed_dims": (96, 192), "depths": (1, 1), "num_classes": 10}
@@ -135,21 +90,6 @@ def test_initial_values_follow_the_law_of_timms():
 
 def test_one_seed_gives_one_model_on_every_way_to_it():
     assert_one_seed_gives_one_model(davit, "head.fc.weight")
-
-
-def test_a_memory_estimate_can_train_the_model_on_the_meta_device():
-    model = davit(device="meta")
-    logits = model(torch.empty(2, 3, 32, 32, device="meta"))
-    logits.sum().backward()
-    assert logits.is_meta
-    assert all(p.grad.is_meta for p in model.parameters())
-
-
-def test_the_model_compiles_into_one_graph():
-    model = davit(depths=(1, 1))
-    images = torch.randn(2, 3, 32, 32)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(images), model(images))
 
 
 @pytest.mark.parametrize(
@@ -188,12 +128,6 @@ def test_every_layer_has_the_heads_asked_for(heads, head_dim, widths, convention
     assert model.head_convention == convention
     assert list(model.attention_modules().values()) == [a for pair in attns for a in pair]
     assert params is None or model.num_params() == params
-
-
-def test_stochastic_depth_grows_linearly_over_all_stages():
-    model = davit(depths=(2, 3), drop_path=0.4, device="meta")
-    rates = [[block.drop_path for block in layer] for layer in model.blocks]
-    assert rates == [pytest.approx([rate] * 2) for rate in (0, 0.1, 0.2, 0.3, 0.4)]
 
 
 def test_flops_per_image_is_the_number_of_products_that_timms_model_does():
@@ -253,6 +187,11 @@ def test_a_bad_size_is_named_in_one_line(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_images_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"images must be \(B, 3, 32, 32\), got \(2, 3, 32, 48\)"):
-        davit()(torch.zeros(2, 3, 32, 48))
+def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
+    torch.manual_seed(0)
+    layout = {"heads": 2, "head_dim": "split", "window": 4}
+    oracle = timm_davit(**SMALL, **layout, drop_path_rate=0.5, drop_rate=0.3)
+    oracle = randomize(oracle).train()
+    model = loaded_from(oracle, **layout, drop_path=0.5, drop=0.3)
+    images = torch.randn(16, 3, 32, 32)
+    assert_equal_for_one_seed(model, oracle, images)

@@ -19,22 +19,11 @@ def load(name: str, **kwargs):
     return torch.hub.load(str(ROOT), name, source="local", **kwargs)
 
 
-def test_hub_lists_every_row():
-    # torch.hub.list, which only takes a repository on GitHub, shows every public callable.
-    shown = [name for name, entry in vars(hubconf).items() if callable(entry) and name[0] != "_"]
-    assert sorted(shown) == NAMES
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_hub_builds_the_lean_model_unless_asked_for_the_original(name):
     counts = [load(name, device="meta", **kw).num_params() for kw in ({}, {"variant": "original"})]
     assert counts == [papers.ROWS[name, v].audited_params for v in ("lean", "original")]
     assert f"{counts[0]:,} parameters" in getattr(hubconf, name).__doc__
-
-
-def test_hub_model_classifies_images():
-    model = load("vit_base", image_size=32, num_classes=10, depth=1)
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
 @pytest.mark.parametrize("name", NAMES)

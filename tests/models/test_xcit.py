@@ -1,16 +1,13 @@
 """XCiT: timm's weights give timm's results; heads per layer, initial values, capture, refusals."""
 
 import pytest
-import timm
 import torch
 from timm.models.xcit import XCA, Xcit
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import papers
 from models.xcit import XCiT
-from tests.error_budget import assert_within_budget
 from tests.models.parity import (
     assert_drawn_alike,
     assert_equal_for_one_seed,
@@ -77,45 +74,6 @@ def test_logits_gradients_and_running_statistics_equal_timms(layout, training):
     assert_equal_in_function(loaded_from(oracle, **layout), oracle, images)
 
 
-def test_timm_xcit_medium_weights_load_unchanged_and_give_the_same_logits():
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        oracle = timm.create_model("xcit_medium_24_p16_224", pretrained=False)
-    oracle = randomize(oracle.to_empty(device="cpu")).eval()
-    model = XCiT(embed_dim=512, depth=24, heads=8, head_dim=64, device="meta").eval()
-    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
-    images = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        actual, same_dtype = model(images), oracle(images)
-        exact = oracle.double()(images.double())
-    assert_within_budget(actual, same_dtype, exact)
-
-
-@pytest.mark.parametrize(
-    ("row", "entry_point", "sizes"),
-    [
-        ("xcit_medium", "xcit_medium_24_p16_224", {}),
-        ("xcit_large", "xcit_large_24_p16_224", {}),
-        ("xcit_large_lean", "xcit_large_24_p16_224", {"depth": 12, "num_heads": 24}),
-    ],
-)
-def test_the_papers_rows_have_the_parameters_of_timms_models(row, entry_point, sizes):
-    with torch.device("meta"):
-        oracle = timm.create_model(entry_point, pretrained=False, **sizes)
-    model = papers.model(row, device="meta")
-    model.load_state_dict(oracle.state_dict(), strict=True, assign=True)
-    assert [b.attn.num_heads for b in model.blocks] == [b.attn.num_heads for b in oracle.blocks]
-
-
-def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
-    torch.manual_seed(0)
-    sizes = SMALL | {"depth": 3, "heads": 4, "head_dim": "split"}
-    oracle = randomize(timm_xcit(drop_path_rate=0.4, drop_rate=0.3, **sizes)).train()
-    model = loaded_from(oracle, **sizes, drop_path=0.4, drop=0.3)
-    images = torch.randn(16, 3, 32, 32)
-    assert_equal_for_one_seed(model, oracle, images)
-
-
 def test_initial_values_follow_the_law_of_timms():
     torch.manual_seed(0)
     sizes = SMALL | {"embed_dim": 192, "heads": 4, "head_dim": "split", "image_size": 64}
@@ -125,21 +83,6 @@ def test_initial_values_follow_the_law_of_timms():
 
 def test_one_seed_gives_one_model_on_every_way_to_it():
     assert_one_seed_gives_one_model(xcit, "cls_token")
-
-
-def test_a_memory_estimate_can_train_the_model_on_the_meta_device():
-    model = xcit(device="meta")
-    logits = model(torch.empty(2, 3, 32, 32, device="meta"))
-    logits.sum().backward()
-    assert logits.is_meta
-    assert all(p.grad.is_meta for p in model.parameters())
-
-
-def test_the_model_compiles_into_one_graph():
-    model = xcit(depth=1)
-    images = torch.randn(2, 3, 32, 32)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(images), model(images))
 
 
 @pytest.mark.parametrize(
@@ -162,12 +105,6 @@ def test_every_layer_has_the_heads_asked_for(heads, head_dim, widths, convention
     for block in model.cls_attn_blocks:
         assert (block.attn.num_heads, block.attn.head_dim) == (widths[-1][0], dim // widths[-1][0])
     assert params is None or model.num_params() == params
-
-
-def test_class_attention_takes_heads_of_its_own():
-    model = xcit(heads=1, head_dim=64, class_heads=3)
-    assert {(b.attn.num_heads, b.attn.head_dim) for b in model.cls_attn_blocks} == {(3, 16)}
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
 
 
 def test_flops_per_image_is_the_number_of_products_that_timms_model_does():
@@ -224,6 +161,10 @@ def test_a_bad_size_is_named_in_one_line(arguments, message):
     assert "\n" not in str(error.value)
 
 
-def test_images_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"images must be \(B, 3, 32, 32\), got \(2, 3, 32, 48\)"):
-        xcit()(torch.zeros(2, 3, 32, 48))
+def test_stochastic_depth_and_dropout_equal_timms_for_one_seed():
+    torch.manual_seed(0)
+    sizes = SMALL | {"depth": 3, "heads": 4, "head_dim": "split"}
+    oracle = randomize(timm_xcit(drop_path_rate=0.4, drop_rate=0.3, **sizes)).train()
+    model = loaded_from(oracle, **sizes, drop_path=0.4, drop=0.3)
+    images = torch.randn(16, 3, 32, 32)
+    assert_equal_for_one_seed(model, oracle, images)

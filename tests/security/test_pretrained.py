@@ -3,11 +3,9 @@
 import json
 
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from models.pretrained import Weights
 from tests.train.trained import train_vit
 from train import vit
 
@@ -57,22 +55,3 @@ def test_no_size_of_a_file_ends_in_a_traceback(trained, tmp_path, capsys, name):
         assert name in line or value == 1.5, line
         assert len(line) < 400
         assert line.isprintable()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000, '{"heads": ', "null", "3"])
-def test_settings_that_are_no_object_are_refused(trained, tmp_path, capsys, text):
-    path = with_settings(trained, tmp_path / "w.safetensors", text)
-    if text:
-        assert "are no JSON object" in refusal(capsys, path)
-    else:
-        vit.main(["--data", "digits", "--dry-run", "--pretrained", str(path), *SIZES])
-
-
-SIZES = ["--model", "vit_digits", "--heads", "2", "--depth", "2", "--head-dim", "8"]
-
-
-def test_whole_numbers_are_no_weights():
-    model = torch.nn.Linear(2, 2)
-    whole = {name: tensor.int() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=r"has weight in torch\.int32"):
-        Weights("w", whole).fitted(model)

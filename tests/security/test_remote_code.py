@@ -64,20 +64,6 @@ def test_no_source_file_loads_without_refusing_remote_code():
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "AutoModel.from_pretrained(name)",
-        "AutoModel.from_pretrained(name, trust_remote_code=True)",
-        "AutoModel.from_pretrained(name, trust_remote_code=args.trust)",
-        "pipeline('fill-mask', name)",
-        "load_dataset(name, trust_remote_code=True)",
-    ],
-)
-def test_the_search_finds_them(source):
-    assert loads_that_may_ask(ast.parse(source))
-
-
-@pytest.mark.parametrize(
     ("config", "names", "file"),
     [
         ({"model_type": "unheard_of"}, {"AutoConfig": "own.C", "AutoModel": "own.M"}, "config"),

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page, plots
-from models import plan
 from tests.train.launch import ROOT, SCRIPT, TINY
-from tests.train.trained import bert, gpt, train_vit, write_pictures
-from train import compare, export, lra, measure, predict, vit
+from tests.train.trained import gpt, train_vit, write_pictures
+from train import export, predict, vit
 from train.data.loader import loading
 
 RUN = [*TINY, "--steps", "2"]
@@ -41,7 +39,7 @@ def shell(line, tmp_path, **more):
     )
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_a_run_without_streams_is_whole(tmp_path, closed):
     done = shell(f'"$0" {SCRIPT} {" ".join(RUN)} --out run {closed}', tmp_path)
     assert done.returncode == 0, done.stderr
@@ -53,39 +51,10 @@ def test_a_run_without_streams_is_whole(tmp_path, closed):
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_commands_without_streams_write_their_files(trained, tmp_path, closed):
-    (picture, *_) = write_pictures(tmp_path / "pictures")
-    for name, line in {
-        "page.html": f"-m leaner_kernels.monitor.page {trained} --out page.html",
-        "compared.html": f"-m train.compare {trained} --page compared.html",
-        "rows.json": f"-m train.measure {trained} --samples 2 --json rows.json",
-        "w.safetensors": f"-m train.export {trained} w.safetensors",
-        "pictures": f"-m train.predict {trained} {picture}",
-    }.items():
-        done = shell(f'"$0" {line} {closed}', tmp_path)
-        assert done.returncode == 0, (name, done.stderr)
-        assert "Traceback" not in done.stderr
-        assert (tmp_path / name).exists(), name
-    assert not (tmp_path / "rows.json").read_text().startswith("layer")
-
-
-def test_a_refusal_without_streams_has_its_status(tmp_path):
-    for line in (
-        f"{SCRIPT} --steps x",
-        "-m train.compare gone",
-        "-m leaner_kernels.monitor.page x",
-    ):
-        done = shell(f'"$0" {line} >&- 2>&-', tmp_path)
-        assert done.returncode in (1, 2)
-
-
 @pytest.mark.parametrize(
     "line",
     [
         f"{SCRIPT} --help",
-        "-m train.compare {run} {run} {run}",
-        "-m train.measure {run} --samples 2 --json rows.json",
         "-m train.predict {run} pictures --top 10",
     ],
 )
@@ -97,43 +66,18 @@ def test_a_reader_that_goes_away_is_no_error(trained, tmp_path, line):
     assert done.returncode == 0, done.stderr
     assert "Error" not in done.stderr
     assert "Exception" not in done.stderr
-    if "--json" in line:
-        assert (tmp_path / "rows.json").read_text()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
-def test_a_full_disk_behind_the_output_is_one_line(trained, tmp_path):
-    for line in (f"-m train.compare {trained}", f"-m train.measure {trained} --samples 2"):
-        done = shell(f'"$0" {line} > /dev/full', tmp_path)
-        assert done.returncode != 0
-        assert "No space left" in done.stderr
-        assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("main", "words"),
     [
-        *(
-            (script.main, [flag, ""])
-            for script in (vit, gpt, bert, lra)
-            for flag in ("--out", "--data", "--init-from", "--resume", "--recipe", "--model")
-        ),
-        (vit.main, ["--pretrained", " "]),
+        *((vit.main, [flag, ""]) for flag in ("--out", "--data", "--resume", "--model")),
         (gpt.main, ["--tokenizer", ""]),
-        (bert.main, ["--finetune", "glue", "--glue", "", "--checkpoint", "x"]),
-        (lra.main, ["--cache", ""]),
         (predict.main, ["", "x"]),
-        (predict.main, ["x", ""]),
-        (measure.main, ["x", "--json", ""]),
-        (measure.main, ["x", "--data", ""]),
         (export.main, ["x", ""]),
-        (compare.main, [""]),
-        (compare.main, ["x", "--page", ""]),
-        (page.main, [""]),
         (page.main, ["x", "--out", ""]),
         (plots.main, [""]),
         (monitor.main, ["x", "--data", ""]),
-        (plan.main, ["--model", "vit_base", "--params", "9M", "--memory", "1GB", "--out", ""]),
     ],
 )
 def test_no_path_or_name_is_empty(main, words, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """The weights that scored best on the held-out items so far, in one file of the run's folder."""
 
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,6 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from leaner_kernels.monitor.files import new_path
 from train.checkpoint.weights import BEST, export_weights, open_weights
 from train.loop.parallel import World
 
@@ -47,19 +45,11 @@ class BestWeights:
         if self.world.rank == 0:
             self.path.unlink(missing_ok=True)
 
-    def take_up(self, checkpoint: Path, step: int) -> None:
-        """Go on from those of the run's folder, else from those of the checkpoint's own run.
-
-        Args:
-            checkpoint: from which the run is resumed.
-            step: of the checkpoint; best weights of another folder that are newer are left out.
-        """
+    def take_up(self) -> None:
+        """Go on from those of the run's folder."""
         known: list[Any] = [None, {}, None]
         if self.world.rank == 0:
-            source = checkpoint.parent.parent / BEST
             try:
-                if not self.path.exists() and source.exists():
-                    self._copy(source, step)
                 if self.path.exists():
                     weights = open_weights(self.path, "--resume")
                     scores = {k: v for k, v in weights.scores.items() if k.startswith("held_out_")}
@@ -72,11 +62,6 @@ class BestWeights:
             self.log(f"best weights not taken up: {error}")
         elif self.score in scores:
             self.step, self.scores = step_of_best, scores
-
-    def _copy(self, source: Path, newest: int) -> None:
-        if open_weights(source, "--resume").step <= newest:
-            with new_path(self.path) as partial:
-                shutil.copyfile(source, partial)
 
     def is_beaten_by(self, scores: Mapping[str, float]) -> bool:
         """Return whether new scores of held-out items are better than the best."""

@@ -156,7 +156,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
                 f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"
             )
         checkpoints.load(path, model, optimizer, average.weights)
-        best.take_up(path, saved["step"])
+        best.take_up()
         bad_samples.known = set(saved.get("bad_samples", ()))
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]

@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from tests.train.forked import on_two_ranks
 from tests.train.launch import TINY, whole_tensors
-from train import export, predict, vit
+from train import export, vit
 from train.checkpoint.best import BestWeights
 from train.checkpoint.weights import BEST, metadata
 from train.export import load
@@ -56,7 +55,7 @@ def test_the_best_are_the_first_of_the_smallest_loss_or_the_largest_share(
     assert (best.step, then, now) == (2, 2.0, 5.0)
     assert best.scores == {f"held_out_{score}": scores[1]}
     again = BestWeights(best.model, tmp_path, world, score, print)
-    again.take_up(tmp_path / "checkpoints" / "step-00000001", 1)
+    again.take_up()
     assert (again.step, again.scores) == (best.step, best.scores)
 
 
@@ -136,23 +135,14 @@ def test_a_run_keeps_and_reports_both_and_what_follows_takes_the_best(scored, tm
         assert all(torch.equal(exported[name], there[name]) for name in there)
 
 
-def test_a_resume_keeps_the_known_best_here_and_in_another_folder(scored, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    train_here("--epochs", 3, "--out", out)
-    best = (out / BEST).read_bytes()
-    third = out / "checkpoints" / f"step-{3 * EPOCH:08d}"
-    first = out / "checkpoints" / f"step-{EPOCH:08d}"
-    for resume, folder in (("auto", out), (third, tmp_path / "other")):
-        # A resume evaluates what its checkpoint was written ahead of.
-        scored[:] = [0.2, 0.3]
-        train_here("--epochs", 4, "--out", folder, "--resume", resume)
-        assert json.loads((folder / "summary.json").read_text())["best_step"] == 2 * EPOCH
-        assert (folder / BEST).read_bytes() == best
-    # The best of the other folder is newer than what this run begins with.
-    scored[:] = [0.7, 0.6, 0.7, 0.8]
-    train_here("--epochs", 4, "--out", tmp_path / "early", "--resume", first)
-    assert json.loads((tmp_path / "early" / "summary.json").read_text())["best_step"] == 2 * EPOCH
-    assert (tmp_path / "early" / BEST).read_bytes() != best
+def test_a_resume_keeps_the_known_best(scored, tmp_path):
+    train_here("--epochs", 3, "--out", tmp_path)
+    best = (tmp_path / BEST).read_bytes()
+    # A resume evaluates what its checkpoint was written ahead of.
+    scored[:] = [0.2, 0.3]
+    train_here("--epochs", 4, "--out", tmp_path, "--resume", "auto")
+    assert json.loads((tmp_path / "summary.json").read_text())["best_step"] == 2 * EPOCH
+    assert (tmp_path / BEST).read_bytes() == best
 
 
 def test_a_run_that_is_not_finished_has_its_best_and_one_begun_anew_forgets_it(
@@ -184,39 +174,3 @@ def test_items_without_an_evaluation_leave_no_best_weights(tmp_path):
     vit.main([str(a) for a in (*args, "--workers", 0, "--kappa-every", 0, "--out", out)])
     assert not (out / BEST).exists()
     assert load(out)[1].path.name == "model.safetensors"
-
-
-def work(rank: int, folder: Path) -> list:
-    """Train on two ranks for three epochs, or resume for a fourth; return the losses left over."""
-    epochs = 4 if (folder / "checkpoints").exists() else 3
-    losses = LOSSES[:3] if epochs == 3 else [0.2, 0.3]
-    real = evaluation.score
-    evaluation.score = lambda *args, **named: real(*args, **named) | {"loss": losses.pop(0)}
-    vit.main([str(a) for a in (*ARGS, "--epochs", epochs, "--out", folder, "--resume", "auto")])
-    return losses
-
-
-def test_two_ranks_write_one_whole_file_of_the_best_and_resume_from_it(tmp_path):
-    for _ in range(2):
-        assert on_two_ranks("tests.train.checkpoint.test_best", tmp_path) == [[], []]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["ranks"], summary["best_step"]) == (2, 2 * EPOCH)
-    assert summary["resumed_at"] == [3 * EPOCH]
-    assert_best_is_of_step(tmp_path, 2 * EPOCH)
-
-
-def test_predictions_say_whose_weights_they_are_of(scored, tmp_path, capsys):
-    from tests.train.trained import write_pictures
-
-    out = tmp_path / "run"
-    train_here("--epochs", 4, "--out", out)
-    capsys.readouterr()
-    picture = write_pictures(tmp_path / "pictures")[0]
-    answers = []
-    for flags, step in (([], 2 * EPOCH), (["--last"], 4 * EPOCH)):
-        assert predict.main([str(out), str(picture), "--json", *flags]) == 0
-        said = capsys.readouterr()
-        assert said.err.startswith("weights: ")
-        assert f"step {step}, held-out loss" in said.err
-        answers.append(said.out)
-    assert answers[0] != answers[1]

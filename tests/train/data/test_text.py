@@ -1,6 +1,5 @@
 """Documents become tokens once, whoever reads, and sequences are a function of seed and place."""
 
-import json
 import pickle
 import random
 import sys
@@ -314,23 +313,6 @@ def test_a_file_that_cuts_and_fills_up_texts_does_neither_here(tmp_path):
     assert tokenizer.encode_batch(["a", "a a a"]) == [[1], [1, 1, 1]]
 
 
-def test_the_vocabulary_files_of_gpt2_are_read(tmp_path):
-    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
-    pieces = ["h", "e", "l", "o", "Ġ", "he", "ll", "Ġo", "<|endoftext|>"]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    write(tmp_path / "vocab.json", json.dumps(vocabulary))
-    write(tmp_path / "merges.txt", "#version: 0.2\nh e\nl l\nĠ o\n")
-    tokenizer = open_tokenizer(str(tmp_path), small_source(), specials=GPT)
-    # By hand: h+e comes before l+l; no merge makes "hell"; a space belongs to the word after it.
-    assert tokenizer.encode("hello o") == [5, 6, 3, 7]
-    assert tokenizer.decode([5, 6, 3, 7, 8]) == "hello o<|endoftext|>"
-    assert (tokenizer.vocab_size, tokenizer.end) == (9, 8)
-    tokenizer.save(tmp_path / "tokenizer.json")
-    for again in (tmp_path, tmp_path / "tokenizer.json"):
-        other = open_tokenizer(str(again), small_source(), specials=GPT)
-        assert other.digest == tokenizer.digest
-
-
 def test_word_pieces_are_lowercase_without_accents(tmp_path):
     pytest.importorskip("tokenizers", reason="word pieces need the package tokenizers")
     tokenizer = open_tokenizer("wordpiece", small_source(), specials=BERT, vocab_size=64)
@@ -340,10 +322,9 @@ def test_word_pieces_are_lowercase_without_accents(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Thé MAT!?")) == "the mat [UNK] [UNK]"
     assert tokenizer.bytes_per_token() is None
     assert len(tokenizer.encode("the")) == 1
-    names = tokenizer.tokenizer.get_vocab()
-    write(tmp_path / "vocab.txt", "\n".join(sorted(names, key=names.get)))
+    tokenizer.save(tmp_path / "tokenizer.json")
     listed = open_tokenizer(str(tmp_path), small_source(), specials=BERT)
-    assert listed.encode("The théâtre [SEP]") == tokenizer.encode("The théâtre [SEP]")
+    assert listed.digest == tokenizer.digest
 
 
 @pytest.mark.parametrize(("name", "specials"), [("bpe", GPT), ("wordpiece", BERT)])

@@ -5,7 +5,6 @@ raises. Every copy to it is noted. Kappa's monitor and penalty have tests of the
 """
 
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from leaner_kernels.monitor.measurement import HostCopy
 from tests.kappa.test_monitor_streams import Transfers
-from tests.train.image_files import photographs, write_folder
 from tests.train.launch import TINY
 from train import bert, gpt, vit
 from train.config import flags
@@ -33,7 +31,6 @@ from train.loop.schedule import Schedule
 STEPS = ["--steps", 4, "--accum", 2, "--kappa-every", 0, "--ema", 0.9, "--batch-size", 4]
 CASES = {
     "vit": (vit, vit.ImageSettings, ["--mixup", 0.8, "--cutmix", 1.0, "--drop-path", 0.1]),
-    "balanced": (vit, vit.ImageSettings, ["--balanced", "--model", "vit_digits", "--data"]),
     "batch norms": (vit, vit.ImageSettings, ["--model", "xcit_digits"]),
     "gpt": (gpt, gpt.GptSettings, ["--dropout", 0.1, "--qk-clip", 100]),
     "bert": (bert, bert.BertSettings, []),
@@ -54,13 +51,9 @@ class Made(TorchFunctionMode):
         return out
 
 
-def run_of(name: str, folder: Path, precision: str, size: int) -> Any:
+def run_of(name: str, precision: str, size: int) -> Any:
     """What a step needs of a run, whose rank is the first of ``size``."""
     script, kind, more = CASES[name]
-    if more[-1:] == ["--data"]:
-        for split in ("train", "val"):
-            write_folder(folder, split, photographs(split, 16))
-        more = [*more, folder]
     words = [str(word) for word in [*STEPS, "--precision", precision, *more]]
     parsed = flags.parse(script.PROGRAM, "", words, kind, recipes=script.RECIPES)
     task, settings = script.make_task(parsed)
@@ -92,7 +85,7 @@ def run_of(name: str, folder: Path, precision: str, size: int) -> Any:
 def test_a_step_waits_for_no_device(name, precision, size, tmp_path, monkeypatch):
     copied = []
     monkeypatch.setattr(loop, "copy_to_host", lambda t: copied.append(t) or HostCopy(t, None))
-    run = run_of(name, tmp_path, precision, size)
+    run = run_of(name, precision, size)
     keys = next(iter(run.schedule.sampler(0, 4)))
     batches = iter([Fetched(run.task.train.__getitems__(keys))] * 8)
     with mock.patch.object(dist, "all_reduce") as all_reduce:

@@ -21,13 +21,11 @@ class Corpus:
         tokens: (all tokens,) uint8.
         offsets: (sequences + 1,) int64: sequence i is ``tokens[offsets[i] : offsets[i + 1]]``.
         labels: (sequences,) uint8.
-        cut: (sequences,) bool, which were longer where they came from; None where none was.
     """
 
     tokens: np.ndarray
     offsets: np.ndarray
     labels: np.ndarray
-    cut: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -41,18 +39,12 @@ class Corpus:
         return np.diff(self.offsets)
 
     @classmethod
-    def of(
-        cls,
-        sequences: Iterable[bytes | np.ndarray],
-        labels: Sequence[int],
-        cut: Sequence[bool] | np.ndarray | None = None,
-    ) -> "Corpus":
-        """Gather sequences of bytes, their labels, and which of them are parts of longer ones."""
+    def of(cls, sequences: Iterable[bytes | np.ndarray], labels: Sequence[int]) -> "Corpus":
+        """Gather sequences of bytes and their labels."""
         parts = [np.frombuffer(s, np.uint8) if isinstance(s, bytes) else s for s in sequences]
         offsets = np.cumsum([0, *map(len, parts)])
         tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
-        cut = None if cut is None else np.asarray(cut, bool)
-        return cls(tokens, offsets, np.asarray(labels, np.uint8), cut)
+        return cls(tokens, offsets, np.asarray(labels, np.uint8))
 
 
 def save(path: Path, corpora: dict[str, Corpus]) -> None:

@@ -52,12 +52,11 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
                 f"--data must hold reviews {{train,test}}/{{pos,neg}}/*.txt, found none in "
                 f"{folder / part / missing[0]}"
             )
-        texts = [_beginning(path, length + 1) for found in files.values() for path in found]
+        texts = [_beginning(path, length) for found in files.values() for path in found]
         if not all(texts):
             raise ValueError(f"--data must hold reviews, but one in {folder / part} is empty")
         labels = [label for label, found in files.items() for _ in found]
-        cut = [len(text) > length for text in texts]
-        parts[part] = Corpus.of([text[:length] for text in texts], labels, cut)
+        parts[part] = Corpus.of(texts, labels)
     if upstream_dev:
         return {"train": parts["train"], "dev": parts["test"], "test": parts["test"]}
     train, dev = held_out(parts["train"])
@@ -77,11 +76,7 @@ def held_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
     """Return a corpus without every tenth sequence, and these."""
     chosen = np.arange(len(corpus)) % _HELD_OUT == 0
     rest, dev = (
-        Corpus.of(
-            [corpus[i] for i in np.flatnonzero(part)],
-            corpus.labels[part],
-            None if corpus.cut is None else corpus.cut[part],
-        )
+        Corpus.of([corpus[i] for i in np.flatnonzero(part)], corpus.labels[part])
         for part in (~chosen, chosen)
     )
     return rest, dev
@@ -102,7 +97,6 @@ def read_pairs(folder: Path, length: int) -> dict[str, tuple[Corpus, np.ndarray,
         ValueError: a file that is not there, or is not laid out as it must be.
     """
     texts: dict[bytes, int] = {}
-    longer: set[bytes] = set()
     splits = {}
     for split, name in zip(SPLITS, ("train", "eval", "test")):
         path = folder / f"new_aan_pairs.{name}.tsv"
@@ -112,9 +106,8 @@ def read_pairs(folder: Path, length: int) -> dict[str, tuple[Corpus, np.ndarray,
         for label, *both in _pairs(path):
             labels.append(label)
             pairs.append([texts.setdefault(text[:length], len(texts)) for text in both])
-            longer.update(text[:length] for text in both if len(text) > length)
         splits[split] = np.array(pairs, np.int64), np.array(labels, np.uint8)
-    corpus = Corpus.of(texts, [0] * len(texts), [text in longer for text in texts])
+    corpus = Corpus.of(texts, [0] * len(texts))
     return {split: (corpus, *part) for split, part in splits.items()}
 
 
@@ -158,20 +151,19 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
             ) from None
         for image, label in listed:
             if image.stat().st_size:  # some published images are empty
-                images.append(grey_of(read_file(image, DATA), f"--data {image}"))
+                images.append(_grey_of(read_file(image, DATA), f"--data {image}"))
                 labels.append(label)
     ends = len(images) * 8 // 10, len(images) * 9 // 10
     parts = (slice(ends[0]), slice(*ends), slice(ends[1], None))
     return {split: Corpus.of(images[part], labels[part]) for split, part in zip(SPLITS, parts)}
 
 
-def grey_of(content: bytes, name: str, *, as_cifar: bool = False) -> np.ndarray:
+def _grey_of(content: bytes, name: str) -> np.ndarray:
     """Return the pixels of an image file in grey, row by row, (1024,) uint8.
 
     Args:
         content: of the file.
         name: of it, for messages.
-        as_cifar: make colours grey as those of CIFAR-10 are.
 
     Raises:
         ValueError: it is no image of 32 x 32 pixels.
@@ -179,8 +171,6 @@ def grey_of(content: bytes, name: str, *, as_cifar: bool = False) -> np.ndarray:
     image = decode(content, lambda: name.removeprefix("--data "))
     if image.size != (32, 32):
         raise ValueError(f"{name} must be 32 x 32 pixels, got {image.size}")
-    if as_cifar:
-        return _grey(np.asarray(image.convert("RGB"))[None])[0]
     return np.asarray(image.convert("L")).reshape(-1)
 
 

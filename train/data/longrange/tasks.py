@@ -69,42 +69,6 @@ TASKS = {
 }
 
 
-def batch_of(
-    task: str, content: bytes, name: str, length: int | None
-) -> tuple[Tensor, Tensor, bool]:
-    """Return one item as a model takes it: tokens and lengths as ``Items`` has them, and its cut.
-
-    Args:
-        task: one of ``TASKS``.
-        content: a list, a text, two texts with "|||" between, or an image file.
-        name: of it, for messages.
-        length: tokens that are read of an item of text.
-
-    Raises:
-        ValueError: it is no item of the task.
-    """
-    shape = TASKS[task]
-    if shape.pixels is not None:
-        sequences = [files.grey_of(content, name, as_cifar=task == "image")]
-    elif task == "listops":
-        try:
-            sequences = [listops.encode(content.decode("utf-8"))]
-        except (KeyError, ValueError) as error:
-            raise ValueError(f"{name} is no list such as [MAX 2 9 [MIN 4 7 ] ]: {error}") from None
-    else:
-        sequences = [p.strip() for p in content.split(b"|||")] if shape.pairs else [content]
-        if len(sequences) != 1 + shape.pairs or not all(sequences):
-            raise ValueError(f"{name} must be {1 + shape.pairs} texts, with ||| between two")
-    padded = shape.length(length)
-    most = length if shape.shift else padded
-    cut = any(len(sequence) > most for sequence in sequences)
-    corpus = Corpus.of([sequence[:most] for sequence in sequences], [0] * len(sequences))
-    rows = np.arange(len(sequences))[None] if shape.pairs else np.arange(1)
-    items = Items(corpus, rows, np.zeros(1, np.uint8), length=padded, shift=shape.shift)
-    tokens, lengths, _ = items.__getitems__([(0, 0)])
-    return tokens, lengths, cut
-
-
 class Items:
     """Sequences, or pairs of them, padded with 0 to one length; longer ones are cut.
 
@@ -124,13 +88,6 @@ class Items:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    def cut(self) -> int:
-        """Return how many items are shorter here than where they came from."""
-        corpus = self.corpus
-        longer = corpus.lengths > self.length
-        longer = longer if corpus.cut is None else longer | corpus.cut
-        return int(longer[self.rows].reshape(len(self), -1).any(axis=1).sum())
 
     def digest(self) -> str:
         """Return the SHA-256 of the sequences and the labels."""

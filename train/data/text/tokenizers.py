@@ -27,8 +27,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 GPT = ("<|endoftext|>",)
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 KINDS = (
-    "bytes, gpt2, bpe or wordpiece (trained on the data), a tokenizer.json, or a folder with one, "
-    "with vocab.json and merges.txt, or with vocab.txt"
+    "bytes, gpt2, bpe or wordpiece (trained on the data), a tokenizer.json, or a folder with one"
 )
 _ENDS = ("<|endoftext|>", "[SEP]", "</s>", "<|end_of_text|>")
 _VOCAB_SIZES = {"bpe": 50_257, "wordpiece": 32_768}
@@ -222,27 +221,17 @@ def _gpt2_file() -> str:
     except OSError:
         raise ValueError(
             "--tokenizer gpt2 is neither in the cache of Hugging Face's Hub nor to be had from it: "
-            "give --tokenizer FILE with its tokenizer.json, a folder with its vocab.json and "
-            "merges.txt, or --tokenizer bpe to train one"
+            "give --tokenizer FILE with its tokenizer.json, or --tokenizer bpe to train one"
         ) from None
 
 
 def _read(path: Path) -> library.Tokenizer:
     whole = path / "tokenizer.json" if path.is_dir() else path
+    if not whole.is_file():
+        raise ValueError(f"--tokenizer must be {KINDS}, got {path}")
     with _errors_of_library(str(path)):
-        for file in (path / name for name in ("vocab.json", "merges.txt", "vocab.txt")):
-            if file.exists():
-                check_file(file, SETTINGS)
-        if whole.is_file():
-            check_file(whole, SETTINGS)
-            return library.Tokenizer.from_file(str(whole))
-        if (path / "merges.txt").is_file():
-            files = str(path / "vocab.json"), str(path / "merges.txt")
-            return _byte_pairs(GPT, library.models.BPE.from_file(*files))
-        if (path / "vocab.txt").is_file():
-            model = library.models.WordPiece.from_file(str(path / "vocab.txt"), unk_token="[UNK]")
-            return _word_pieces(BERT, model)
-    raise ValueError(f"--tokenizer must be {KINDS}, got {path}")
+        check_file(whole, SETTINGS)
+        return library.Tokenizer.from_file(str(whole))
 
 
 def _byte_pairs(specials: Sequence[str], model: Any) -> library.Tokenizer:
