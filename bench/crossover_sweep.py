@@ -11,7 +11,6 @@ length, end to end), forward alone and with its backward: our kernel beside what
 import argparse
 import json
 import multiprocessing
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import leaner_kernels  # noqa: F401  (registers the operators)
+from bench.harness import clock, machine
 
 DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
@@ -68,10 +71,6 @@ SHAPES = tuple(_shapes())
 
 def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]:
     """Return what is compared, by name, and its tensors: q, k, v and the output's gradient."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    import leaner_kernels  # noqa: F401  (registers the operators)
-
     _, dim, causal, tokens = shape
     options: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
     if shape.kind == "dense":
@@ -109,27 +108,13 @@ def run_once(shapes: Sequence[Shape]) -> None:
 
 def seconds(call: Callable[[], Any]) -> float:
     """Return the median seconds of a call, of CUDA graphs that replay it."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-
-    def timed(run: Callable[[], Any]) -> float:
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        stop.record()
-        stop.synchronize()
-        return start.elapsed_time(stop) / 1e3
-
-    repeats = max(1, min(50, round(SECONDS / max(timed(call), 1e-6))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            call()
-    graph.replay()
-    return statistics.median(timed(graph.replay) for _ in range(REPLAYS)) / repeats
+    timer = clock.Clock(DEVICE)
+    torch.cuda.synchronize()  # the inputs were made on another stream
+    with torch.cuda.stream(clock.capture_stream()):
+        once = clock.seconds(call, timer, rounds=1)
+        timer.calls = max(1, min(50, round(SECONDS / once)))
+        run = clock.graph_round(lambda _: call(), [None], timer.calls)
+        return clock.seconds(run, timer, REPLAYS)
 
 
 def gradients(forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
@@ -159,8 +144,6 @@ def measure_shape(shape: Shape) -> dict[str, Any]:
 
 def measure(shapes: Sequence[Shape], path: Path, limit: float) -> None:
     """Write the rows of the shapes as they come, until ``limit`` seconds are over."""
-    from bench.harness import machine
-
     began = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(COMPILING, context) as pool:

@@ -25,7 +25,7 @@
 # pandas and tabulate the summary ends with tables of what was measured. LEANER_COMMIT names the commit of a copy
 # without git.
 # OUTDIR gathers stages: each writes STAGE.txt, STAGE.log, of what it timed STAGE.json, and summary.txt anew from all
-# that lie there, which is also printed last. STAGE.jsonl gets a line as each test ends.
+# that lie there, which is also printed last. STAGE.log gets a line as each test ends.
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 
@@ -128,7 +128,7 @@ parallel() {
   if has xdist; then more=(-n "$workers"); fi
   if has pytest_timeout; then more+=(--timeout=100); fi
   # A file that cannot be imported here fails alone; the log has what was skipped, and why.
-  OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${more[@]+"${more[@]}"} -rs \
+  OMP_NUM_THREADS=2 TORCHINDUCTOR_COMPILE_THREADS=2 pytest "$@" ${more[@]+"${more[@]}"} -v -rs \
     --durations=15 --continue-on-collection-errors
 }
 
@@ -205,7 +205,6 @@ for file in tests/gpu/test_*.py; do
     *) operator_tests+=("$file") ;;
   esac
 done
-outcomes=--outcomes=$out/$run.jsonl
 networks=(bench/networks/bench_models.py bench/networks/bench_language.py)
 whole="training and (model_vit_base or crammed_bert or gpt2_tinystories)"
 
@@ -223,7 +222,7 @@ case $stage in
     pytest "one shape of each" 150 one_of_each bench --benchmark-disable
     ;;
   attention)
-    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}" "$outcomes"
+    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}"
     ;;
   bench)
     native_library
@@ -248,11 +247,11 @@ case $stage in
     ;;
   operators)
     native_library
-    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}" "$outcomes"
+    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}"
     ;;
   memory)
     native_library
-    pytest "tests/gpu, large tensors" 90 "" $large -rs --durations=15 "$outcomes"
+    pytest "tests/gpu, large tensors" 90 "" $large -v -rs --durations=15
     if ! command -v compute-sanitizer >/dev/null; then
       echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$found"
     else

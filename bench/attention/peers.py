@@ -216,23 +216,6 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
-def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    if case.window:
-        raise AbsentError("its masks of a window are not measured")
-    attend = found("xformers.ops", "memory_efficient_attention")
-    bias = found("xformers.ops", "LowerTriangularMask")() if case.causal else None
-    return partial(attend, attn_bias=bias)
-
-
-def _xformers_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    attend = found("xformers.ops", "memory_efficient_attention")
-    bias = found("xformers.ops.fmha.attn_bias", "BlockDiagonalMask").from_seqlens(case.lengths)
-    bias = bias.make_causal() if case.causal else bias
-    return lambda q, k, v: attend(q[None], k[None], v[None], attn_bias=bias)[0]
-
-
 def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
     return partial(leaner_kernels.attention, is_causal=case.causal, **options)
@@ -287,7 +270,6 @@ PEERS = {
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
     "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
     "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
-    "xformers": Peer(_xformers, layout="tokens"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
     "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),
     "leaner_varlen_stats": Peer(_leaner_varlen_stats, "varlen", ours=True, ragged=True),
@@ -306,7 +288,6 @@ PEERS = {
     "flash_attn_4_varlen": Peer(
         partial(_flash_attn_varlen, "flash_attn.cute"), "varlen", ragged=True
     ),
-    "xformers_varlen": Peer(_xformers_varlen, "varlen", ragged=True),
 }
 
 

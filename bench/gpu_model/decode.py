@@ -50,7 +50,8 @@ class Program:
         self.code = (library.Instruction * len(kernel.statements))()
         self.tracks_wgmma = False
         for instruction, statement in zip(self.code, kernel.statements, strict=True):
-            self._decode(instruction, statement)
+            self._now = instruction
+            self._decode(statement)
         for branch, target in reconvergence(kernel).items():
             self.code[branch].reconverge = target
         self.operands = (library.s32 * len(self._operands))(*self._operands)
@@ -110,38 +111,29 @@ class Program:
 
     # ---- instructions ----
 
-    def _decode(self, instruction: library.Instruction, s: Statement) -> None:
-        instruction.guard = instruction.target = instruction.reconverge = -1
+    def _decode(self, s: Statement) -> None:
+        self._now.guard = self._now.target = self._now.reconverge = -1
         if s.guard:
-            instruction.guard = self._register(s.guard.lstrip("!"), 1)
-            instruction.negated = s.guard.startswith("!")
+            self._now.guard = self._register(s.guard.lstrip("!"), 1)
+            self._now.negated = s.guard.startswith("!")
         parts = s.opcode.split(".")
         try:
             decode = getattr(self, f"_decode_{parts[0]}", self._decode_lanes)
-            decode(instruction, s, parts)
+            decode(s, parts)
         except (UnsupportedError, KeyError, IndexError, ValueError) as error:
             raise UnsupportedError(f"{s.text} ({error})") from error
 
-    def _set(
-        self,
-        instruction: library.Instruction,
-        name: str,
-        *slots: int,
-        results: int = 0,
-        **rest: int,
-    ) -> None:
+    def _set(self, name: str, *slots: int, results: int = 0, **rest: int) -> None:
         if name not in self._executor.operations:
             raise UnsupportedError(name)
-        instruction.operation = self._executor.operations[name]
-        instruction.first, instruction.count = len(self._operands), len(slots)
-        instruction.results = results
+        self._now.operation = self._executor.operations[name]
+        self._now.first, self._now.count = len(self._operands), len(slots)
+        self._now.results = results
         self._operands += slots
         for field, value in rest.items():
-            setattr(instruction, field, value)
+            setattr(self._now, field, value)
 
-    def _decode_lanes(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
+    def _decode_lanes(self, s: Statement, parts: list[str]) -> None:
         """Whatever the executor names as PTX does."""
         kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
         if parts[0] == "setp":
@@ -168,9 +160,9 @@ class Program:
         if len(operands) != len(widths):
             raise UnsupportedError(f"{len(operands)} operands")
         slots = (self._operand(o, w) for o, w in zip(operands, widths, strict=True))
-        self._set(instruction, name, *slots, results=1, variant=variant)
+        self._set(name, *slots, results=1, variant=variant)
 
-    def _decode_mov(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_mov(self, s: Statement, parts: list[str]) -> None:
         to, source = s.operands
         bits = BITS[parts[-1]]
         if to.startswith("{"):
@@ -179,66 +171,60 @@ class Program:
             slots = [self._register(n, width) for n in narrow]
             name = f"unpack.{bits}.{width}"
             whole = self._operand(source, bits)
-            self._set(instruction, name, *slots, whole, results=len(narrow))
+            self._set(name, *slots, whole, results=len(narrow))
         elif source.startswith("{"):
             narrow = _vector(source)
             width = bits // len(narrow)
             slots = [self._operand(n, width) for n in narrow]
-            self._set(
-                instruction, f"pack.{bits}.{width}", self._register(to, bits), *slots, results=1
-            )
+            self._set(f"pack.{bits}.{width}", self._register(to, bits), *slots, results=1)
         else:
-            self._decode_lanes(instruction, s, parts)
+            self._decode_lanes(s, parts)
 
-    def _decode_cvt(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_cvt(self, s: Statement, parts: list[str]) -> None:
         source = s.operands[1]
         # Of a register that is wider than its type, an instruction takes the low half.
         if parts == ["cvt", "s64", "s32"] and self._width(source) == 64:
             slots = (self._register(name, 64) for name in s.operands)
-            self._set(instruction, "cvt.s64.s32.low", *slots, results=1)
+            self._set("cvt.s64.s32.low", *slots, results=1)
         else:
-            self._decode_lanes(instruction, s, parts)
+            self._decode_lanes(s, parts)
 
-    def _decode_bra(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
-        self._set(instruction, "bra", target=self.kernel.labels[s.operands[0]])
+    def _decode_bra(self, s: Statement, parts: list[str]) -> None:
+        self._set("bra", target=self.kernel.labels[s.operands[0]])
 
-    def _decode_ret(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_ret(self, s: Statement, parts: list[str]) -> None:
         if s.guard:
             raise UnsupportedError("a guard")
-        self._set(instruction, "ret")
+        self._set("ret")
 
     _decode_exit = _decode_ret
 
-    def _decode_trap(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
-        self._set(instruction, "trap")
+    def _decode_trap(self, s: Statement, parts: list[str]) -> None:
+        self._set("trap")
 
-    def _decode_bar(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_bar(self, s: Statement, parts: list[str]) -> None:
         if "warp" in parts:
-            return self._set(instruction, "bar.warp")
+            return self._set("bar.warp")
         if parts[-1] not in ("sync", "aligned") or s.operands != ("0",) or s.guard:
             raise UnsupportedError("a barrier of some warps")
-        return self._set(instruction, "bar")
+        return self._set("bar")
 
     _decode_barrier = _decode_bar
 
-    def _decode_fence(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
+    def _decode_fence(self, s: Statement, parts: list[str]) -> None:
         if parts[1:3] != ["proxy", "async"]:
             raise UnsupportedError("a fence")
-        self._set(instruction, "fence.proxy.async")
+        self._set("fence.proxy.async")
 
-    def _decode_ld(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_ld(self, s: Statement, parts: list[str]) -> None:
         if parts[1] == "param":
-            return self._decode_parameter(instruction, s)
-        return self._decode_access(instruction, s, parts, s.operands[0], s.operands[1])
+            return self._decode_parameter(s)
+        return self._decode_access(parts, s.operands[0], s.operands[1])
 
-    def _decode_st(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
-        self._decode_access(instruction, s, parts, s.operands[1], s.operands[0])
+    def _decode_st(self, s: Statement, parts: list[str]) -> None:
+        self._decode_access(parts, s.operands[1], s.operands[0])
 
-    def _decode_parameter(self, instruction: library.Instruction, s: Statement) -> None:
+    def _decode_parameter(self, s: Statement) -> None:
         to, source = s.operands
         names = [name for name, _ in self.kernel.parameters]
         key = names.index(source.strip("[] ").removesuffix("+0")), self._width(to)
@@ -246,16 +232,9 @@ class Program:
             self.parameters[key] = self._allocate(key[1])
         name = f"mov.{key[1]}"
         slots = self._register(to, key[1]), self.parameters[key].offset
-        self._set(instruction, name, *slots, results=1)
+        self._set(name, *slots, results=1)
 
-    def _decode_access(
-        self,
-        instruction: library.Instruction,
-        s: Statement,
-        parts: list[str],
-        registers: str,
-        address: str,
-    ) -> None:
+    def _decode_access(self, parts: list[str], registers: str, address: str) -> None:
         verb, *rest, kind = parts
         space = "global" if "global" in rest else "shared"
         if unknown := set(rest) - CACHING - {space, "v2", "v4", "v8"}:
@@ -265,7 +244,6 @@ class Program:
         width = widths.pop() if widths else max(16, BITS[kind])
         base, offset = self._address(address, 64 if space == "global" else 32)
         self._set(
-            instruction,
             f"{verb}.{space}",
             *(self._operand(n, width) for n in names),
             base,
@@ -276,11 +254,11 @@ class Program:
             offset=offset,
         )
 
-    def _decode_cp(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_cp(self, s: Statement, parts: list[str]) -> None:
         if parts[2] in ("commit_group", "wait_all"):
-            return self._set(instruction, s.opcode)
+            return self._set(s.opcode)
         if parts[2] == "wait_group":
-            return self._set(instruction, s.opcode, variant=int(s.operands[0]))
+            return self._set(s.opcode, variant=int(s.operands[0]))
         if parts[2] not in ("ca", "cg"):
             raise UnsupportedError(s.opcode)
         to, to_offset = self._address(s.operands[0], 32)
@@ -288,7 +266,6 @@ class Program:
         reads = [self._operand(s.operands[3], 32)] if len(s.operands) > 3 else []
         size = int(s.operands[2], 0)
         return self._set(
-            instruction,
             "cp.async",
             *(to, source, *reads),
             size=size,
@@ -296,15 +273,12 @@ class Program:
             variant=source_offset,
         )
 
-    def _decode_matrix(
-        self, instruction: library.Instruction, parts: list[str], registers: str, address: str
-    ) -> None:
+    def _decode_matrix(self, parts: list[str], registers: str, address: str) -> None:
         if "m8n8" not in parts or parts[-1] != "b16":
             raise UnsupportedError(".".join(parts))
         slots = [self._operand(n, 32) for n in _vector(registers)]
         base, offset = self._address(address, 32)
         self._set(
-            instruction,
             parts[0],
             *slots,
             base,
@@ -314,31 +288,25 @@ class Program:
             variant="trans" in parts,
         )
 
-    def _decode_ldmatrix(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
-        self._decode_matrix(instruction, parts, s.operands[0], s.operands[1])
+    def _decode_ldmatrix(self, s: Statement, parts: list[str]) -> None:
+        self._decode_matrix(parts, s.operands[0], s.operands[1])
 
-    def _decode_stmatrix(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
-        self._decode_matrix(instruction, parts, s.operands[1], s.operands[0])
+    def _decode_stmatrix(self, s: Statement, parts: list[str]) -> None:
+        self._decode_matrix(parts, s.operands[1], s.operands[0])
 
-    def _decode_mma(self, instruction: library.Instruction, s: Statement, parts: list[str]) -> None:
+    def _decode_mma(self, s: Statement, parts: list[str]) -> None:
         shape = next(p for p in parts if p.startswith("m16"))
         result, a, b, addend = parts[-4:]
         if (result, addend) != ("f32", "f32") or a != b:
             raise UnsupportedError("formats")
         slots = [self._operand(n, 32) for o in s.operands for n in _vector(o)]
-        self._set(instruction, f"mma.{shape}.{a}", *slots, results=4)
+        self._set(f"mma.{shape}.{a}", *slots, results=4)
 
-    def _decode_wgmma(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
+    def _decode_wgmma(self, s: Statement, parts: list[str]) -> None:
         self.tracks_wgmma = True
         if parts[1] != "mma_async":
             count = int(s.operands[0]) if s.operands else 0
-            return self._set(instruction, ".".join(parts[:2]), variant=count)
+            return self._set(".".join(parts[:2]), variant=count)
         shape, result, a_format, b_format = parts[-4:]
         sizes = re.fullmatch(r"m64n(\d+)(k\d+)", shape)
         results, a, b, keeps, *factors = s.operands
@@ -351,7 +319,6 @@ class Program:
         transposed += [0] * (2 - len(transposed))
         width = 32 if in_registers else 64
         return self._set(
-            instruction,
             f"wgmma.{sizes[2]}.{a_format}",
             *(self._register(n, 32) for n in _vector(results)),
             self._operand(keeps, 1),
@@ -362,12 +329,9 @@ class Program:
             variant=in_registers | transposed[0] << 1 | transposed[1] << 2,
         )
 
-    def _decode_shfl(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
+    def _decode_shfl(self, s: Statement, parts: list[str]) -> None:
         to, _, inside = s.operands[0].partition("|")
         self._set(
-            instruction,
             f"shfl.{parts[2]}",
             self._register(to, 32),
             self._register(inside or "_", 1),
@@ -375,20 +339,16 @@ class Program:
             results=2,
         )
 
-    def _decode_vote(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
+    def _decode_vote(self, s: Statement, parts: list[str]) -> None:
         mode = next(p for p in parts if p in ("ballot", "any", "all"))
         to = self._register(s.operands[0], 32 if mode == "ballot" else 1)
         source = s.operands[1]
         slots = to, self._register(source.lstrip("!"), 1)
         negated = source.startswith("!")
-        self._set(instruction, f"vote.{mode}", *slots, results=1, variant=negated)
+        self._set(f"vote.{mode}", *slots, results=1, variant=negated)
 
-    def _decode_redux(
-        self, instruction: library.Instruction, s: Statement, parts: list[str]
-    ) -> None:
-        self._decode_lanes(instruction, s._replace(operands=s.operands[:2]), parts)
+    def _decode_redux(self, s: Statement, parts: list[str]) -> None:
+        self._decode_lanes(s._replace(operands=s.operands[:2]), parts)
 
 
 def _vector(operand: str) -> list[str]:

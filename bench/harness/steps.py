@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,60 +29,49 @@ class StepCase:
         name: an identifier; cases of the CPU begin with ``cpu_``.
         device: ``cuda`` or ``cpu``.
         batch: images.
-        image_size: pixels a side.
-        patch_size: pixels a side.
-        width: of a token.
-        depth: layers.
-        heads: of width 64 in every layer.
+        sizes: of the model; heads of width 64 in every layer.
         compiled: whether torch.compile compiles the model.
     """
 
     name: str
     device: str
     batch: int
-    image_size: int
-    patch_size: int
-    width: int
-    depth: int
-    heads: int
+    sizes: dict[str, int] = field(hash=False)
     compiled: bool = False
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
+        sizes = self.sizes
         return {
             "device": self.device,
             "dtype": "bfloat16" if self.device == "cuda" else "float32",
             "batch": self.batch,
-            "tokens": (self.image_size // self.patch_size) ** 2 + 1,
-            "width": self.width,
-            "depth": self.depth,
-            "heads": self.heads,
+            "tokens": (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1,
+            "width": sizes["embed_dim"],
+            "depth": sizes["depth"],
+            "heads": sizes["heads"],
             "samples": SAMPLES,
             "compiled": self.compiled,
         }
 
 
+VIT_BASE_LEAN = {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 7, "heads": 16}
+SMALL = {"image_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 4, "heads": 3}
 STEP_CASES = (
-    StepCase("vit_base_lean_step", "cuda", 128, 224, 16, 768, 7, 16),
-    StepCase("vit_base_lean_step_compiled", "cuda", 128, 224, 16, 768, 7, 16, compiled=True),
-    StepCase("cpu_vit_step", "cpu", 4, 32, 4, 192, 4, 3),
+    StepCase("vit_base_lean_step", "cuda", 128, VIT_BASE_LEAN),
+    StepCase("vit_base_lean_step_compiled", "cuda", 128, VIT_BASE_LEAN, compiled=True),
+    StepCase("cpu_vit_step", "cpu", 4, SMALL),
 )
 
 
 def training_of(case: StepCase) -> "Training":
     """Return a case's model and a batch, from a fixed seed."""
     torch.manual_seed(0)
-    model = VisionTransformer(
-        image_size=case.image_size,
-        patch_size=case.patch_size,
-        embed_dim=case.width,
-        depth=case.depth,
-        heads=case.heads,
-    ).to(case.device)
+    model = VisionTransformer(**case.sizes).to(case.device)
     if case.compiled:
         model.compile(dynamic=False)
-    size = case.batch, 3, case.image_size, case.image_size
-    images = torch.randn(size, device=case.device)
+    side = case.sizes["image_size"]
+    images = torch.randn(case.batch, 3, side, side, device=case.device)
     return classifying(model, images, torch.randint(1000, (case.batch,), device=case.device))
 
 

@@ -66,7 +66,10 @@ CALLS: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [
 def test_kernels_fit_supported_gpus(
     case: Any, launches: tuple[str, ...], gpus: tuple[int, ...]
 ) -> None:
-    for gpu in gpus:
+    wanted = [gpu for gpu in gpus if gpu in SUPPORTED]
+    if not wanted:
+        pytest.skip(f"none of {gpus} is among --gpus")
+    for gpu in wanted:
         found = call_of(case).launches(gpu)
         for one in (one for launch in launches for one in found[launch]):
             used = compile_launch(one, gpu)

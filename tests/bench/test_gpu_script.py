@@ -126,13 +126,17 @@ def pretend(checkout, tmp_path, *arguments, **environment):
     )
 
 
-def test_every_test_of_a_gpu_is_in_one_stage_and_large_tensors_alone(checkout, tmp_path):
+def test_stages_name_the_next_one_end_in_four_minutes_and_run_every_test_once(checkout, tmp_path):
     ran = {}
-    for stage in STAGES:
+    for number, stage in enumerate(STAGES):
         (tmp_path / "calls").unlink(missing_ok=True)
         done = pretend(checkout, tmp_path, stage)
         assert done.returncode == 0, done.stdout + done.stderr
-        for line in (tmp_path / "calls").read_text().splitlines():
+        named = re.findall(r"^next: bench/gpu.sh \S+ (\w+)$", done.stdout, re.MULTILINE)
+        assert named == list(STAGES[number + 1 : number + 2])
+        limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
+        assert 0 < max(limits) <= 205
+        for line in calls_of(tmp_path):
             for name in re.findall(r"tests/gpu/(test_\w+\.py)", line):
                 ran.setdefault(name, []).append((stage, " -n " in line))
     assert ran == {
@@ -140,18 +144,6 @@ def test_every_test_of_a_gpu_is_in_one_stage_and_large_tensors_alone(checkout, t
         **{name: [("operators", True)] for name in OPERATORS},
         LARGE: [("memory", False)],
     }
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_names_the_next_one_and_ends_within_four_minutes(stage, checkout, tmp_path):
-    done = pretend(checkout, tmp_path, stage)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rest = STAGES[STAGES.index(stage) + 1 :]
-    named = re.findall(r"^next: bench/gpu.sh \S+ (\w+)$", done.stdout, re.MULTILINE)
-    assert named == list(rest[:1])
-    limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
-    assert limits
-    assert max(limits) <= 205
 
 
 def test_a_run_is_killed_and_resumed_in_its_folder(checkout, tmp_path):

@@ -1,6 +1,5 @@
 """Tests of this folder need a GPU, or rehearse without one (``--rehearse``)."""
 
-import json
 import os
 import sys
 import tomllib
@@ -26,28 +25,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["bodies", "all"],
         help="run tests/gpu without a GPU (rehearsal.py): one case of each test, or all",
     )
-    parser.addoption(
-        "--outcomes",
-        type=Path,
-        metavar="FILE",
-        help="append a JSON line to FILE as each test ends: a rented machine may go at any moment",
-    )
-
-
-class Outcomes:
-    """Write how each test ended, at once."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when != "call" and report.passed:
-            return
-        line = {"test": report.nodeid, "outcome": report.outcome, "seconds": report.duration}
-        if not report.passed:
-            line["text"] = str(report.longrepr)[-3000:]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
 
 
 class ReplaceLostWorkers:
@@ -66,8 +43,6 @@ class ReplaceLostWorkers:
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(ReplaceLostWorkers())
-    elif path := config.getoption("outcomes"):
-        config.pluginmanager.register(Outcomes(path))
     if config.getoption("rehearse"):
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise pytest.UsageError("--rehearse needs TRITON_INTERPRET=1, in a process of its own")

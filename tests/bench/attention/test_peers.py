@@ -33,7 +33,6 @@ def reason(name, case, device=CUDA):
         ("flash_attn_2_packed", "flash_attn"),
         ("flash_attn_3", "flash_attn_interface"),
         ("flash_attn_4", "flash_attn.cute"),
-        ("xformers", "xformers.ops"),
     ],
 )
 def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):

@@ -5,7 +5,6 @@ import time
 import weakref
 
 import pytest
-import torch
 
 from bench.harness import clock
 
@@ -24,34 +23,6 @@ def host(monkeypatch):
     host = Time()
     monkeypatch.setattr(time, "perf_counter", lambda: host.now)
     return host
-
-
-def test_a_cuda_clock_reads_seconds_per_call_and_waits_for_the_end(monkeypatch):
-    log = []
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-            log.append(self)
-
-        def record(self):
-            self.recorded = True
-
-        def synchronize(self):
-            self.waited = True
-
-        def elapsed_time(self, end):
-            assert self.recorded
-            assert end.waited
-            return 6.0  # milliseconds
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    cuda = clock.Clock("cuda")
-    cuda.calls = 3
-    start = cuda()
-    end = cuda()
-    assert end - start == pytest.approx(2e-3)
-    assert log == [start.event, end.event]
 
 
 def test_a_round_takes_the_sets_in_turn_and_keeps_one_result_of_each():

@@ -5,7 +5,6 @@ import json
 import platform
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,60 +63,3 @@ def test_a_commit_is_named_and_its_changes_noticed(tmp_path):
     assert (clean["id"], clean["dirty"]) == (git("rev-parse", "HEAD"), False)
     write(tmp_path, "a = 2")
     assert machine.commit(tmp_path)["dirty"] is True
-
-
-class NVMLError(Exception):
-    """What NVML raises for a reading that a GPU does not have."""
-
-
-def no_counter(handle):
-    raise NVMLError
-
-
-def handle_of(uuid):
-    if uuid != "GPU-1234":
-        raise NVMLError
-    return "handle"
-
-
-def nvml(energy=no_counter):
-    """NVML of one GPU; by default it has no energy counter."""
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        NVML_CLOCK_SM=1,
-        NVML_CLOCK_MEM=2,
-        nvmlSystemGetDriverVersion=lambda: "580.1",
-        nvmlDeviceGetHandleByUUID=handle_of,
-        nvmlDeviceGetEnforcedPowerLimit={"handle": 700_000}.get,
-        nvmlDeviceGetClockInfo=lambda handle, kind: {1: 1980, 2: 3201}[kind],
-        nvmlDeviceGetMaxClockInfo=lambda handle, kind: {1: 2000, 2: 3300}[kind],
-        nvmlDeviceGetTotalEnergyConsumption=energy,
-    )
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    properties = SimpleNamespace(
-        name="A GPU",
-        uuid="1234",
-        major=9,
-        minor=0,
-        multi_processor_count=132,
-        total_memory=2**37,
-        L2_cache_size=2**26,
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(machine, "nvml_library", nvml)
-    return properties
-
-
-def test_a_gpu_is_described_by_torch_and_nvml(gpu):
-    gpu = machine.Gpu(0)
-    assert gpu.driver == "580.1"
-    assert gpu.energy_joules is None  # this GPU has no counter
-    facts = gpu.facts()
-    assert (facts["name"], facts["count"], facts["compute_capability"]) == ("A GPU", 2, "9.0")
-    assert facts["power_limit_watts"] == 700
-    assert facts["clocks_mhz"] == {"sm": 1980, "memory": 3201}
-    assert facts["max_clocks_mhz"] == {"sm": 2000, "memory": 3300}

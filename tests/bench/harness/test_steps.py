@@ -8,7 +8,8 @@ from bench.harness import steps
 from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
 
-TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, 8, 4, 64, 2, 1)
+SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 64, "depth": 2, "heads": 1}
+TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, SIZES)
 
 
 @pytest.fixture(scope="module")
