@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor import page
 from models import plan
 from tests.train.launch import ROOT, SCRIPT, TINY
 from tests.train.trained import bert, gpt, train_vit, write_pictures
@@ -131,7 +131,6 @@ def test_a_full_disk_behind_the_output_is_one_line(trained, tmp_path):
         (compare.main, ["x", "--page", ""]),
         (page.main, [""]),
         (page.main, ["x", "--out", ""]),
-        (plots.main, [""]),
         (monitor.main, ["x", "--data", ""]),
         (plan.main, ["--model", "vit_base", "--params", "9M", "--memory", "1GB", "--out", ""]),
     ],

@@ -11,7 +11,7 @@ from datasets import Dataset, Features, Sequence, Value
 from pyarrow import parquet
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor import page, plot
 from leaner_kernels.monitor.command_line import one_line
 from leaner_kernels.monitor.rows import parse_row, read_rows, read_summary
 from leaner_kernels.monitor.run_log import RunLog
@@ -56,8 +56,9 @@ def shown(run, out):
     """Show a run in every way there is."""
     page.main([str(run), "--out", str(out / "page.html")])
     compare.main([str(run)])
-    for over in ("steps", "layers", "heads"):
-        plots.main([str(run / "kappa.jsonl"), "--over", over, "--out", str(out / "o.png")])
+    rows, _ = read_rows(run / "kappa.jsonl", step=int, layer=str)
+    for over in ("steps", "layers") if rows else ():
+        plot(rows, out / "o.png", over=over)
 
 
 @pytest.mark.parametrize("field", [*GOOD, "another"])
@@ -294,7 +295,6 @@ def test_refusals_quote_no_escape_codes(tmp_path, capsys):
         (compare.main, ["--\x1b[31m"]),
         (page.main, [evil]),
         (page.main, ["--\x1b[31m", "x"]),
-        (plots.main, [evil / "kappa.jsonl"]),
         (monitor.main, [evil, "--data", evil]),
         (monitor.main, ["vit_tiny_patch16_224", "--random-weights", "--data", evil]),
     ):
