@@ -45,7 +45,6 @@ MAY_IMPORT_SHARED = {
         *("ops._checks", "ops.dispatcher"),
         *("ops.statistics", "ops.transforms"),
     },
-    "ops.sharding": {"ops._checks", "ops.transforms"},
     "ops.statistics": set(),
     "ops.transforms": {"ops.dispatcher"},
 }

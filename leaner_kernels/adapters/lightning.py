@@ -11,10 +11,6 @@ except ImportError:  # the package of before, which is still published
 
 from ..monitor.run_log import RunLog
 
-# Of several optimizers, batches with an update to wait for the one that steps least often: a sample
-# that waits keeps compiled code from running.
-MOST_BATCHES = 8
-
 
 class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """Measures kappa of every attention block while a ``Trainer`` fits.
@@ -28,8 +24,8 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     from a checkpoint continues them; a new one renames those of an earlier one. The module logs
     "kappa", the newest geometric mean over the layers that are resolved.
 
-    Of several optimizers each step counts, and a sample lasts until all have stepped, at most eight
-    batches.
+    Of several optimizers each step counts, and a sample is of one batch: layers that it does not
+    train have rows without numbers.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -50,8 +46,6 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         # Updates when the sample began, when the batch began, and before that of the newest row.
         self._sampled: int | None = None
         self._updates = self._row = 0
-        self._stepped: set[int] = set()
-        self._batches = 0
         self._logged: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -68,12 +62,8 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         """Begin a step with its first batch."""
         assert self.run is not None
         if self._updates != self._sampled and not self.run.monitor.sampling:
-            self._sampled, self._stepped, self._batches = self._updates, set(), 0
+            self._sampled = self._updates
             self.run.begin(self._updates)
-
-    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Note which optimizers have stepped."""
-        self._stepped.add(id(optimizer))
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -82,10 +72,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         if self.run is None or trainer.global_step == self._updates:
             return
         self._row, self._updates = self._updates, int(trainer.global_step)
-        self._batches += 1
-        waits = len(self._stepped) < len(trainer.optimizers) and self._batches < MOST_BATCHES
-        if not (waits and self.run.monitor.sampling):
-            self.run.end()
+        self.run.end()
         values = {}
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:

@@ -40,7 +40,7 @@ class Thinned(NamedTuple):
 def read_thinned(path: Path, most: int, *, always: str = "", **keys: Any) -> Thinned:
     """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    Rows that have a number under a name that begins with ``always`` are returned besides.
+    Rows with a key that begins with ``always`` are returned besides.
     """
     rows, damaged = read_rows(path, **keys)
     if len(rows) <= most:

@@ -12,12 +12,3 @@ for _found in iter_modules(__path__):
         import_module(f"{__name__}.{_found.name}")
 
 _after_import("torch.utils.flop_counter", _register_flops)
-
-
-def _register_sharding() -> None:
-    from . import sharding
-
-    sharding.register()
-
-
-_after_import("torch.distributed.tensor", _register_sharding)

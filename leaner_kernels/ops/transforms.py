@@ -40,7 +40,7 @@ class Products(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What an operator says of itself to torch.func, DTensor and FLOP counters.
+    """What an operator says of itself to torch.func and FLOP counters.
 
     There are ``NAME``, ``NAME_with_stats`` and ``NAME_backward``, which returns ``dNAME`` of each
     input.
@@ -82,7 +82,7 @@ DECLARATIONS: dict[str, Declaration] = {}
 
 
 def declare(operator: Declaration) -> None:
-    """Register what a declaration says; ``sharding`` and FLOP counters read the rest of it."""
+    """Register what a declaration says; FLOP counters read the rest of it."""
     DECLARATIONS[operator.name] = operator
     for suffix in ("", "_with_stats", "_backward"):
         _register_vmap(operator.name + suffix, operator)

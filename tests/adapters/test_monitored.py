@@ -125,26 +125,3 @@ def test_qk_clip_of_modules_that_were_given_back_is_refused_in_one_line() -> Non
     timm.undo(model)
     clip.close()
     assert described(model) == before
-
-
-class Wrapped(nn.Module):
-    """As fine-tuning wraps a projection, without its attributes."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x)
-
-
-def test_a_module_whose_parts_are_others_is_left_and_the_model_is_as_it_was() -> None:
-    model = of_timm("vit")
-    attn = model.blocks[0].attn
-    attn.qkv = Wrapped(attn.qkv)
-    before = described(model)
-    report = timm.use(model)
-    assert list(report.swapped) == ["blocks.1.attn"]
-    assert report.left == {"blocks.0.attn": "'Wrapped' object has no attribute 'in_features'"}
-    report.undo()
-    assert described(model) == before

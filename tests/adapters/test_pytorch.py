@@ -222,59 +222,6 @@ def test_inference_takes_no_path_around_our_attention(padded: bool) -> None:
     assert (actual[1, 4:] == 0).all() == padded
 
 
-def test_a_nested_tensor_also_has_gradients() -> None:
-    module = make_attention(MultiheadCase("", FIRST))
-    pytorch.use(module)
-    rows = [torch.randn(n, DIM, requires_grad=True) for n in (4, 7, 1)]
-    nested = torch.nested.as_nested_tensor(rows)
-    output, _ = module(nested, nested, nested, need_weights=False)
-    alone = [module(x, x, x, need_weights=False)[0] for x in rows]
-    for actual, expected in zip(output.unbind(), alone, strict=True):
-        torch.testing.assert_close(actual, expected)
-    wanted = torch.autograd.grad(sum(out.square().sum() for out in alone), rows)
-    found = torch.autograd.grad(sum(out.square().sum() for out in output.unbind()), rows)
-    torch.testing.assert_close(found, wanted)
-
-
-def test_decoder_attends_through_ours() -> None:
-    torch.manual_seed(0)
-    model = nn.Transformer(16, 2, 1, 2, 24, dropout=0.0, batch_first=True)
-    source, target = torch.randn(BATCH, 9, 16), torch.randn(BATCH, TOKENS, 16)
-    mask = model.generate_square_subsequent_mask(TOKENS)
-
-    def run(model: nn.Transformer) -> dict[str, Tensor]:
-        dtype = model.encoder.norm.weight.dtype
-        leaves = [source.to(dtype).requires_grad_(), target.to(dtype).requires_grad_()]
-        out = model(*leaves, tgt_mask=mask.to(dtype), tgt_is_causal=True)
-        found = out, *torch.autograd.grad(out.square().sum(), leaves)
-        return dict(zip(("out", "source", "target"), found, strict=True))
-
-    oracle = copy.deepcopy(model)
-    swapped = pytorch.use(model)
-    assert sorted(swapped.swapped) == [
-        *(f"decoder.layers.{i}.{name}" for i in (0, 1) for name in ("multihead_attn", "self_attn")),
-        "encoder.layers.0",
-        "encoder.layers.0.self_attn",
-    ]
-    with mock.patch.object(F, "multi_head_attention_forward", side_effect=AssertionError):
-        actual = run(model)
-    assert_computes(actual, lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
-
-
-def test_dropout_is_there_in_training_only() -> None:
-    torch.manual_seed(0)
-    module = pytorch.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
-    x = torch.randn(1, 5, 8).expand(1024, -1, -1)
-    with torch.no_grad():
-        drawn = module(x, x, x, need_weights=False)[0]
-        module.eval()
-        kept = module(x, x, x, need_weights=False)[0]
-    assert torch.equal(kept[0], kept[1])
-    deviation = drawn.std(dim=0)
-    assert (deviation > 0.01).all()
-    assert ((drawn.mean(dim=0) - kept[0]).abs() < 5 * deviation / 1024**0.5).all()
-
-
 def test_undo_gives_the_classes_back_and_keeps_what_was_trained() -> None:
     encoder = make_encoder(FIRST)
     before = {name: dict(vars(m)) for name, m in encoder.named_modules()}

@@ -205,28 +205,6 @@ def test_modules_that_stay_are_named_with_their_reasons():
     assert f"  blocks.*.attn (2): {talking}" in str(report).splitlines()
 
 
-def test_a_forward_set_on_the_instance_stays():
-    model, x = vit(), images()
-    model.blocks[0].attn.forward = torch.compile(model.blocks[0].attn.forward, backend="eager")
-    report = timm.use(model)
-    assert list(report.swapped) == ["blocks.1.attn"]
-    assert "its forward was replaced on the instance" in report.left["blocks.0.attn"]
-    assert model(x).shape == (2, 5)
-
-
-def test_a_sharded_attention_stays_and_one_sharded_later_is_not_undone(one_process):
-    model = vit()
-    fully_shard(model.blocks[0].attn)
-    report = timm.use(model)
-    assert report.left == {
-        "blocks.0.attn": "FSDPAttention was made by fully_shard: swap before that"
-    }
-    fully_shard(model.blocks[1].attn)
-    with pytest.raises(ValueError, match=r"blocks\.1\.attn was wrapped since it was swapped"):
-        report.undo()
-    assert isinstance(model.blocks[1].attn, Capturing)
-
-
 def test_a_swapped_model_can_be_sharded_by_block(one_process):
     model, x = of("swin"), images()
     expected = model(x)

@@ -254,16 +254,6 @@ def test_keywords_that_change_nothing_are_taken() -> None:
     assert torch.equal(out, leaner.attention_forward(nn.Module(), query, query, query, None)[0])
 
 
-def test_a_model_is_loaded_under_the_name(tmp_path: Any) -> None:
-    BY_NAME["llama"].build().save_pretrained(tmp_path)
-    leaner.register("leaner_too")
-    load = transformers.LlamaForCausalLM.from_pretrained
-    model = load(tmp_path, attn_implementation="leaner_too")
-    ids = torch.arange(3, 12)[None]
-    assert model.config._attn_implementation == "leaner_too"
-    assert torch.equal(model(ids).logits, load(tmp_path, attn_implementation="sdpa")(ids).logits)
-
-
 @pytest.mark.filterwarnings("error:Dynamo detected")
 def test_a_model_compiles_into_one_graph(models: Any) -> None:
     model = models(BY_NAME["llama"])["leaner"]

@@ -28,7 +28,6 @@ class Family(NamedTuple):
         generates: whether ``generate`` continues a text with a cache of keys and values.
         padded: the rows of ``PADDING`` that mean something to it.
         exact: what attention in float64 and its peer in float32 run on.
-        note: what to know about the comparison.
     """
 
     name: str
@@ -39,7 +38,6 @@ class Family(NamedTuple):
     generates: bool = False
     padded: tuple[str, ...] = ("none", "left")
     exact: str = "sdpa"
-    note: str = ""
 
     def build(self) -> transformers.PreTrainedModel:
         """Return a model with random weights that make its scores differ, in float32."""
@@ -148,7 +146,6 @@ FAMILIES = [
         GROUPED | {"sliding_window": WINDOW, "layer_types": SLIDING},
         tokens,
         generates=True,
-        note="its configuration's own head dimension, 256, falls back to sdpa",
     ),
     Family("gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", SIZES, tokens, generates=True),
     Family(
@@ -169,7 +166,6 @@ FAMILIES = [
         tokens,
         generates=True,
         exact="eager",
-        note="against eager attention, which is all that transformers has for it",
     ),
     Family("bert", "BertForMaskedLM", "BertConfig", SIZES, tokens),
     Family("roberta", "RobertaForMaskedLM", "RobertaConfig", SIZES, tokens),
@@ -205,7 +201,6 @@ FAMILIES = [
         encoded_and_decoded,
         generates=True,
         exact="eager",
-        note="against eager attention, which is all that transformers has for it",
     ),
     Family(
         "whisper",

@@ -90,13 +90,6 @@ def test_heads_of_sampled_sequences_are_padded_with_zeros() -> None:
         assert (padding == 0).all()
 
 
-def test_equal_keys_have_the_entropy_of_a_fair_die_of_each_length() -> None:
-    q, k, v = qkv(10, 2, 8)
-    stats = attention_varlen_with_stats(q, k[:1].expand_as(k), v, STARTS, 5)
-    wanted = torch.tensor([3.0, 1.0, 5.0]).log()[:, None].expand(3, 2)
-    torch.testing.assert_close(stats.entropy, wanted)
-
-
 def test_sequences_draw_the_dropout_of_their_entry_in_a_batch() -> None:
     q, k, v = qkv(12, 2, 8)
     torch.manual_seed(7)

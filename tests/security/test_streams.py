@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor import page
 from tests.train.launch import ROOT, SCRIPT, TINY
 from tests.train.trained import gpt, train_vit, write_pictures
 from train import export, predict, vit
@@ -76,7 +76,6 @@ def test_a_reader_that_goes_away_is_no_error(trained, tmp_path, line):
         (predict.main, ["", "x"]),
         (export.main, ["x", ""]),
         (page.main, ["x", "--out", ""]),
-        (plots.main, [""]),
         (monitor.main, ["x", "--data", ""]),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor import page, plots
+from leaner_kernels.monitor import page, plot
 from leaner_kernels.monitor.rows import read_rows, read_summary
 from tests.security.refusals import refusal
 from tests.security.test_pictures import png
@@ -52,8 +52,9 @@ def text(value):
 def shown(run, out):
     """Show a run in every way there is."""
     page.main([str(run), "--out", str(out / "page.html")])
-    for over in ("steps", "layers", "heads"):
-        plots.main([str(run / "kappa.jsonl"), "--over", over, "--out", str(out / "o.png")])
+    rows, _ = read_rows(run / "kappa.jsonl", step=int, layer=str)
+    for over in ("steps", "layers") if rows else ():
+        plot(rows, out / "o.png", over=over)
 
 
 @pytest.mark.parametrize("field", [*GOOD, "another"])
@@ -221,7 +222,6 @@ def test_refusals_quote_no_escape_codes(tmp_path, capsys):
         (export.main, [evil, tmp_path / "o.safetensors"]),
         (page.main, [evil]),
         (page.main, ["--\x1b[31m", "x"]),
-        (plots.main, [evil / "kappa.jsonl"]),
         (monitor.main, [evil, "--data", evil]),
         (monitor.main, ["vit_tiny_patch16_224", "--random-weights", "--data", evil]),
     ):

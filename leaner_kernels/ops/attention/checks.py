@@ -348,13 +348,7 @@ def plain_mask(
         )
     if rows == cols:
         return None, True
-    seen = _triangle(rows, cols, cols - rows, query.device)
-    mesh = getattr(query, "device_mesh", None)
-    if mesh is not None:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        seen = DTensor.from_local(seen, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return seen, False
+    return _triangle(rows, cols, cols - rows, query.device), False
 
 
 def boolean_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:

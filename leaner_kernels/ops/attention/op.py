@@ -6,7 +6,7 @@ allocates what it returns; ``reference`` on the CPU and ``launch`` on a GPU fill
 which operator it was.
 
 ``NAME`` returns (out, max_log_sum), ``NAME_with_stats`` (out, lse, stats, heads, max_log_sum), and
-``NAME_backward`` the gradient of each input that may have one. What torch.func, DTensor and FLOP
+``NAME_backward`` the gradient of each input that may have one. What torch.func and FLOP
 counters need is declared at the end.
 """
 
@@ -611,7 +611,7 @@ for _form in (Dense, Packed, Varlen):
     _register(_form)
 
 
-# --- What torch.func, DTensor and FLOP counters read ----------------------------------------------
+# --- What torch.func and FLOP counters read ----------------------------------------------
 
 
 def _flops(query: Tensor, key: Tensor, *rest: Any) -> Products:

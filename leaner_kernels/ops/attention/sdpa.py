@@ -26,7 +26,7 @@ def library_attention(call: Call, enable_gqa: bool) -> Tensor:
     """Return (B, H, N, D) of a checked call, with what is hidden as one mask.
 
     Raises:
-        ValueError: wider heads than kernels take, with a softcap or as a DTensor on a GPU.
+        ValueError: wider heads than kernels take, with a softcap.
     """
     query, dim = call.query, call.query.shape[-1]
     if dim > MAX_HEAD_DIM:
@@ -49,8 +49,7 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
         return ops.attention(*tensors, dropout_p, is_causal, scale, softcap, *window)[0]
 
     on_gpu = query.device.type == "cuda"
-    # A DTensor, for which PyTorch's function has no rule here, or what it does not compute at all.
-    if (hasattr(query, "device_mesh") and not on_gpu) or softcap:
+    if softcap:  # which PyTorch's function does not have
         return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     if is_causal and scale is not None and scale <= 0:
@@ -101,12 +100,9 @@ def _sinks(mask: Tensor) -> bool:
 
 def check_wide(query: Tensor, softcap: float) -> None:
     """Raise ValueError for what ``wide_attention`` does not take."""
-    what = "softcap" if softcap else None
-    if hasattr(query, "device_mesh") and query.device.type == "cuda":
-        what = "a DTensor on cuda"
-    if what is not None:
+    if softcap:
         raise ArgumentError(
-            f"{what} needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
+            f"softcap needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
         )
 
 
