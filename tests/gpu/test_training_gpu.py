@@ -80,12 +80,9 @@ loop.optimizer_step = watched
 @pytest.mark.parametrize("shard", ["none", "fsdp"])
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, shard):
     recipe = ["--mixup", 0.8, "--cutmix", 1.0, "--drop-path", 0.1, "--ema", 0.9, "--accum", 2]
-    for device in ("cpu", "device"):
-        more = ["--shard", shard, "--augment-on", device, "--erase", 0.5]
-        out = tmp_path / device
-        steps = [*TINY, *recipe, *more, "--steps", 5, "--out", out]
-        run(*steps, gpu=True, before=f"exec({WATCHED!r})")
-        assert len(rows(out / "metrics.jsonl")) == 5
+    steps = [*TINY, *recipe, "--shard", shard, "--steps", 5, "--out", tmp_path]
+    run(*steps, gpu=True, before=f"exec({WATCHED!r})")
+    assert len(rows(tmp_path / "metrics.jsonl")) == 5
 
 
 def weights(checkpoint) -> torch.Tensor:

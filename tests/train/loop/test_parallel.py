@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from leaner_kernels.monitor import reshard
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
-from tests.train.launch import TINY, finish, free_port, rows, start
+from tests.train.launch import TINY, finish, free_port, rows, run, start, torchrun
 from train import vit
 from train.loop import parallel
 from train.loop.optimizer import local, make_optimizer
@@ -61,6 +61,30 @@ def test_two_processes_have_the_loss_curve_of_one(one_process, tmp_path):
     fsdp, ddp = (tensors(tmp_path / shard) for shard in ("fsdp", "none"))
     for name, tensor in fsdp.items():
         torch.testing.assert_close(ddp[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_preset_trains_on_two_processes_at_a_hundredth_of_its_width(tmp_path):
+    sizes = ["--width", 16, "--head-dim", 4, "--img-size", 28, "--batch-size", 4]
+    more = ["--data", "synthetic", "--steps", 2, "--kappa-every", 1, "--out", tmp_path]
+    done = run("--model", "vit_1b_lean", *sizes, *more, torchrun=torchrun(2))
+    assert "FSDP2, 2 shards" in done.stdout
+    layers = {row["layer"] for row in rows(tmp_path / "kappa.jsonl")}
+    assert len(layers) == 27
+    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_dry_run_says_on_how_many_gpus_a_model_fits(capsys, tmp_path):
+    sizes = ["--model", "vit_1b", "--data", "synthetic", "--batch-size", 64]
+    train_here(*sizes, "--ac", "full", "--dry-run", "--out", tmp_path / "run")
+    said = capsys.readouterr().out
+    memory = [line.split("│")[1:3] for line in said.splitlines() if "│ memory of" in line]
+    assert [name.strip() for name, _ in memory] == [
+        *("memory of one GPU", "memory of 8 GPUs", "memory of 64 GPUs (8 x 8)")
+    ]
+    taken = [float(value.split()[0]) for _, value in memory]
+    assert taken[0] > taken[1] == taken[2] > 1
+    assert all(("does not fit" in value) == (gb > 80) for (_, value), gb in zip(memory, taken))
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
