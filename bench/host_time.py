@@ -36,15 +36,7 @@ PASSES = "forward, no gradient", "forward", "forward and backward"
 
 
 class HostCase(NamedTuple):
-    """A call of ours and PyTorch's, each with the shapes of the tensors that it takes.
-
-    Attributes:
-        name: as in the table.
-        ours: of tensors of ``shapes``.
-        torchs: of tensors of ``torch_shapes``, where these differ.
-        shapes: of tensors with gradients.
-        torch_shapes: as ``shapes``.
-    """
+    """A call of ours and PyTorch's, each with the shapes of the tensors that it takes."""
 
     name: str
     ours: Callable[..., Tensor]

@@ -1,8 +1,8 @@
 """What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
 
 ``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, which
-``python -m bench.report`` shows in docs/resources.md; tests/aot compiles softmax attention again and
-fails on what is worse. The launches are those of the CUDA operators on each case of the benchmarks.
+``python -m bench.report`` shows in docs/resources.md; tests/aot compiles softmax attention again
+and fails where it is worse. The launches are what the CUDA operators request on each case.
 """
 
 import argparse

@@ -25,6 +25,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -120,16 +121,13 @@ def loop(folder: Path) -> Iterator[Row]:
             marks.append(time.process_time())
             return whole_step(*args)
 
-        loop_of.optimizer_step = step
         model = ["--heads", "2", "--depth", "12", "--width", "32", "--batch-size", "16"]
         quiet = ["--kappa-every", "0", "--ckpt-every", "0", "--eval-every", "0", "--workers", "0"]
         run = ["--steps", str(STEPS), "--shard", shard, "--out", str(folder / "loop")]
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                main([*model, *quiet, *run])
-        finally:
-            loop_of.optimizer_step = whole_step
-            shutil.rmtree(folder / "loop", ignore_errors=True)
+        patched = mock.patch.object(loop_of, "optimizer_step", step)
+        with patched, contextlib.redirect_stdout(io.StringIO()):
+            main([*model, *quiet, *run])
+        shutil.rmtree(folder / "loop", ignore_errors=True)
         return 1e3 * (marks[-1] - marks[WARM]) / (len(marks) - 1 - WARM)
 
     unit = "CPU ms a step"
@@ -238,7 +236,7 @@ def text(folder: Path) -> Iterator[Row]:
     def encode() -> float:
         shutil.rmtree(folder / "cache", ignore_errors=True)
         began = time.process_time()
-        with _cache_in(folder / "cache"):
+        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "cache")):
             encoded(source, tokenizer)
         return size / (time.process_time() - began)
 
@@ -271,18 +269,6 @@ def text(folder: Path) -> Iterator[Row]:
         return count / 1e6 / (time.process_time() - began)
 
     yield from compared("tokens", "million a CPU second", batches, {"memmap": mapped})
-
-
-@contextlib.contextmanager
-def _cache_in(folder: Path) -> Iterator[None]:
-    before = os.environ.get("XDG_CACHE_HOME")
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    try:
-        yield
-    finally:
-        del os.environ["XDG_CACHE_HOME"]
-        if before is not None:
-            os.environ["XDG_CACHE_HOME"] = before
 
 
 def checkpoints(folder: Path) -> Iterator[Row]:

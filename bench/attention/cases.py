@@ -14,8 +14,25 @@ from torch import Tensor
 DIRECTIONS = ("forward", "backward", "both")
 
 
+class Scores:
+    """What cases of every kind of attention share."""
+
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype without ``torch.``."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the scores, but for ``cross_covariance``, which learns a temperature."""
+        return self.head_dim**-0.5
+
+
 @dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(Scores):
     """Attention over B sequences of N tokens in H heads of width D.
 
     The counts below are of useful work, nothing padded to a tile.
@@ -54,16 +71,6 @@ class AttentionCase:
     def window_size(self) -> tuple[int, int]:
         """The window as flash-attention states it, (left, right)."""
         return (self.window, 0) if self.window else (-1, -1)
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def scale(self) -> float:
-        """What multiplies the scores."""
-        return self.head_dim**-0.5
 
     @property
     def rows(self) -> int:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from bench.attention.cases import Scores
+
 # Products of the forward and of the backward, where the scores are computed again: those of an
 # outlook come out of a projection.
 PRODUCTS = {"cross_covariance": (2, 5), "channel": (2, 5), "window": (2, 5), "outlook": (1, 2)}
 
 
 @dataclass(frozen=True)
-class VisionCase:
+class VisionCase(Scores):
     """One operator on a batch of square maps; the counts below are of useful work.
 
     Attributes:
@@ -42,16 +44,6 @@ class VisionCase:
     window: int = 7
     kernel: int = 3
     stride: int = 2
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def scale(self) -> float:
-        """What multiplies the scores, but for ``cross_covariance``, which learns a temperature."""
-        return self.head_dim**-0.5
 
     @property
     def tokens(self) -> int:

@@ -183,6 +183,7 @@ def name_inverse(*results: Tensor) -> dict[str, Tensor]:
     return dict(zip(("core", "max2", "dq_land", "dk_land", "dk3v"), results, strict=True))
 
 
+@pytest.mark.slow
 def test_the_inverse_of_many_landmarks_adds_up_short_sums() -> None:
     """The iteration magnifies what one chain over 256 would lose, most where padding is alike."""
     case = Inverse("", 1, 2, 256, 64, 6)

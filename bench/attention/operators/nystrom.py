@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
+from bench.attention.cases import Scores
 from bench.attention.gate import checked_entries
 from bench.attention.peers import eager_attention, every_backend
 from bench.attention.vision_peers import operator_peers
@@ -26,7 +27,7 @@ ITERATIONS = 6
 
 
 @dataclass(frozen=True)
-class NystromCase:
+class NystromCase(Scores):
     """One operator on a batch of sequences; the counts below are of useful work.
 
     Attributes:
@@ -49,16 +50,6 @@ class NystromCase:
     landmarks: int
     dtype: torch.dtype
     op: ClassVar[str] = "nystrom"
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def scale(self) -> float:
-        """What multiplies the scores."""
-        return self.head_dim**-0.5
 
     @property
     def rows(self) -> int:
