@@ -216,6 +216,22 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
+def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    _self_attention(case)
+    size = case.head_dim, case.dtype
+    if case.causal or case.window or size != (64, torch.float16) or case.tokens > 512:
+        raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
+    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
+    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
+
+    def run(qkv: Tensor) -> Tensor:
+        out = fmha.apply(qkv.flatten(0, 1), ends, 0.0, case.tokens, True, False)
+        return out.view(case.batch, case.tokens, case.heads, case.head_dim)
+
+    return run
+
+
 def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
     return partial(leaner_kernels.attention, is_causal=case.causal, **options)
@@ -268,6 +284,7 @@ PEERS = {
     "flex": Peer(_flex),
     "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
+    "apex_fmha": Peer(_apex_fmha, layout="packed"),
     "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
     "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
