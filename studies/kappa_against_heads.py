@@ -87,14 +87,14 @@ STUDY = Study(
     ),
     scales={
         "cpu": Scale(
-            script="vit.py",
+            script="train/vit.py",
             flags=("--depth", "4", *ON_DIGITS),
             arms=_arms(FAMILIES, 8),
             seeds=5,
             seconds=28,
         ),
         "paper": Scale(
-            script="vit.py",
+            script="train/vit.py",
             flags=(*ON_IMAGENET, "--model", "vit_base"),
             arms=_arms({"widen, d = 64": dict.fromkeys((2, 4, 8, 12, 16), 64)}, 12),
             seeds=3,

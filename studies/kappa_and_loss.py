@@ -70,14 +70,14 @@ STUDY = Study(
     ),
     scales={
         "cpu": Scale(
-            script="vit.py",
+            script="train/vit.py",
             flags=(*["--depth", "4", "--heads", "8", "--head-dim", "16"], *ON_DIGITS),
             arms=_arms(),
             seeds=8,
             seconds=28,
         ),
         "paper": Scale(
-            script="vit.py",
+            script="train/vit.py",
             flags=(*ON_IMAGENET, "--model", "vit_base_lean"),
             arms=_arms(),
             seeds=3,

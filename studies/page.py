@@ -6,19 +6,34 @@ python -m studies.page
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, mean, median_high
 from typing import Any
 
 from tabulate import tabulate
 
-from studies import printed_memory, printed_tables, theorem_gap
+from studies import (
+    allocation,
+    depth_for_heads,
+    planner,
+    printed_memory,
+    printed_tables,
+    theorem_gap,
+)
 from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim, Study, judged
 
 PAGE = ROOT / "docs" / "studies.md"
 STUDIES = ("kappa_against_heads", "kappa_and_loss")
+# Studies in parts, which have one figure.
+PARTED = {"depth_for_heads": depth_for_heads.STUDIES, "allocation": allocation.STUDIES}
+COSTS = {
+    "params": "parameters",
+    "train_flops": "FLOPs of the training",
+    "peak_memory_bytes": "peak memory, bytes",
+    "cpu_seconds": "seconds of one core",
+}
 
 BEGIN = "<!-- studies begin: written by python -m studies.page -->"
 END = "<!-- studies end -->"
@@ -32,6 +47,9 @@ def text() -> str:
         found = read(name)
         if found is not None:
             parts.append(_section(study, found))
+    for name, studies in PARTED.items():
+        parts += _parted(name, studies)
+    parts.append(planner.section())
     gap = read(theorem_gap.NAME)
     if gap is not None:
         parts.append(theorem_gap.section(gap))
@@ -49,15 +67,26 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _section(study: Study, found: dict[str, Any]) -> str:
+def _parted(name: str, studies: Mapping[str, Study]) -> list[str]:
+    """Return a section for each part that has results, and the figure of them all."""
+    results = {part: read(study.name) for part, study in studies.items()}
+    sections = [_section(studies[p], found, plot="") for p, found in results.items() if found]
+    if sections:
+        sections.append(f"![held-out loss against its costs](images/study-{name}.png)\n")
+    return sections
+
+
+def _section(study: Study, found: dict[str, Any], plot: str | None = None) -> str:
     scale = study.scales[found["scale"]]
+    if plot is None:
+        plot = f"![{study.axes[1]} against {study.axes[0]}](images/study-{study.name}.png)"
     runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
     seconds = mean(run["seconds"] for run in found["runs"])
     machine = found["machine"]
     again = sorted(RESULTS.glob(f"{study.name}-from-*.json"))
     reruns = [_rerun(json.loads(path.read_text()), found) for path in again]
     ran = (
-        f"{arms} arms of {found['seeds']} seeds, `train/{scale.script} {' '.join(scale.flags)}`: "
+        f"{arms} arms of {found['seeds']} seeds, `{scale.script} {' '.join(scale.flags)}`: "
         f"{runs} runs, {machine['jobs']} at once, {seconds:.0f} s each on one core of "
         f"{machine['processor']}; commit {found['commit']['hash'][:12]}, "
         f"torch {found['versions']['torch']}"
@@ -69,7 +98,7 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         f"**Run.** {ran}.",
         f"**Rule.** {study.rule}",
         table(_claims(found), "github"),
-        f"![{study.axes[1]} against {study.axes[0]}](images/study-{study.name}.png)",
+        *([plot] if plot else []),
         _by_arm(study, found),
         *reruns,
         f"**Not shown.** {study.not_shown}",
@@ -91,10 +120,13 @@ def _by_arm(study: Study, found: dict[str, Any]) -> str:
         spread = f"{above}{min(kappas):.3g} to {max(kappas):.3g}"
         middle = f"{above}{median_high(kappas):.3g}"
         loss, accuracy = (mean(run[f"held_out_{of}"] for run in own) for of in ("loss", "accuracy"))
-        rows.append(
-            (arm.name, f"{own[0]['params']:,}", middle, spread, f"{loss:.4f}", f"{accuracy:.2%}")
-        )
-    headers = ("arm", "parameters", "κ, median", "κ, seeds", "held-out loss", "accuracy")
+        costs = [f"{own[0]['params']:,}"]
+        if "train_flops" in own[0]:
+            memory = mean(run["peak_memory_bytes"] for run in own) / 1e6
+            costs += [f"{own[0]['train_flops']:.2e}", f"{memory:.0f} MB"]
+        rows.append((arm.name, *costs, middle, spread, f"{loss:.4f}", f"{accuracy:.2%}"))
+    extra = ("FLOPs", "memory") if len(rows[0]) > 6 else ()
+    headers = ("arm", "parameters", *extra, "κ, median", "κ, seeds", "held-out loss", "accuracy")
     return tabulate(rows, headers, "github", disable_numparse=True)
 
 
@@ -127,6 +159,26 @@ def draw(study: Study, found: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
+    """Draw the mean loss of each arm, and its seeds, against what the arm costs; a row a part."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.2 * len(COSTS), 3.2 * len(results)), layout="constrained")
+    for row, (part, found) in zip(
+        figure.subplots(len(results), len(COSTS), squeeze=False), results.items()
+    ):
+        for axes, (cost, words) in zip(row, COSTS.items()):
+            for number, arm in enumerate(dict.fromkeys(run["arm"] for run in found["runs"])):
+                own = [run for run in found["runs"] if run["arm"] == arm]
+                x, losses = mean(run[cost] for run in own), [run["held_out_loss"] for run in own]
+                colour, sign = f"C{number % 10}", "os^Dv"[number // 10 % 5]
+                axes.plot([x] * len(losses), losses, ".", color=colour, alpha=0.4)
+                axes.plot(x, mean(losses), sign, color=colour, label=arm)
+            axes.set(xscale="log", xlabel=words, ylabel=f"held-out loss, {part}")
+        row[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the plots."""
     argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
@@ -135,6 +187,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if found is not None:
             study = importlib.import_module(f"studies.{name}").STUDY
             draw(study, found, PAGE.parent / "images" / f"study-{name}.png")
+    for name, studies in PARTED.items():
+        results = {part: read(study.name) for part, study in studies.items()}
+        if known := {part: found for part, found in results.items() if found}:
+            draw_costs(known, PAGE.parent / "images" / f"study-{name}.png")
     PAGE.write_text(text(), encoding="utf-8")
 
 

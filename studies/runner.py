@@ -1,4 +1,4 @@
-"""Runs a study: arms times seeds, two processes at once, each an ordinary run of ``train/``."""
+"""Runs a study: arms times seeds, two processes at once, each a run of its script."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -22,18 +22,19 @@ from studies.study import Arm, Claim, Scale, Study, judged
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
+COSTS = "train_flops", "peak_memory_bytes", "cpu_seconds"  # of a run, where it says so
 
 
 def main(study: Study, argv: Sequence[str] | None = None) -> None:
     """Run a study from the command line; see ``--help``."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m studies.{study.name}",
+        prog=study.command or f"python -m studies.{study.name}",
         description=study.question,
         epilog="What follows -- goes to every run, such as -- --data /data/imagenet.",
     )
     parser.add_argument("--scale", choices=list(study.scales), default="cpu")
     parser.add_argument("--first-seed", type=int, default=0, help="added to every seed")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, help="runs at once (2; on a GPU 8)")
     parser.add_argument("--out", type=Path, help="folder of the runs; one that has some goes on")
     parser.add_argument("--dry-run", action="store_true", help="print what it costs and stop")
     parser.add_argument(
@@ -41,23 +42,24 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
-    if given.jobs < 1 or given.first_seed < 0:
-        parser.error("--jobs must be at least 1 and --first-seed at least 0")
     scale = study.scales[given.scale]
+    jobs = scale.jobs if given.jobs is None else given.jobs
+    if jobs < 1 or given.first_seed < 0:
+        parser.error("--jobs must be at least 1 and --first-seed at least 0")
     name = _name(study, given.scale, given.first_seed)
     runs = [
         _Run(arm, given.first_seed + arm.first_seed + number)
         for number in range(scale.seeds)
         for arm in scale.arms
     ]
-    sys.stdout.write(_cost(study, scale, len(runs), given.jobs) + "\n")
+    sys.stdout.write(_cost(study, scale, len(runs), jobs) + "\n")
     if given.dry_run:
         return
     out = (given.out or ROOT / "runs" / "studies" / name).resolve()
     commit = _commit()
     try:
         _take(out, {"flags": [scale.script, *scale.flags, *given.more], "arms": _flags(scale)})
-        _train(runs, scale, given.more, out, given.jobs)
+        _train(runs, scale, given.more, out, jobs)
         measured = [run.measures(out) for run in runs]
         claims = study.decide(measured, scale)
     except (ValueError, _FailedError) as error:
@@ -69,7 +71,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         "first_seed": given.first_seed,
         "seeds": scale.seeds,
         "commit": commit,
-        "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": given.jobs},
+        "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": jobs},
         "versions": {"python": platform.python_version(), **measured[0]["versions"]},
         "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
         "claims": [asdict(claim) for claim in claims],
@@ -79,6 +81,15 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     if given.record:
         (RESULTS / f"{name}.json").write_text(text)
     sys.stdout.write(table(claims) + "\n" + f"written to {out}\n")
+
+
+def main_of(module: str, option: str, studies: Mapping[str, Study]) -> None:
+    """Run one of a module's studies, named by an option of the command line."""
+    parser = argparse.ArgumentParser(prog=f"python -m studies.{module}", add_help=False)
+    helped = not {"-h", "--help"}.isdisjoint(sys.argv)
+    parser.add_argument(option, dest="name", choices=list(studies), required=not helped)
+    chosen, others = parser.parse_known_args()
+    main(studies[chosen.name or next(iter(studies))], others)
 
 
 def table(claims: Sequence[Claim], kind: str = "simple") -> str:
@@ -123,7 +134,7 @@ class _Run:
 
     def command(self, scale: Scale, more: Sequence[str], out: Path) -> list[str]:
         flags = [*scale.flags, *self.arm.flags, *more, "--seed", str(self.seed)]
-        script = str(ROOT / "train" / scale.script)
+        script = str(ROOT / scale.script)
         return [sys.executable, script, *flags, "--resume", "auto", "--out", str(self.folder(out))]
 
     def measures(self, out: Path) -> dict[str, Any]:
@@ -145,6 +156,7 @@ class _Run:
             "held_out_accuracy": summary.get("held_out_accuracy"),
             "params": summary["params"],
             "seconds": summary["seconds"],
+            **{name: summary[name] for name in COSTS if name in summary},
             "versions": {"torch": summary["torch"]},
         }
 
@@ -161,7 +173,7 @@ def _name(study: Study, scale: str, first_seed: int) -> str:
 
 
 def _cost(study: Study, scale: Scale, runs: int, jobs: int) -> str:
-    said = f"{study.name}: {len(scale.arms)} arms x {scale.seeds} seeds = {runs} runs of train/"
+    said = f"{study.name}: {len(scale.arms)} arms x {scale.seeds} seeds = {runs} runs of "
     said += f"{scale.script}, {jobs} at once"
     if scale.seconds is None:
         return f"{said}; none was timed yet"

@@ -37,11 +37,12 @@ class Scale:
     """How large a study is.
 
     Attributes:
-        script: of ``train/``.
+        script: that every run starts.
         flags: of every run.
         arms: what is compared.
         seeds: runs of each arm.
         seconds: that one run took on one core of a CPU, or None where none has run.
+        jobs: runs at once.
     """
 
     script: str
@@ -49,6 +50,7 @@ class Scale:
     arms: tuple[Arm, ...]
     seeds: int
     seconds: float | None = None
+    jobs: int = 2
 
 
 @dataclass(frozen=True)
@@ -111,17 +113,18 @@ class Study:
     """One study.
 
     Attributes:
-        name: of its module and results.
+        name: of its results.
         question: what is asked.
         claims: what is expected, and by whom.
         metric: what is measured.
         rule: what decides, beside ``Claim.verdict``.
         not_shown: what it cannot tell.
-        scales: by name, "cpu" and "paper".
+        scales: by name, such as "cpu" and "paper".
         decide: tests its claims on runs.
         axes: names of what varies and of what is measured, for the plot.
         measure: of a run, plotted.
         doubling: whether what varies is plotted by its logarithm.
+        command: that runs it; by default its module is its name.
     """
 
     name: str
@@ -135,3 +138,4 @@ class Study:
     axes: tuple[str, str]
     measure: str = "kappa"
     doubling: bool = False
+    command: str = ""

@@ -49,7 +49,7 @@ STUDY = Study(
     metric="κ.",
     rule="Page.",
     not_shown="Much.",
-    scales={"cpu": Scale("script.py", ("--resume", "none"), ARMS, seeds=3, seconds=60)},
+    scales={"cpu": Scale("train/script.py", ("--resume", "none"), ARMS, seeds=3, seconds=60)},
     decide=decide,
     axes=("heads", "κ"),
 )

@@ -1,0 +1,83 @@
+"""Does kappa before training, by which ``models.plan`` ranks, tell which model will be better?
+
+python -m studies.planner
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+from tabulate import tabulate
+
+from studies.runner import RESULTS
+from studies.stats import DRAWS, table
+
+QUESTION = "Does the planner's ranking predict the held-out loss?"
+# Studies of architectures, whose results a part of the name begins.
+SOURCES = "kappa_against_heads", "depth_for_heads", "allocation"
+# What ranks, the best first where it is small: kappa before training, kappa after it, and what a
+# model costs, where more is expected to be better.
+RANKS = {"κ before training": "kappa_at_first", "κ after training": "kappa", "parameters": "params"}
+
+
+def correlations() -> list[dict[str, Any]]:
+    """Return, for each recorded study, each ranking's correlation with the held-out loss."""
+    return [
+        {"study": path.stem, **_of_runs(json.loads(path.read_text())["runs"])}
+        for source in SOURCES
+        for path in sorted(RESULTS.glob(f"{source}*.json"))
+    ]
+
+
+def _of_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = [name for name in dict.fromkeys(run["arm"] for run in runs) if "again" not in name]
+    loss = table(runs, names, "held_out_loss")
+    draws = np.random.default_rng(0).integers(len(loss), size=(DRAWS // 10, len(loss)))
+    rankings = {}
+    for words, measure in RANKS.items():
+        values = table(runs, names, measure) * (-1 if measure == "params" else 1)
+        drawn = [_correlation(values[rows], loss[rows]) for rows in draws]
+        low, high = np.percentile(drawn, (2.5, 97.5))
+        rankings[words] = (_correlation(values, loss), float(low), float(high))
+    return {"arms": len(names), "seeds": len(loss), **rankings}
+
+
+def _correlation(values: np.ndarray, loss: np.ndarray) -> float:
+    """Return Spearman's correlation over arms, of means over (seeds, arms)."""
+    means = np.exp(np.log(np.abs(values)).mean(axis=0)) * np.sign(values[0])
+    return float(spearmanr(means, loss.mean(axis=0)).statistic)
+
+
+def section() -> str:
+    """Return the study's part of the page."""
+    found = correlations()
+    rows = [
+        (
+            of["study"],
+            of["arms"],
+            of["seeds"],
+            *("{:.2f} [{:.2f}, {:.2f}]".format(*of[ranking]) for ranking in RANKS),
+        )
+        for of in found
+    ]
+    shown = tabulate(rows, ("study", "arms", "seeds", *RANKS), "github", disable_numparse=True)
+    measured = (
+        "**Measured.** Spearman's rank correlation over the arms of each study, of means over "
+        "seeds; 1 where the ranking puts the model of the lowest held-out loss first. The interval "
+        "is by resampling seeds. `models.plan` ranks what fits a budget by κ before training."
+    )
+    return "\n\n".join([f"## {QUESTION}", measured, shown]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the study's part of the page."""
+    argparse.ArgumentParser(prog="python -m studies.planner", description=QUESTION).parse_args(argv)
+    sys.stdout.write(section())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Train one small model on one task, in minutes on one core, and write what it reached.
+
+    python studies/train_small.py --task python --depth 6 --heads 8 --mlp-ratio 2 --out runs/lean
+
+A task is read from this Python's installation or generated:
+
+- ``python``: the next byte of the standard library's files; every tenth file is held out.
+- ``listops``: the value of nested lists of at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ].
+
+AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
+the initial weights and the order of the items; the items are the same for all.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leaner_kernels import measure
+from models.gpt import GPT
+from train.data.longrange import corpus, listops
+from train.data.longrange.listops import IDS
+from train.data.text.cache import build_once
+
+CACHE = Path(__file__).resolve().parent.parent / "runs" / "data"
+PROBED = 16  # held-out items of which kappa is measured
+CONTEXT = 64  # bytes that a model of the task python sees
+LONGEST = 40  # list
+LISTS = listops.ListLimits(max_depth=4, max_args=4, min_length=5, max_length=LONGEST + 1)
+SIZES = {"train": 100_000, "dev": 10, "test": 2000}
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items to learn, items to measure, and how a model is called with them.
+
+    Attributes:
+        train: (items, ...), or of the task python all bytes in a row.
+        held_out: items as a batch has them, tensors of equal length.
+        pick: takes indices of training items, gives a batch.
+        items: how many indices there are.
+        scores: logits (predictions, classes) and targets (predictions,) of a batch.
+    """
+
+    held_out: tuple[Tensor, ...]
+    pick: Callable[[np.ndarray], tuple[Tensor, ...]]
+    items: int
+    scores: Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
+
+
+def python_bytes(context: int = CONTEXT) -> Task:
+    """Return the task of the standard library's bytes: 4.7 MB in some 170 files."""
+    paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    parts = [np.frombuffer(path.read_bytes() + b"\0", np.uint8) for path in paths]
+    held_out = np.concatenate(parts[9::10])
+    train = np.concatenate([part for number, part in enumerate(parts) if number % 10 != 9])
+
+    def windows(text: np.ndarray, starts: np.ndarray) -> tuple[Tensor]:
+        rows = np.lib.stride_tricks.sliding_window_view(text, context + 1)[starts]
+        return (torch.from_numpy(rows.astype(np.int64)),)
+
+    def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        (rows,) = batch
+        return model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
+
+    starts = np.arange(0, len(held_out) - context, context)
+    every = -(-len(starts) * context // 100_000)  # some 100 kB are measured
+    return Task(
+        windows(held_out, starts[::every]),
+        lambda chosen: windows(train, chosen),
+        len(train) - context,
+        scores,
+    )
+
+
+def lists() -> Task:
+    """Return the task of ListOps, in lists short enough for few steps."""
+    file = "-".join(map(str, ("study", "listops", *SIZES.values()))) + ".npz"
+    corpora = corpus.load(build_once(file, _write_lists, CACHE))
+
+    def padded(part: corpus.Corpus) -> tuple[Tensor, ...]:
+        tokens = np.zeros((len(part), LONGEST), np.int64)
+        for row, length in enumerate(part.lengths):
+            tokens[row, :length] = part[row]
+        lengths, labels = part.lengths.astype(np.int32), part.labels.astype(np.int64)
+        return tuple(map(torch.from_numpy, (tokens, lengths, labels)))
+
+    train = padded(corpora["train"])
+    return Task(
+        padded(corpora["test"]),
+        lambda chosen: tuple(part[chosen] for part in train),
+        len(train[0]),
+        lambda model, batch: (_last(model(batch[0]), batch[1]), batch[2] + IDS["0"]),
+    )
+
+
+def _last(logits: Tensor, lengths: Tensor) -> Tensor:
+    """Return what is predicted after the last of so many tokens: (B, N, V) to (B, V)."""
+    return logits[torch.arange(len(logits)), lengths.long() - 1]
+
+
+def _write_lists(path: Path) -> None:
+    corpus.save(path, listops.generate(0, SIZES, LISTS))
+
+
+TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists}
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--task", choices=list(TASKS), required=True)
+    parser.add_argument("--context", type=int, default=CONTEXT, help="of the task python")
+    parser.add_argument("--depth", type=int, default=10)
+    parser.add_argument("--heads", type=_numbers, default=[6], help="one, or one for each layer")
+    parser.add_argument("--head-dim", type=_numbers, default=[16], help="likewise")
+    parser.add_argument("--mlp-ratio", type=float, default=4.0)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--device", default="cpu", help="cuda for a GPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", help="has no effect: a run is short and begins anew")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [*map(int, text.split(","))]
+
+
+def build(given: argparse.Namespace) -> nn.Module:
+    """Return the model of a task and sizes, on the default device."""
+    heads, head_dim = (of[0] if len(of) == 1 else of for of in (given.heads, given.head_dim))
+    sizes: dict[str, Any] = {
+        "embed_dim": given.width,
+        "depth": given.depth,
+        "mlp_ratio": given.mlp_ratio,
+    }
+    sizes |= {"heads": heads, "head_dim": head_dim}
+    if given.task == "python":
+        return GPT(vocab_size=256, sequence_length=given.context, **sizes)
+    return GPT(vocab_size=1 + len(listops.SYMBOLS), sequence_length=LONGEST, **sizes)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train one model from the command line."""
+    given = arguments(argv)
+    task = python_bytes(given.context) if given.task == "python" else TASKS[given.task]()
+    start_memory = _peak_memory(given.device)
+    torch.manual_seed(given.seed)
+    model = build(given).to(given.device)
+    first = _kappas(model, task, given.device, 0)
+    started = time.perf_counter()
+    cpu_started = time.process_time()
+    _train(model, task, given)
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
+    loss, accuracy = _evaluate(model, task, given.device)
+    summary = {
+        "held_out_loss": loss,
+        "held_out_accuracy": accuracy,
+        "params": sum(parameter.numel() for parameter in model.parameters()),
+        # A backward takes twice the products of a forward.
+        "train_flops": 3 * model.flops_per_sequence() * given.batch_size * given.steps,
+        "peak_memory_bytes": _peak_memory(given.device) - start_memory,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "torch": torch.__version__,
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    rows = [*first, *_kappas(model, task, given.device, given.steps)]
+    lines = (json.dumps({name: row[name] for name in ("step", "layer", "kappa")}) for row in rows)
+    (given.out / "kappa_probe.jsonl").write_text("".join(line + "\n" for line in lines))
+    whole = given.out / ".summary.json"
+    whole.write_text(json.dumps(summary, indent=1) + "\n")
+    whole.rename(given.out / "summary.json")
+    sys.stdout.write(json.dumps(summary) + "\n")
+
+
+def _train(model: nn.Module, task: Task, given: argparse.Namespace) -> None:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    betas = (0.9, 0.95)
+    optimizer = torch.optim.AdamW(groups, lr=given.lr, betas=betas, fused=True)
+    order = np.random.default_rng(given.seed)
+    model.train()
+    for step in range(given.steps):
+        rise = min(1.0, (step + 1) / (0.1 * given.steps))
+        rate = given.lr * rise * 0.5 * (1 + math.cos(math.pi * step / given.steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        batch = task.pick(order.integers(task.items, size=given.batch_size))
+        loss = F.cross_entropy(*task.scores(model, _on(batch, given.device)))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@torch.no_grad()
+def _evaluate(model: nn.Module, task: Task, device: str) -> tuple[float, float]:
+    """Return the mean loss of the held-out predictions, and the share that is right."""
+    model.eval()
+    losses, right = [], []
+    for batch in zip(*(part.split(200) for part in task.held_out)):
+        logits, targets = task.scores(model, _on(batch, device))
+        losses.append(F.cross_entropy(logits, targets, reduction="none"))
+        right.append(logits.argmax(dim=1) == targets)
+    return torch.cat(losses).double().mean().item(), torch.cat(right).double().mean().item()
+
+
+def _kappas(model: nn.Module, task: Task, device: str, step: int) -> list[dict]:
+    batch = _on(tuple(part[:PROBED] for part in task.held_out), device)
+    return measure(model, batch, forward=task.scores, samples=PROBED, step=step)
+
+
+def _on(batch: tuple[Tensor, ...], device: str) -> tuple[Tensor, ...]:
+    return tuple(part.to(device) for part in batch)
+
+
+def _peak_memory(device: str) -> int:
+    """Return the most bytes so far: of the process, or of the tensors on a GPU."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    main()

@@ -1,0 +1,115 @@
+"""Studies of small models: sizes of their arms, runs, and verdicts on results that are made up."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from leaner_kernels.nn import ManyHeadAttention
+from studies import allocation, depth_for_heads, planner, train_small
+from studies.study import Arm, judged
+from train.data.longrange import listops
+
+
+def built(task: str, arm: Arm):
+    """Return an arm's model on meta, and the FLOPs of its forwards over all steps."""
+    given = train_small.arguments(["--task", task, *arm.flags, "--out", "-"])
+    with torch.device("meta"):
+        model = train_small.build(given)
+    return model, model.flops_per_sequence() * given.steps
+
+
+@pytest.mark.parametrize("task", depth_for_heads.TASKS)
+def test_arms_of_equal_parameters_and_of_equal_flops_are(task: str) -> None:
+    study = depth_for_heads.STUDIES[task].scales["cpu"]
+    steps = ("--steps", str(depth_for_heads.STEPS[task]))
+    arms = {arm.name: arm for arm in study.arms}
+    made = {name: built(task, Arm(name, "", 0, (*steps, *arm.flags))) for name, arm in arms.items()}
+    lean, narrow = (made[name][0].num_params() for name in ("lean", "deep-and-narrow"))
+    assert narrow == pytest.approx(lean, rel=0.01)
+    assert made["lean-at-equal-flops"][1] == pytest.approx(made["original"][1], rel=0.01)
+    assert lean < 0.55 * made["original"][0].num_params()
+
+
+@pytest.mark.parametrize("part", ["spread", "cuts"])
+def test_arms_that_are_compared_have_as_wide_attention(part: str) -> None:
+    width = {}
+    for arm in allocation.STUDIES[part].scales["cpu"].arms:
+        layers = [m for m in built("python", arm)[0].modules() if isinstance(m, ManyHeadAttention)]
+        width[arm.name] = sum(layer.num_heads * layer.head_dim for layer in layers)
+    if part == "spread":
+        assert set(width.values()) == {768}
+    else:
+        for share in allocation.CUTS:
+            assert width[f"late-{share}"] == width[f"uniform-{share}"]
+            assert width[f"late-{share}"] / width["whole"] == pytest.approx(
+                1 - share / 100, abs=5e-3
+            )
+
+
+def test_a_run_is_of_its_seed_and_learns(tmp_path) -> None:
+    flags = ("--depth", "1", "--heads", "2", "--head-dim", "8", "--width", "32", "--context", "16")
+    losses = []
+    for number, (seed, steps) in enumerate([(3, 30), (3, 30), (4, 30), (3, 2)]):
+        out = tmp_path / str(number)
+        more = ("--seed", str(seed), "--steps", str(steps), "--out", str(out))
+        train_small.main(["--task", "python", *flags, *more])
+        summary = json.loads((out / "summary.json").read_text())
+        losses.append(summary["held_out_loss"])
+        rows = [json.loads(line) for line in (out / "kappa_probe.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, steps]
+    assert losses[0] == losses[1] != losses[2]
+    assert max(losses[:3]) < losses[3] - 0.5
+
+
+def test_lists_are_items_that_their_model_takes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(train_small, "SIZES", {"train": 8, "dev": 2, "test": 4})
+    monkeypatch.setattr(train_small, "CACHE", tmp_path)
+    task = train_small.lists()
+    model = train_small.build(train_small.arguments(["--task", "listops", "--out", "-"]))
+    logits, targets = task.scores(model, task.pick(np.arange(5)))
+    assert logits.shape == (5, 1 + len(listops.SYMBOLS))
+    assert set(targets.tolist()) <= set(range(1, 11))  # the ids of digits
+
+
+def runs_of(losses: dict[str, float], **others: float) -> list[dict]:
+    """Return three runs of each arm, whose losses differ a little between seeds."""
+    return [
+        {
+            "arm": arm,
+            "seed": seed,
+            "held_out_loss": loss * (1 + 1e-3 * seed),
+            "held_out_accuracy": 1 - loss * (1 + 1e-3 * seed * (1 + number % 3)),
+            **others,
+        }
+        for number, (arm, loss) in enumerate(losses.items())
+        for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize("task", depth_for_heads.TASKS)
+def test_verdicts_on_depth_follow_the_losses(task: str) -> None:
+    loss = dict.fromkeys(("original", "original-again", "heads-only", "lean"), 0.5)
+    loss |= {"shallow-only": 0.6, "lean-without-mlp-change": 0.55, "deep-and-narrow": 0.6}
+    runs = runs_of(loss | {"lean-at-equal-flops": 0.4})
+    verdicts = [verdict for *_, verdict in judged(depth_for_heads.decide(task, runs))]
+    assert verdicts[:3] == ["holds", "holds", "fails"]
+    assert verdicts[4:] == ["holds", "holds", "holds"]
+
+
+def test_the_planner_is_compared_with_what_was_measured(tmp_path, monkeypatch) -> None:
+    losses = {"a": 0.5, "b": 0.6, "c": 0.7, "d-again": 0.1}
+    runs = runs_of(losses, kappa=1.0)
+    order = {"a": 3, "b": 2, "c": 1, "d-again": 0}
+    for run in runs:
+        run |= {"kappa_at_first": run["held_out_loss"] ** 2, "params": 10 * order[run["arm"]]}
+        run["kappa"] = order[run["arm"]] + 1
+    (tmp_path / "allocation_x.json").write_text(json.dumps({"runs": runs}))
+    monkeypatch.setattr(planner, "RESULTS", tmp_path)
+    (found,) = planner.correlations()
+    assert found["arms"] == 3
+    assert found["κ before training"] == pytest.approx((1, 1, 1))
+    assert found["κ after training"] == pytest.approx((-1, -1, -1))
+    assert found["parameters"] == pytest.approx((1, 1, 1))
+    assert "1.00 [1.00, 1.00]" in planner.section()
