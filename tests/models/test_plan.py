@@ -27,7 +27,6 @@ STAGED = replace(
         "mlp_ratio": 2.0,
     },
 )
-PLENTY = Limits(params=1e12, memory=1e15)
 
 
 @pytest.mark.parametrize("row", [FLAT, STAGED])
