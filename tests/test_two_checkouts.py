@@ -68,7 +68,7 @@ def test_a_training_script_runs_the_code_beside_it(another, tmp_path, script, fi
 @pytest.mark.parametrize(
     "command",
     [
-        *(["-m", f"train.{name}", "--help"] for name in ("predict", "measure", "export")),
+        *(["-m", f"train.{name}", "--help"] for name in ("predict", "export")),
         ["-m", "bench.kappa.capture_accuracy", "--help"],
         ["examples/monitor_kappa.py", "--help"],
         ["examples/qk_clip.py", "--help"],
