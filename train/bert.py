@@ -37,7 +37,7 @@ from train.checkpoint.weights import Weights, open_weights
 from train.data.masking import IGNORED, Masked
 from train.loop import Task
 from train.config.flags import flag
-from train.data.text import KINDS, NoiseTokens, Windows, open_text, tokenizers
+from train.data.text import NoiseTokens, Windows, open_text, tokenizers
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source, size_of
 
@@ -46,12 +46,12 @@ _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of 
 
 
 @dataclasses.dataclass(frozen=True)
-class BertSettings(flags.Settings):
+class BertSettings(own_text.TextSettings):
     """What one run of this script does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("tokenizer", "vocab_size", "documents", "context", "mask_rate", "max_density"),
-        *("text_column", "validation"),
+        *own_text.TextSettings.SAME_AFTER_RESUME,
+        *("mask_rate", "max_density"),
         *("finetune", "glue", "checkpoint", "tasks"),
     )
     OWN_GROUP: ClassVar[str] = "text and GLUE"
@@ -66,16 +66,6 @@ class BertSettings(flags.Settings):
     model: str | None = flag(
         None, str, "bert_small, crammed_bert or crammed_bert_lean; follows the recipe"
     )
-    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
-    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
-    validation: str | None = flag(
-        None, str, "text to hold out, as in --data; otherwise a folder's val, or the last tenth"
-    )
-    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
-    vocab_size: int | None = flag(
-        None, flags.positive, "tokens of the model, and of a trained tokeniser"
-    )
-    documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
     context: int | None = flag(None, flags.number(int, 8), "tokens of a sequence")
     mask_rate: float | None = flag(
         None, flags.number(float, 0.01, 1, open_high=True), "share of the tokens to be named"

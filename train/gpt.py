@@ -29,7 +29,7 @@ from train.loop import engine
 from train.config.architecture import Architecture
 from train.data.loader import DataSet
 from train.config.flags import flag
-from train.data.text import KINDS, NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
+from train.data.text import NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
 from train.data.text.sources import find_source, size_of
 
 PROGRAM = "gpt.py"
@@ -37,14 +37,13 @@ HELD_OUT_BATCHES = 200  # where windows are drawn at random
 
 
 @dataclasses.dataclass(frozen=True)
-class GptSettings(flags.Settings):
+class GptSettings(own_text.TextSettings):
     """What one run on text does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("tokenizer", "vocab_size", "documents", "context", "windows", "head_bias"),
-        *("text_column", "validation"),
+        *own_text.TextSettings.SAME_AFTER_RESUME,
+        *("windows", "head_bias"),
     )
-    OWN_GROUP: ClassVar[str] = "text"
 
     recipe: str | None = flag(
         None,
@@ -56,17 +55,7 @@ class GptSettings(flags.Settings):
     model: str | None = flag(
         None, str, "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; follows the recipe"
     )
-    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
-    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
-    validation: str | None = flag(
-        None, str, "text to hold out, as in --data; otherwise a folder's val, or the last tenth"
-    )
     seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
-    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
-    vocab_size: int | None = flag(
-        None, flags.positive, "tokens of the model, and of a trained tokeniser"
-    )
-    documents: int | None = flag(None, flags.count, "documents to read; 0 reads all")
     context: int | None = flag(None, flags.positive, "tokens that the model sees; follows it")
     windows: str | None = flag(
         None,

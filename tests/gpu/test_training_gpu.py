@@ -6,8 +6,16 @@ import shutil
 import pytest
 import torch
 
-from tests.train.launch import TINY, assert_same_run, finish, rows, run, start, wait_for
-from train.export import read_weights
+from tests.train.launch import (
+    TINY,
+    assert_same_run,
+    finish,
+    rows,
+    run,
+    start,
+    wait_for,
+    whole_tensors,
+)
 
 RUN = [*TINY, "--steps", 6, "--ckpt-every", 3, "--deterministic"]
 # Everything that a resume must bring back: dropout's generator, the average, evaluations.
@@ -86,7 +94,7 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path, shard):
 
 
 def weights(checkpoint) -> torch.Tensor:
-    return torch.cat([t.flatten() for t in read_weights(checkpoint).values()])
+    return torch.cat([t.flatten() for t in whole_tensors(checkpoint)["model"].values()])
 
 
 def test_a_gpu_learns_the_digits(tmp_path):

@@ -20,7 +20,6 @@ SMALL = {
     "heads": 3,
     "mlp_ratio": M / D,
 }
-CLASSIFIER = {"pooler.weight", "pooler.bias", "head.weight", "head.bias"}
 LENGTHS = torch.tensor([N, 7, 1], dtype=torch.int32)
 
 

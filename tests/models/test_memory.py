@@ -194,11 +194,6 @@ def test_the_lean_models_of_language_take_no_larger_share_than_the_paper_says():
     assert all(ours < printed for ours, printed in ratios)
 
 
-def shown(table: str) -> list[dict[str, str]]:
-    names, *lines = [line.split() for line in table.split("\n\n")[0].splitlines()]
-    return [dict(zip(names, line, strict=True)) for line in lines]
-
-
 def vit_base(variant: str) -> Memory:
     return predict(partial(papers.build, "vit_base", variant), 128)
 

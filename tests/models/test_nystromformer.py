@@ -11,13 +11,6 @@ from models.nystromformer import Nystromformer
 from tests.error_budget import assert_computes, by_layer
 from tests.models.parity import randomize
 
-TASKS = {
-    "listops": {"vocab_size": 32, "sequence_length": 2048, "num_classes": 10},
-    "text": {"vocab_size": 512, "sequence_length": 4096, "num_classes": 2},
-    "retrieval": {"vocab_size": 512, "sequence_length": 4096, "num_classes": 2, "pairs": True},
-    "image": {"vocab_size": 512, "sequence_length": 1024, "num_classes": 10},
-    "pathfinder": {"vocab_size": 512, "sequence_length": 1024, "num_classes": 2},
-}
 SMALL = {"vocab_size": 11, "sequence_length": 32, "embed_dim": 24, "heads": [2, 3], "head_dim": 8}
 LENGTHS = (32, 20, 5)
 

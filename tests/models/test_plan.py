@@ -27,7 +27,6 @@ STAGED = replace(
         "mlp_ratio": 2.0,
     },
 )
-PLENTY = Limits(params=1e12, memory=1e15)
 
 
 @pytest.mark.parametrize("row", [FLAT, STAGED])
@@ -65,7 +64,6 @@ def test_a_grid_of_ones_own_is_every_combination():
 def test_heads_may_differ_from_layer_to_layer():
     (found,) = plan.grid(FLAT, depths=[2], heads=[(4, 2)], mlp_ratios=[1.0])
     assert [block.attn.num_heads for block in found.build().blocks] == [4, 2]
-    assert found.record()["heads"] == "4/2"
 
 
 def test_a_grid_that_nothing_can_be_built_of_is_refused():

@@ -31,7 +31,6 @@ SMALL = {
     "stem_dim": 8,
     "num_classes": 10,
 }
-ROWS = [(row, variant) for row in ("volo_d3", "volo_d4") for variant in ("original", "lean")]
 
 
 def volo(**kwargs) -> VOLO:

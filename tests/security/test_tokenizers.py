@@ -9,8 +9,6 @@ from safetensors.torch import save_file
 from tests.train.trained import gpt, letters, run, train_text
 from train import predict
 
-END = "<|endoftext|>"
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -45,10 +45,6 @@ def trained(tmp_path_factory):
     return train_vit(tmp_path_factory.mktemp("runs") / "run", "--ckpt-every", "2")
 
 
-def text(value):
-    return value if value in (DEEP, LONG) else json.dumps(value)
-
-
 def shown(run, out):
     """Show a run in every way there is."""
     page.main([str(run), "--out", str(out / "page.html")])

@@ -90,26 +90,6 @@ def test_what_is_hidden_depends_on_seed_epoch_and_index_alone():
     assert not torch.equal(targets, masked(seed=2).__getitems__(keys)[1])
 
 
-def test_a_batch_of_nothing_but_special_tokens_has_no_loss():
-    model = BERT(vocab_size=9, sequence_length=8, embed_dim=8, depth=1, heads=1)
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    loss = bert._masked_loss(model, (tokens, torch.full_like(tokens, IGNORED)), 0)
-    loss.backward()
-    assert loss.item() == 0
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_a_sequence_of_few_ordinary_tokens_has_fewer_hidden():
-    data = masked()
-    data.sequences.tokens[0, 5:] = SPECIALS["[SEP]"]
-    data.sequences.tokens[1] = SPECIALS["[PAD]"]
-    data.sequences.tokens[0, :5] = 500
-    _, targets = data.__getitems__([(0, 0), (0, 1)])
-    assert (targets != IGNORED).sum(dim=1).tolist() == [5, 0]
-    with pytest.raises(ValueError, match=r"must have the token \[MASK\], got <s>"):
-        Masked(Sequences(), vocab_size=9, specials={"<s>": 0}, rate=0.2, seed=0)
-
-
 def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(monkeypatch):
     ours = bert._filled(settings_of("--recipe", "cramming", "--data", "some.txt", "--tokens", 4e8))
     assert (ours.recipe, ours.model, ours.tokenizer) == ("cramming", "crammed_bert", "wordpiece")
@@ -168,14 +148,6 @@ def pretrained(text, tmp_path_factory) -> Path:
     return out
 
 
-def test_pre_training_learns_more_than_how_often_each_token_is(pretrained):
-    summary = json.loads((pretrained / "summary.json").read_text())
-    # Four letters are about as likely.
-    assert summary["unigram_loss"] == pytest.approx(math.log(4), abs=0.1)
-    assert summary["held_out_loss"] < 0.5 * summary["unigram_loss"]
-    assert summary["held_out_accuracy"] > 0.7 > summary["unigram_accuracy"]
-
-
 def test_a_run_that_stopped_while_its_batch_grew_goes_on_with_the_same_batches(
     text, tmp_path, monkeypatch
 ):
@@ -219,17 +191,6 @@ def test_fine_tuning_starts_from_the_encoder_and_sums_up_as_the_paper_does(pretr
     ]
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
-
-
-def test_fine_tuning_learns_a_task(pretrained, tmp_path):
-    write_task(tmp_path, "sst2", rows=64)
-    run = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", pretrained, *QUICK]
-    run += ["--tasks", "sst2", "--epochs", 8, "--lr", 3e-3, "--dropout", 0, "--context", 64]
-    train_here(*run, "--out", tmp_path / "tuned")
-    summary = json.loads((tmp_path / "tuned" / "sst2" / "summary.json").read_text())
-    assert summary["held_out_accuracy"] > 0.9
-    metrics = rows(tmp_path / "tuned" / "sst2" / "metrics.jsonl")
-    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *args: object) -> str:
@@ -283,11 +244,6 @@ def test_the_scores_are_means_over_masked_tokens():
     expected = torch.nn.functional.cross_entropy(logits[hidden], targets[hidden])
     right = (logits[hidden].argmax(dim=1) == targets[hidden]).float().mean()
     assert means == pytest.approx({"loss": float(expected), "accuracy": float(right)}, rel=1e-5)
-
-
-def test_where_nothing_can_be_hidden_there_is_no_score():
-    means = bert._over_masked({"loss": 0.0, "accuracy": 0.0, "masked": 0.0})
-    assert all(map(math.isnan, means.values()))
 
 
 UNEVEN = ["--recipe", "pydoc", "--heads", 2, "--depth", 1, "--head-dim", 8, *QUICK]

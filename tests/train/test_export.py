@@ -1,10 +1,8 @@
 """Weights in a safetensors file, whatever the ranks; and checkpoints that change their number."""
 
 import json
-import os
 import re
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
 from train.checkpoint.weights import export_weights, metadata
 from train.config import flags
 from train.loop import parallel
-from train.loop.optimizer import ShardAdamW, WeightAverage, local, make_optimizer
+from train.loop.optimizer import ShardAdamW, local, make_optimizer
 from train.vit import ImageSettings
 
 ABOUT = metadata({"model": "vit_digits", "heads": [2, 2]}, 3, {}, None, {})
@@ -83,29 +81,6 @@ def test_a_plain_model_of_the_same_recipe_loads_the_file_and_computes_the_same(w
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_an_average_in_place_is_what_is_written(world, tmp_path):
-    model = sharded(world, seed=3)
-    average = WeightAverage(model, parallel.BatchNorms(model), 0.5)
-    for name, weight in average.weights.items():
-        if name != "pos_embed":
-            weight.add_(1)
-    with average.in_place():
-        export_weights(model, tmp_path / "average", ABOUT)
-    export_weights(model, tmp_path / "own", ABOUT)
-    own = tensors(tmp_path / "own")
-    moved = {n: t if n == "pos_embed" else t + 1 for n, t in own.items()}
-    assert_same(tensors(tmp_path / "average"), moved)
-
-
-def test_who_may_read_a_file_of_weights_follows_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        export.write({"x": torch.ones(2)}, tmp_path / "w", {})
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o640
-
-
 class Tied(nn.Module):
     """Two names for one tensor, one that is not contiguous, half precision, and a counter."""
 
@@ -155,14 +130,6 @@ def test_what_a_run_writes_at_its_end_is_what_its_checkpoint_holds(run_of_two, t
     saved = whole_tensors(run_of_two / "checkpoints" / "step-00000002")
     for name, kept in {"model": saved["model"], "model_ema": saved["average"]}.items():
         assert_same(tensors(run_of_two / f"{name}.safetensors"), kept)
-
-
-def test_the_newest_intact_checkpoint_of_a_run_is_exported(run_of_two, tmp_path):
-    shutil.copytree(run_of_two / "checkpoints", tmp_path / "run" / "checkpoints")
-    newest, before = newest_first(tmp_path / "run" / "checkpoints")
-    (newest / "state.json").write_text("{}")
-    export.main([str(tmp_path / "run"), str(tmp_path / "w")])
-    assert_same(tensors(tmp_path / "w"), whole_tensors(before)["model"])
 
 
 def test_what_cannot_be_exported_is_refused_in_one_line(run_of_two, tmp_path, capsys):
@@ -254,13 +221,6 @@ def test_a_run_loads_by_its_folder_its_file_and_its_checkpoint(run_of_two, tmp_p
     assert not torch.equal(averaged(x), logits[0])
 
 
-def test_an_exported_checkpoint_loads_too(run_of_two, tmp_path):
-    export.main([str(run_of_two), str(tmp_path / "w")])
-    model, info = export.load(tmp_path / "w")
-    assert_same(model.state_dict(), tensors(run_of_two / "model.safetensors"))
-    assert info.accuracy is not None
-
-
 def hostile(folder: Path, run: Path, **changes: Any) -> Path:
     """A file like a run's, some of whose metadata is another."""
     with safe_open(run / "model.safetensors", framework="pt") as file:
@@ -317,23 +277,3 @@ def test_metadata_that_no_run_writes_is_refused_in_one_line(run_of_two, tmp_path
         export.load(path)
     assert len(str(refused.value)) < 700
     assert str(refused.value).isprintable()
-
-
-def test_a_header_without_end_is_not_read(tmp_path):
-    path = tmp_path / "w"
-    path.write_bytes((2**40).to_bytes(8, "little"))
-    with pytest.raises(ValueError, match="header of 1,099,511,627,776 bytes is larger than"):
-        export.load(path)
-
-
-def test_who_may_read_what_a_run_leaves_follows_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        vit.main([*TINY, "--steps", "1", "--kappa-probe", "1", "--out", str(tmp_path / "run")])
-    finally:
-        os.umask(before)
-    paths = [tmp_path / "run", *(tmp_path / "run").rglob("*")]
-    assert {"summary.json", SHARD, "model.safetensors"} <= {path.name for path in paths}
-    for path in paths:
-        wanted = 0o750 if path.is_dir() else 0o640
-        assert stat.S_IMODE(path.stat().st_mode) == wanted, path

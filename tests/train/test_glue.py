@@ -12,7 +12,7 @@ from tokenizers import models, pre_tokenizers
 
 from tests.train.glue_files import WORDS, write_task
 from train.data.text import Tokenizer
-from train.glue import TASKS, chosen, open_task, table
+from train.glue import TASKS, open_task, table
 from train.glue.metrics import derive, item_loss, item_values, spearman
 from train.glue.rows import GlueSplit, Sentences, encode
 
@@ -127,21 +127,6 @@ def test_one_class_for_everything_has_no_correlation(name, truth, said):
     expected = 0.0 if name == "cola" or said == 0 else known.f1_score(labels, np.ones(33))
     assert scores[task.metric] == pytest.approx(expected, abs=1e-15)
     assert scores["accuracy"] == pytest.approx((1 / 3, 2 / 3)[said])
-
-
-def test_one_number_for_everything_has_no_correlation():
-    task, labels = TASKS["stsb"], torch.linspace(0, 5, 31)
-    for number in (0.0, 0.1, 3.3):
-        logits = torch.full((31, 1), number)
-        parts = torch.zeros(31, dtype=torch.int64)
-        assert derive(task, means_in_batches(task, logits, labels, parts))["pearson"] == 0.0
-
-
-def test_tasks_are_chosen_by_name_in_the_order_of_the_table():
-    assert [task.name for task in chosen(("cola", "mnli"))] == ["mnli", "cola"]
-    assert len(chosen(None)) == 8
-    with pytest.raises(ValueError, match=r"--tasks must be of mnli, .*, got 'wnli'"):
-        chosen(("rte", "wnli"))
 
 
 def test_the_table_has_the_papers_averages_and_ours_only_when_all_was_run():

@@ -138,14 +138,6 @@ def stories(tmp_path: Path) -> Path:
     return file
 
 
-def test_without_arguments_it_learns_the_bundled_text():
-    made, settings = task()
-    assert (settings.recipe, settings.data, settings.tokenizer) == ("pydoc", "pydoc", "bytes")
-    assert made.facts["model"] == "gpt_small"
-    assert made.facts["params"] < 1e6
-    assert made.facts["documents"] > 50
-
-
 def test_the_recipe_of_the_repository_is_what_it_trains_with(tmp_path):
     pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
     flags = ["--recipe", "repository", "--data", stories(tmp_path), "--tokenizer", "bpe"]
@@ -165,28 +157,6 @@ def test_the_recipe_of_the_repository_is_what_it_trains_with(tmp_path):
     assert isinstance(made.train, text.RandomWindows)
     assert made.train.tokens == made.train.tokens.part(0, len(made.train.tokens))
     assert made.train.tokens.end == made.held_out.tokens.begin
-
-
-def test_a_flag_overrides_the_recipe(tmp_path):
-    flags = ["--data", stories(tmp_path), "--tokenizer", "bytes", "--model", "gpt_small"]
-    flags += ["--recipe", "modern"]
-    made, settings = task(*flags, "--seed", 5, "--context", 16, "--vocab-size", 300)
-    assert (settings.recipe, settings.seed, settings.betas) == ("modern", 5, (0.9, 0.95))
-    assert made.facts["vocab_size"] == 300
-    (batch,) = made.train.__getitems__([(0, 3)])
-    assert batch.shape == (1, 17)
-    assert made.tokens_per_item == 16
-    assert task(*flags, "--context", 16)[0].facts["vocab_size"] == 257
-
-
-def test_random_tokens_need_neither_text_nor_tokeniser(tmp_path):
-    flags = ["--data", "synthetic", "--model", "gpt_small", "--vocab-size", 99, "--context", 8]
-    made, _ = task(*flags)
-    assert made.held_out is None
-    assert made.finish is None
-    train_here(*flags, "--depth", 1, "--batch-size", 4, "--steps", 2, "--out", tmp_path)
-    # Nothing can be learned: the loss is that of a guess among 99.
-    assert curve(tmp_path)[-1]["loss"] == pytest.approx(math.log(99), rel=0.05)
 
 
 def test_the_loss_is_that_of_each_next_token_given_those_before():
@@ -222,15 +192,6 @@ def test_samples_go_on_from_the_prompt(tmp_path):
     assert settings.prompt == "The [/b] é"
 
 
-def test_samples_may_look_like_markup_and_never_control_the_terminal(tmp_path, capsys):
-    odd = ["--prompt", "[/b] [red]\x1b[31m\tx", "--samples", 1, "--sample-tokens", 2]
-    train_here(*SHORT, *odd, "--steps", 1, "--ckpt-every", 0, "--out", tmp_path)
-    assert summary(tmp_path)["samples"][0].startswith("[/b] [red]\ufffd[31m\tx")
-    shown = capsys.readouterr().out
-    assert "[/b] [red]\ufffd[31m" in shown
-    assert "\x1b" not in shown
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -250,17 +211,3 @@ def test_samples_may_look_like_markup_and_never_control_the_terminal(tmp_path, c
 )
 def test_what_does_not_fit_is_refused_in_one_line(tmp_path, capsys, flags, message):
     assert message in refused(*TINY, *flags, "--out", tmp_path, capsys=capsys)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--context", 9], "needs --context 8 as it was saved with, got 9"),
-        (["--documents", 5], "needs --documents 4 as it was saved with, got 5"),
-        (["--windows", "random"], "needs --windows all as it was saved with, got random"),
-        (["--vocab-size", 300], "needs --vocab-size None as it was saved with, got 300"),
-    ],
-)
-def test_a_run_resumes_on_the_same_text_alone(six_steps, capsys, flags, message):
-    flags = [*SIX, *flags, "--out", six_steps, "--resume", "auto"]
-    assert message in refused(*flags, capsys=capsys)

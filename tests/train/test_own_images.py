@@ -18,7 +18,7 @@ from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import flags
 from train.data.images.files import open_folder
-from train.data.images.sources import Survey, find_images, split, survey
+from train.data.images.sources import Survey, find_images, survey
 from train.vit import ImageSettings
 
 TINY = ["--heads", "2", "--depth", "1", "--kappa-every", "0", "--workers", "0", "--eval-every", "0"]
@@ -74,12 +74,6 @@ def test_what_the_user_gives_comes_first(folder):
     assert (model.image_size, model.patch_size, model.in_chans) == (32, 4, 1)
 
 
-def test_a_model_that_is_named_keeps_its_own_sizes(folder):
-    task, settings = task_of("--data", folder, "--model", "vit_digits")
-    assert (settings.img_size, settings.patch_size, settings.in_chans) == (8, 2, 1)
-    assert task.facts["tokens"] == 16
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -112,13 +106,6 @@ def test_number_size_and_colours_choose(seen, expected):
     names = "recipe", "model", "img_size", "patch_size", "in_chans", "batch_size", "epochs"
     assert tuple(getattr(ours, name) for name in names) == expected
     assert ours.img_size % ours.patch_size == 0
-
-
-def test_small_can_be_requested_and_the_paper_too():
-    many = Survey(50_000, 32, False)
-    assert vit.filled(settings_of("--data", "mine", "--recipe", "small"), many).epochs == 20
-    few = vit.filled(settings_of("--data", "mine", "--recipe", "deit"), Survey(120, 64, False))
-    assert (few.model, few.batch_size, few.img_size) == ("deit_base_lean", 1024, 64)
 
 
 def test_pictures_of_every_kind_are_surveyed_and_turned_upright(tmp_path):
@@ -168,17 +155,6 @@ def test_the_split_is_disjoint_stratified_and_the_same_whatever_the_seed(folder)
     assert {Path(name).stem for name in held_out} != {"07", "10", "11", "17", "18", "19"}
 
 
-def test_a_class_of_one_picture_is_trained_on():
-    class Source:
-        labels = (0, 1, 1)
-
-    train, held_out = split(Source())
-    assert (sorted(train.labels), held_out.labels) == ([0, 1], [1])
-    Source.labels = (0, 1)
-    with pytest.raises(ValueError, match="two images of a class, to hold one out"):
-        split(Source())
-
-
 def test_pictures_come_in_the_order_of_torchvision(folder):
     for name in ("a/1", "B/c/1", "b c/1", "a b/1", "a/d/1", "99"):
         picture(folder / "bee" / f"{name}.png", (9, 9))
@@ -225,13 +201,6 @@ def test_a_folder_may_have_a_part_that_is_held_out(folder, part):
     sources = find_images(str(folder.parent))
     assert (len(sources.train), len(sources.held_out), sources.made) == (40, 3, False)
     assert sources.train.name(0) == str(train / "ant" / "00.png")
-
-
-def test_classes_that_are_numbers_are_in_their_order(folder):
-    names = [str(path) for path in sorted(folder.rglob("*.png"))]
-    table = folder / "labels.csv"
-    table.write_text("label,path\n" + "".join(f"{i % 11},{n}\n" for i, n in enumerate(names)))
-    assert find_images(str(table)).names == [str(i) for i in range(11)]
 
 
 def test_parquet_files_without_a_split_have_one_made(tmp_path, monkeypatch):
@@ -347,11 +316,3 @@ def test_exported_weights_bring_the_sizes_of_their_model(folder, tmp_path):
     assert (settings.model, settings.width, settings.img_size) == ("xcit_tiny_lean", 32, 16)
     assert (settings.depth, settings.heads, settings.lr) == (1, [2], 5e-5)
     assert task.facts["pretrained"] == f"{weights}, but for nothing"
-
-
-def test_wrong_weights_are_one_line_before_anything_begins(folder, tmp_path, capsys):
-    torch.save({"fc.weight": torch.ones(2)}, tmp_path / "w.pth")
-    args = ["--data", folder, "--pretrained", tmp_path / "w.pth", "--out", tmp_path / "run"]
-    said = refused(args, capsys)
-    assert "w.pth has no cls_token, which the model has" in said
-    assert not (tmp_path / "run").exists()

@@ -83,16 +83,6 @@ def test_more_text_trains_a_tokeniser_whose_tokens_the_model_has(
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_other_text_can_be_held_out(tmp_path, script):
-    mine, other = write(tmp_path / "my.txt", 5000), write(tmp_path / "other.txt", 700)
-    made, _ = task(script, "--data", mine, "--validation", other)
-    assert made.facts["validation"] == f"--validation {other}"
-    assert made.facts["held-out_tokens"] < 701
-    with pytest.raises(ValueError, match=r"^--validation .*no\.txt: no such file"):
-        task(script, "--data", mine, "--validation", tmp_path / "no.txt")
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
 def test_flags_win_and_the_plan_leaves_them_out(tmp_path, script):
     file = write(tmp_path / "my.txt", 20_000)
     flags = ["--epochs", 2, "--context", 16, "--batch-size", 4, "--tokenizer", "bytes", "--lr", 0.1]
@@ -119,14 +109,6 @@ def test_sequences_get_shorter_before_a_text_is_refused(tmp_path, script):
         task(script, "--data", write(tmp_path / "my.txt", 300), "--context", 64)
 
 
-def test_a_paper_model_has_its_recipe_and_a_tokeniser_from_the_text(tmp_path):
-    file = write(tmp_path / "my.txt", 50_000)
-    _, ours = task("gpt", "--data", file, "--model", "gpt2_tinystories_lean")
-    assert (ours.recipe, ours.tokenizer) == ("modern", "bpe")
-    _, ours = task("bert", "--data", file, "--model", "crammed_bert_lean", "--max-density", 0)
-    assert ours.recipe == "cramming"
-
-
 def test_the_budget_is_bounded_however_much_text_there_is():
     for size in (10**3, 10**5, 10**6, 10**8, 10**10):
         chosen = own_text.by_amount(size, None, "bpe")
@@ -139,34 +121,6 @@ def test_the_budget_is_bounded_however_much_text_there_is():
         assert chosen["epochs"] >= 0.001
     assert [own_text.vocab_size(size, "bpe") for size in (1, 10**6, 10**9)] == [512, 1024, 4096]
     assert own_text.vocab_size(1, "wordpiece") == 2048
-
-
-def test_word_pieces_have_room_for_the_characters_of_any_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_text, "TRAINED_FROM", 1000)
-    file = tmp_path / "my.txt"
-    file.write_text(" ".join(chr(0x4E00 + i % 1500) for i in range(6000)), encoding="utf-8")
-    assert task("bert", "--data", file)[0].facts["vocab_size"] >= 1000
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_it_learns_from_two_files(tmp_path, script, capsys):
-    write(tmp_path / "a.txt", 6000), write(tmp_path / "b.txt", 9000)
-    words = ["--depth", 1, "--kappa-every", 0, "--epochs", 4, "--out", tmp_path / "run"]
-    words += ["--samples", 0] if script == "gpt" else []
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    SCRIPTS[script].main([str(word) for word in ("--data", *files, *words)])
-    done = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert done["documents"] == 2
-    assert done["held_out_loss"] < done["unigram_loss"] - 0.1
-    assert "chosen by the data" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_plan_as_flags_gives_the_same_run(tmp_path, script):
-    made, ours = task(script, "--data", write(tmp_path / "my.txt", 20_000))
-    again, same = task(script, *ours.as_flags())
-    assert same.as_flags() == ours.as_flags()
-    assert again.facts["params"] == made.facts["params"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -6,12 +6,32 @@ the tokeniser, the passes over it, and how much dropout they need.
 """
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from train.config.flags import Settings
-from train.data.text import Text
+from train.config.flags import Settings, count, flag, positive
+from train.data.text import KINDS, Text, tokenizers
 
 _Settings = TypeVar("_Settings", bound=Settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSettings(Settings):
+    """What one run on text does, whatever the model."""
+
+    SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
+        *("tokenizer", "vocab_size", "documents", "context", "text_column", "validation"),
+    )
+    OWN_GROUP: ClassVar[str] = "text"
+
+    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
+    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
+    validation: str | None = flag(
+        None, str, "text to hold out, as in --data; the last tenth when omitted"
+    )
+    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
+    vocab_size: int | None = flag(None, positive, "tokens of the model, and of a trained tokeniser")
+    documents: int | None = flag(None, count, "documents to read; 0 reads all")
+
 
 TOKENS, PIECES = 3e6, 1.5e6  # of a run: bytes; longer ones, of which each costs twice as much
 EPOCHS = 20  # at most

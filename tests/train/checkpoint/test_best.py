@@ -166,11 +166,3 @@ def test_a_run_that_is_not_finished_has_its_best_and_one_begun_anew_forgets_it(
     scored[:] = [0.7]
     train_here("--epochs", 1, "--out", out)
     assert json.loads((out / "summary.json").read_text())["best_held_out_loss"] == 0.7
-
-
-def test_items_without_an_evaluation_leave_no_best_weights(tmp_path):
-    out = tmp_path / "run"
-    args = ["--data", "synthetic", "--model", "vit_digits", "--steps", 1, "--batch-size", 4]
-    vit.main([str(a) for a in (*args, "--workers", 0, "--kappa-every", 0, "--out", out)])
-    assert not (out / BEST).exists()
-    assert load(out)[1].path.name == "model.safetensors"

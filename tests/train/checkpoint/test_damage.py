@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.train.launch import ROOT, SHARD, manifest_of
+from tests.train.launch import ROOT, SHARD
 from train.checkpoint.checkpoints import find_damage
 
 DIGEST = hashlib.sha256(b"x").hexdigest()
@@ -48,12 +48,6 @@ def test_a_manifest_that_no_run_writes_is_damage(tmp_path, manifest):
         (folder / name).write_text("x")
     (tmp_path / "elsewhere").write_text("x")
     assert find_damage(folder)
-
-
-def test_a_manifest_without_the_state_is_damage(tmp_path):
-    (tmp_path / SHARD).write_text("x")
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest_of(tmp_path)))
-    assert find_damage(tmp_path) == "state.json: No such file or directory"
 
 
 def unsafe_calls(tree: ast.AST) -> list[str]:

@@ -1,6 +1,5 @@
 """A run that is stopped anywhere, by anything, goes on as if nothing had happened."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 import pytest
 from torch.nn import functional
 
-from leaner_kernels.monitor.measurement import HostCopy, SideStream
 from tests.train.launch import (
     SHARD,
     TINY,
@@ -22,13 +20,11 @@ from tests.train.launch import (
     rows,
     run,
     start,
-    tensors_of,
     torchrun,
     wait_for,
 )
 from train import vit
 from train.checkpoint.checkpoints import find_damage, newest_first
-from train.loop import train as loop
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 
@@ -65,53 +61,6 @@ def six_of_eight(eight_steps, tmp_path):
     shutil.rmtree(out / "checkpoints" / "step-00000008")
     (out / "summary.json").unlink()
     return out
-
-
-class OnTheWay:
-    """As a CUDA event: rows of kappa that have not arrived unless someone waits."""
-
-    def query(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Late(SideStream):
-    """As the monitor's side stream on a GPU that is busy."""
-
-    def copy_to_host(self, values):
-        return HostCopy(values, OnTheWay())
-
-
-def test_kappa_that_arrives_late_is_written_once_whatever_happens(
-    eight_steps, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
-    save = loop.save
-
-    def save_and_die(run, *more):
-        save(run, *more)
-        if run.progress.step == 6:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "save", save_and_die)
-        with pytest.raises(KeyboardInterrupt):
-            train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path)
-    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == [0, 0, 2, 2, 4, 4]
-    train_here(*RUN, "--steps", 8, "--keep", 9, "--out", tmp_path, "--resume", "auto")
-    assert_same_run(tmp_path, eight_steps)
-
-
-def test_a_run_that_diverges_keeps_the_kappa_that_led_there(tmp_path, monkeypatch):
-    monkeypatch.setattr("leaner_kernels.monitor.SideStream", Late)
-    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--kappa-every", 1]
-    with pytest.raises(SystemExit, match="2"):
-        train_here(*hot, "--ckpt-every", 0, "--out", tmp_path)
-    steps = [row["step"] for row in rows(tmp_path / "metrics.jsonl")]
-    assert steps
-    assert [row["step"] for row in rows(tmp_path / "kappa.jsonl")] == sorted(steps * 2)
 
 
 def truncate(checkpoint: Path) -> None:
@@ -154,14 +103,6 @@ def test_no_intact_checkpoint_is_an_error_and_nothing_is_removed(six_of_eight, c
     assert checkpoints(six_of_eight) == before
 
 
-def test_one_checkpoint_can_be_named(eight_steps, tmp_path, capsys):
-    named = eight_steps / "checkpoints" / "step-00000002"
-    train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", named)
-    assert f"resumed from {named}" in capsys.readouterr().out
-    last = "checkpoints/step-00000008"
-    assert tensors_of(tmp_path / "other" / last) == tensors_of(eight_steps / last)
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -180,14 +121,6 @@ def test_a_resume_that_does_not_fit_is_refused_in_one_line(six_of_eight, capsys,
     assert (six_of_eight / "metrics.jsonl").read_text() == before
 
 
-@pytest.mark.parametrize("resume", ["none", "auto", "elsewhere/checkpoints/step-00000002"])
-def test_a_folder_that_holds_a_run_continues_it(six_of_eight, eight_steps, capsys, resume):
-    train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", resume)
-    newest = six_of_eight / "checkpoints" / "step-00000006"
-    assert f"resumed from {newest}" in capsys.readouterr().out
-    assert_same_run(six_of_eight, eight_steps)
-
-
 def test_a_finished_run_and_an_older_checkpoint_of_a_run_are_left_alone(
     six_of_eight, eight_steps, capsys
 ):
@@ -204,27 +137,6 @@ def test_a_finished_run_and_an_older_checkpoint_of_a_run_are_left_alone(
         assert error.count("\n") == 1
         assert f"--out {out} holds {kind}: give --resume auto or another --out" in error
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-
-
-def test_a_checkpoint_that_is_named_must_be_intact(six_of_eight, tmp_path, capsys):
-    named = six_of_eight / "checkpoints" / "step-00000006"
-    (named / "state.json").unlink()
-    for path, damage in {named: "state.json: No such file", tmp_path: "manifest.json: No"}.items():
-        with pytest.raises(SystemExit, match="2"):
-            train_here(*RUN, "--steps", 8, "--out", tmp_path / "other", "--resume", path)
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1
-        assert f"--resume must be auto or an intact checkpoint: {path}: {damage}" in error
-
-
-def test_a_finished_run_resumes_to_its_summary(eight_steps, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(eight_steps, out)
-    (out / "summary.json").unlink()
-    train_here(*RUN, "--steps", 8, "--out", out, "--resume", "auto")
-    summaries = [json.loads((o / "summary.json").read_text()) for o in (out, eight_steps)]
-    assert summaries[0]["held_out_loss"] == summaries[1]["held_out_loss"]
-    assert_same_run(out, eight_steps)
 
 
 @pytest.mark.slow
@@ -262,63 +174,6 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_p
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(steps + 2))
 
 
-# No file may grow past this: less than a checkpoint's tensors, more than everything else.
-DISK_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
-
-
-@pytest.mark.slow
-def test_a_full_disk_loses_the_new_checkpoint_and_no_other(six_of_eight, eight_steps):
-    rest = [*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto"]
-    done = finish(start(*rest, before=DISK_FULL))
-    assert done.returncode == 1
-    assert "finished at step 8, but nothing of it could be saved" in done.stderr
-    said = [line for line in done.stdout.splitlines() if "not saved" in line]
-    assert said == ["checkpoint of step 8 not saved, training goes on: [Errno 27] File too large"]
-    assert "Traceback" not in done.stderr
-    assert checkpoints(six_of_eight) == ["step-00000002", "step-00000004", "step-00000006"]
-    for path in newest_first(six_of_eight / "checkpoints"):
-        assert find_damage(path) is None
-    for name in ("metrics.jsonl", "kappa.jsonl"):
-        assert rows(six_of_eight / name) == rows(eight_steps / name)
-    assert not (six_of_eight / "summary.json").exists()
-
-
-# The log of steps reaches this in the middle of the run.
-LOG_FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))"
-
-
-@pytest.mark.slow
-def test_an_unsaved_stop_does_not_exit_0(tmp_path):
-    long = [*TINY, "--steps", 100_000, "--ckpt-every", 0, "--out", tmp_path]
-    process = start(*long, before=DISK_FULL)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").exists(), process)
-    wait_for(lambda: (tmp_path / "metrics.jsonl").read_text().count("\n") > 2, process)
-    process.send_signal(signal.SIGTERM)
-    done = finish(process)
-    assert done.returncode == 1
-    assert "not saved" in done.stderr
-
-
-def test_losses_that_are_not_finite_stop_the_run_and_leave_the_checkpoints(tmp_path, capsys):
-    hot = [*TINY, "--steps", 30, "--lr", 1e30, "--warmup", 0, "--clip-grad", 0, "--ckpt-every", 1]
-    with pytest.raises(SystemExit, match="2"):
-        train_here(*hot, "--skip-limit", 2, "--out", tmp_path)
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert "3 steps in a row not finite, --skip-limit allows 2: stopped" in error
-    skipped = [row.get("skipped", False) for row in rows(tmp_path / "metrics.jsonl")]
-    assert skipped[-2:] == [True, True]
-    # None was saved while steps were skipped: the last is from before.
-    assert checkpoints(tmp_path)[-1] == f"step-{skipped.count(False):08d}"
-    assert all(find_damage(path) is None for path in newest_first(tmp_path / "checkpoints"))
-
-
-def test_a_run_that_is_to_be_shorter_than_it_is_already_is_refused(six_of_eight, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        train_here(*RUN, "--steps", 4, "--out", six_of_eight, "--resume", "auto")
-    assert "has done 6 steps: this run is of 4" in capsys.readouterr().err
-
-
 def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsys):
     holder = f"import fcntl, time; file = open({str(six_of_eight / '.lock')!r}, 'w'); "
     holder += "fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); time.sleep(60)"
@@ -329,20 +184,6 @@ def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsy
         other.kill()
     assert "belongs to a run that is still going on" in capsys.readouterr().err
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
-
-
-def test_a_run_that_goes_on_has_no_summary_until_it_is_finished(eight_steps, tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    shutil.copytree(eight_steps, out)
-
-    def finish(run, *_results):
-        assert run.progress.step == 9
-        return {}, True
-
-    monkeypatch.setattr(loop, "finish", finish)
-    assert (out / "summary.json").exists()
-    train_here(*RUN, "--steps", 9, "--out", out, "--resume", "auto")
-    assert not (out / "summary.json").exists()
 
 
 def test_a_run_stopped_before_its_first_real_step_resumes_to_the_same_bits(tmp_path, monkeypatch):

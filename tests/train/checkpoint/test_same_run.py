@@ -93,37 +93,6 @@ def test_the_own_tokeniser_goes_on_where_one_would_be_trained(tmp_path, cache, m
     assert (tmp_path / "other" / "tokenizer.json").read_text() == kept
 
 
-@pytest.mark.parametrize("script", [gpt, bert], ids=["gpt", "bert"])
-def test_text_that_is_held_out_and_a_file_with_a_tokeniser_may_not_change(tmp_path, capsys, script):
-    (tmp_path / "v.txt").write_text(sentences(20, "lamp"))
-    args = text_run(script, tmp_path, "--validation", tmp_path / "v.txt", "--tokenizer", "bytes")
-    run(script, *args, "--steps", 1)
-    longer = [*args, "--steps", 2, "--resume", "auto"]
-    (tmp_path / "v.txt").write_text(sentences(20, "ball"))
-    assert "v.txt has changed since the run began" in refused(script, *longer, capsys=capsys)
-    text = (tmp_path / "run" / "tokenizer.json").read_text()
-    (tmp_path / "own.json").write_text(text)
-    args = text_run(script, tmp_path, "--tokenizer", tmp_path / "own.json")
-    args[args.index("--out") + 1] = tmp_path / "second"
-    run(script, *args, "--steps", 1)
-    end = "<|endoftext|>" if script is gpt else "[SEP]"
-    (tmp_path / "own.json").write_text(text.replace(end, "</s>"))
-    error = refused(script, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
-    assert "own.json has changed since the run began" in error
-
-
-def test_flags_that_follow_from_the_amount_of_text_are_not_blamed(tmp_path, capsys):
-    args = ["--kappa-every", 0, "--samples", 0, "--data", tmp_path / "t.txt", "--depth", 1]
-    args += ["--out", tmp_path / "run", "--tokenizer", "bytes"]
-    (tmp_path / "t.txt").write_text(sentences(60))
-    run(gpt, *args, "--steps", 1)
-    (tmp_path / "t.txt").write_text(sentences(3000))
-    error = refused(gpt, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
-    assert "has changed since the run began" in error
-    error = refused(gpt, *args, "--documents", 20, "--steps", 2, "--resume", "auto", capsys=capsys)
-    assert "needs --documents 0 as it was saved with, got 20" in error
-
-
 def picture(path: Path, side: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(side).integers(0, 256, (side, 60, 3), dtype=np.uint8)

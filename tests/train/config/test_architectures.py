@@ -1,7 +1,6 @@
 """Every architecture trains, sharded, averaged and recomputed, batch norms included."""
 
 import json
-import shutil
 from functools import partial
 from pathlib import Path
 
@@ -9,12 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.train.forked import on_two_ranks
 from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import architecture
 from train.loop import parallel
-from train.loop.optimizer import WeightAverage, make_optimizer
+from train.loop.optimizer import WeightAverage
 
 SMALL = ["--batch-size", 16, "--eval-every", 0, "--kappa-every", 1, "--deterministic"]
 
@@ -135,38 +133,3 @@ def test_the_average_of_the_weights_includes_the_statistics():
                 assert torch.equal(value, average.weights[name])
         for name, value in norms.statistics.items():
             assert torch.equal(value, after[name])
-
-
-@pytest.mark.parametrize("name", architecture.DIGITS)
-def test_decay_spares_positions_tokens_and_temperatures(name):
-    entry = architecture.DIGITS[name]
-    model = entry.build(**entry.sizes, device="meta")
-    names = {id(p): name for name, p in model.named_parameters()}
-    decayed, spared = (
-        {names[id(p)] for p in group["params"]}
-        for group in make_optimizer(model, lr=1e-3, weight_decay=0.3).param_groups
-    )
-    assert decayed | spared == set(names.values())
-    not_matrices = ("bias", "pos_embed", "cls_token", "patch_pos", "pixel_pos", "temperature")
-    assert not any(name.endswith(not_matrices) for name in decayed)
-    assert all(name.endswith("weight") for name in decayed)
-
-
-def work(_rank: int, folder: Path) -> None:
-    """What each of two ranks does: train from the newest checkpoint, or from the start."""
-    small = ["--model", "xcit_digits", "--depth", 1, *SMALL, "--ema", 0.9, "--steps", 3]
-    train_here(*small, "--ckpt-every", 2, "--out", folder / "run", "--resume", "auto")
-
-
-@pytest.mark.slow
-def test_two_ranks_share_statistics_and_resume_to_the_same_bits(tmp_path):
-    out = tmp_path / "run"
-    on_two_ranks("tests.train.config.test_architectures", tmp_path)
-    whole, metrics = tensors(out, 3), rows(out / "metrics.jsonl")
-    shutil.rmtree(out / "checkpoints" / "step-00000003")
-    on_two_ranks("tests.train.config.test_architectures", tmp_path)
-    assert rows(out / "metrics.jsonl") == metrics
-    resumed = tensors(out, 3)
-    for part in ("model", "average"):
-        for name, value in whole[part].items():
-            assert torch.equal(value, resumed[part][name]), name

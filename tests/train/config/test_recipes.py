@@ -8,7 +8,6 @@ import pytest
 from models import papers
 from train import bert, gpt, lra, vit
 from train.config import architecture, flags
-from train.data.images.augment import Augment
 from train.vit import ImageSettings
 
 TABLE_6 = {
@@ -51,27 +50,11 @@ def test_the_recipe_of_the_paper_is_its_table_and_follows_photographs():
     assert (ours.repeats, ours.erase, ours.ema, ours.clip_grad) == (1, 0.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch"),
-    [("vit_base_lean", 1024), ("volo_d3", 1024), ("volo_d4", 512), ("xcit_large_lean", 512)],
-)
-def test_the_paper_takes_half_the_batch_for_large_models(model, batch):
-    assert settings("--recipe", "paper", "--model", model).batch_size == batch
-
-
 def test_the_rate_of_deit_follows_the_batch_and_flags_come_first():
     ours = settings("--recipe", "deit", "--batch-size", 256, "--mixup", 0, "--repeats", 1)
     assert ours.lr == pytest.approx(2.5e-4)
     assert (ours.mixup, ours.repeats, ours.erase, ours.ema) == (0, 1, 0.25, 0.99996)
     assert settings("--recipe", "deit", "--lr", 1e-3).lr == 1e-3
-
-
-def test_digits_and_noise_are_not_photographs():
-    assert settings().rand_augment == "none"
-    for data in ("digits", "synthetic"):
-        with pytest.raises(ValueError, match=f"--data {data} is no image files"):
-            vit.make_task(settings("--data", data, "--recipe", "paper"))
-    assert Augment() == Augment(rand_augment=None, erase=0.0)
 
 
 def arm(name, control, classes):
@@ -132,13 +115,6 @@ def test_every_script_has_arms_of_the_size_of_its_model(script, args, control, t
     assert (filled.depth == lean.facts["depth"]) == (control != "depth")
 
 
-def test_an_arm_of_many_heads_keeps_the_width_of_each():
-    model, _ = arm("davit_base_lean", "heads", 10)
-    assert model.sizes["head_dim"] == [32, 32, 16, 32]
-    most = model.sizes["heads"][2]
-    assert model.sizes["heads"] == [most // 8, most // 4, most, most]
-
-
 def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
     monkeypatch.setattr("train.config.architecture.TOLERANCE", 0.001)
     message = "--control depth: no whole number comes within 0% of the 39,403,854 .* closest has "
@@ -150,16 +126,6 @@ def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
 def test_only_a_lean_model_has_arms(name):
     with pytest.raises(ValueError, match=f"needs a lean --model .* got '{name}'"):
         arm(name, "depth", 10)
-
-
-def test_the_plan_of_an_arm_shows_both_sizes(tmp_path, capsys):
-    control = ["--model", "vit_base_lean", "--control", "heads", "--data", "synthetic"]
-    vit.main([*control, "--dry-run", "--out", str(tmp_path / "run")])
-    said = capsys.readouterr().out
-    for text in ("params of the lean model", "40,112,872", "40,115,560", "heads"):
-        assert text in said
-    with pytest.raises(ValueError, match="--control sets the sizes itself: give it or --heads"):
-        vit.make_task(settings(*control, "--heads", 4))
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,9 @@
 import io
 import re
 import shutil
-import struct
-import sys
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from zlib import compress, crc32
 
 import numpy as np
 import pytest
@@ -103,12 +100,6 @@ def test_tar_files_hold_what_the_folder_holds(root, tars):
 
 def test_parquet_files_hold_what_the_folder_holds(root, parquet):
     assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
-
-
-def test_parquet_files_need_not_say_what_their_columns_mean(root, parquet, tmp_path):
-    for split, images in {"train": TRAIN, "validation": HELD_OUT}.items():
-        write_parquet(tmp_path, split, images, shards=1, declare=False)
-    assert_as_in_the_folder(opened(f"hf:{tmp_path}"), root)
 
 
 def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, hub, parquet, tmp_path):
@@ -230,33 +221,6 @@ def test_what_is_transparent_is_white(mode, kind):
     assert np.array_equal(rgb, expected)
 
 
-def test_what_is_half_transparent_is_mixed_with_white():
-    image = Image.new("RGBA", (3, 2), (100, 0, 255, 51))
-    assert np.all(np.asarray(decode(file_of(image, "PNG"), str)) == (224, 204, 255))
-
-
-def test_a_transparent_colour_of_sixteen_bits_is_white():
-    def part(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc32(name + data))
-
-    rows = b"\0" + struct.pack(">6H", 4660, 1, 2, 25700, 0, 65535)
-    parts = {
-        b"IHDR": struct.pack(">IIBBBBB", 2, 1, 16, 2, 0, 0, 0),
-        b"tRNS": struct.pack(">3H", 4660, 1, 2),
-        b"IDAT": compress(rows),
-        b"IEND": b"",
-    }
-    content = b"\x89PNG\r\n\x1a\n" + b"".join(part(*both) for both in parts.items())
-    assert np.asarray(decode(content, str)).tolist() == [[[255, 255, 255], [100, 0, 255]]]
-
-
-@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_exif_data_that_make_no_sense_do_no_harm():
-    image = Image.fromarray(GREY)
-    odd = file_of(image, "JPEG", exif=b"Exif\0\0MM\0*" + b"\xff" * 900)
-    assert np.array_equal(decode(odd, str), decode(file_of(image, "JPEG"), str))
-
-
 JPEG = TRAIN[0].content
 DAMAGED = {
     "empty": b"",
@@ -332,16 +296,6 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     assert all("which is no readable image" in t.message and t.places for t in found)
 
 
-def test_the_deit_recipe_reads_each_image_once(root, monkeypatch):
-    augment = Augment(rand_augment="rand-m9-mstd0.5-inc1", erase=0.25)
-    train = opened(root / "folder", augment=augment).train
-    reads, read = [], train.source.read
-    monkeypatch.setattr(train.source, "read", lambda index: reads.append(index) or read(index))
-    order = BatchSampler(len(train), Split(12, 1, 1), seed=0, rank=0, first=0, last=60)
-    assert not any(batch.bad_samples for batch in fetched(train, order))
-    assert len(reads) == 12 * 60
-
-
 def test_an_error_of_an_augmentation_is_no_bad_image(root):
     class Broken(EvaluationView):
         def __call__(self, pixels):
@@ -352,12 +306,6 @@ def test_an_error_of_an_augmentation_is_no_bad_image(root):
     for workers in (0, 1):
         with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
             fetched(data, [[(0, 0), (0, 1)]], workers)
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match="needs the package datasets"):
-        opened("hf:imagenet-1k")
 
 
 def test_a_run_with_every_augmentation_resumes_to_the_same_bits(tars, tmp_path):

@@ -1,11 +1,9 @@
 """Batches come whole and in order, whatever cannot be read and whichever worker dies."""
 
 import errno
-import gc
 import multiprocessing
 import os
 import signal
-import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,8 +19,7 @@ from train.data.loader import (
     loading,
 )
 from train.data.sampler import BatchSampler, Split
-from train.data.text import TokenStream, Windows, open_text
-from train.data.text.tokenizers import GPT
+from train.data.text import TokenStream, Windows
 
 CPU = torch.device("cpu")
 BAD = {3, 4, 11}
@@ -79,12 +76,6 @@ def test_the_next_item_that_can_be_read_stands_in():
     ]
 
 
-def test_the_last_item_is_followed_by_the_first_and_a_repeated_one_is_told_once():
-    (batch,) = fetch(Numbers(bad={23, 0}), [[(0, 23), (0, 7), (0, 23)]])
-    assert batch.tensors[0][:, 1].tolist() == [1, 7, 1]
-    assert [bad.places for bad in batch.bad_samples] == [(0, 2)]
-
-
 def test_stand_ins_depend_neither_on_workers_nor_on_ranks_nor_on_a_resume():
     data = Numbers(bad=BAD)
     whole = fetch(data, order())
@@ -128,42 +119,6 @@ def test_the_batches_before_one_that_cannot_be_had_are_had(workers):
     assert had == [0, 1, 2]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_order_that_breaks_off_gives_the_batches_before(workers):
-    def batches():
-        yield from ([(0, index)] for index in range(3))
-        raise ValueError("no more of it")
-
-    had = []
-    with (
-        pytest.raises(DataError, match="no more of it"),
-        loading(Numbers(), batches(), workers=workers, device=CPU) as fetched,
-    ):
-        had.extend(batch.tensors[0][0, 1].item() for batch in fetched)
-    assert had == [0, 1, 2]
-
-
-def test_a_worker_does_not_collect_the_garbage_of_its_rank():
-    class Threads:
-        """Like a process group, which cannot be taken apart where its threads were not forked."""
-
-        def __del__(self):
-            if multiprocessing.parent_process() is not None:
-                os._exit(9)
-
-    class Collecting(Numbers):
-        def __getitems__(self, keys):
-            gc.collect()
-            return super().__getitems__(keys)
-
-    threads = Threads()
-    threads.itself, left = threads, weakref.ref(threads)
-    del threads
-    assert values(fetch(Collecting(), order(), workers=2)) == values(fetch(Numbers(), order()))
-    gc.collect()
-    assert left() is None
-
-
 def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
     path = tmp_path / "tokens.bin"
     np.arange(70, dtype=np.uint16).tofile(path)
@@ -177,17 +132,6 @@ def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
         path.unlink()
         with pytest.raises(DataError, match=rf"^{path}: No such file or directory; nor can"):
             next(batches)
-
-
-def test_text_whose_tokens_were_cut_off_is_not_trained_on(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "a.txt").write_text("one two three\n\nfour five\n")
-    which = str(tmp_path / "a.txt"), "bytes"
-    assert len(open_text(*which, specials=GPT).train) == 21
-    (tokens,) = tmp_path.rglob("tokens.bin")
-    os.truncate(tokens, 9)
-    with pytest.raises(ValueError, match=rf"{tokens.parent} is damaged; .* has 9 bytes"):
-        open_text(*which, specials=GPT)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -82,13 +82,6 @@ def test_an_image_is_lines_on_black_with_two_discs():
             assert 24 <= (contour > 0.4).sum() <= 48
 
 
-def test_distractors_add_ink_and_leave_the_contours():
-    for i in range(6):
-        with_them, without = (draw(np.random.default_rng((1, i)), 1, distractors=d) for d in (5, 0))
-        assert np.array_equal(with_them.contours, without.contours)
-        assert (with_them.image > 60).sum() > (without.image > 60).sum() + 10
-
-
 def test_images_depend_on_seed_split_and_index_alone_and_labels_balance():
     sizes = {"train": 6, "dev": 4, "test": 2}
     corpora = generate(0, sizes, processes=1)
@@ -102,21 +95,6 @@ def test_images_depend_on_seed_split_and_index_alone_and_labels_balance():
         assert np.array_equal(again[split].tokens, corpora[split].tokens[: count * SIZE * SIZE])
         assert not np.array_equal(other[split][0], corpora[split][0])
     assert not np.array_equal(corpora["train"][0], corpora["dev"][0])
-
-
-def test_processes_do_not_change_the_images():
-    sizes = {"train": 40, "dev": 1, "test": 1}
-    alone, shared = (generate(4, sizes, processes=p)["train"] for p in (1, 2))
-    assert np.array_equal(alone.tokens, shared.tokens)
-
-
-def test_dashes_turn_with_the_squared_cosine():
-    shares, turns = pathfinder._turns()
-    drawn = np.interp(np.linspace(0, 1, 20_001), shares, turns)
-    assert (drawn[0], drawn[-1]) == pytest.approx((-np.pi / 2, np.pi / 2))
-    counts, edges = np.histogram(drawn, bins=18)
-    expected = np.cos((edges[1:] + edges[:-1]) / 2) ** 2
-    assert counts / counts.sum() == pytest.approx(expected / expected.sum(), abs=2e-3)
 
 
 def test_dashes_of_a_contour_follow_each_other_and_keep_off_others():
@@ -137,13 +115,3 @@ def test_dashes_of_a_contour_follow_each_other_and_keep_off_others():
     inside = np.stack([taken.real, taken.imag])
     assert inside.min() >= 0
     assert inside.max() <= SIZE
-
-
-@pytest.mark.parametrize("angle", [0.0, 1.0, -2.5])
-def test_a_dash_points_where_it_is_told(angle):
-    centre = SIZE / 2
-    pivots, directions = np.array([centre * (1 + 1j)]), np.array([np.exp(1j * angle)])
-    ink = pathfinder._ink(list(pathfinder._dashes(pivots, directions)))
-    rows, columns = np.nonzero(ink > 0.3)
-    direction = np.arctan2(rows.mean() - centre, columns.mean() - centre)
-    assert abs(np.angle(np.exp(1j * (direction - angle)))) < 0.5

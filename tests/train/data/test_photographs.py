@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode, v2
 
@@ -36,11 +35,6 @@ def turned(orientation: int) -> dict[str, Image.Exif]:
     exif = Image.Exif()
     exif[0x0112] = orientation
     return {"exif": exif}
-
-
-@pytest.fixture
-def by_pillow(monkeypatch):
-    monkeypatch.setattr(photographs, "_simplejpeg", lambda: None)
 
 
 JPEGS = {
@@ -104,13 +98,6 @@ def test_a_cut_off_jpeg_is_refused_and_named():
         Pixels(EvaluationView(32))(content, lambda: "a.jpg")
 
 
-def test_a_jpeg_of_two_sizes_is_not_decoded_fast(monkeypatch):
-    simplejpeg = pytest.importorskip("simplejpeg")
-    content = JPEGS["4:2:0"]
-    monkeypatch.setattr(simplejpeg, "decode_jpeg_header", lambda _: (60_000, 60_000, "Gray", ""))
-    assert photographs._fast(opened(content, str), content, 1) is None
-
-
 def test_pixels_of_an_evaluation_are_within_a_grey_level_of_pillows():
     view = v2.Compose([v2.Resize(256, BICUBIC), v2.CenterCrop(224), v2.PILToTensor()])
     for size in ((500, 375), (375, 500), (90, 120), (2000, 1500)):
@@ -119,19 +106,6 @@ def test_pixels_of_an_evaluation_are_within_a_grey_level_of_pillows():
         error = (ours - view(decode(content, str)).int()).abs()
         assert ours.shape == (3, 224, 224)
         assert (error <= 1).float().mean() >= 0.999
-
-
-def test_pixels_of_training_are_within_a_grey_level_of_pillows():
-    view, content = TrainingView(224, Augment(flip=False)), encoded(photograph(500, 375))
-    for seed in range(20):
-        pixels = Pixels(view, seed)
-        ours = pixels(content, str, (0, 5)).int()
-        with seeded(photographs.seed_of(seed, 0, 5)):
-            top, left, high, wide, reduction = view.region(500, 375)
-        assert reduction == 1
-        crop = decode(content, str).crop((left, top, left + wide, top + high))
-        expected = v2.functional.pil_to_tensor(crop.resize((224, 224), Image.BICUBIC)).int()
-        assert ((ours - expected).abs() <= 1).float().mean() >= 0.999
 
 
 def test_pixels_of_a_reduced_jpeg_are_on_average_within_a_grey_level_of_pillows():
@@ -146,9 +120,3 @@ def test_pixels_of_a_reduced_jpeg_are_on_average_within_a_grey_level_of_pillows(
         assert (ours - v2.functional.pil_to_tensor(crop).int()).float().abs().mean() < 1
         reductions.add(reduction)
     assert {2, 4} <= reductions
-
-
-def test_without_a_fast_decoder_pictures_are_read_by_pillow(by_pillow):
-    content = JPEGS["orientation 6"]
-    ours = Pixels(TrainingView(32, Augment()), 1)(content, str, (2, 3))
-    assert (ours.shape, ours.dtype, ours.is_contiguous()) == ((3, 32, 32), torch.uint8, True)

@@ -2,7 +2,6 @@
 
 import pickle
 import random
-import sys
 import threading
 import time
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 import torch
 
 from tests.train.line_ends import TEXT, write_all
-from train.config import flags, own_text
 from train.data.text import (
     RandomWindows,
     Windows,
@@ -23,7 +21,6 @@ from train.data.text import (
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
 from train.data.text.tokenizers import BERT, GPT, Tokenizer, open_tokenizer
-from train.gpt import GptSettings
 
 
 @pytest.fixture(autouse=True)
@@ -82,30 +79,6 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
     )
 
 
-def test_a_comma_may_be_in_the_name_of_one_of_several_files(tmp_path, monkeypatch):
-    names = ("Doyle, Arthur.txt", "Doyle", " Arthur.txt", ",a,,b,.txt", "plain.txt")
-    for name in names:
-        write(tmp_path / name, name)
-    for folder in (tmp_path, Path()):
-        monkeypatch.chdir(tmp_path)
-        for chosen in (names, names[:1], names[1:3], names[3:], names[-2:-1]):
-            words = [str(folder / name) for name in chosen]
-            settings = flags.parse("gpt.py", "", ["--data", *words], GptSettings)
-            assert sorted(documents_of(settings.data)) == sorted(chosen)
-            # What the plan prints is read again, and so is what is saved with a run.
-            again = flags.parse("gpt.py", "", ["--data", settings.data], GptSettings)
-            assert again.data == settings.data
-    settings = flags.parse("gpt.py", "", ["--data", "Doyle,plain.txt", names[0]], GptSettings)
-    assert sorted(documents_of(settings.data)) == sorted([names[0], "Doyle", "plain.txt"])
-
-
-def test_several_paths_are_all_there_or_the_missing_one_is_named(tmp_path):
-    one, odd = write(tmp_path / "one.txt", "1"), write(tmp_path / "a,b.txt", "2")
-    assert documents_of(odd) == ["2"]
-    with pytest.raises(ValueError, match=r"--data .*two\.txt: no such file or folder$"):
-        find_source(f"{one},{tmp_path / 'two.txt'}")
-
-
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
 def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
     datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
@@ -150,12 +123,6 @@ def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(error.value)
     with pytest.raises(ValueError, match="takes tables of one kind alone"):
         find_source(f"{bad},{text}")
-
-
-def test_tables_without_the_library_say_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"t\.csv needs the package datasets: pip install"):
-        find_source(str(write(tmp_path / "t.csv", "text\na\n")))
 
 
 def test_a_file_alone_is_cut_at_separators_or_at_blank_lines(tmp_path):
@@ -206,11 +173,6 @@ def test_hugging_face_data_gives_the_column_text_of_its_training_split(stories, 
     assert documents_of(f"hf:{stories / form}", limit=2) == documents[:2]
 
 
-def test_tiny_stories_are_a_data_set_of_hugging_face(stories, monkeypatch):
-    monkeypatch.setattr(sources, "TINY_STORIES", str(stories / "parquet"))
-    assert documents_of("tinystories") == documents_of(f"hf:{stories / 'parquet'}")
-
-
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -225,12 +187,6 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
     with pytest.raises(ValueError, match=message) as error:
         find_source(f"hf:{stories / form}")
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["nowhere", "hf:", "synthetic"])
-def test_an_unknown_text_is_named(name):
-    with pytest.raises(ValueError, match=rf"--data {name}: no such file or folder; .* pydoc, "):
-        find_source(name)
 
 
 def test_files_that_hold_no_text_are_named(tmp_path):
@@ -298,21 +254,6 @@ def test_byte_pairs_are_trained_and_lose_nothing():
     assert tokenizer.decode([*ids, 50_000]) == ODD
 
 
-def test_a_file_that_cuts_and_fills_up_texts_does_neither_here(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    library = pytest.importorskip("tokenizers")
-    words = {"<|endoftext|>": 0, "a": 1}
-    whole = library.Tokenizer(library.models.WordLevel(words, unk_token="<|endoftext|>"))
-    whole.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
-    whole.add_special_tokens(["<|endoftext|>"])
-    whole.enable_truncation(2)
-    whole.enable_padding(length=4)
-    whole.save(str(path))
-    tokenizer = open_tokenizer(str(path), None, specials=GPT)
-    assert tokenizer.encode("a a a") == [1, 1, 1]
-    assert tokenizer.encode_batch(["a", "a a a"]) == [[1], [1, 1, 1]]
-
-
 def test_word_pieces_are_lowercase_without_accents(tmp_path):
     pytest.importorskip("tokenizers", reason="word pieces need the package tokenizers")
     tokenizer = open_tokenizer("wordpiece", small_source(), specials=BERT, vocab_size=64)
@@ -333,17 +274,6 @@ def test_the_same_text_trains_the_same_tokeniser(name, specials):
     text = "".join(documents_of("pydoc", limit=6))
     one, other = (train(small_source(text), specials, 600).to_str() for _ in range(2))
     assert one == other
-
-
-def test_a_tokeniser_is_trained_once_for_each_text_and_size(cache, monkeypatch):
-    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
-    one = open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260)
-    monkeypatch.setattr(tokenizers, "_train_byte_pairs", None)
-    assert open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260).digest == one.digest
-    for other in ({"vocab_size": 261}, {"vocab_size": 260, "specials": BERT}):
-        with pytest.raises(TypeError):
-            open_tokenizer("bpe", small_source(), **{"specials": GPT} | other)
-    assert len(list(cache.glob("tokenizer-*.json"))) == 1
 
 
 @pytest.mark.parametrize(("name", "letters"), [("bpe", "กขฃคฅฆงจฉช"), ("wordpiece", "ACGT")])
@@ -374,22 +304,6 @@ def test_gpt2_without_network_says_what_to_give(monkeypatch):
     with pytest.raises(ValueError, match=r"give --tokenizer FILE .* or --tokenizer bpe") as error:
         open_tokenizer("gpt2", small_source(), specials=GPT)
     assert "\n" not in str(error.value)
-
-
-def test_gpt2_is_read_from_the_cache_of_the_hub(tmp_path, monkeypatch):
-    pytest.importorskip("tokenizers", reason="byte pairs need the package tokenizers")
-    hub = pytest.importorskip("huggingface_hub", reason="comes with tokenizers")
-    small = open_tokenizer("bpe", small_source(), specials=GPT, vocab_size=260)
-    small.save(tmp_path / "tokenizer.json")
-    wanted = []
-
-    def download(repository: str, file: str, **how: bool) -> str:
-        wanted.append((repository, file, how))
-        return str(tmp_path / file)
-
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    assert open_tokenizer("gpt2", small_source(), specials=GPT).digest == small.digest
-    assert wanted == [("openai-community/gpt2", "tokenizer.json", {"local_files_only": True})]
 
 
 def test_tokenisers_that_do_not_fit_are_one_line(tmp_path):
@@ -457,21 +371,6 @@ def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):
     counts = text.train.counts(257)
     assert counts.sum() == 7
     assert counts[ord("a")] == counts[256] == 1
-
-
-def wide() -> Tokenizer:
-    """Tokens that need more than 16 bits."""
-    tokenizer = in_bytes(GPT)
-    tokenizer.vocab_size, tokenizer.end = 70_000, 69_999
-    return tokenizer
-
-
-def test_many_tokens_are_kept_in_32_bits():
-    narrow = stream.encoded(small_source(), in_bytes(GPT)).tokens
-    many = stream.encoded(small_source(), wide()).tokens
-    assert (narrow.dtype, many.dtype) == ("uint16", "uint32")
-    assert many.read().max() == 69_999
-    assert len(many) == len(narrow)
 
 
 def test_other_text_is_held_out_and_else_a_tenth_of_no_more_than_is_asked_for(tmp_path):
@@ -546,17 +445,6 @@ def starts(data, epoch: int = 0) -> list[int]:
     return tokens[:, 0].tolist()
 
 
-def test_training_windows_move_with_the_epoch(tmp_path):
-    tokens = numbered(tmp_path, 39)
-    data = Windows(tokens, 9, stride=8, seed=3)
-    shifts = set()
-    for epoch in range(40):
-        first, *others = starts(data, epoch)
-        assert others == [first + 8, first + 16]
-        shifts.add(first)
-    assert shifts == set(range(8))
-
-
 def test_random_windows_start_anywhere(tmp_path):
     tokens = numbered(tmp_path, 12)
     data = RandomWindows(tokens, 9, count=50, seed=0)
@@ -589,19 +477,3 @@ def test_too_little_text_is_one_line(tmp_path, how):
         Windows(numbered(tmp_path, 32), 33, **how)
     with pytest.raises(ValueError, match=r"--data .* at least 33 tokens .* got 32"):
         RandomWindows(numbered(tmp_path, 32), 33, count=1, seed=0)
-
-
-def test_other_text_that_is_too_short_is_named(tmp_path):
-    long, short = write(tmp_path / "a.txt", "abc " * 100), write(tmp_path / "b.txt", "abc")
-    text = open_text(str(long), "bytes", specials=GPT, validation=str(short))
-    with pytest.raises(
-        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
-    ):
-        Windows(text.held_out, 33)
-    with pytest.raises(
-        ValueError, match=r"^--validation .*b\.txt needs at least 33 tokens, got 4$"
-    ):
-        RandomWindows(text.held_out, 33, count=1, seed=0)
-    text = open_text(str(short), "bytes", specials=GPT, validation=str(long))
-    with pytest.raises(ValueError, match=r"^--data .*b\.txt holds 4 tokens to train on"):
-        own_text.context_of(text, 32, 2)

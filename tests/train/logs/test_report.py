@@ -9,22 +9,9 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from leaner_kernels.monitor import writers
-from leaner_kernels.monitor.rows import parse_row
 from leaner_kernels.monitor.writers import JsonLines
 from tests.train.launch import TINY, rows
 from train import vit
-from train.logs.report import _kappa_table
-
-
-class Listener:
-    """Notes the lines that it is passed."""
-
-    def __init__(self):
-        self.said: list[str] = []
-
-    def log(self, line: str) -> None:
-        self.said.append(line)
 
 
 @contextmanager
@@ -35,6 +22,16 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+class Listener:
+    """Notes the lines that it is passed."""
+
+    def __init__(self):
+        self.said: list[str] = []
+
+    def log(self, line: str) -> None:
+        self.said.append(line)
 
 
 def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path):
@@ -68,25 +65,6 @@ def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_p
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_resume_reads_the_end_of_a_log_and_its_first_lines_and_keeps_no_more(
-    tmp_path, monkeypatch
-):
-    path, parsed = tmp_path / "m.jsonl", []
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(20_000)))
-    monkeypatch.setattr(
-        writers, "parse_row", lambda *a, **k: parsed.append(a) or parse_row(*a, **k)
-    )
-    lines = JsonLines(path, 19_990, steps=30)
-    assert len(parsed) <= 10 + 31 + writers._HEAD
-    assert lines.removed == {*range(19_990, 20_000)}
-    kept = [row["step"] for row in lines.rows]
-    assert kept == [*range(writers._HEAD), *range(19_960, 19_990)]
-    for step in range(19_990, 20_100):
-        lines.append([{"step": step}])
-    assert len(lines.rows) == len(kept), "memory grows with the steps"
-    assert [row["step"] for row in rows(path)] == [*range(20_100)]
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     tmp_path, monkeypatch, capsys, terminal
@@ -99,25 +77,3 @@ def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     assert ("━━" in said.partition("summary")[0]) == terminal
     assert ("0:00:00" in said) == terminal
     assert ("step 2/3  loss" in said) != terminal
-
-
-def kappa_row(step: int, layer: str, kappa: float | None, **more: object) -> dict:
-    row = {"step": step, "layer": layer, "kappa": kappa, "kappa_gaussian": 34.0, "entropy": 2.5}
-    row |= {"reason": None if kappa else "not resolved", "rank": 125.75}
-    return row | {"tokens": 144, "heads": 8, "head_dim": 16} | more
-
-
-def test_the_rank_stands_where_kappa_is_not_resolved_and_that_is_said(capsys):
-    first = [kappa_row(0, "a", None), kappa_row(0, "b", 12.5)]
-    last = [kappa_row(6, "a", 9e6), kappa_row(6, "b", None, tokens=100, rank=99.0)]
-    Console(width=120).print(_kappa_table(last, first + last))
-    said = capsys.readouterr().out
-    a, b = (line for line in said.splitlines() if " 8·16 " in line)
-    assert "rank 125.8 of 128" in a
-    assert "9e+06" in a
-    assert "rank 99 of 100" in b
-    assert "counts those above 1e-6 of the largest" in " ".join(said.split())
-    Console(width=120).print(_kappa_table(first[1:], first[1:]))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "largest singular value of a layer's heads side by side over the smallest" in said
-    assert "rank" not in said

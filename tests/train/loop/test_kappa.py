@@ -28,42 +28,12 @@ def test_a_probe_changes_no_bit_of_a_run(tmp_path):
     assert not (tmp_path / "plain" / "kappa_probe.jsonl").exists()
 
 
-def test_a_probe_measures_the_initial_model_and_the_last_one(tmp_path):
-    train_here("--out", tmp_path, "--kappa-probe", 4)
-    found = rows(tmp_path / "kappa_probe.jsonl")
-    layers = {row["layer"] for row in found}
-    assert [row["step"] for row in found] == sorted([0, 4, 6] * len(layers))
-    assert all(row["kappa"] > 1 for row in found)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["kappa_probe"] == found[-len(layers) :]
-
-
-def test_a_resumed_run_has_the_same_probes(tmp_path):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    args = ["--kappa-probe", 2, "--ckpt-every", 3, "--resume", "auto"]
-    train_here(*args, "--out", whole)
-    shutil.copytree(whole, cut)
-    shutil.rmtree(cut / "checkpoints" / "step-00000006")
-    train_here(*args, "--out", cut)
-    assert rows(whole / "kappa_probe.jsonl") == rows(cut / "kappa_probe.jsonl")
-    assert json.loads((cut / "summary.json").read_text())["resumed_at"] == [3]
-
-
 def test_the_first_and_the_last_step_are_sampled_whatever_lies_between(tmp_path):
     train_here("--out", tmp_path, "--kappa-every", 4, "--steps", 7, "--resume", "auto")
     assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == {0, 4, 6}
     assert {r["step"] for r in json.loads((tmp_path / "summary.json").read_text())["kappa"]} == {6}
     train_here("--out", tmp_path, "--kappa-every", 4, "--steps", 10, "--resume", "auto")
     assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == {0, 4, 6, 8, 9}
-
-
-def test_kappa_is_sampled_every_so_many_epochs_of_so_many_entries(tmp_path):
-    train_here("--out", tmp_path, "--kappa-every", "0.05ep", "--kappa-probe", "0.1ep", "--steps", 9)
-    per_epoch = 1 / rows(tmp_path / "metrics.jsonl")[1]["epoch"]
-    every = round(per_epoch / 20)
-    assert {row["step"] for row in rows(tmp_path / "kappa.jsonl")} == set(range(0, 9, every))
-    probed = {row["step"] for row in rows(tmp_path / "kappa_probe.jsonl")}
-    assert probed == {0, 9, *range(0, 9, round(per_epoch / 10))}
 
 
 def test_qk_clip_keeps_logits_down_and_a_resumed_run_clips_alike(tmp_path):
@@ -137,16 +107,3 @@ def test_what_cannot_be_is_one_line(tmp_path, capsys, main, args, message):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_several_seeds_of_any_script_are_summed_up(tmp_path, capsys):
-    train_here("--seeds", 2, "--seed", 3, "--out", tmp_path)
-    each = [json.loads((tmp_path / f"seed-{n}" / "summary.json").read_text()) for n in (3, 4)]
-    assert [run["settings"]["seed"] for run in each] == [3, 4]
-    assert each[0]["held_out_loss"] != each[1]["held_out_loss"]
-    whole = json.loads((tmp_path / "summary.json").read_text())
-    scores = [run["held_out_loss"] for run in each]
-    assert whole["held_out_loss_of_each"] == scores
-    assert whole["held_out_loss"] == pytest.approx(sum(scores) / 2)
-    assert (whole["seeds"], whole["depth"]) == (2, each[0]["depth"])
-    assert f"held-out loss: {whole['held_out_loss']:.4g}, standard" in capsys.readouterr().out

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from leaner_kernels.monitor import reshard
 from models.vit import VisionTransformer
 from tests.train.forked import on_two_ranks
-from tests.train.launch import TINY, finish, free_port, rows, run, start, torchrun
+from tests.train.launch import TINY, rows, run, torchrun
 from train import vit
 from train.loop import parallel
 from train.loop.optimizer import local, make_optimizer
@@ -89,22 +89,6 @@ def test_a_dry_run_says_on_how_many_gpus_a_model_fits(capsys, tmp_path):
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
-
-
-@pytest.mark.slow
-def test_two_nodes_replicate_and_have_the_loss_curve_of_one(one_process, tmp_path):
-    # Two agents on this machine look like two machines of one process: a mesh of (2, 1).
-    address = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    node = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", address]
-    agents = [start(*SIX_STEPS, "--out", tmp_path, torchrun=node) for _ in range(2)]
-    for agent in agents:
-        done = finish(agent)
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_curve(rows(tmp_path / "metrics.jsonl"), one_process)
-
-    # And what they saved goes on in one process.
-    train_here(*SIX_STEPS, "--steps", 7, "--out", tmp_path, "--resume", "auto")
-    assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(7))
 
 
 def test_passes_change_no_result(one_process, tmp_path):

@@ -26,12 +26,6 @@ def test_epochs_steps_and_tokens_say_the_same_length():
     assert budget(epochs=0.001).steps == 1
 
 
-def test_a_run_to_be_stopped_some_day_takes_no_memory():
-    endless = budget(steps=10**12, accum=3)
-    assert (endless.steps, endless.passes_of(10**11)) == (10**12, 3)
-    assert endless.position(10**11) == 10**11
-
-
 def test_a_batch_size_warmup_grows_the_batch_in_a_line_and_keeps_the_number_of_items():
     plain, grown = (
         budget(epochs=100, accum=16),

@@ -4,7 +4,6 @@ Nothing is computed here: on the device "meta" tensors have no values, so to rea
 raises. Every copy to it is noted. Kappa's monitor and penalty have tests of their own.
 """
 
-import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,10 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from leaner_kernels.monitor.measurement import HostCopy
 from tests.kappa.test_monitor_streams import Transfers
-from tests.train.launch import TINY
 from train import bert, gpt, vit
 from train.config import flags
-from train.data import images
 from train.data.loader import BadSamples, Fetched
 from train.loop import parallel
 from train.loop import train as loop
@@ -98,32 +95,3 @@ def test_a_step_waits_for_no_device(name, precision, size, tmp_path, monkeypatch
     assert [seen for seen in transfers.seen if not seen[2]] + made.seen == []
     assert all_reduce.call_count >= 4 if size > 1 else not all_reduce.called
     assert [values.device.type for values in copied] == ["meta"] * 4
-
-
-class Slow:
-    """Data of which each batch takes a while."""
-
-    def __init__(self, data: Any):
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitems__(self, keys: Any) -> tuple[torch.Tensor, ...]:
-        """Return a batch, late."""
-        time.sleep(0.2)
-        return self.data.__getitems__(keys)
-
-
-def test_the_share_of_waiting_for_data_is_shown_with_what_to_do_once(tmp_path, monkeypatch, capsys):
-    open_digits = images.open_digits
-
-    def opened(*given: Any) -> Any:
-        training, *others = open_digits(*given)
-        return Slow(training), *others
-
-    monkeypatch.setattr(images, "open_digits", opened)
-    vit.main([*TINY, "--steps", "20", "--out", str(tmp_path)])
-    said = " ".join(capsys.readouterr().out.split())
-    assert "% waiting for data" in said
-    assert said.count("of the time is spent waiting for data: more --workers") == 1

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, lines_of, open_file, plain
+from leaner_kernels.monitor.files import check_file, files_below, lines_of, open_file, plain
 from train.data import hub
 from train.data.text.cache import build_once
 
@@ -215,6 +215,8 @@ def _table(paths: list[Path], suffix: str, column: str) -> Documents:
         how = {"keep_default_na": False, "na_values": [""], "usecols": [column]}
         how |= {"sep": "\t" if suffix == ".tsv" else ","}
         how |= {"features": datasets.Features({column: datasets.Value("string")})}
+    for path in paths:
+        check_file(path)  # a library would wait for a pipe, or read a hole to its end
     with hub.errors_of_datasets(shown):
         files = [str(path.resolve()) for path in paths]
         table = datasets.load_dataset(TABLES[suffix], data_files=files, split="train", **how)
