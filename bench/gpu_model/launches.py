@@ -108,11 +108,6 @@ def separate(call: OperatorCall) -> OperatorCall:
     return call._replace(inputs=(*dense, *call.inputs[3:]))
 
 
-def folder_of(op: str) -> str:
-    """Return where in ``leaner_kernels.ops`` an operator is."""
-    return "covariance" if op in ("cross_covariance", "channel") else op
-
-
 @contextmanager
 def changed_rules(
     change: Callable[[str, Rule | None], Rule | None],
