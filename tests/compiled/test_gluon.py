@@ -125,7 +125,7 @@ def function_of(kernel: str) -> str:
 def lacks_fence(execution: Execution) -> bool:
     """Return whether Triton 3.6 left out the fence between copies and products of a forward."""
     forward = execution.name == "_attention_fwd_kernel" and execution.launch is not None
-    captures = forward and execution.launch.constants()["CAPTURE"]
+    captures = forward and execution.launch.kwargs["CAPTURE"]
     return forward and not captures and not _gluon.KEEPS_FENCES
 
 
