@@ -122,6 +122,13 @@ def put_rows(
 
 
 @gluon.jit
+def turned_rows(x, stage, LAYOUT: gl.constexpr):
+    """Return a tile of rows as its threads store it, by way of shared memory."""
+    stage.store(x.to(stage.dtype))
+    return stage.load(LAYOUT)
+
+
+@gluon.jit
 def put_own(
     view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip

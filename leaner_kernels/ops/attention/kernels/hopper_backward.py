@@ -44,10 +44,12 @@ from .gluon_tiles import (
     number_of_keys,
     own_head,
     put_columns,
+    put_own,
     put_rows,
     row_statistics,
     rows_step,
     start_products,
+    turned_rows,
     visible_tiles,
     wait_for_scores,
 )
@@ -269,7 +271,12 @@ def _hopper_bwd_kernel(
         if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
             if tile + 1 < full:
                 fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
-        put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+        # What is stored waits for the fence, which would wait for it; not so in a varlen batch,
+        # whose addresses take the registers.
+        if VARLEN:
+            put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+        else:
+            dq_rows = turned_rows(dq * scale, do_tile, BLOCKED)
         if tile + 1 < full:
             fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
             commit_copies()
@@ -279,6 +286,8 @@ def _hopper_bwd_kernel(
                 correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
             fence_async_shared()
             barrier()
+        if not VARLEN:
+            put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
 
     if T > 0:
         # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
@@ -343,12 +352,6 @@ def _hopper_bwd_kernel(
     fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
     fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
     commit_copies()
-    if T > 0:
-        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
-        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
-        if seed_ptr is not None:
-            dv_t *= keep_scale
-        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
     wait_copies(0)
     if is_large:
         barrier()
@@ -356,6 +359,12 @@ def _hopper_bwd_kernel(
             correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
+    if T > 0:
+        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
+        if seed_ptr is not None:
+            dv_t *= keep_scale
+        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
     for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:
@@ -388,19 +397,21 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            put_rows(dk_view, dk * scale, v_tile, first, M, D, RAGGED, BLOCKED)
+            dk_rows = turned_rows(dk * scale, v_tile, BLOCKED)
             barrier()
         else:
-            put_rows(dk_view, dk * scale, k_tile, first, M, D, RAGGED, BLOCKED)
+            dk_rows = turned_rows(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
                 fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
-        put_rows(dv_view, dv, v_tile, first, M, D, RAGGED, BLOCKED)
+        dv_rows = turned_rows(dv, v_tile, BLOCKED)
         if tile + 1 < full_keys:
             fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
         commit_copies()
         wait_copies(0)
         fence_async_shared()
         barrier()
+        put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
+        put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
 
 
 def prepare(
