@@ -111,7 +111,7 @@ def lists() -> Task:
 
 def _last(logits: Tensor, lengths: Tensor) -> Tensor:
     """Return what is predicted after the last of so many tokens: (B, N, V) to (B, V)."""
-    return logits[torch.arange(len(logits)), lengths.long() - 1]
+    return logits[torch.arange(len(logits), device=logits.device), lengths.long() - 1]
 
 
 def _write_lists(path: Path) -> None:

@@ -81,7 +81,7 @@ class BertSettings(own_text.TextSettings):
     glue: str | None = flag(
         None,
         str,
-        "with --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet or GLUE's TASK/*.tsv",
+        "with --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet",
     )
     checkpoint: str | None = flag(
         None, str, "with --finetune: a run of this script, one of its checkpoints, or its weights"

@@ -54,7 +54,7 @@ __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that `python -m leaner_kernels.monitor.plots` does not find itself imported.
+    # Late: most runs draw nothing.
     if name != "plot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .plots import plot

@@ -251,13 +251,15 @@ def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[st
     """Return the memory that a step is predicted to take on GPUs, and whether it fits."""
     from models import memory  # late: no run needs it
 
+    if settings.ac == "selective":
+        return {"memory_of_GPUs": "not predicted with --ac selective"}
     bf16 = settings.precision != "fp32"
     try:
         peak = memory.predict(
             task.build,
             batch,
             precision="bf16" if bf16 else "fp32",
-            recompute=settings.ac != "none",
+            recompute=settings.ac == "full",
         )
     except (ValueError, NotImplementedError) as error:
         return {"memory_of_GPUs": f"not predicted: {error}"}
@@ -268,7 +270,10 @@ def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[st
     found = {}
     # On several machines each holds a whole model, as ``World.shape`` has it.
     for gpus, shards in GPUS.items():
+        shards = 1 if settings.shard == "none" else shards
         taken = memory.sharded(peak, model, shards, bf16=bf16)
+        if settings.ema:
+            taken += 4 * model.num_params() // shards
         fits = "fits" if taken < room else "does not fit"
         said = f"{taken / 1e9:.1f} of {room / 1e9:.0f} GB, predicted: {fits}"
         found[f"memory_of_{gpus}"] = said

@@ -85,6 +85,11 @@ def test_a_dry_run_says_on_how_many_gpus_a_model_fits(capsys, tmp_path):
     taken = [float(value.split()[0]) for _, value in memory]
     assert taken[0] > taken[1] == taken[2] > 1
     assert all(("does not fit" in value) == (gb > 80) for (_, value), gb in zip(memory, taken))
+    train_here(*sizes, "--ac", "full", "--shard", "none", "--dry-run", "--out", tmp_path / "run")
+    whole = [line for line in capsys.readouterr().out.splitlines() if "│ memory of" in line]
+    assert len({line.split("│")[2] for line in whole}) == 1  # each GPU holds all
+    train_here(*sizes, "--ac", "selective", "--dry-run", "--out", tmp_path / "run")
+    assert "not predicted with --ac selective" in capsys.readouterr().out
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
