@@ -75,6 +75,7 @@ class Resources:
         threads: of a program.
         programs_per_sm: how many programs one SM holds at once.
         cubin: its machine code.
+        wgmma: whether that has asynchronous products.
     """
 
     registers: int
@@ -83,6 +84,7 @@ class Resources:
     threads: int
     programs_per_sm: int
     cubin: bytes = field(repr=False)
+    wgmma: bool = False
 
     @cached_property
     def spills(self) -> int:
@@ -102,9 +104,14 @@ class Resources:
         return looped_spills(self.cubin)
 
     @property
-    def spill_faults(self) -> list[str]:
-        """What is wrong with the use of local memory."""
-        return spill_faults(self.stack, self.looped_spills)
+    def faults(self) -> list[str]:
+        """What is wrong with the use of local memory, and with operands of products."""
+        from bench.gpu_model import machine_code, operands
+
+        found = spill_faults(self.stack, self.looped_spills)
+        if self.wgmma:
+            found += operands.strays(machine_code.disassemble(self.cubin))
+        return found
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
     found = specialise(launch, capability)
     if found.key not in _compiled:
         compiled = found.compile()
-        _compiled[found.key] = _read(compiled.asm["cubin"], compiled.metadata, GPUS[capability])
+        _compiled[found.key] = _read(compiled, GPUS[capability])
     return _compiled[found.key]
 
 
@@ -169,7 +176,10 @@ class Specialisation(NamedTuple):
         """Return Triton's compiled kernel."""
         import triton
 
-        return triton.compile(self.source, target=self.target, options=self.options)
+        from leaner_kernels.ops._assembler import assembling
+
+        with assembling():
+            return triton.compile(self.source, target=self.target, options=self.options)
 
 
 def specialise(launch: Launch, capability: int) -> Specialisation:
@@ -231,7 +241,8 @@ def command(arguments: Sequence[str | Path], cwd: str | Path | None = None) -> s
     return done.stdout
 
 
-def _read(cubin: bytes, metadata: Any, gpu: GPU) -> Resources:
+def _read(compiled: Any, gpu: GPU) -> Resources:
+    cubin, metadata = compiled.asm["cubin"], compiled.metadata
     usage = {
         name: int(number) for name, number in _USAGE.findall(dump(cubin, "cuobjdump", "-res-usage"))
     }
@@ -244,6 +255,7 @@ def _read(cubin: bytes, metadata: Any, gpu: GPU) -> Resources:
         threads=threads,
         programs_per_sm=programs_per_sm(gpu, usage["REG"], shared, threads, columns),
         cubin=cubin,
+        wgmma="wgmma.mma_async" in compiled.asm["ptx"],
     )
 
 

@@ -57,6 +57,7 @@ def parse(text: str) -> Kernel:
     body = text[entry.end() :]
     end = re.search(r"^\}", body, re.MULTILINE)
     body = re.sub(r"//[^\n]*", "", body[: end.start() if end else len(body)])
+    body = body.replace(".shared::cta", ".shared")  # of this program, as .shared is
 
     registers: dict[str, int] = {}
     statements: list[Statement] = []

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
 
+from ._assembler import assembling
 from ._checks import MAX_ROW_STRIDE, NO_WINDOW, ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
@@ -67,7 +68,8 @@ class Launch(NamedTuple):
                 f"the tensors must take at most {MAX_PROGRAMS} programs of a launch, got {count}, "
                 "heads counted one by one: split the batch"
             )
-        return self.kernel[self.grid](**self.arguments)
+        with assembling():
+            return self.kernel[self.grid](**self.arguments)
 
     def first(self, pointers: Sequence[str], scratch: str | None = None) -> "CachedLaunch | None":
         """Launch, and return what repeats it: nothing, in Triton's interpreter.

@@ -251,8 +251,8 @@ def test_what_is_measured_is_not_shown_as_predicted(write):
 
 
 def test_committed_predictions_meet_what_was_measured():
-    """Every pass of our own kernels on the H200, in the machine code that ran there."""
-    paths = sorted(frames.RESULTS.glob("20*.json"))
+    """Every pass of our own kernels on the H200 on that day, in the machine code that ran then."""
+    paths = sorted(frames.RESULTS.glob("2026-11-26-*.json"))
     measured = report.own_kernels(frames.timed([frames.read(path) for path in paths]))
     by = ["gpu", "case", "stage", "triton"]
     rows = measured[[*by, "median"]].merge(report.predictions("calibration"), on=by)
