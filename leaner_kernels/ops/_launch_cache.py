@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from ._assembler import assembling
 from ._checks import MAX_ROW_STRIDE, NO_WINDOW, ArgumentError
@@ -239,12 +241,17 @@ def _observed() -> bool:
     """Whether a mode, a transform, a trace or a profiler is active."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and not _places_alone())
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
         or _profiler_enabled()
     )
+
+
+def _places_alone() -> bool:
+    """Whether every mode is a default device, which only what makes tensors of nothing heeds."""
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def rows_contiguous(grad: Tensor) -> Tensor:

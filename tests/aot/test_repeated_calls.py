@@ -254,6 +254,17 @@ def test_a_mode_sees_the_operators(mode: Any, launches: list[Launched], short: l
         assert launches == []
 
 
+def test_a_default_device_hides_nothing(launches: list[Launched], short: list[str]) -> None:
+    inputs = three()
+    for _ in range(2):
+        attention(*inputs)
+    with torch.device("cpu"):
+        attention(*inputs)
+        with Functions([]):
+            attention(*inputs)
+    assert short == ["attention"] * 2
+
+
 def test_what_is_not_plain_goes_through_the_operators(
     launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
