@@ -37,8 +37,8 @@ class Swapped(swapping.Swapped):
 
         Before any call only a head dimension that is too large; else those made so far.
         """
-        found = {name: _fallback(module) for name, module in self._modules.items()}
-        return {name: what for name, what in found.items() if what is not None}
+        reasons = {name: _fallback(module) for name, module in self._modules.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def undo(self) -> None:
         """Have the model call what it called before."""
@@ -145,7 +145,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield every module with a configuration, and that and all in it by their dotted paths."""
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
-            yield from ((module, path, each) for path, each in _nested(config))
+            yield from ((module, path, part) for path, part in _nested(config))
 
 
 def _nested(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -272,7 +272,7 @@ def _models(config: type) -> list[type[PreTrainedModel]]:
     name = config.__module__.replace(".configuration_", ".modeling_")
     known, classes = [PreTrainedModel], list[type[PreTrainedModel]]()
     while known:
-        classes += (found := known.pop().__subclasses__())
-        known += found
+        classes += (subclasses := known.pop().__subclasses__())
+        known += subclasses
     beside = [model for model in classes if model.__module__ == name]
     return beside or [model for model in classes if model.config_class is config]

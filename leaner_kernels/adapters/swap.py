@@ -75,9 +75,9 @@ class Swapped:
 
     def nothing_in(self, model: nn.Module) -> str:
         """Return in one line that nothing of a model was swapped, why, and what to do instead."""
-        found = "; ".join(dict.fromkeys(self.left.values()))
+        reasons = "; ".join(dict.fromkeys(self.left.values()))
         return (
-            f"{type(model).__name__} has no attention module to swap ({found or 'none at all'}): "
+            f"{type(model).__name__} has no attention module to swap ({reasons or 'none at all'}): "
             "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.attention, "
             "which takes the same arguments; KappaMonitor measures such a model as it is"
         )
@@ -89,12 +89,12 @@ class Swapped:
     def __repr__(self) -> str:
         """Return one line for each group of modules whose names differ in numbers only."""
         lines = []
-        for title, found in self._sections().items():
+        for title, modules in self._sections().items():
             groups: dict[tuple[str, str], int] = {}
-            for name, text in found.items():
+            for name, text in modules.items():
                 group = re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text
                 groups[group] = groups.get(group, 0) + 1
-            lines.append(f"{title} {len(found)}:" if found else f"{title} none")
+            lines.append(f"{title} {len(modules)}:" if modules else f"{title} none")
             lines += [
                 f"  {name}{f' ({count})' if count > 1 else ''}: {text}"
                 for (name, text), count in groups.items()

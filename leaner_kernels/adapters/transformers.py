@@ -258,7 +258,7 @@ def attention_forward(
         if not only_eager:
             return sdpa_attention_forward(*tensors, attention_mask, is_causal=causal, **params)
         params |= {"s_aux": s_aux, "softcap": softcap, "sliding_window": sliding_window} | kwargs
-        params = {name: given for name, given in params.items() if given is not None}
+        params = {name: value for name, value in params.items() if value is not None}
         # Eager functions read a causal mask and add it, whatever ``is_causal`` is.
         if attention_mask is not None and attention_mask.dtype == torch.bool:
             attention_mask = _add_bias(attention_mask, query.new_zeros(()))
@@ -318,15 +318,15 @@ def _fallback_reason(
     s_aux: Tensor | None,
 ) -> tuple[str | None, bool]:
     """Return why a call falls back, or None; and whether to the eager function."""
-    given = _counted(module, keywords)
-    _refuse(module, {n: v for n, v in given.items() if keyword_use(type(module), n) == "other"})
+    extra = _counted(module, keywords)
+    _refuse(module, {n: v for n, v in extra.items() if keyword_use(type(module), n) == "other"})
     # Our softcap is of the products alone.
     if softcap is not None and (position_bias is not None or s_aux is not None):
-        given["softcap"] = softcap
-    if given and eager_attention(module) is None:
-        _refuse(module, given)
-    if given:
-        return ", ".join(_format(*each) for each in given.items()), True
+        extra["softcap"] = softcap
+    if extra and eager_attention(module) is None:
+        _refuse(module, extra)
+    if extra:
+        return ", ".join(_format(*pair) for pair in extra.items()), True
     dims = query.shape[-1], value.shape[-1]
     if dims[0] == dims[1] <= MAX_HEAD_DIM:
         return None, False
@@ -338,13 +338,13 @@ def _fallback_reason(
     return why, only_eager
 
 
-def _record_fallback(module: nn.Module, what: str) -> None:
+def _record_fallback(module: nn.Module, reason: str) -> None:
     """Keep for the report why a call fell back, and warn once."""
-    if getattr(module, _hooks.FALLBACK, None) == what:
+    if getattr(module, _hooks.FALLBACK, None) == reason:
         return
-    setattr(module, _hooks.FALLBACK, what)
+    setattr(module, _hooks.FALLBACK, reason)
     if not torch.compiler.is_compiling():
-        warnings.warn(f"{type(module).__name__} falls back: {what}", stacklevel=3)
+        warnings.warn(f"{type(module).__name__} falls back: {reason}", stacklevel=3)
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:

@@ -197,14 +197,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seeds", type=int, default=32, help="draws for each row")
     add("--split-width", type=int, default=768, help="fixed width that is divided")
     add("--out", type=Path, help="PNG to draw")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        rows = measure(given.tokens, given.head_dim, given.heads, given.seeds, given.split_width)
+        rows = measure(
+            options.tokens, options.head_dim, options.heads, options.seeds, options.split_width
+        )
     except ValueError as error:
         parser.error(str(error))
-    if given.out is not None:
-        draw(rows, given.tokens, given.out)
-    sys.stdout.writelines(f"{line.rstrip()}\n" for line in table(rows, given.tokens, given.seeds))
+    if options.out is not None:
+        draw(rows, options.tokens, options.out)
+    sys.stdout.writelines(
+        f"{line.rstrip()}\n" for line in table(rows, options.tokens, options.seeds)
+    )
 
 
 if __name__ == "__main__":

@@ -351,7 +351,7 @@ class KappaMonitor:
         """Stop the capture and enqueue the measuring of what it has."""
         if self._step is not None:
             step, self._step = self._step, None
-            found = {name: vars(m).get("captured") for name, m in self.modules.items()}
+            captured_by = {name: vars(m).get("captured") for name, m in self.modules.items()}
             self._capture.stop()
             refused: set[str] = set()
             if self._trace is not None:
@@ -359,15 +359,15 @@ class KappaMonitor:
                 try:
                     if not self._agreed and not self._agree_on_layers(step):
                         return
-                    found |= self._trace.calls
+                    captured_by |= self._trace.calls
                     refused = set(self._trace.refused)
-                    self._warn_of_missing_rows(found)
+                    self._warn_of_missing_rows(captured_by)
                 finally:
                     self._trace.clear()
                 self._trace_despite_compile = len(self._layers) > len(self.modules)
                 if not self._trace_despite_compile:
                     self._trace = None
-            captured, status = self._select(found, refused)
+            captured, status = self._select(captured_by, refused)
             host_copy = self._measure(captured, status)
             for name, c in zip(self._layers, captured):
                 if c is not None:
@@ -476,12 +476,12 @@ class KappaMonitor:
         rows = ranks.cpu().view(len(lengths), -1)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
 
-    def _warn_of_missing_rows(self, found: dict[str, Any]) -> None:
+    def _warn_of_missing_rows(self, calls: dict[str, Any]) -> None:
         """Name, once, the modules that look like attention and give no row."""
         assert self._trace is not None
         if self._warned or (self._group is not None and self._group.rank() != 0):
             return
-        new = [name for name in found if name not in self._layers]
+        new = [name for name in calls if name not in self._layers]
         untraced = self._trace.untraced(self._layers) if self._first_sampled_step else []
         self._first_sampled_step = False
         if untraced or new:
@@ -504,11 +504,11 @@ class KappaMonitor:
                 stacklevel=3,
             )
 
-    def _select(self, found: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
+    def _select(self, calls: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
         """Return what there is to measure of each layer, None if nothing, and why."""
         captured, status = [], []
         for name, layer in self._layers.items():
-            call = found.get(name)
+            call = calls.get(name)
             if name in refused:
                 reason = REFUSED
             elif call is None:

@@ -369,11 +369,11 @@ class _TraceMode(TorchFunctionMode):
         # A mode does not intercept what this one calls inside.
         with self._patched_sdpa():
             returned = func(*args, **kwargs)
-            given = signature(func).bind(*args, **kwargs).arguments
-            if given.get("need_weights", True):
+            arguments = signature(func).bind(*args, **kwargs).arguments
+            if arguments.get("need_weights", True):
                 # It formed the weights itself and called nothing, so now it is made to.
                 with torch.no_grad():
-                    func(**given | {"need_weights": False, "training": False})
+                    func(**arguments | {"need_weights": False, "training": False})
         return returned
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -484,15 +484,15 @@ def attention_statistics(
     if attn_mask is not None:
         attn_mask = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    found = []
+    descriptions = []
     with torch.autocast(query.device.type, enabled=False), _whole_products():
         for number in evenly_spaced(math.prod(batch), samples, torch.device("cpu")):
             place = tuple(int(i) for i in torch.unravel_index(number, batch))
             mask = None if attn_mask is None else attn_mask[place]
-            found.append(
+            descriptions.append(
                 _attend_one(query[place], key[place], value[place], mask, is_causal, factor)
             )
-    heads, *per_head = map(torch.stack, zip(*found, strict=True))
+    heads, *per_head = map(torch.stack, zip(*descriptions, strict=True))
     nothing = heads.new_empty(0)
     return AttentionStats._make((nothing, nothing, *(t.float() for t in per_head), heads))
 

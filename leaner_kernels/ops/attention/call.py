@@ -253,20 +253,20 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
     """
     from .._gluon import gl
 
-    found: dict[str, Any] = {"B": call.batch, **shared_arguments(call, call.sequences)}
-    found |= sequence_arguments(call.query, call.key, call.sequences)
-    found |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
+    arguments: dict[str, Any] = {"B": call.batch, **shared_arguments(call, call.sequences)}
+    arguments |= sequence_arguments(call.query, call.key, call.sequences)
+    arguments |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
     for name in ("q", "k", "v", *tensors):
-        ptr, stride_b, stride_h, stride_n = found[f"{name}_view"]
+        ptr, stride_b, stride_h, stride_n = arguments[f"{name}_view"]
         view = GluonView(ptr, stride_b, stride_h, gl.constexpr(stride_n), None)
-        found[f"{name}_view"] = view
+        arguments[f"{name}_view"] = view
     # Of a mask over keys, which each row shares, nothing is read along rows.
-    mask = found["mask_view"]
-    found["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
+    mask = arguments["mask_view"]
+    arguments["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
     # An argument that nothing reads would still change how ptxas allocates registers.
     if call.attn_mask is None:
-        found["mask_view"] = MaskView(*[None] * 5)
+        arguments["mask_view"] = MaskView(*[None] * 5)
     if call.seed is None:
-        found |= {"keep_scale": None, "threshold": None}
+        arguments |= {"keep_scale": None, "threshold": None}
     wanted = *kernel.arg_names, "enable_fp_fusion"
-    return {name: value for name, value in found.items() if name in wanted}
+    return {name: value for name, value in arguments.items() if name in wanted}

@@ -70,12 +70,12 @@ def largest_sum(k2: Tensor, whole_batch: bool) -> Tensor:
 def iterates(k2: Tensor, iterations: int, whole_batch: bool) -> list[Tensor]:
     """Return the approximations of the inverse of K2, the last one best."""
     one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
-    found = [k2.mT / largest_sum(k2, whole_batch)]
+    steps = [k2.mT / largest_sum(k2, whole_batch)]
     for _ in range(iterations):
-        z = found[-1]
+        z = steps[-1]
         a = k2 @ z
-        found.append(z @ (13 * one - a @ (15 * one - a @ (7 * one - a))) / 4)
-    return found
+        steps.append(z @ (13 * one - a @ (15 * one - a @ (7 * one - a))) / 4)
+    return steps
 
 
 def backward(
@@ -97,11 +97,11 @@ def backward(
     q, k, v = (hide(t, key_lengths) for t in (q, k, v))
     q_land, k_land = landmarks(q, m), landmarks(k, m)
     k1, k2, k3 = (torch.softmax(s, dim=-1) for s in parts.scores)
-    found = iterates(k2, iterations, whole_batch)
+    steps = iterates(k2, iterations, whole_batch)
     k3v, dcore = k3 @ v, k1.mT @ grad
-    dk3v = found[-1].mT @ dcore
+    dk3v = steps[-1].mT @ dcore
     ds1 = scale * softmax_backward(grad @ parts.core.mT, k1)
-    dk2 = iterates_backward(dcore @ k3v.mT, k2, found, whole_batch)
+    dk2 = iterates_backward(dcore @ k3v.mT, k2, steps, whole_batch)
     ds2 = scale * softmax_backward(dk2, k2)
     ds3 = scale * softmax_backward(dk3v @ v.mT, k3)
     segment = q.shape[2] // m
@@ -118,11 +118,11 @@ def softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
     return p * (dp - (p * dp).sum(dim=-1, keepdim=True))
 
 
-def iterates_backward(dz: Tensor, k2: Tensor, found: list[Tensor], whole_batch: bool) -> Tensor:
+def iterates_backward(dz: Tensor, k2: Tensor, steps: list[Tensor], whole_batch: bool) -> Tensor:
     """Return the gradient of K2 from that of the last of its ``iterates``."""
     one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
     dk2 = torch.zeros_like(k2)
-    for z in reversed(found[:-1]):
+    for z in reversed(steps[:-1]):
         a = k2 @ z
         inner = 7 * one - a
         middle = 15 * one - a @ inner
@@ -132,7 +132,7 @@ def iterates_backward(dz: Tensor, k2: Tensor, found: list[Tensor], whole_batch: 
         da = -douter @ middle.mT - dmiddle @ inner.mT + a.mT @ dmiddle
         dz = dz @ outer.mT / 4 + k2.mT @ da
         dk2 = dk2 + da @ z.mT
-    first, largest = found[0], largest_sum(k2, whole_batch)
+    first, largest = steps[0], largest_sum(k2, whole_batch)
     over = (-3, -2, -1) if whole_batch else (-2, -1)
     along = (dz * first).sum(dim=(0, *over) if whole_batch else over, keepdim=True) / largest
     # Columns that share the maximum share its gradient, as they do in PyTorch's amax.

@@ -166,11 +166,11 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    found = ()
+    operands = ()
     for c in gl.static_range(len(tiles)):
         pairs = _pairs(gl.convert_layout(tiles[c], LAYOUT), DTYPE).permute((0, 1, 3, 2))
-        found = found + (gl.convert_layout(pairs.reshape([WARPS, 16, 16]), RIGHT),)  # noqa: RUF005
-    return found
+        operands = operands + (gl.convert_layout(pairs.reshape([WARPS, 16, 16]), RIGHT),)  # noqa: RUF005
+    return operands
 
 
 @gluon.jit
@@ -182,15 +182,15 @@ def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     _, _, cols = _axes(MMA, 16)
     a = gl.convert_layout(a, LEFT)
-    found = ()
+    totals = ()
     for c in gl.static_range(len(sums)):
         total = sums[c]
         if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
             total = mma(a, lefts[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
             if c * 16 < HEAD * D:
                 total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
-        found = found + (total,)  # noqa: RUF005
-    return found
+        totals = totals + (total,)  # noqa: RUF005
+    return totals
 
 
 @gluon.jit
@@ -379,11 +379,11 @@ def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) 
     of_warp = max(n for n in range(1, most + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
-    found = arguments_of(kernel, call, tensors)
-    for name, value in found.items():
+    arguments = arguments_of(kernel, call, tensors)
+    for name, value in arguments.items():
         if name.endswith("_view"):
-            found[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
-    return found | tile.arguments | own
+            arguments[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
+    return arguments | tile.arguments | own
 
 
 def prepare_forward(
