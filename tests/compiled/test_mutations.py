@@ -19,7 +19,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model import decode
 from bench.gpu_model.execute import Execution, ExecutionError, executing
-from leaner_kernels.ops import _tiles
+from leaner_kernels.ops import _gluon, _tiles
 from tests.compiled.cases import BF16, OPERATORS
 
 MANY_HEADS = "attention of many heads"
@@ -132,6 +132,8 @@ def test_memory_may_not_change_while_an_asynchronous_product_reads_it(
     case: str, place: int, kernel: str
 ) -> None:
     """As a reduction's scratch did in a buffer that a product of another warp still read."""
+    if "dropout" in case and not _gluon.KEEPS_FENCES:
+        pytest.skip("with this Triton the backward of dropout is not in Gluon")
     call = MANY_HEADS, case, 90
     _, executions, _ = results_of(*call)
     mutated = executions[place]

@@ -206,7 +206,7 @@ def test_a_function_is_no_branch() -> None:
         machine_code.walks(code, found)
 
 
-RESULTS = sorted((ROOT / "bench/results").glob("20*-h200-attention.json"))
+RESULTS = sorted((ROOT / "bench/results").glob("20*-h200-*.json"))
 
 
 @pytest.mark.parametrize(
