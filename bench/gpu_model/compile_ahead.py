@@ -176,7 +176,7 @@ class Specialisation(NamedTuple):
         """Return Triton's compiled kernel."""
         import triton
 
-        from leaner_kernels.ops._assembler import assembling
+        from leaner_kernels.ops._launch_cache import assembling
 
         with assembling():
             return triton.compile(self.source, target=self.target, options=self.options)

@@ -7,7 +7,9 @@ addresses. The cache key is what the caller states sets its inputs apart, and wh
 Triton compiled for as aligned.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,13 +20,13 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from ._assembler import assembling
 from ._checks import MAX_ROW_STRIDE, NO_WINDOW, ArgumentError
 
 ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
 MAX_CACHED = 4096
 MAX_ROWS = 256  # of a tile; an offset inside one is 32-bit
 LARGEST_OFFSET = 2**31 - 1
+RIGHT_PTXAS = 12, 9  # the first release that keeps operands of wgmma
 MAX_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
 
 
@@ -48,6 +50,47 @@ class MapView(NamedTuple):
     stride_y: int
     stride_x: int
     stride_h: int
+
+
+# --- The assembler ------------------------------------------------------------------------------
+#
+# Triton 3.6 brings ptxas 12.8 for GPUs up to Hopper and 12.9 for newer ones. 12.8 leaves out some
+# instructions that compute where an operand of wgmma lies: on an H200 such a product read shared
+# memory out of bounds. ``bench.gpu_model.operands`` finds it in machine code; of what 12.9 makes,
+# in none.
+
+
+@contextmanager
+def assembling() -> Iterator[None]:
+    """Let Triton use a ptxas that is right while it compiles, where it has one."""
+    path = _other_ptxas()
+    if path is None:
+        yield
+        return
+    from triton import knobs
+
+    with knobs.nvidia.scope():
+        knobs.nvidia.ptxas = path
+        yield
+
+
+@cache
+def _other_ptxas() -> str | None:
+    """Return the path of the ptxas to use in place of Triton's choice, None where that is right."""
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        return None
+    try:
+        chosen, other = knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell
+    except (AttributeError, RuntimeError):  # another Triton, or one without NVIDIA's tools
+        return None
+    wrong = _release(chosen.version) < RIGHT_PTXAS <= _release(other.version)
+    return other.path if wrong else None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 class Launch(NamedTuple):

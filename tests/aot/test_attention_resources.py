@@ -26,7 +26,7 @@ from bench.attention.cases import AttentionCase
 from bench.gpu_model import machine_code, operands
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded, specialise
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_call
-from leaner_kernels.ops import _assembler, _gluon, _tiles
+from leaner_kernels.ops import _gluon, _launch_cache, _tiles
 from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch
 from leaner_kernels.ops.attention.call import Call, Results
@@ -296,7 +296,7 @@ def test_an_assembler_that_loses_operands_is_found_out() -> None:
     """What ptxas 12.8 makes of ViT-B's forward, which an H200 did not survive."""
     from triton import knobs
 
-    if tuple(map(int, knobs.nvidia.ptxas.version.split("."))) >= _assembler.RIGHT:
+    if tuple(map(int, knobs.nvidia.ptxas.version.split("."))) >= _launch_cache.RIGHT_PTXAS:
         pytest.skip("this Triton's ptxas is right")
     case = AttentionCase("vit_base", "cuda", 128, 16, 197, 64, BF16)
     (forward,) = call_of(case).launches(90)["forward"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from leaner_kernels.ops import _assembler
+from leaner_kernels.ops import _launch_cache
 
 knobs = pytest.importorskip("triton.knobs")
 if not hasattr(knobs.nvidia, "ptxas_blackwell"):
@@ -24,21 +24,21 @@ def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             path.chmod(0o755)
             monkeypatch.setenv(f"TRITON_{name}_PATH", str(path))
             paths.append(str(path))
-        _assembler._other_ptxas.cache_clear()
+        _launch_cache._other_ptxas.cache_clear()
         return paths
 
     yield of
-    _assembler._other_ptxas.cache_clear()
+    _launch_cache._other_ptxas.cache_clear()
 
 
 @pytest.mark.parametrize(
     ("chosen", "other", "used"),
     [("12.8", "12.9", 1), ("12.8", "13.1", 1), ("12.9", "13.0", 0), ("13.0", "13.3", 0)],
 )
-def test_an_assembler_that_is_wrong_is_replaced_while_we_compile(tools, chosen, other, used):
+def test_an_launch_cache_that_is_wrong_is_replaced_while_we_compile(tools, chosen, other, used):
     paths = tools(chosen, other)
     before = os.environ.copy()
-    with _assembler.assembling():
+    with _launch_cache.assembling():
         assert knobs.nvidia.ptxas.path == paths[used]
     assert knobs.nvidia.ptxas.path == paths[0]
     assert os.environ == before
@@ -46,5 +46,5 @@ def test_an_assembler_that_is_wrong_is_replaced_while_we_compile(tools, chosen, 
 
 def test_without_a_better_one_it_stays(tools):
     paths = tools("12.8", "12.8")
-    with _assembler.assembling():
+    with _launch_cache.assembling():
         assert knobs.nvidia.ptxas.path == paths[0]
