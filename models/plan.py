@@ -4,8 +4,8 @@
 
 A grid of depths, heads and MLP widths around a row of the paper is counted exactly; what comes
 near the budget of parameters is run on the meta device for its FLOPs and the peak memory of a
-training step (predicted, ``models.memory``); of what fits, kappa is measured at initialisation on
-a few images.
+training step (predicted, ``models.memory``). What fits is listed by parameters. kappa, measured at
+initialisation on a few images, is shown and ranks nothing: docs/studies.md says why.
 
 Rows in stages (VOLO, DaViT) take a number for each: ``--depths 4/4/8/2 --heads 8/16/16/16``.
 """
@@ -398,8 +398,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         images, what = sample_images()
         planned = [with_kappa(c, images) for c in planned]
         printed = [with_kappa(c, images) for c in printed]
-        notes.append(f"kappa is at initialisation, the geometric mean over layers and {what}.")
-    planned.sort(key=lambda c: (not c.fits, c.kappa is None, c.kappa or -c.params))
+        notes.append(
+            f"kappa is at initialisation, the geometric mean over layers and {what}; "
+            "in our studies parameters told better which model has the lower loss."
+        )
+    planned.sort(key=lambda c: (not c.fits, -c.params))
     limit = f"{flags.params:,.0f} parameters, {flags.memory / 1e9:.4g} GB"
     limit += f", {flags.flops / 1e9:g} GFLOPs" if flags.flops else ""
     setting = f"batch {batch}, {flags.precision}" + (", recomputed" if flags.ac == "full" else "")

@@ -28,11 +28,11 @@ PAGE = ROOT / "docs" / "studies.md"
 STUDIES = ("kappa_against_heads", "kappa_and_loss")
 # Studies in parts, which have one figure.
 PARTED = {"depth_for_heads": depth_for_heads.STUDIES, "allocation": allocation.STUDIES}
-COSTS = {
-    "params": "parameters",
-    "train_flops": "FLOPs of the training",
-    "peak_memory_bytes": "peak memory, bytes",
-    "cpu_seconds": "seconds of one core",
+COSTS = {  # of a run: what it is called, and its unit
+    "params": ("parameters, millions", 1e6),
+    "train_flops": ("FLOPs of the training, 10¹²", 1e12),
+    "peak_memory_bytes": ("peak memory, MB", 1e6),
+    "cpu_seconds": ("seconds of one core", 1),
 }
 
 BEGIN = "<!-- studies begin: written by python -m studies.page -->"
@@ -167,14 +167,16 @@ def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
     for row, (part, found) in zip(
         figure.subplots(len(results), len(COSTS), squeeze=False), results.items()
     ):
-        for axes, (cost, words) in zip(row, COSTS.items()):
+        for axes, (cost, (words, unit)) in zip(row, COSTS.items()):
             for number, arm in enumerate(dict.fromkeys(run["arm"] for run in found["runs"])):
                 own = [run for run in found["runs"] if run["arm"] == arm]
-                x, losses = mean(run[cost] for run in own), [run["held_out_loss"] for run in own]
+                x = mean(run[cost] for run in own) / unit
+                losses = [run["held_out_loss"] for run in own]
                 colour, sign = f"C{number % 10}", "os^Dv"[number // 10 % 5]
                 axes.plot([x] * len(losses), losses, ".", color=colour, alpha=0.4)
                 axes.plot(x, mean(losses), sign, color=colour, label=arm)
-            axes.set(xscale="log", xlabel=words, ylabel=f"held-out loss, {part}")
+            axes.set(xlabel=words, ylabel=f"held-out loss, {part}")
+            axes.set_xlim(left=0)
         row[-1].legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)
 

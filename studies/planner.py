@@ -1,4 +1,4 @@
-"""Does kappa before training, by which ``models.plan`` ranks, tell which model will be better?
+"""Does kappa before training tell which model will be better, as a planner would want?
 
 python -m studies.planner
 """
@@ -16,7 +16,7 @@ from tabulate import tabulate
 from studies.runner import RESULTS
 from studies.stats import DRAWS, table
 
-QUESTION = "Does the planner's ranking predict the held-out loss?"
+QUESTION = "Does κ before training predict which model will be better?"
 # Studies of architectures, whose results a part of the name begins.
 SOURCES = "kappa_against_heads", "depth_for_heads", "allocation"
 # What ranks, the best first where it is small: kappa before training, kappa after it, and what a
@@ -68,9 +68,16 @@ def section() -> str:
     measured = (
         "**Measured.** Spearman's rank correlation over the arms of each study, of means over "
         "seeds; 1 where the ranking puts the model of the lowest held-out loss first. The interval "
-        "is by resampling seeds. `models.plan` ranks what fits a budget by κ before training."
+        "is by resampling seeds."
     )
-    return "\n\n".join([f"## {QUESTION}", measured, shown]) + "\n"
+    better = sum(of["parameters"][0] > of["κ before training"][0] for of in found)
+    worse = sum(of["parameters"][0] < of["κ before training"][0] for of in found)
+    verdict = (
+        f"**Found.** In {better} of {len(found)} the number of parameters ranks better than κ "
+        f"before training, in {worse} worse. So `models.plan` lists what fits by parameters, and "
+        "shows κ beside them: it cannot tell which of two models of one size will be better."
+    )
+    return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -196,7 +196,8 @@ def test_the_command_prints_what_fits_and_the_row_itself(command, capsys):
     header, *rows, paper = ([cell.strip() for cell in line] for line in lines)
     assert tuple(header) == plan.COLUMNS
     assert len(rows) == 3
-    assert [row[7] for row in rows] == sorted((row[7] for row in rows), key=float)
+    sizes = [int(row[4].replace(",", "")) for row in rows]
+    assert sizes == sorted(sizes, reverse=True)
     assert paper[8] == "tiny original"
     for depth, heads, _, mlp_ratio, params, *_ in rows:
         sizes = {"depth": int(depth), "heads": int(heads), "mlp_ratio": float(mlp_ratio)}
