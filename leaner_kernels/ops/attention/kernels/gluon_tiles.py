@@ -29,7 +29,8 @@ def here(x):
 def own_head(view, GROUP: gl.constexpr = 1):
     """Return where this program's head starts, which GROUP query heads share.
 
-    In its entry of the batch, or at ``view.first``. It is found anew at each use.
+    In its entry of the batch, or at ``view.first``. It is computed anew at each use: kept from one
+    to the next, the addresses of all tensors would fill registers.
     """
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
