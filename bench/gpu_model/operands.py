@@ -105,9 +105,12 @@ def strays(code: MachineCode) -> list[str]:
 
 
 def _cuts(one: MachineInstruction, inputs: list[str]) -> bool:
-    """Return whether an instruction keeps the 14 bits that a descriptor has of an address."""
-    return (one.name.endswith("SGXT") and inputs[-1] == "0xe") or (
-        one.name.endswith("LOP3") and "0x3fff" in inputs
+    """Return whether an instruction keeps the bits that a descriptor has of an address.
+
+    They are 14; Triton 3.8 keeps 15, of which the last is 0.
+    """
+    return (one.name.endswith("SGXT") and inputs[-1] in ("0xe", "0xf")) or (
+        one.name.endswith("LOP3") and not {"0x3fff", "0x7fff"}.isdisjoint(inputs)
     )
 
 
