@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -50,6 +51,10 @@ SHARED_UNIT, SHARED_RESERVED = 128, 1024
 SPILLS = "LDL", "STL"
 # Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
 MAX_STACK = 192
+# Tiles are chosen with these releases of Triton, in whose innermost loops nothing spills. Of what
+# another allocates registers for, a few words may.
+TUNED_WITH = "3.6", "3.9"
+MAX_LOOPED = 4
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 
@@ -59,8 +64,9 @@ def spill_faults(stack: int, looped_spills: int) -> list[str]:
     found = []
     if stack > MAX_STACK:
         found.append(f"{stack} bytes of stack, {MAX_STACK} are allowed")
-    if looped_spills:
-        found.append(f"{looped_spills} spills in an innermost loop, none is allowed")
+    limit = 0 if version("triton").startswith(TUNED_WITH) else MAX_LOOPED
+    if looped_spills > limit:
+        found.append(f"{looped_spills} spills in an innermost loop, {limit} are allowed")
     return found
 
 

@@ -198,8 +198,8 @@ def test_case_of_the_benchmark_stays_within_the_committed_table(
     assert {row["launch"] for row in rows} == set(KINDS)
     found = [fault for row in rows for fault in resources.faults(row, TABLE)]
     if gpu == 100 and case.name in ("vit_huge", "long_2048_wide"):
-        (stack,) = found  # outside of loops
-        assert "208 bytes of stack" in stack
+        # Outside of loops; not with every release of Triton.
+        assert all("208 bytes of stack" in fault for fault in found)
         return
     assert found == []
 
