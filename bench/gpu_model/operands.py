@@ -20,8 +20,10 @@ _REGISTER = re.compile(r"-?(U?R)(\d+)(?:\.reuse)?|\[(R1\+?)(\w*)\]")  # or a pla
 _NUMBER = re.compile(r"-?(?:0x[0-9a-f]+|\d+|U?RZ)")
 _PREDICATE = re.compile(r"!?U?PT?\d*")
 # What ends so adds up, copies, or keeps on the stack.
-_PASSES_ON = ("IADD3", "VIADD", "MOV", "IMAD", "R2UR", "SEL", "LOP3", "STL", "LDL")
-_OR, _XOR = "0xfc", "0x3c"  # tables of LOP3, for two operands
+_PASSES_ON = ("IADD3", "VIADD", "MOV", "IMAD", "R2UR", "SEL", "PRMT", "STL", "LDL")
+_MASKS = {"0x3fff", "0x7fff", "0x3fff3fff", "0x7fff7fff"}  # of two addresses at once, too
+# Or, exclusive or, and one of two addresses that PRMT has put into a register.
+_LOGIC = {"0xfc", "0x3c", "0xffff"}
 
 Register = tuple[str, int]
 
@@ -109,9 +111,9 @@ def _cuts(one: MachineInstruction, inputs: list[str]) -> bool:
 
     They are 14; Triton 3.8 keeps 15, of which the last is 0.
     """
-    return (one.name.endswith("SGXT") and inputs[-1] in ("0xe", "0xf")) or (
-        one.name.endswith("LOP3") and not {"0x3fff", "0x7fff"}.isdisjoint(inputs)
-    )
+    if one.name.endswith("SGXT"):
+        return inputs[-1] in ("0xe", "0xf")
+    return one.name.endswith("LOP3") and not _MASKS.isdisjoint(inputs)
 
 
 def _passes_on(one: MachineInstruction, inputs: list[str]) -> bool:
@@ -119,7 +121,7 @@ def _passes_on(one: MachineInstruction, inputs: list[str]) -> bool:
     if one.name == "IMAD":
         return one.opcode == "IMAD.IADD" or "RZ" in inputs[:2]
     if one.name.endswith("LOP3"):
-        return not {_OR, _XOR}.isdisjoint(inputs)
+        return not _LOGIC.isdisjoint(inputs)
     return one.name.endswith(_PASSES_ON)
 
 

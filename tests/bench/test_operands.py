@@ -41,13 +41,23 @@ BY_STACK = """\
         /*0060*/ HGMMA.64x16x16.F32.BF16 R24, R88, gdesc[UR8], RZ, !UPT ;
         /*0070*/ EXIT ;
 """
+# Two addresses in one register.
+PACKED = """\
+        /*0000*/ USGXT.U32 UR4, UR7, 0xf ;
+        /*0010*/ ULOP3.LUT UR6, UR9, 0x3fff3fff, URZ, 0xc0, !UPT ;
+        /*0020*/ UPRMT UR4, UR6, 0x5410, UR4 ;
+        /*0030*/ ULOP3.LUT UR8, UR4, 0xffff, URZ, 0xc0, !UPT ;
+        /*0040*/ UPRMT UR10, UR4, 0x7732, URZ ;
+        /*0050*/ HGMMA.64x16x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+        /*0060*/ EXIT ;
+"""
 
 
 def strays(text: str) -> list[str]:
     return operands.strays(machine_code.parse(text))
 
 
-@pytest.mark.parametrize("text", [RIGHT, BY_STACK])
+@pytest.mark.parametrize("text", [RIGHT, BY_STACK, PACKED])
 def test_addresses_are_followed_through_sums_copies_and_the_stack(text: str) -> None:
     assert strays(text) == []
 
@@ -71,6 +81,7 @@ def test_a_register_that_nothing_writes_is_found() -> None:
 
 
 def test_a_constant_is_no_address() -> None:
+    assert len(strays(PACKED.replace("USGXT.U32 UR4, UR7, 0xf", "FMUL UR4, UR7, 0.5"))) == 2
     found = strays(RIGHT.replace("UMOV UR10, UR8", "UMOV UR10, 0x10"))
     assert len(found) == 2
     assert "UR10 may be a number" in found[0]
