@@ -400,7 +400,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         printed = [with_kappa(c, images) for c in printed]
         notes.append(
             f"kappa is at initialisation, the geometric mean over layers and {what}; "
-            "in our studies parameters told better which model has the lower loss."
+            "in two of three studies parameters told better which model has the lower loss."
         )
     planned.sort(key=lambda c: (not c.fits, -c.params))
     limit = f"{flags.params:,.0f} parameters, {flags.memory / 1e9:.4g} GB"

@@ -59,12 +59,17 @@ _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 
 
+def tuned() -> bool:
+    """Return whether tiles were chosen with the Triton that is installed."""
+    return version("triton").startswith(TUNED_WITH)
+
+
 def spill_faults(stack: int, looped_spills: int) -> list[str]:
     """Return what is wrong with a kernel's use of local memory."""
     found = []
     if stack > MAX_STACK:
         found.append(f"{stack} bytes of stack, {MAX_STACK} are allowed")
-    limit = 0 if version("triton").startswith(TUNED_WITH) else MAX_LOOPED
+    limit = 0 if tuned() else MAX_LOOPED
     if looped_spills > limit:
         found.append(f"{looped_spills} spills in an innermost loop, {limit} are allowed")
     return found

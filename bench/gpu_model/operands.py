@@ -153,5 +153,5 @@ def _width(one: MachineInstruction) -> int:
         return int(columns[1]) // 2 if columns else 1
     if ".128" in one.opcode or ".x4" in one.opcode or one.opcode.endswith(".4"):
         return 4
-    wide = ".64" in one.opcode or "WIDE" in one.opcode or one.opcode in ("CS2R", "UIADD3.64")
+    wide = ".64" in one.opcode or "WIDE" in one.opcode or one.opcode == "CS2R"
     return 2 if wide else 1

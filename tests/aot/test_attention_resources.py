@@ -24,7 +24,7 @@ import triton
 from bench import resources
 from bench.attention.cases import AttentionCase
 from bench.gpu_model import machine_code, operands
-from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded, specialise
+from bench.gpu_model.compile_ahead import GPUS, compile_launch, recorded, specialise, tuned
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _launch_cache, _tiles
 from leaner_kernels.ops._tiles import Rule
@@ -198,7 +198,8 @@ def test_case_of_the_benchmark_stays_within_the_committed_table(
     assert {row["launch"] for row in rows} == set(KINDS)
     found = [fault for row in rows for fault in resources.faults(row, TABLE)]
     if gpu == 100 and case.name in ("vit_huge", "long_2048_wide"):
-        # Outside of loops; not with every release of Triton.
+        # Outside of loops; a Triton that tiles were not chosen with may need none.
+        assert len(found) == 1 if tuned() else len(found) <= 1
         assert all("208 bytes of stack" in fault for fault in found)
         return
     assert found == []
@@ -296,7 +297,7 @@ def test_an_assembler_that_loses_operands_is_found_out() -> None:
     """What ptxas 12.8 makes of ViT-B's forward, which an H200 did not survive."""
     from triton import knobs
 
-    if tuple(map(int, knobs.nvidia.ptxas.version.split("."))) >= _launch_cache.RIGHT_PTXAS:
+    if _launch_cache._release(knobs.nvidia.ptxas.version) >= _launch_cache.RIGHT_PTXAS:
         pytest.skip("this Triton's ptxas is right")
     case = AttentionCase("vit_base", "cuda", 128, 16, 197, 64, BF16)
     (forward,) = call_of(case).launches(90)["forward"]

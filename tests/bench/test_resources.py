@@ -13,6 +13,7 @@ import triton.language as tl
 from bench import resources
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.gpu_model import compile_ahead
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 
 BF16 = torch.bfloat16
@@ -131,6 +132,15 @@ def test_a_row_beyond_its_limits_fails(worse: dict, fault: str) -> None:
     (found,) = resources.faults(changed(**worse), TABLE)
     assert re.match(r"vit_base \w+ on sm_86, _a_kernel: ", found)
     assert fault in found
+
+
+@pytest.mark.parametrize(("is_tuned", "allowed"), [(True, 0), (False, 4)])
+def test_spills_in_loops_are_for_releases_that_tiles_were_not_chosen_with(
+    is_tuned: bool, allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_ahead, "tuned", lambda: is_tuned)
+    assert resources.faults(changed(looped_spills=allowed), TABLE) == []
+    assert len(resources.faults(changed(looped_spills=allowed + 1), TABLE)) == 1
 
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
