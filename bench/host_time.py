@@ -1,22 +1,27 @@
 """How long the host takes to issue attention, beside PyTorch's own call: no GPU needed.
 
-    python -m bench.host_time
+    python -m bench.host_time              # without a GPU
+    python -m bench.host_time --gpu FILE   # on one, real launches; FILE gets JSON
 
-Ours: tensors of the CPU report a GPU as their device, so that the calls go the way of a GPU, and of
-Triton all runs but its compiler and its launcher: what is timed is everything up to it. PyTorch's:
-``scaled_dot_product_attention`` on the same tensors on the CPU, whose one head of 8 tokens of 16
-numbers leaves next to nothing to compute; on a GPU the same call allocates more and launches.
+Without a GPU, ours: tensors of the CPU report a GPU as their device, so that the calls go the way
+of a GPU, and of Triton all runs but its compiler and its launcher: what is timed is everything up
+to it. PyTorch's: ``scaled_dot_product_attention`` on the same tensors on the CPU, whose one head of
+8 tokens of 16 numbers leaves next to nothing to compute; on a GPU the same call allocates more and
+launches. On a GPU both launch, and a round is timed until the host has issued it.
 
 A forward and backward are eight calls in one graph, whose fixed cost they share. Microseconds a
 call, the least of many rounds: other work on the machine only adds.
 """
 
 import argparse
+import json
 import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -26,6 +31,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import leaner_kernels
+from bench.harness import machine
 from leaner_kernels.ops import _tiles
 
 CALLS = 8
@@ -155,29 +161,41 @@ def gpu() -> Iterator[None]:
         driver._active = before
 
 
-def measure(seconds: float) -> dict[tuple[str, str], tuple[float, float]]:
-    """Return microseconds a call, ours and PyTorch's, by the case's name and the pass."""
+def measure(seconds: float, real: bool = False) -> dict[tuple[str, str], tuple[float, float]]:
+    """Return microseconds a call, ours and PyTorch's, by the case's name and the pass.
+
+    Args:
+        seconds: how long to measure.
+        real: on the GPU that is there, rather than on tensors that only report one.
+    """
     torch.set_num_threads(1)
-    chosen = cases()
-    torchs = {case.name: rounds_of(case.torchs, case.torch_shapes) for case in chosen}
-    with gpu():
-        ours = {case.name: rounds_of(case.ours, case.shapes) for case in chosen}
+    where = nullcontext if real else gpu
+    with torch.device("cuda") if real else nullcontext():
+        chosen = cases()
+        torchs = {case.name: rounds_of(case.torchs, case.torch_shapes) for case in chosen}
+        with where():
+            ours = {case.name: rounds_of(case.ours, case.shapes) for case in chosen}
     least: dict[tuple[str, str], tuple[float, float]] = {}
     stop = time.perf_counter() + seconds
     while not least or time.perf_counter() < stop:
         for case in chosen:
             for kind in PASSES:
-                theirs = _least(torchs[case.name][kind])
-                with gpu():
-                    own = _least(ours[case.name][kind])
+                theirs = _least(torchs[case.name][kind], real)
+                with where():
+                    own = _least(ours[case.name][kind], real)
                 best = least.get((case.name, kind), (own, theirs))
                 least[case.name, kind] = min(own, best[0]), min(theirs, best[1])
     return least
 
 
-def _least(run: Callable[[], Any]) -> float:
+def _least(run: Callable[[], Any], real: bool = False) -> float:
     """Return microseconds a call: rounds are short, so that some are not interrupted."""
-    return 1e6 * min(timeit.repeat(run, number=1, repeat=10)[2:]) / CALLS
+    times = []
+    for _ in range(10):
+        times.append(timeit.timeit(run, number=1))
+        if real:  # what is queued would hold the next round up
+            torch.cuda.synchronize()
+    return 1e6 * min(times[2:]) / CALLS
 
 
 def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
@@ -196,7 +214,20 @@ def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=30, help="how long to measure")
-    sys.stdout.write(table(measure(parser.parse_args().seconds)) + "\n")
+    parser.add_argument("--gpu", type=Path, metavar="FILE", help="measure on a GPU, and write FILE")
+    given = parser.parse_args()
+    if given.gpu and not torch.cuda.is_available():
+        parser.error("--gpu: torch sees no CUDA GPU")
+    least = measure(given.seconds, given.gpu is not None)
+    sys.stdout.write(table(least) + "\n")
+    if given.gpu:
+        rows = [
+            {"call": name, "pass": kind, "ours_us": ours, "pytorch_us": theirs}
+            for (name, kind), (ours, theirs) in least.items()
+        ]
+        facts = {"machine": machine.facts(), "commit": machine.commit()}
+        facts |= {"datetime": datetime.now(UTC).isoformat()}
+        given.gpu.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     correct,
     dropped,
+    exchanged_layout,
     exponents_of,
     fetch_rows,
     fetch_tiles,
@@ -42,8 +43,8 @@ from .gluon_tiles import (
     left_rows,
     masked,
     number_of_keys,
-    own_head,
     put_columns,
+    put_exchanged,
     put_own,
     put_rows,
     row_statistics,
@@ -59,8 +60,8 @@ from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
 LARGE_LSE = gl.constexpr(1024.0)
 
 # For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries.
-# ``IN_REGISTERS`` keeps a tile of Q, then of K, in registers, so that more programs fit on an SM;
-# with a tail in columns it stays in shared memory.
+# ``IN_REGISTERS`` keeps a tile of Q and dO, then of K and V, in registers, the next one on its way:
+# more programs fit on an SM, and its loops have no barrier. With a tail in columns they are shared.
 _ALL = "dropout", "mask", "varlen"
 TILES = Tiles(
     "hopper_backward",
@@ -77,25 +78,42 @@ TILES = Tiles(
 
 
 @gluon.jit
-def _describe_rows(
-    do_view, out_view, max_log_sum_ptr, lses, deltas, start, end, factor, SCALED: gl.constexpr,
-    D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+def _load_rows(
+    do_view, out_view, max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
+    """Return 64 rows of dO and of the output, their log-sum-exp and what that has lost."""
+    do = left_rows(do_view, start, end, D, WIDTH, LAYOUT)
+    out = left_rows(out_view, start, end, D, WIDTH, LAYOUT)
+    rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    return do, out, lse, lost
+
+
+@gluon.jit
+def _describe_rows(lses, deltas, loaded):
     """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
-    rows = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    seen = start + rows < end
-    inside = seen[:, None]
-    if D < WIDTH:
-        inside = inside & (dims < D)[None, :]
-    at = start * do_view.stride_n + (rows[:, None] * do_view.stride_n + dims[None, :])
-    do_rows = gl.load(own_head(do_view) + at, mask=inside, other=0.0)
-    at = start * out_view.stride_n + (rows[:, None] * out_view.stride_n + dims[None, :])
-    out_rows = gl.load(own_head(out_view) + at, mask=inside, other=0.0)
-    lse, lost = row_statistics(max_log_sum_ptr, start + rows, seen, factor, SCALED)
+    do, out, lse, lost = loaded
     lses.store(lse)
-    deltas.store(gl.sum(do_rows.to(gl.float32) * out_rows.to(gl.float32), 1) * lost)
+    deltas.store(gl.sum(do.to(gl.float32) * out.to(gl.float32), 1) * lost)
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
+
+
+@gluon.jit
+def _left_pair(
+    one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Return a tile of rows of two tensors, as left operands."""
+    one = left_rows(one_view, start, end, D, WIDTH, LAYOUT)
+    return one, left_rows(other_view, start, end, D, WIDTH, LAYOUT)
+
+
+@gluon.jit
+def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
+    """Return rows of dO in registers times what ``row_statistics`` returns."""
+    rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
+    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
 
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
@@ -142,6 +160,7 @@ def _hopper_bwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     VARLEN: gl.constexpr = starts_ptr is not None
@@ -182,7 +201,7 @@ def _hopper_bwd_kernel(
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     if not IN_REGISTERS:
         q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-    do_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        do_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
     lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -192,10 +211,10 @@ def _hopper_bwd_kernel(
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
-        following = left_rows(q_view, 0, N, D, BLOCK_D, OPERAND)
+        following = _left_pair(q_view, do_view, 0, N, D, BLOCK_D, OPERAND)
     else:
         fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
-    fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
+        fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
     fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
     fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
@@ -215,25 +234,38 @@ def _hopper_bwd_kernel(
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
     # Of a causal varlen batch a tile of keys may look for a tile of rows that is not there.
+    if IN_REGISTERS:
+        following_rows = _load_rows(
+            do_view, out_view, max_log_sum_ptr, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
+        )
     for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
-        size = _describe_rows(
-            do_view, out_view, max_log_sum_ptr, lses.index(n), deltas.index(n),
-            n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED,
-        )  # fmt: skip
-        largest = gl.maximum(largest, size)
+        if IN_REGISTERS:
+            rows = following_rows
+            following_rows = _load_rows(
+                do_view, out_view, max_log_sum_ptr, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
+                BLOCKED,
+            )  # fmt: skip
+        else:
+            rows = _load_rows(
+                do_view, out_view, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
+            )
+        largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
     is_large = gl.max(largest, 0) > LARGE_LSE
     wait_copies(0)
-    if is_large:
-        barrier()
-        correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+    if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
+        if is_large:
+            barrier()
+            correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
 
     for tile in range(0, full):
         first = tile * 64
         if IN_REGISTERS:
-            q_tile = following
-            following = left_rows(q_view, first + 64, N, D, BLOCK_D, OPERAND)
+            q_tile, do_tile = following
+            following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
+            if is_large:
+                do_tile = _corrected(do_tile, max_log_sum_ptr, first, N, factor, SCALED)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -267,27 +299,29 @@ def _hopper_bwd_kernel(
             dk_t = warpgroup_mma(q_tile.permute((1, 0)), ds_tail, dk_t, is_async=True)
             dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
-        barrier()
-        if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
+        if IN_REGISTERS:
+            put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        else:
+            barrier()
             if tile + 1 < full:
                 fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
-        # What is stored waits for the fence, which would wait for it; not so in a varlen batch,
-        # whose addresses take the registers.
-        if VARLEN:
-            put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
-        else:
-            dq_rows = turned_rows(dq * scale, do_tile, BLOCKED)
-        if tile + 1 < full:
-            fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
-            commit_copies()
-            wait_copies(0)
-            if is_large:
+            # What is stored waits for the fence, which would wait for it; not so in a varlen batch,
+            # whose addresses take the registers.
+            if VARLEN:
+                put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+            else:
+                dq_rows = turned_rows(dq * scale, do_tile, BLOCKED)
+            if tile + 1 < full:
+                fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
+                commit_copies()
+                wait_copies(0)
+                if is_large:
+                    barrier()
+                    correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
+                fence_async_shared()
                 barrier()
-                correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
-            fence_async_shared()
-            barrier()
-        if not VARLEN:
-            put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
+            if not VARLEN:
+                put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
 
     if T > 0:
         # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
@@ -342,13 +376,14 @@ def _hopper_bwd_kernel(
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
         barrier()
 
-    qs, dos, v_tile = ks, vs, do_tile
+    qs, dos = ks, vs
     if IN_REGISTERS:
-        following = left_rows(k_view, 0, limit, D, BLOCK_D, OPERAND)
+        barrier()  # all warps are done with K and V
+        following = _left_pair(k_view, v_view, 0, limit, D, BLOCK_D, OPERAND)
     else:
-        k_tile = q_tile
+        k_tile, v_tile = q_tile, do_tile
         fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
-    fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
+        fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
     fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
     fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
     commit_copies()
@@ -368,8 +403,8 @@ def _hopper_bwd_kernel(
     for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:
-            k_tile = following
-            following = left_rows(k_view, first + 64, limit, D, BLOCK_D, OPERAND)
+            k_tile, v_tile = following
+            following = _left_pair(k_view, v_view, first + 64, limit, D, BLOCK_D, OPERAND)
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -397,21 +432,21 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            dk_rows = turned_rows(dk * scale, v_tile, BLOCKED)
-            barrier()
+            put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
+            put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
         else:
             dk_rows = turned_rows(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
                 fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
-        dv_rows = turned_rows(dv, v_tile, BLOCKED)
-        if tile + 1 < full_keys:
-            fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
-        commit_copies()
-        wait_copies(0)
-        fence_async_shared()
-        barrier()
-        put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
-        put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
+            dv_rows = turned_rows(dv, v_tile, BLOCKED)
+            if tile + 1 < full_keys:
+                fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
+            commit_copies()
+            wait_copies(0)
+            fence_async_shared()
+            barrier()
+            put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
+            put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
 
 
 def prepare(

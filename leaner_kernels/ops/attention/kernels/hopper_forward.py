@@ -49,7 +49,6 @@ from .gluon_tiles import (
     put_columns,
     put_exchanged,
     put_max_log_sum,
-    put_own,
     reduce_sums,
     shift_of,
     store_statistics,
@@ -65,6 +64,7 @@ _ALL = "dropout", "mask", "shared"
 TILES = Tiles(
     "hopper_forward",
     rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=128, takes=_SHARED, maxnreg=96),
     rule(dim=32, tokens=448, takes=_SHARED),
     rule(dim=32, tokens=512, takes=_SHARED, PAIRED=True, maxnreg=168),
     rule(dim=32, tokens=768, takes=_SHARED, PAIRED=True, maxnreg=255),
@@ -82,6 +82,7 @@ TILES = Tiles(
 STATISTICS_TILES = Tiles(
     "hopper_forward_statistics",
     rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=128, takes=_SHARED, maxnreg=96),
     rule(dim=32, tokens=512, takes=_ALL),
     rule(dim=32, tokens=768, takes=_SHARED),
     rule(dim=64, tokens=144, takes=("padded_dim", "shared"), maxnreg=168),
@@ -232,8 +233,6 @@ def _hopper_fwd_kernel(
     STATS: gl.constexpr = stats_ptr is not None
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     STORE: gl.constexpr = exchanged_layout(BLOCK_D)
-    # Threads store what they hold of heads of 32: exchanging it for 16-byte stores costs registers.
-    DIRECT: gl.constexpr = BLOCK_D == 32
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # With a scale of its own, where one is added: the scores are then scaled from the start.
     mask = mask_view, scale
@@ -359,10 +358,7 @@ def _hopper_fwd_kernel(
             start = first + n * 64
             divisor = divisor_of(joined(row_sum, ROWS), MASKED)
             acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-            if DIRECT:
-                put_own(out_view, acc, start, N, D, RAGGED or n > 0, OUT)
-            else:
-                put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
+            put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
             log_sum = put_max_log_sum(
