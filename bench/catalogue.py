@@ -1,4 +1,4 @@
-"""Every case that is measured, in its order; of attention also its peers, and what checks them."""
+"""List all cases in order, and the peers and checks of those of attention."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: options, the rows of a run, what it prints, and the JSON."""
+"""Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Write the rules by which `attention` calls PyTorch's: where that was measured to be faster.
+"""Write the rules that dispatch `attention` to PyTorch where it was measured to be faster.
 
     python -m bench.crossover FILE...    # of bench.crossover_sweep, all of one GPU
 
@@ -41,7 +41,7 @@ def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
         except (ValueError, KeyError, TypeError) as error:
             raise SystemExit(f"{path}: not written by bench.crossover_sweep ({error!r})") from None
     if len(gpus) > 1:
-        raise SystemExit(f"files of one GPU are needed, got compute capabilities {sorted(gpus)}")
+        raise SystemExit(f"all files must be of one GPU, got compute capabilities {sorted(gpus)}")
     return int(gpus.pop().replace(".", "")), rows
 
 
@@ -105,8 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("results", nargs="+", type=Path, help="JSON of bench.crossover_sweep")
-    parser.add_argument("-o", "--output", type=Path, default=LIBRARY)
+    parser.add_argument("results", nargs="+", type=Path, help="JSON files of bench.crossover_sweep")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=LIBRARY,
+        help="file of rules to update (leaner_kernels/ops/attention/library.toml)",
+    )
     options = parser.parse_args(arguments)
     capability, rows = read(options.results)
     source = ", ".join(f"bench/results/{path.name}" for path in options.results)

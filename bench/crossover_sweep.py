@@ -183,13 +183,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, help="JSON to write")
+    parser.add_argument("file", type=Path, help="JSON file to write")
     parser.add_argument(
-        "--seconds", type=float, default=150, help="start no shape after this time (default 150)"
+        "--seconds",
+        type=float,
+        default=150,
+        help="start no new shape after this many seconds (150)",
     )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit("bench.crossover_sweep needs a CUDA GPU, and torch sees none")
+        raise SystemExit("bench.crossover_sweep needs a CUDA GPU, but torch finds none")
     measure(SHAPES, options.file, options.seconds)
 
 

@@ -1,4 +1,4 @@
-"""The JSON files of bench/results as pandas data frames, and data frames as Markdown."""
+"""Read the JSON files of bench/results into data frames, and render them as Markdown."""
 
 import json
 import re
@@ -42,7 +42,9 @@ def read(path: Path) -> dict[str, Any]:
         data["names"] = {"cpu": f"CPU: {info['cpu']['model']}"}
         data["names"]["cuda"] = info["gpu"] and info["gpu"]["name"]
         if data.get("failed"):
-            raise SystemExit(f"{path}: not to be published, failed: {', '.join(data['failed'])}")
+            raise SystemExit(
+                f"{path}: cannot be published, these tests failed: {', '.join(data['failed'])}"
+            )
         _ = data["benchmarks"], data["datetime"], data["commit_info"]["source"]
         return data | {"file": path.name}
     except OSError as error:

@@ -1,4 +1,4 @@
-"""How long the host takes to issue attention, beside PyTorch's own call: no GPU needed.
+"""Measure how long the host takes to issue attention, beside PyTorch's; no GPU needed.
 
     python -m bench.host_time              # without a GPU
     python -m bench.host_time --gpu FILE   # on one, real launches; FILE gets JSON
@@ -213,21 +213,25 @@ def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=30, help="how long to measure")
-    parser.add_argument("--gpu", type=Path, metavar="FILE", help="measure on a GPU, and write FILE")
-    given = parser.parse_args()
-    if given.gpu and not torch.cuda.is_available():
-        parser.error("--gpu: torch sees no CUDA GPU")
-    least = measure(given.seconds, given.gpu is not None)
+    parser.add_argument(
+        "--seconds", type=float, default=30, help="duration of the measurement in seconds (30)"
+    )
+    parser.add_argument(
+        "--gpu", type=Path, metavar="FILE", help="measure on a GPU, and write the results to FILE"
+    )
+    args = parser.parse_args()
+    if args.gpu and not torch.cuda.is_available():
+        parser.error("--gpu needs a CUDA GPU, but torch finds none")
+    least = measure(args.seconds, args.gpu is not None)
     sys.stdout.write(table(least) + "\n")
-    if given.gpu:
+    if args.gpu:
         rows = [
             {"call": name, "pass": kind, "ours_us": ours, "pytorch_us": theirs}
             for (name, kind), (ours, theirs) in least.items()
         ]
         facts = {"machine": machine.facts(), "commit": machine.commit()}
         facts |= {"datetime": datetime.now(UTC).isoformat()}
-        given.gpu.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        args.gpu.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,11 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     by_name = {case.name: case for case in CASES if case.device == "cuda"}
     parser.add_argument(
-        "cases", nargs="+", choices=by_name, metavar="CASE", help=", ".join(by_name)
+        "cases",
+        nargs="+",
+        choices=by_name,
+        metavar="CASE",
+        help=f"cases to run: {', '.join(by_name)}",
     )
     names = parser.parse_args(arguments).cases
     if not torch.cuda.is_available():
-        raise SystemExit("bench.launch_once needs a CUDA GPU, and torch sees none")
+        raise SystemExit("bench.launch_once needs a CUDA GPU, but torch finds none")
     calls = []
     for case in (by_name[name] for name in names):
         problem = AttentionProblem(case, torch.device("cuda"), copies=1)

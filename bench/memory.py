@@ -100,19 +100,37 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
-    parser = argparse.ArgumentParser(prog="python -m bench.memory", description=main.__doc__)
-    parser.add_argument("--row", action="append", metavar="NAME", help="again for several rows")
-    parser.add_argument("--batch", type=int, metavar="N", help="samples (default: as the paper's)")
-    parser.add_argument("--precision", choices=memory.PRECISIONS, default="bf16")
-    parser.add_argument("--ac", choices=("none", "full"), default="none", help="recompute blocks")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.memory", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--row",
+        action="append",
+        metavar="NAME",
+        help="row of the paper to predict; may be repeated (all)",
+    )
+    parser.add_argument("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
+    parser.add_argument(
+        "--precision",
+        choices=memory.PRECISIONS,
+        default="bf16",
+        help="precision of the step (bf16)",
+    )
+    parser.add_argument(
+        "--ac",
+        choices=("none", "full"),
+        default="none",
+        help="activation checkpointing: full recomputes every block (none)",
+    )
     parser.add_argument(
         "--eager",
         type=int,
         choices=(0, 1, 2),
         default=0,
-        help="softmax attention of PyTorch's operators that keeps 1 or 2 tensors of scores a layer",
+        help="use eager softmax attention, which keeps 1 or 2 tensors of scores per layer; 0 uses "
+        "our kernels (0)",
     )
-    parser.add_argument("--json", action="store_true", help="a JSON list, one model per line")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, one model per line")
     flags = parser.parse_args(arguments)
     rows = flags.row or table_rows()
     unknown = [row for row in rows if row not in table_rows()]
@@ -121,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
     if flags.eager and flags.ac == "full":
-        parser.error("--eager goes with --ac none only")
+        parser.error("--eager needs --ac none, got full")
     found = list(records(rows, flags.batch, flags.precision, flags.ac == "full", flags.eager))
     if flags.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")

@@ -18,12 +18,13 @@ import pandas as pd
 
 from bench import frames
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
+from models import papers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = frames.RESULTS, ROOT / "docs"
 PAGES = {
     "README": ROOT / "README.md",
-    **{name: DOCS / f"{name}.md" for name in ("results", "resources")},
+    **{name: DOCS / f"{name}.md" for name in ("faster", "train", "results", "resources")},
 }
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
 RATIOS = {
@@ -51,11 +52,27 @@ LABELS = {
     "xcit_m": "XCiT-M",
     "volo_d3_outlook": "VOLO-d3, outlook",
     "davit_channel3": "DaViT channels",
+    "vit_huge": "ViT-H/14",
     "vit_384": "ViT-B at 384 px",
     "long_1024": "1,024 tokens",
     "lra_2048": "2,048 tokens",
 }
+HEADLINE = (
+    *("vit_base", "bert", "gpt2_64", "gpt2_512", "davit_stage1", "tnt", "navit", "xcit_m"),
+    *("vit_huge", "long_1024"),
+)
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
+# What the paper prints of a row, the first of these, and how a page calls it.
+PRINTED = {
+    "top1": "% top-1",
+    "glue": "GLUE",
+    "val_loss": "held-out loss",
+    "accuracy": "%",
+}
+# What a recipe trains on: 300 epochs of ImageNet-1k; ten billion tokens; 2,000 batches of 128 × 64.
+IMAGES = 300 * 1_281_167
+TOKENS = {"crammed_bert": 10**10, "gpt2_tinystories": 2000 * 128 * 64}
+SAME_NETWORK = {"deit_base": "vit_base", "deit_large": "vit_large"}
 BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 
 
@@ -81,7 +98,7 @@ def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataF
 
 
 def front(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return attention on a GPU as a user meets it, forward and backward, for the first page.
+    """Return attention on a GPU as a user meets it, forward and backward.
 
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
@@ -89,32 +106,42 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     rows = rows[(rows["mode"] == "graph") & (rows["start"] == "")]
     lines = []
     for (_, case), here in rows.groupby(["on", "case"], sort=False):
-        kernels = here[here["peer"].isin(OWN_KERNELS)]
-        ours, others = (rows.nsmallest(1, "median") for rows in (kernels, here[~here["ours"]]))
-        if case not in LABELS or ours.empty or others.empty:
+        kernels, peers = here[here["peer"].isin(OWN_KERNELS)], here[~here["ours"]]
+        if case not in LABELS or kernels.empty or peers.empty:
             continue
-        mine, best = ours.iloc[0], others.iloc[0]
-        time = frames.number(1e6 * mine["median"])
-        times = frames.number(best["median"] / mine["median"])
-        joules = frames.scaled(1e3, best["joules"])
-        dispatched = mine["peer"] == "leaner_kernel" and find_rule_of_library(
-            int(mine["capability"].replace(".", "")),
-            *(False, bool(mine["causal"]), True, int(mine["head_dim"]), int(mine["tokens"])),
+        kernel, best = (rows.nsmallest(1, "median").iloc[0] for rows in (kernels, peers))
+        defaults = [peers[peers["peer"] == name] for name in frames.DEFAULTS]
+        default = next((rows.iloc[0] for rows in defaults if len(rows)), best)
+        dispatched = kernel["peer"] == "leaner_kernel" and find_rule_of_library(
+            int(kernel["capability"].replace(".", "")),
+            *(False, bool(kernel["causal"]), True, int(kernel["head_dim"]), int(kernel["tokens"])),
         )
+        ours = default if dispatched else kernel
+        time = frames.number(1e6 * kernel["median"])
         lines.append(
             {
                 "attention, forward + backward": LABELS[case],
-                "B·H·N·D": mine["size"].replace(",", "").replace(" bfloat16", ""),
+                "B·H·N·D": kernel["size"].replace(",", "").replace(" bfloat16", ""),
                 "ours, µs": f"PyTorch's ({time})" if dispatched else time,
-                "fastest other, µs": frames.number(1e6 * best["median"]),
-                "which": best["peer"],
-                "times as fast": f"1 ({times})" if dispatched else times,
-                "ours, mJ": joules if dispatched else frames.scaled(1e3, mine["joules"]),
-                "other, mJ": joules,
+                "PyTorch or timm, µs": frames.number(1e6 * default["median"]),
+                "× as fast": frames.number(default["median"] / ours["median"]),
+                "fastest other, µs": f"{frames.number(1e6 * best['median'])} {best['peer']}",
+                "× the fastest": frames.number(best["median"] / ours["median"]),
+                "ours, mJ": frames.scaled(1e3, ours["joules"]),
+                "PyTorch or timm, mJ": frames.scaled(1e3, default["joules"]),
             }
         )
     order = list(LABELS.values())
     return pd.DataFrame(sorted(lines, key=lambda line: order.index(next(iter(line.values())))))
+
+
+def headline(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows and columns of ``front`` that the first page shows."""
+    table = front(timed)
+    if table.empty:
+        return table
+    rows = table.iloc[:, 0].isin([LABELS[case] for case in HEADLINE])
+    return table[rows].iloc[:, :7]
 
 
 def steps(timed: pd.DataFrame) -> pd.DataFrame:
@@ -148,6 +175,44 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(lines)
+
+
+def reproduce(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the paper: what it prints, and hours predicted from measured steps."""
+    steps = timed[
+        (timed["stage"] == "training") & timed["peer"].isin(["leaner", "leaner_compiled"])
+    ]
+    rates = steps["images_per_s"].fillna(steps["tokens_per_s"])
+    fastest = rates.groupby([steps["row"], steps["variant"]]).max()
+    by_row: dict[str, dict[str, papers.PaperRow]] = {}
+    for (name, variant), row in papers.ROWS.items():
+        if row.printed:
+            by_row.setdefault(name, {})[variant] = row
+    lines = []
+    for name, variants in by_row.items():
+        row = variants["original"]
+        measure = next(measure for measure in PRINTED if measure in row.printed)
+        printed = [f"{variants[variant].printed[measure]:g}" for variant in variants]
+        items = IMAGES if row.takes_images else TOKENS.get(name)
+        hours = []
+        for variant in variants:
+            rate = fastest.get((SAME_NETWORK.get(name, name), variant))
+            known = rate is not None and items is not None
+            hours.append(duration(items / rate) if known else "not measured")
+        lines.append(
+            {
+                "row": name,
+                "the paper's batch": f"{8 if row.takes_images else 1} × {row.batch}",
+                "time on one H200, predicted": " / ".join(dict.fromkeys(hours)),
+                "the paper's result": f"{' / '.join(printed)} {PRINTED[measure]}",
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def duration(seconds: float) -> str:
+    """Return hours, or seconds where they are few."""
+    return f"{seconds / 3600:.1f} h" if seconds >= 600 else f"{seconds:.0f} s"
 
 
 def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -528,7 +593,7 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     results = [frames.read(path) for path in paths or sorted(RESULTS.glob("20*.json"))]
     timed = frames.timed(results)
     if timed.empty:
-        raise SystemExit("no measured row in " + ", ".join(map(str, paths)))
+        raise SystemExit("no measured rows in " + ", ".join(map(str, paths)))
     standing, ratios = frames.standings(timed), lean(timed)
     tables = {
         "runs": runs(results),
@@ -540,7 +605,12 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
         "lean": ratios,
         "unmeasured": unmeasured(results),
     }
-    pages = {"README": {"front": front(timed), "steps": steps(timed)}, "results": tables}
+    pages = {
+        "README": {"headline": headline(timed)},
+        "faster": {"steps": steps(timed), "front": front(timed)},
+        "train": {"reproduce": reproduce(timed)},
+        "results": tables,
+    }
     if not paths:
         newest = predictions("predictions")
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
@@ -592,8 +662,17 @@ def draw(path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write what it requests."""
     parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
-    parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench/")
-    parser.add_argument("--check", action="store_true", help="compare the pages, write nothing")
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        help="result files of bench/ to print the tables of, instead of filling the pages",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check that the pages are up to date, and write nothing",
+    )
     options = parser.parse_args(arguments)
     pages = gather(options.results)
     if options.results:

@@ -1,4 +1,4 @@
-"""What every shipped attention kernel takes of a GPU, by compiling it for GPUs that are not here.
+"""Report the GPU resources of every shipped attention kernel by compiling it without a GPU.
 
 ``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, which
 ``python -m bench.report`` shows in docs/resources.md; tests/aot compiles softmax attention again
@@ -132,17 +132,23 @@ def save(table: dict[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.resources", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the table")
-    parser.add_argument("--case", action="append", help="only this case; may be repeated")
-    given = parser.parse_args(arguments)
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write bench/results/resources.json instead of printing the table",
+    )
+    parser.add_argument(
+        "--case", action="append", help="compile only this case; may be repeated (all)"
+    )
+    args = parser.parse_args(arguments)
     cases = {case.name: case for case in table_cases()}
-    if unknown := set(given.case or ()) - set(cases):
-        parser.error(f"--case: no such case: {', '.join(sorted(unknown))}")
-    if given.write and given.case:
+    if unknown := set(args.case or ()) - set(cases):
+        parser.error(f"--case must be one of {', '.join(cases)}, got {', '.join(sorted(unknown))}")
+    if args.write and args.case:
         parser.error("--write writes every case: leave out --case")
-    wanted = [case for name, case in cases.items() if not given.case or name in given.case]
+    wanted = [case for name, case in cases.items() if not args.case or name in args.case]
     table = measure(wanted, IN_TABLE)
-    if given.write:
+    if args.write:
         save(table)
     else:
         import pandas as pd

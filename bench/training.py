@@ -1,4 +1,4 @@
-"""Measure what training costs beside the model: loop, input, checkpoints and logs; no GPU needed.
+"""Measure the cost of training beside the model: loop, input, checkpoints, logs; no GPU needed.
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 

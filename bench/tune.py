@@ -219,11 +219,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if case.device == "cuda"
         and not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
     }
-    parser.add_argument("--case", nargs="+", choices=list(takes), default=list(takes))
-    parser.add_argument("--json", type=Path, help="keep every timing there")
+    parser.add_argument(
+        "--case",
+        nargs="+",
+        choices=list(takes),
+        default=list(takes),
+        metavar="CASE",
+        help=f"cases to tune (all): {', '.join(takes)}",
+    )
+    parser.add_argument("--json", type=Path, help="write every timing to this file")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
-        raise SystemExit("bench.tune: torch sees no CUDA GPU: nothing to time")
+        raise SystemExit("bench.tune needs a CUDA GPU, but torch finds none")
     trials: list[Trial] = []
     for name in options.case:
         problem = TileProblem(takes[name], torch.device("cuda"))

@@ -1,4 +1,4 @@
-"""How heads, or their width, are spread over the layers of a model.
+"""Distribute heads, or their width, over the layers of a model.
 
 "Allocation of Parameters in Transformers" (arXiv:2510.03784) argues that early layers want more
 heads and that later ones can do with less; it prints no schedule, and these are of our own design.

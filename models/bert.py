@@ -190,7 +190,7 @@ class BERT(LanguageModel):
 
     def _check_targets(self, tokens: Tensor, targets: Tensor) -> None:
         if self.num_classes is not None:
-            raise ValueError("targets must be None for a model with num_classes, got some")
+            raise ValueError("targets must be None for a model with num_classes, got a tensor")
         if targets.shape != tokens.shape or targets.dtype != torch.int64:
             raise ValueError(
                 f"targets must be {tuple(tokens.shape)} int64, "

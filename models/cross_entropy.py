@@ -1,4 +1,4 @@
-"""Cross-entropy straight from a classifier's weight, without all logits at once.
+"""Cross-entropy from a classifier's weight, without materialising all logits.
 
 A vocabulary of 50,257 makes the logits of 8,192 tokens 1.6 GB in float32, several times over in a
 training step. Here a thousand tokens or so at a time get theirs, in the forward and again in the

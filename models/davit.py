@@ -1,4 +1,4 @@
-"""DaViT: windows of tokens and groups of channels attend alternately, with any heads in each layer.
+"""DaViT: alternating window and channel attention, with any number of heads in each layer.
 
 Papers: DaViT, Ding et al. 2022 (arXiv:2204.03645); the lean configurations, "Leaner Transformers:
 More Heads, Less Depth" (arXiv:2505.20802). Parameter names, shapes and initialisation are those of

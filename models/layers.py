@@ -1,4 +1,4 @@
-"""What the models share: small layers, sizes per layer, initial values, the base classes.
+"""Building blocks of the models: layers, sizes per layer, initial values and base classes.
 
 Sizes: B images, S pixels a side, N tokens, D width of a token, M hidden units of the MLP.
 """

@@ -1,4 +1,4 @@
-"""The memory of one training step, predicted without a GPU and without computing anything.
+"""Predict the memory of a training step, without a GPU and without computing anything.
 
 The step runs on the meta device, where tensors have sizes but no values: forward, cross-entropy,
 backward, with AdamW's two moments in place as from the second step on. Every allocation and
@@ -105,7 +105,9 @@ def predict(
         weights = list(step.model.parameters())
         held = [*weights, *step.model.buffers()]
         if any(not t.is_meta for t in held):
-            raise ValueError("build must leave the model on the meta device, where it puts nothing")
+            raise ValueError(
+                "build must leave the model on the meta device, got tensors on another"
+            )
         moments = [torch.empty_like(p) for p in weights for _ in range(2)]
     ledger = Ledger()
     ledger.enter(held, "parameters")
@@ -179,7 +181,7 @@ class Step:
         if eager not in (0, 1, 2):
             raise ValueError(f"eager must be 0, 1 or 2, got {eager!r}")
         if eager and recompute:
-            raise ValueError("eager attention is predicted without recompute only")
+            raise ValueError(f"eager must be 0 with recompute, got {eager}")
         self.model, self.eager = model, eager
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self._copies = WeakTensorKeyDictionary()

@@ -1,4 +1,4 @@
-"""Nyströmformer as the Long-Range Arena has it, with any number of heads of any size in each layer.
+"""Nyströmformer for the Long-Range Arena, with any number of heads of any size in each layer.
 
 Paper: Xiong et al. 2021 (arXiv:2102.03902); the lean configurations, "Leaner Transformers: More
 Heads, Less Depth" (arXiv:2505.20802). Layers, pooling, classifier and initialisation are those of

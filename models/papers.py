@@ -224,9 +224,9 @@ def main() -> None:
     """List every row on standard output."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="a JSON list, one row per line")
+    form.add_argument("--json", action="store_true", help="print a JSON list, one row per line")
     form.add_argument(
-        "--markdown", action="store_true", help="without figures: the table of docs/models.md"
+        "--markdown", action="store_true", help="print the table of docs/models.md, without figures"
     )
     wanted = parser.parse_args()
     records = [record(row) for row in ROWS.values()]

@@ -1,4 +1,4 @@
-"""Which depth and which heads fit a budget of parameters and memory?
+"""Choose depth and heads within a budget of parameters and memory.
 
     python -m models.plan --params 40e6 --memory 24GB --model vit_base
 
@@ -125,7 +125,7 @@ def grid(
             )
     heads = heads or [h for h in _heads(base["heads"]) if _divides(h, base)]
     mlp_ratios = mlp_ratios or [base["mlp_ratio"] * share for share in (0.5, 0.75, 1)]
-    found, refusal = [], None
+    configurations, refusal = [], None
     for depth, head, mlp_ratio in itertools.product(depths, heads, mlp_ratios):
         config = base | {name: depth, "heads": head, "mlp_ratio": mlp_ratio}
         try:
@@ -134,26 +134,26 @@ def grid(
         except ValueError as error:
             refusal = error
         else:
-            found.append(Configuration(row.architecture, config, model.num_params()))
-    if not found:
+            configurations.append(Configuration(row.architecture, config, model.num_params()))
+    if not configurations:
         raise ValueError(f"no configuration of {row.row} can be built: {refusal}")
-    return found
+    return configurations
 
 
 def of_the_paper(name: str) -> list[Configuration]:
     """Return the original and the lean model of a row, to compare with."""
-    found = []
+    configurations = []
     for row in papers.ROWS.values():
         if row.row == name:
             model = papers.build(name, row.variant, device="meta")
             title = f"{name} {row.variant}"
             config = Configuration(row.architecture, row.config, model.num_params(), name=title)
-            found.append(config)
-    return found
+            configurations.append(config)
+    return configurations
 
 
 def plan(
-    found: Iterable[Configuration],
+    candidates: Iterable[Configuration],
     limits: Limits,
     *,
     batch_size: int,
@@ -164,7 +164,7 @@ def plan(
     """Choose the configurations that fit, those that use most of the parameters first.
 
     Args:
-        found: what to choose from, as ``grid`` returns it.
+        candidates: what to choose from, as ``grid`` returns it.
         limits: what a configuration may cost.
         batch_size: images in the training step whose memory is predicted.
         show: how many to return at most.
@@ -177,10 +177,12 @@ def plan(
     """
     options = {"precision": precision, "recompute": recompute}
     # Splitting heads costs no parameters: of equals, those with more heads come first.
-    found = sorted(found, key=lambda c: (abs(c.params - limits.params), -_total(c.config["heads"])))
-    near = [c for c in found if LEAST * limits.params <= c.params <= limits.params]
+    candidates = sorted(
+        candidates, key=lambda c: (abs(c.params - limits.params), -_total(c.config["heads"]))
+    )
+    near = [c for c in candidates if LEAST * limits.params <= c.params <= limits.params]
     tried, fitting = [], []
-    for configuration in near or found[:NEAREST]:
+    for configuration in near or candidates[:NEAREST]:
         tried.append(with_costs(configuration, limits, batch_size, **options))
         if tried[-1].fits:
             fitting.append(tried[-1])
@@ -359,26 +361,32 @@ def _rows() -> dict[str, papers.PaperRow]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command("python -m models.plan", "Choose depth and heads for a budget.")
+    parser = command("python -m models.plan", "Choose depth and heads within a budget.")
     add = parser.add_argument
-    add("--model", required=True, choices=_rows(), metavar="ROW", help=", ".join(_rows()))
-    add("--params", required=True, type=count_of, help="at most, e.g. 40e6 or 40M")
-    add("--memory", required=True, type=bytes_of, help="of a training step, e.g. 24GB or 80GiB")
-    add("--flops", type=count_of, help="at most, of one image's forward, e.g. 10G")
-    add("--batch", type=_whole, metavar="N", help="images in a step (default: as in the paper)")
-    add("--precision", choices=PRECISIONS, default="bf16")
-    add("--ac", choices=("none", "full"), default="none", help="full recomputes every block")
-    add("--depths", type=_sizes, metavar="A,B,...", help="of stages: 4/4/8/2,2/2/4/1")
-    add("--heads", type=_sizes, metavar="A,B,...", help="of each layer or stage: 4/8/16/32")
-    add("--mlp-ratio", type=_ratios, metavar="A,B,...")
-    add("--head-dim", type=_head_dim, metavar="N|split")
-    add("--show", type=_whole, default=12, metavar="N", help="at most, of those that fit")
-    add("--no-kappa", action="store_true", help="leave kappa out, which takes seconds a model")
+    rows = ", ".join(_rows())
+    add("--model", required=True, choices=_rows(), metavar="ROW", help=f"row of the paper: {rows}")
+    add("--params", required=True, type=count_of, help="maximum number of parameters: 40e6 or 40M")
+    add("--memory", required=True, type=bytes_of, help="maximum peak of a step: 24GB or 80GiB")
+    add("--flops", type=count_of, help="maximum FLOPs of the forward of one image: 10G (no limit)")
+    add("--batch", type=_whole, metavar="N", help="images in a training step (the paper's)")
+    add("--precision", choices=PRECISIONS, default="bf16", help="precision of a step (bf16)")
+    add("--ac", choices=("none", "full"), default="none", help="full recomputes every block (none)")
+    default = "from a third, in stages a quarter, to all of the row's"
+    text = f"depths to try: 6,8,12, or in stages 4/4/8/2,2/2/4/1 ({default})"
+    add("--depths", type=_sizes, metavar="A,B,...", help=text)
+    text = "heads to try: 6,8,12, or per layer or stage 4/8/16/32 (from half to twice the row's)"
+    add("--heads", type=_sizes, metavar="A,B,...", help=text)
+    text = "MLP ratios to try: 2,3,4 (half, three quarters and all of the row's)"
+    add("--mlp-ratio", type=_ratios, metavar="A,B,...", help=text)
+    text = "width of a head, or split for width // heads (the row's)"
+    add("--head-dim", type=_head_dim, metavar="N|split", help=text)
+    add("--show", type=_whole, default=12, metavar="N", help="maximum number of results (12)")
+    add("--no-kappa", action="store_true", help="skip kappa, which takes seconds per model")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table."""
+    """Plan from the command line; see ``--help``."""
     parser = _parser()
     flags = parser.parse_args(arguments)
     batch = flags.batch or paper_batch_size(flags.model)
@@ -386,20 +394,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     choices = {"depths": flags.depths, "heads": flags.heads, "mlp_ratios": flags.mlp_ratio}
     options = {"precision": flags.precision, "recompute": flags.ac == "full"}
     try:
-        found = grid(_rows()[flags.model], head_dim=flags.head_dim, **choices)
+        candidates = grid(_rows()[flags.model], head_dim=flags.head_dim, **choices)
     except ValueError as error:
         parser.error(str(error))
-    planned = plan(found, limits, batch_size=batch, show=flags.show, **options)
+    planned = plan(candidates, limits, batch_size=batch, show=flags.show, **options)
     printed = [with_costs(c, limits, batch, **options) for c in of_the_paper(flags.model)]
     notes = [
         "memory_gb is predicted: the peak of tensors in a training step, without the CUDA context."
     ]
     if not flags.no_kappa:
-        images, what = sample_images()
+        images, source = sample_images()
         planned = [with_kappa(c, images) for c in planned]
         printed = [with_kappa(c, images) for c in printed]
         notes.append(
-            f"kappa is at initialisation, the geometric mean over layers and {what}; "
+            f"kappa is at initialisation, the geometric mean over layers and {source}; "
             "in two of three studies parameters told better which model has the lower loss."
         )
     planned.sort(key=lambda c: (not c.fits, -c.params))
@@ -407,7 +415,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     limit += f", {flags.flops / 1e9:g} GFLOPs" if flags.flops else ""
     setting = f"batch {batch}, {flags.precision}" + (", recomputed" if flags.ac == "full" else "")
     fit = "fit" if any(c.fits for c in planned) else "come nearest, none fits:"
-    head = f"Of {len(found)} configurations around {flags.model} these {fit} {limit} ({setting})."
+    head = (
+        f"Of {len(candidates)} configurations around {flags.model} these {fit} {limit} ({setting})."
+    )
     sys.stdout.write("\n".join([head, "", table([*planned, *printed]), *notes, ""]))
 
 

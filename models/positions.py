@@ -1,4 +1,4 @@
-"""Learned positions of pictures of another size, or of a longer text."""
+"""Resize learned position embeddings to another image size or a longer text."""
 
 import math
 from collections.abc import Callable

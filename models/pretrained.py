@@ -1,4 +1,4 @@
-"""Weights of timm's library or of a file, made to fit a vision model of another head and size.
+"""Load weights from timm or a file into a vision model with other classes or another size.
 
 The originals have timm's parameter names (docs/models.md), so nothing is renamed: what is resized
 are learned positions, and what is left out is a classifier of other classes.
@@ -47,34 +47,38 @@ class Weights:
             ValueError: names the first parameter that one has and the other has not, or in
                 another shape, or as whole numbers.
         """
-        wanted, found = model.state_dict(), dict(self.tensors)
+        wanted, weights = model.state_dict(), dict(self.tensors)
         for name, tensor in wanted.items():
             if name.startswith(_HEADS):
-                if name in found and len(found[name]) != len(tensor):
-                    del found[name]
-                if name not in found:
+                if name in weights and len(weights[name]) != len(tensor):
+                    del weights[name]
+                if name not in weights:
                     continue
-            if name not in found:
-                raise ValueError(f"--pretrained {self.name} has no {name}, which the model has")
-            if found[name].is_floating_point() != tensor.is_floating_point():
+            if name not in weights:
                 raise ValueError(
-                    f"--pretrained {self.name} has {name} in {found[name].dtype}, the model in "
-                    f"{tensor.dtype}"
+                    f"--pretrained {self.name} lacks the parameter {name} of the model"
                 )
-            if found[name].shape == tensor.shape:
+            if weights[name].is_floating_point() != tensor.is_floating_point():
+                raise ValueError(
+                    f"--pretrained {self.name}: {name} must be {tensor.dtype} as in the model, got "
+                    f"{weights[name].dtype}"
+                )
+            if weights[name].shape == tensor.shape:
                 continue
-            resize = resizing(found[name].shape, tensor.shape) if name in POSITIONS else None
+            resize = resizing(weights[name].shape, tensor.shape) if name in POSITIONS else None
             if resize is not None:
-                found[name] = resize(found[name])
+                weights[name] = resize(weights[name])
             else:
                 raise ValueError(
-                    f"--pretrained {self.name} has {name} {tuple(found[name].shape)}, the model "
-                    f"{tuple(tensor.shape)}"
+                    f"--pretrained {self.name}: {name} must have shape {tuple(tensor.shape)} as in "
+                    f"the model, got {tuple(weights[name].shape)}"
                 )
-        heads = {name for name in found if name.startswith(_HEADS)}
-        if unknown := [name for name in found if name not in wanted and name not in heads]:
-            raise ValueError(f"--pretrained {self.name} has {unknown[0]}, which the model has not")
-        return {name: tensor for name, tensor in found.items() if name in wanted}
+        heads = {name for name in weights if name.startswith(_HEADS)}
+        if unknown := [name for name in weights if name not in wanted and name not in heads]:
+            raise ValueError(
+                f"--pretrained {self.name} has a parameter {unknown[0]} that the model lacks"
+            )
+        return {name: tensor for name, tensor in weights.items() if name in wanted}
 
 
 def read_weights(name: str) -> Weights:
@@ -92,13 +96,13 @@ def read_weights(name: str) -> Weights:
         return _of_timm(name, name.removeprefix("timm:"))
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"--pretrained must be a file of weights or timm:NAME, got {name!r}")
+        raise ValueError(f"--pretrained must be a weights file or timm:NAME, got {name!r}")
     try:
         check_file(path)
         return _safetensors(name, path) if path.suffix == ".safetensors" else _pickled(name, path)
     except Exception as error:  # a damaged file makes the readers raise nearly anything
         cause = first_line(error)
-        raise ValueError(f"--pretrained {name} is no readable file of weights: {cause}") from None
+        raise ValueError(f"--pretrained {name} is not a readable weights file: {cause}") from None
 
 
 def _safetensors(name: str, path: Path) -> Weights:
@@ -117,11 +121,11 @@ def _sizes(about: str, tensors: int) -> dict[str, Any]:
     except ValueError:
         saved = None
     if not isinstance(saved, dict):
-        raise ValueError("settings in its metadata are no JSON object")
+        raise ValueError("settings in its metadata are not a JSON object")
     sizes = {key: saved[key] for key in ("model", *_SIZES) if saved.get(key) is not None}
     for key, value in sizes.items():
         if not _fits(key, value, tensors):
-            raise ValueError(f"its settings have {key} {repr(value)[:40]}, as no run has")
+            raise ValueError(f"its settings have an invalid {key}, got {repr(value)[:40]}")
     return sizes
 
 
@@ -148,7 +152,7 @@ def _pickled(name: str, path: Path) -> Weights:
         if isinstance(saved, Mapping) and isinstance(saved.get(key), Mapping):
             saved = saved[key]
     if not isinstance(saved, Mapping) or not all(isinstance(t, Tensor) for t in saved.values()):
-        raise ValueError("not tensors by name")
+        raise ValueError(f"must contain a dict of tensors by name, got {type(saved).__name__}")
     return Weights(name, dict(saved))
 
 

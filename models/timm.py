@@ -1,4 +1,4 @@
-"""Registers the paper's vision models with timm, as ``leaner_`` and the name of ``papers.model``.
+"""Register the paper's vision models with timm, as ``leaner_`` and the name of ``papers.model``.
 
 ``import models.timm`` once; then ``timm.create_model("leaner_xcit_medium_lean", num_classes=10)``
 and timm's own scripts know them.

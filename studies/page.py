@@ -1,4 +1,4 @@
-"""Writes the studies of docs/studies.md and their plots from the recorded results.
+"""Write the studies of docs/studies.md and their plots from the recorded results.
 
 python -m studies.page
 """
@@ -83,7 +83,11 @@ def _section(study: Study, found: dict[str, Any], plot: str | None = None) -> st
     runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
     seconds = mean(run["seconds"] for run in found["runs"])
     machine = found["machine"]
-    again = sorted(RESULTS.glob(f"{study.name}-from-*.json"))
+    again = [
+        path
+        for scale in ("", *(f"{name}-" for name in study.scales))
+        for path in sorted(RESULTS.glob(f"{study.name}-{scale}from-*.json"))
+    ]
     reruns = [_rerun(json.loads(path.read_text()), found) for path in again]
     ran = (
         f"{arms} arms of {found['seeds']} seeds, `{scale.script} {' '.join(scale.flags)}`: "
@@ -130,12 +134,27 @@ def _by_arm(study: Study, found: dict[str, Any]) -> str:
     return tabulate(rows, headers, "github", disable_numparse=True)
 
 
-def _rerun(other: dict[str, Any], found: dict[str, Any]) -> str:
-    """Return how the verdicts of other seeds compare."""
-    one, two = ({c.claim: v for c, _, v in judged(_claims(each))} for each in (found, other))
-    differ = [f"{c}: {one[c]}, then {two[c]}" for c in two if one[c] != two[c]]
-    alike = f"{len(two) - len(differ)} of {len(two)} verdicts are the same"
-    return f"**Again** with seeds from {other['first_seed']}: " + "; ".join([alike, *differ]) + "."
+def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
+    """Return how the verdicts of other seeds compare; of another scale, also its claims."""
+    before, after = (
+        {claim.claim: verdict for claim, _, verdict in judged(_claims(results))}
+        for results in (original, other)
+    )
+    differ = [
+        f"{name}: {before[name]}, then {after[name]}"
+        for name in after
+        if before[name] != after[name]
+    ]
+    alike = f"{len(after) - len(differ)} of {len(after)} verdicts are the same"
+    text = f"**Again** with seeds from {other['first_seed']}"
+    if other["scale"] == original["scale"]:
+        return f"{text}: " + "; ".join([alike, *differ]) + "."
+    seconds = mean(run["seconds"] for run in other["runs"])
+    text += (
+        f", `--scale {other['scale']}`, {other['machine']['jobs']} at once, {seconds:.0f} s each "
+        f"(Python {other['versions']['python']}, torch {other['versions']['torch']}): "
+    )
+    return text + "; ".join([alike, *differ]) + ".\n\n" + table(_claims(other), "github")
 
 
 def draw(study: Study, found: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Does kappa before training tell which model will be better, as a planner would want?
+"""Does kappa before training predict which model will be better?
 
 python -m studies.planner
 """

@@ -111,10 +111,12 @@ def _ratio(found: Sequence[dict[str, Any]], name: str | None) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict, and print the study's part of the page."""
     parser = argparse.ArgumentParser(prog=f"python -m studies.{NAME}", description=QUESTION)
-    parser.add_argument("--record", action="store_true", help="write studies/results")
-    given = parser.parse_args(argv)
+    parser.add_argument(
+        "--record", action="store_true", help="write the predictions to studies/results"
+    )
+    args = parser.parse_args(argv)
     found = predictions()
-    if given.record:
+    if args.record:
         (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(section(found))
 

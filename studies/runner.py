@@ -1,4 +1,4 @@
-"""Runs a study: arms times seeds, two processes at once, each a run of its script."""
+"""Run a study: every arm with every seed, several processes at once."""
 
 import argparse
 import json
@@ -30,36 +30,47 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=study.command or f"python -m studies.{study.name}",
         description=study.question,
-        epilog="What follows -- goes to every run, such as -- --data /data/imagenet.",
+        epilog="Arguments after -- are passed to every run: -- --data /data/imagenet.",
     )
-    parser.add_argument("--scale", choices=list(study.scales), default="cpu")
-    parser.add_argument("--first-seed", type=int, default=0, help="added to every seed")
-    parser.add_argument("--jobs", type=int, help="runs at once (2; on a GPU 8)")
-    parser.add_argument("--out", type=Path, help="folder of the runs; one that has some goes on")
-    parser.add_argument("--dry-run", action="store_true", help="print what it costs and stop")
     parser.add_argument(
-        "--record", action="store_true", help="write the results to studies/results"
+        "--scale", choices=list(study.scales), default="cpu", help="size of the study (cpu)"
+    )
+    parser.add_argument("--first-seed", type=int, default=0, help="number added to every seed (0)")
+    parser.add_argument("--jobs", type=int, help="number of runs at once (2; on a GPU 8)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the runs, whose unfinished runs continue (a folder in runs/studies)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the cost of the study, then exit"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="also write the results to studies/results"
     )
     parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    scale = study.scales[given.scale]
-    jobs = scale.jobs if given.jobs is None else given.jobs
-    if jobs < 1 or given.first_seed < 0:
-        parser.error("--jobs must be at least 1 and --first-seed at least 0")
-    name = _name(study, given.scale, given.first_seed)
+    args = parser.parse_args(argv)
+    scale = study.scales[args.scale]
+    jobs = scale.jobs if args.jobs is None else args.jobs
+    if jobs < 1 or args.first_seed < 0:
+        parser.error(
+            f"--jobs must be at least 1 and --first-seed at least 0, got {jobs} and "
+            f"{args.first_seed}"
+        )
+    name = _name(study, args.scale, args.first_seed)
     runs = [
-        _Run(arm, given.first_seed + arm.first_seed + number)
+        _Run(arm, args.first_seed + arm.first_seed + number)
         for number in range(scale.seeds)
         for arm in scale.arms
     ]
     sys.stdout.write(_cost(study, scale, len(runs), jobs) + "\n")
-    if given.dry_run:
+    if args.dry_run:
         return
-    out = (given.out or ROOT / "runs" / "studies" / name).resolve()
+    out = (args.out or ROOT / "runs" / "studies" / name).resolve()
     commit = _commit()
     try:
-        _take(out, {"flags": [scale.script, *scale.flags, *given.more], "arms": _flags(scale)})
-        _train(runs, scale, given.more, out, jobs)
+        _take(out, {"flags": [scale.script, *scale.flags, *args.more], "arms": _flags(scale)})
+        _train(runs, scale, args.more, out, jobs)
         measured = [run.measures(out) for run in runs]
         claims = study.decide(measured, scale)
     except (ValueError, _FailedError) as error:
@@ -67,8 +78,8 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from None
     found = {
         "study": study.name,
-        "scale": given.scale,
-        "first_seed": given.first_seed,
+        "scale": args.scale,
+        "first_seed": args.first_seed,
         "seeds": scale.seeds,
         "commit": commit,
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": jobs},
@@ -78,7 +89,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     }
     text = json.dumps(found, indent=1) + "\n"
     (out / "results.json").write_text(text)
-    if given.record:
+    if args.record:
         (RESULTS / f"{name}.json").write_text(text)
     sys.stdout.write(table(claims) + "\n" + f"written to {out}\n")
 
@@ -111,7 +122,7 @@ def recorded(name: str) -> list[dict[str, Any]]:
     path = RESULTS / f"{name}.json"
     if not path.exists():
         raise ValueError(
-            f"this study reads {path.name}: run python -m studies.{name} --record first"
+            f"this study needs {path.name}: run python -m studies.{name} --record first"
         )
     return json.loads(path.read_text())["runs"]
 

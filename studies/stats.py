@@ -1,4 +1,4 @@
-"""Effects over seeds: intervals by the bootstrap, and tests that pair runs of one seed."""
+"""Effects over seeds: bootstrap intervals, and tests on pairs of runs with one seed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,10 +20,13 @@ def table(runs: Sequence[Any], arms: Sequence[str], measure: str) -> np.ndarray:
         own = sorted((run for run in runs if run["arm"] == arm), key=lambda run: run["seed"])
         values = [run[measure] for run in own]
         if None in values:
-            raise ValueError(f"{measure} of {arm} is not known for every seed")
+            raise ValueError(f"{measure} of {arm} must be known for every seed")
         columns.append(values)
     if len({len(column) for column in columns}) != 1 or not columns[0]:
-        raise ValueError(f"runs are missing: {[len(column) for column in columns]} of {list(arms)}")
+        raise ValueError(
+            f"every arm of {list(arms)} must have as many runs, got "
+            f"{[len(column) for column in columns]}"
+        )
     return np.array(columns, dtype=float).T
 
 

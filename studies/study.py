@@ -1,4 +1,4 @@
-"""What a study is: its question, its arms as data, and what decides it."""
+"""Define a study: its question, its arms as data, and its decision rule."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -173,23 +173,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure the models of the other study; see ``--help``."""
     parser = argparse.ArgumentParser(prog=f"python -m studies.{NAME}", description=QUESTION)
     runs = ROOT / "runs" / "studies" / STUDY.name
-    parser.add_argument("--runs", type=Path, default=runs, help="folder of the other study's runs")
-    parser.add_argument("--record", action="store_true", help="write results to studies/results")
-    given = parser.parse_args(argv)
+    parser.add_argument(
+        "--runs",
+        type=Path,
+        default=runs,
+        help=f"folder of the runs of studies.{STUDY.name} (runs/studies/{STUDY.name})",
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="write the results to studies/results"
+    )
+    args = parser.parse_args(argv)
     wide = [arm for arm in STUDY.scales["cpu"].arms if arm.group != "null" and _width(arm) > TOKENS]
     folders = [
-        (arm, path) for arm in wide for path in sorted((given.runs / arm.name).glob("seed-*"))
+        (arm, path) for arm in wide for path in sorted((args.runs / arm.name).glob("seed-*"))
     ]
     folders = [(arm, path) for arm, path in folders if (path / "summary.json").exists()]
     if not folders:
-        parser.error(f"no runs in {given.runs}: run python -m studies.{STUDY.name} first")
+        parser.error(f"no runs in {args.runs}: run python -m studies.{STUDY.name} first")
     measured = [
         {"arm": arm.name, "seed": int(path.name.removeprefix("seed-")), **measure(path)}
         for arm, path in folders
     ]
     claims = decide(measured, [arm.name for arm in wide])
     found = {"runs": measured, "claims": [dataclasses.asdict(claim) for claim in claims]}
-    if given.record:
+    if args.record:
         (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
     sys.stdout.write(table(claims) + "\n")
 

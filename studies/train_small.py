@@ -1,4 +1,4 @@
-"""Train one small model on one task, in minutes on one core, and write what it reached.
+"""Train one small model on one task, in minutes on one core, and write its results.
 
     python studies/train_small.py --task python --depth 6 --heads 8 --mlp-ratio 2 --out runs/lean
 
@@ -124,20 +124,21 @@ TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--task", choices=list(TASKS), required=True)
-    parser.add_argument("--context", type=int, default=CONTEXT, help="of the task python")
-    parser.add_argument("--depth", type=int, default=10)
-    parser.add_argument("--heads", type=_numbers, default=[6], help="one, or one for each layer")
-    parser.add_argument("--head-dim", type=_numbers, default=[16], help="likewise")
-    parser.add_argument("--mlp-ratio", type=float, default=4.0)
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--device", default="cpu", help="cuda for a GPU")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", help="has no effect: a run is short and begins anew")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    add = parser.add_argument
+    add("--task", choices=list(TASKS), required=True, help="task to learn")
+    add("--context", type=int, default=CONTEXT, help=f"bytes of a sequence of python ({CONTEXT})")
+    add("--depth", type=int, default=10, help="number of layers (10)")
+    add("--heads", type=_numbers, default=[6], help="heads: one value, or one per layer (6)")
+    add("--head-dim", type=_numbers, default=[16], help="head width: one value, or per layer (16)")
+    add("--mlp-ratio", type=float, default=4.0, help="hidden width of the MLP over --width (4)")
+    add("--width", type=int, default=96, help="embedding width (96)")
+    add("--steps", type=int, default=1000, help="optimizer steps (1000)")
+    add("--batch-size", type=int, default=32, help="items per step (32)")
+    add("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
+    add("--device", default="cpu", help="cpu or cuda (cpu)")
+    add("--seed", type=int, default=0, help="seed of the initial weights and the data order (0)")
+    add("--resume", help="ignored: runs are short and always start anew")
+    add("--out", type=Path, required=True, help="folder to write the results to")
     return parser.parse_args(argv)
 
 
@@ -145,69 +146,69 @@ def _numbers(text: str) -> list[int]:
     return [*map(int, text.split(","))]
 
 
-def build(given: argparse.Namespace) -> nn.Module:
+def build(args: argparse.Namespace) -> nn.Module:
     """Return the model of a task and sizes, on the default device."""
-    heads, head_dim = (of[0] if len(of) == 1 else of for of in (given.heads, given.head_dim))
+    heads, head_dim = (of[0] if len(of) == 1 else of for of in (args.heads, args.head_dim))
     sizes: dict[str, Any] = {
-        "embed_dim": given.width,
-        "depth": given.depth,
-        "mlp_ratio": given.mlp_ratio,
+        "embed_dim": args.width,
+        "depth": args.depth,
+        "mlp_ratio": args.mlp_ratio,
     }
     sizes |= {"heads": heads, "head_dim": head_dim}
-    if given.task == "python":
-        return GPT(vocab_size=256, sequence_length=given.context, **sizes)
+    if args.task == "python":
+        return GPT(vocab_size=256, sequence_length=args.context, **sizes)
     return GPT(vocab_size=1 + len(listops.SYMBOLS), sequence_length=LONGEST, **sizes)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train one model from the command line."""
-    given = arguments(argv)
-    task = python_bytes(given.context) if given.task == "python" else TASKS[given.task]()
-    start_memory = _peak_memory(given.device)
-    torch.manual_seed(given.seed)
-    model = build(given).to(given.device)
-    first = _kappas(model, task, given.device, 0)
+    args = arguments(argv)
+    task = python_bytes(args.context) if args.task == "python" else TASKS[args.task]()
+    start_memory = _peak_memory(args.device)
+    torch.manual_seed(args.seed)
+    model = build(args).to(args.device)
+    first = _kappas(model, task, args.device, 0)
     started = time.perf_counter()
     cpu_started = time.process_time()
-    _train(model, task, given)
+    _train(model, task, args)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-    loss, accuracy = _evaluate(model, task, given.device)
+    loss, accuracy = _evaluate(model, task, args.device)
     summary = {
         "held_out_loss": loss,
         "held_out_accuracy": accuracy,
         "params": sum(parameter.numel() for parameter in model.parameters()),
         # A backward takes twice the products of a forward.
-        "train_flops": 3 * model.flops_per_sequence() * given.batch_size * given.steps,
-        "peak_memory_bytes": _peak_memory(given.device) - start_memory,
+        "train_flops": 3 * model.flops_per_sequence() * args.batch_size * args.steps,
+        "peak_memory_bytes": _peak_memory(args.device) - start_memory,
         "seconds": seconds,
         "cpu_seconds": cpu,
         "torch": torch.__version__,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    rows = [*first, *_kappas(model, task, given.device, given.steps)]
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = [*first, *_kappas(model, task, args.device, args.steps)]
     lines = (json.dumps({name: row[name] for name in ("step", "layer", "kappa")}) for row in rows)
-    (given.out / "kappa_probe.jsonl").write_text("".join(line + "\n" for line in lines))
-    whole = given.out / ".summary.json"
+    (args.out / "kappa_probe.jsonl").write_text("".join(line + "\n" for line in lines))
+    whole = args.out / ".summary.json"
     whole.write_text(json.dumps(summary, indent=1) + "\n")
-    whole.rename(given.out / "summary.json")
+    whole.rename(args.out / "summary.json")
     sys.stdout.write(json.dumps(summary) + "\n")
 
 
-def _train(model: nn.Module, task: Task, given: argparse.Namespace) -> None:
+def _train(model: nn.Module, task: Task, args: argparse.Namespace) -> None:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     betas = (0.9, 0.95)
-    optimizer = torch.optim.AdamW(groups, lr=given.lr, betas=betas, fused=True)
-    order = np.random.default_rng(given.seed)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, fused=True)
+    order = np.random.default_rng(args.seed)
     model.train()
-    for step in range(given.steps):
-        rise = min(1.0, (step + 1) / (0.1 * given.steps))
-        rate = given.lr * rise * 0.5 * (1 + math.cos(math.pi * step / given.steps))
+    for step in range(args.steps):
+        rise = min(1.0, (step + 1) / (0.1 * args.steps))
+        rate = args.lr * rise * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        batch = task.pick(order.integers(task.items, size=given.batch_size))
-        loss = F.cross_entropy(*task.scores(model, _on(batch, given.device)))
+        batch = task.pick(order.integers(task.items, size=args.batch_size))
+        loss = F.cross_entropy(*task.scores(model, _on(batch, args.device)))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,5 +1,6 @@
 """The examples run as their README says, on a CPU, and print what they are there to show."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,35 +13,80 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 # What a reader would look for in each one's output.
 SHOWS = {
     "accelerate_kappa.py": r"(?ms)^step 20: loss \d.*^encoder\.layers\.1\.self_attn +8x4 +12 +\d",
+    "bert_finetune.py": r"(?ms)'eval_accuracy'.*^step 25:.*\.3\.attention\.self +8x8 +32 +\d",
     "fast_inference.py": r"(?m)^ +compiled .* \d\.\de-0[5-9]\n +package .* \d\.\de-0[5-9]$",
-    "monitor_kappa.py": r"(?m)^layers\.1\.self_attn +12x64 +197 +\d.* recomputed$",
+    "kappa_layer_by_layer.ipynb": r"(?ms), random weights$.*^blocks\.11\.attn +6x64 +197 +\d",
+    "nanogpt.py": r"(?ms)^step 10: loss \d\.\d+, κ \d+ \d+ \d+, .* s$.*^def ",
     "qk_clip.py": r"(?m)^ +15 +\d\.\d+ +(?:[89]|\d\d)\.\d +\d\.\d+ +[2-5]\.\d$",
-    "timm_drop_in.py": r"(?ms)^ +blocks\.11\.attn +\d.*^undone: <class 'timm\.",
-    "transformers_drop_in.py": r"(?m)^  model\.layers\.3\.self_attn: .*kappa \d.*\(same pass\)$",
+    "timm_drop_in.py": r"(?ms)^training step: \d.*^blocks\.11\.attn +\d.*^undone: <class 'timm\.",
 }
 SMALLER = {
     "accelerate_kappa.py": ["--steps", "21"],
+    "bert_finetune.py": ["--epochs", "1"],
     "fast_inference.py": ["--seconds", "0.05"],
+    "nanogpt.py": ["--steps", "10", "--every", "10"],
     "qk_clip.py": ["--steps", "16", "--threshold", "3"],
+    "timm_drop_in.py": ["--model", "vit_tiny_patch16_224"],
 }
+# Runs the code cells of a notebook in one namespace, as Jupyter does, for another model where one
+# is named, and looks at the rows and the figure that they leave.
+NOTEBOOK = """
+import json, math, sys
+
+scope = {}
+for cell in json.load(open(sys.argv[1], encoding="utf-8"))["cells"]:
+    if cell["cell_type"] == "code":
+        exec("".join(cell["source"]), scope)
+        scope["NAME"] = sys.argv[2] if len(sys.argv) > 2 else scope["NAME"]
+rows, (axes,) = scope["rows"], scope["figure"].axes
+assert all(math.isfinite(row["kappa"]) and row["kappa"] >= 1 for row in rows), rows
+kappa, gaussian = axes.lines
+assert list(kappa.get_ydata()) == [row["kappa"] for row in rows]
+assert list(gaussian.get_ydata()) == [row["kappa_gaussian"] for row in rows]
+"""
+
+
+def output(path: Path, arguments: list[str], folder: Path) -> str:
+    """What an example prints."""
+    code = ["-c", NOTEBOOK] if path.suffix == ".ipynb" else []
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(folder / "cache"),
+        "MPLBACKEND": "Agg",
+    }
+    command = [sys.executable, *code, str(path), *arguments]
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def test_every_example_is_listed_and_tried():
-    found = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text("utf-8"), re.M)
+    found = sorted(path.name for kind in ("*.py", "*.ipynb") for path in EXAMPLES.glob(kind))
+    text = (EXAMPLES / "README.md").read_text("utf-8")
+    listed = re.findall(r"^\| \[(\w+\.(?:py|ipynb))\]", text, re.M)
     assert found == sorted(listed) == sorted(SHOWS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_runs_and_shows_what_it_promises(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / name), *SMALLER.get(name, [])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(EXAMPLES.parent),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert re.search(SHOWS[name], run.stdout), run.stdout
+    shown = output(EXAMPLES / name, SMALLER.get(name, []), tmp_path)
+    assert re.search(SHOWS[name], shown), shown
+
+
+@pytest.mark.slow
+def test_the_notebook_takes_a_model_of_transformers(tmp_path):
+    shown = output(EXAMPLES / "kappa_layer_by_layer.ipynb", ["gpt2"], tmp_path)
+    assert re.search(r"(?ms)^BertModel for gpt2, random weights$.*^encoder\.layer\.3\.", shown), (
+        shown
+    )
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES.glob("*.ipynb")], ids=lambda path: path.name)
+def test_a_notebook_is_committed_without_outputs(path):
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [(cell["outputs"], cell["execution_count"]) for cell in code] == [([], None)] * len(code)

@@ -59,35 +59,42 @@ class BertSettings(own_text.TextSettings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: small, which fits the amount of "
-        "text, for files, cramming for hf: and a paper's model",
+        "named set of defaults; chosen from the data if omitted: small, which adapts to the amount "
+        "of text, for files; cramming for hf: and for the paper's models",
         choices=("pydoc", "small", "cramming", "synthetic"),
     )
     model: str | None = flag(
-        None, str, "bert_small, crammed_bert or crammed_bert_lean; follows the recipe"
+        None,
+        str,
+        "bert_small, crammed_bert or crammed_bert_lean; chosen by the recipe if omitted",
     )
-    context: int | None = flag(None, flags.number(int, 8), "tokens of a sequence")
+    context: int | None = flag(None, flags.number(int, 8), "sequence length in tokens")
     mask_rate: float | None = flag(
-        None, flags.number(float, 0.01, 1, open_high=True), "share of the tokens to be named"
+        None, flags.number(float, 0.01, 1, open_high=True), "fraction of the tokens to predict"
     )
     max_density: float | None = flag(
         None,
         flags.number(float, 0),
-        "leave out documents with more tokens per character than this; 0 takes all",
+        "skip documents with more tokens per character than this; 0 keeps all",
     )
     finetune: str | None = flag(
-        None, str, "fine-tune a pre-trained model instead", choices=("glue",)
+        None, str, "fine-tune a pre-trained model instead of pre-training", choices=("glue",)
     )
     glue: str | None = flag(
         None,
         str,
-        "with --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet",
+        "data for --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet",
     )
     checkpoint: str | None = flag(
-        None, str, "with --finetune: a run of this script, one of its checkpoints, or its weights"
+        None,
+        str,
+        "pre-trained model for --finetune: a run of this script, one of its checkpoints, or its "
+        "weights",
     )
     tasks: tuple[str, ...] | None = flag(
-        None, lambda text: tuple(text.split(",")), "with --finetune: which, cola,rte; otherwise all"
+        None,
+        lambda text: tuple(text.split(",")),
+        "GLUE tasks for --finetune, separated by commas: cola,rte; all if omitted",
     )
 
 
@@ -399,18 +406,17 @@ def _of_the_checkpoint(settings: BertSettings, pretrained: Weights) -> BertSetti
     for name in _FROM_CHECKPOINT:
         if getattr(settings, name) is not None:
             flag = name.replace("_", "-")
-            raise ValueError(f"--finetune takes the model of --checkpoint: leave out --{flag}")
+            raise ValueError(f"--finetune uses the model of --checkpoint: leave out --{flag}")
     saved = pretrained.settings
     if "mask_rate" not in saved or saved.get("finetune") is not None:
-        raise ValueError(
-            f"--checkpoint must be of pre-training by this script, got {pretrained.path}"
-        )
+        raise ValueError(f"--checkpoint must be pre-trained by this script, got {pretrained.path}")
     own = {name: _hashable(saved[name]) for name in _FROM_CHECKPOINT}
     beside = pretrained.run / "tokenizer.json"
     tokenizer = settings.tokenizer or (str(beside) if beside.exists() else saved["tokenizer"])
     if tokenizer != "bytes" and not Path(tokenizer).exists():
         raise ValueError(
-            f"--tokenizer must be that of --checkpoint, a file, and {tokenizer} is not there"
+            f"--tokenizer must be the tokenizer.json of --checkpoint, got {tokenizer}, which does "
+            "not exist"
         )
     return dataclasses.replace(settings, data=settings.glue, tokenizer=tokenizer, **own)
 
@@ -467,7 +473,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 raise ValueError(f"--finetune glue needs --{name}")
         for name in ("seeds", "kappa_penalty", "control"):
             if getattr(settings, name) != getattr(BertSettings, name):
-                raise ValueError(f"--finetune glue takes no --{name.replace('_', '-')}")
+                raise ValueError(
+                    f"--finetune glue does not support --{name.replace('_', '-')}: leave it out"
+                )
         tasks = glue.chosen(settings.tasks)
     runs = {t.name: dataclasses.replace(settings, tasks=(t.name,)) for t in tasks}
     engine.several(PROGRAM, runs, make_task, name="bert-glue", sum_up=_sum_up)

@@ -1,4 +1,4 @@
-"""The weights of a run in one safetensors file, which any program reads and nothing runs.
+"""Export the weights of a run to one safetensors file.
 
 python -m train.export RUN_OR_CHECKPOINT OUT.safetensors [--last]
 
@@ -54,7 +54,7 @@ def add_last(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--last",
         action="store_true",
-        help="of a run the newest weights, not the best ones on the held-out items",
+        help="use the newest weights of a run, not those with the best held-out score",
     )
 
 
@@ -65,18 +65,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "weights",
         metavar="RUN_OR_CHECKPOINT",
         type=as_path,
-        help="folder of a run, whose best weights on the held-out items are taken, or one of its "
-        "checkpoints",
+        help="run folder, for its weights with the best held-out score, or one of its checkpoints",
     )
-    parser.add_argument("out", metavar="OUT", type=as_path, help="the safetensors file")
+    parser.add_argument("out", metavar="OUT", type=as_path, help="safetensors file to write")
     add_last(parser)
     args = parser.parse_args(argv)
     with one_line_errors(PROGRAM):
-        found = open_weights(args.weights, "RUN_OR_CHECKPOINT", last=args.last)
-        if "family" in found.about:  # a version before did not write it
-            check_tensors(found, found.info())
-        kept = metadata(found.settings, found.step, found.about, found.tokenizer, found.scores)
-        write(found.read(list(found.shapes)), args.out, kept)
+        saved = open_weights(args.weights, "RUN_OR_CHECKPOINT", last=args.last)
+        if "family" in saved.about:  # a version before did not write it
+            check_tensors(saved, saved.info())
+        kept = metadata(saved.settings, saved.step, saved.about, saved.tokenizer, saved.scores)
+        write(saved.read(list(saved.shapes)), args.out, kept)
 
 
 if __name__ == "__main__":

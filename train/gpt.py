@@ -48,30 +48,43 @@ class GptSettings(own_text.TextSettings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: repository for tinystories, "
-        "small, which fits the amount of text, for files, modern for hf: and a paper's model",
+        "named set of defaults; chosen from the data if omitted: repository for tinystories; "
+        "small, which adapts to the amount of text, for files; modern for hf: and for the paper's "
+        "models",
         choices=("pydoc", "small", "repository", "modern", "synthetic"),
     )
     model: str | None = flag(
-        None, str, "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; follows the recipe"
+        None,
+        str,
+        "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; chosen by the recipe if omitted",
     )
-    seed: int | None = flag(None, flags.count, "of the initial weights, the windows, the samples")
-    context: int | None = flag(None, flags.positive, "tokens that the model sees; follows it")
+    seed: int | None = flag(
+        None, flags.count, "seed of the initial weights, the data order and the samples"
+    )
+    context: int | None = flag(None, flags.positive, "sequence length in tokens (from --model)")
     windows: str | None = flag(
         None,
         str,
-        "all: an epoch has every token once, cut from another place each time; random: sequences "
-        "drawn from anywhere",
+        "all cuts the text into sequences that cover it once per epoch, at a new offset each time; "
+        "random draws sequences from anywhere",
         choices=("all", "random"),
     )
     head_bias: bool | None = flag(
-        None, None, "a bias in the classifier; without one, transformers' GPT-2 can be exported to"
+        None,
+        None,
+        "add a bias to the classifier; a model without it can be exported to transformers' GPT-2",
     )
-    prompt: str = flag("", flags.in_utf8, "what samples begin with; a new document when empty")
-    samples: int = flag(3, flags.count, "texts to write at the end; 0 writes none")
-    sample_tokens: int = flag(200, flags.positive, "tokens of each after the prompt")
-    temperature: float = flag(0.8, flags.number(float, 0), "of samples; 0 takes the likeliest")
-    top_k: int | None = flag(None, flags.positive, "draw samples among the likeliest tokens alone")
+    prompt: str = flag("", flags.in_utf8, "beginning of each sample; a new document if empty")
+    samples: int = flag(3, flags.count, "number of texts to generate at the end; 0 disables it")
+    sample_tokens: int = flag(
+        200, flags.positive, "tokens to generate per sample, after the prompt"
+    )
+    temperature: float = flag(
+        0.8, flags.number(float, 0), "sampling temperature; 0 picks the most likely token"
+    )
+    top_k: int | None = flag(
+        None, flags.positive, "sample only from this many of the most likely tokens; all if omitted"
+    )
 
 
 # Bytes of one small text, learned in a minute on two cores.
@@ -334,7 +347,8 @@ def legible(text: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a GPT; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__, argv, GptSettings, recipes=RECIPES)
+    recipes = {name: {"head_bias": True} | recipe for name, recipe in RECIPES.items()}
+    settings = flags.parse(PROGRAM, __doc__, argv, GptSettings, recipes=recipes)
     engine.main(PROGRAM, settings, make_task)
 
 

@@ -37,7 +37,9 @@ PROGRAM = "lra.py"
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = tuple(flags.positive(part) for part in text.split(","))
     if len(sizes) != len(SPLITS):
-        raise flags.argparse.ArgumentTypeError(f"must be three numbers, got {text!r}")
+        raise flags.argparse.ArgumentTypeError(
+            f"must be three numbers separated by commas, got {text!r}"
+        )
     return sizes
 
 
@@ -54,38 +56,58 @@ class LraSettings(flags.Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does: paper with --task, --data or a model of "
-        "the paper, else quick, which is short lists and a small model",
+        "named set of defaults; if omitted, paper with --task, --data or a model of the paper, and "
+        "otherwise quick, which trains a small model on short lists",
         choices=("quick", "paper"),
     )
-    task: str | None = flag(None, str, "of the Long-Range Arena (listops)", choices=tuple(TASKS))
+    task: str | None = flag(
+        None, str, "task of the Long-Range Arena (listops)", choices=tuple(TASKS)
+    )
     model: str | None = flag(
-        None, str, "nystromformer_small, or a row such as nystromformer_listops_lean; follows it"
+        None,
+        str,
+        "nystromformer_small, or a row of the paper such as nystromformer_listops_lean; chosen by "
+        "the recipe and --task if omitted",
     )
     data: str | None = flag(
-        None, str, "generated, for listops and pathfinder, or the folder of the published files"
+        None,
+        str,
+        "folder of the published files, or generated, for listops and pathfinder only",
     )
     attention: str | None = flag(
-        None, str, "between landmarks, or all tokens", choices=("nystrom", "softmax")
+        None,
+        str,
+        "nystrom attends through landmarks, softmax attends to all tokens",
+        choices=("nystrom", "softmax"),
     )
-    landmarks: int | None = flag(None, flags.number(int, 1, 256), "of Nyström attention")
+    landmarks: int | None = flag(
+        None, flags.number(int, 1, 256), "number of landmarks of Nyström attention"
+    )
     conv: int | None = flag(
-        None, flags.count, "tokens under the convolution of the values; 0 goes without, as counted"
+        None,
+        flags.count,
+        "kernel size of the convolution over the values, in tokens; 0 disables it",
     )
     init: str | None = flag(
         None,
         str,
-        "scale of the pseudo-inverse: of each matrix, or of the batch, as published",
+        "initial scale of the pseudo-inverse: one per matrix, or one per batch, as published",
         choices=("matrix", "batch"),
     )
     sizes: tuple[int, ...] | None = flag(
-        None, _sizes, "generated items to train on, to choose the weights, to test: 96000,2000,2000"
+        None,
+        _sizes,
+        "number of items to generate for training, development and test: 96000,2000,2000",
     )
-    data_seed: int = flag(0, flags.count, "of generated items, whatever --seed is")
-    cache: str = flag("runs/data", str, "folder that keeps generated items")
-    length: int | None = flag(None, flags.positive, "tokens read of an item of text")
+    data_seed: int = flag(0, flags.count, "seed of the generated items, independent of --seed")
+    cache: str = flag("runs/data", str, "folder that caches generated items")
+    length: int | None = flag(
+        None, flags.positive, "tokens to read of each text; the rest is cut off"
+    )
     upstream_dev: bool = flag(
-        False, None, "choose the weights for Text on its test reviews, as upstream does"
+        False,
+        None,
+        "select the best weights for --task text on its test reviews, as the published code does",
     )
 
 
@@ -200,7 +222,9 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         ValueError: no such model or data, or sizes that do not fit each other.
     """
     if settings.kappa_penalty:
-        raise ValueError("--kappa-penalty is for sequences without padding, which these have")
+        raise ValueError(
+            "--kappa-penalty needs sequences without padding, which these tasks have: leave it out"
+        )
     settings, key = _filled(settings)
     shape = TASKS[settings.task]
     length = shape.length(settings.length)
@@ -267,7 +291,7 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, str]:
     task = settings.task or "listops"
     if name == "quick" and (task != "listops" or settings.data not in (None, GENERATED)):
         raise ValueError(
-            "--recipe quick is of --task listops and --data generated alone, got "
+            "--recipe quick needs --task listops and --data generated, got "
             f"{task} and {settings.data or GENERATED}"
         )
     key = task if name == "paper" else name
@@ -288,12 +312,14 @@ def _check(settings: LraSettings, shape: Shape, length: int, sizes: Mapping[str,
         )
     if shape.vocab > sizes["vocab_size"]:
         raise ValueError(
-            f"--model must have the {shape.vocab} tokens of --task {settings.task}, got "
-            f"{settings.model}, which has {sizes['vocab_size']}"
+            f"--model must have a vocabulary of {shape.vocab} tokens for --task {settings.task}, "
+            f"got {settings.model}, which has {sizes['vocab_size']}"
         )
     landmarks = settings.landmarks
     if settings.attention == "nystrom" and landmarks < length and length % landmarks:
-        raise ValueError(f"--landmarks must divide the {length} tokens, got {landmarks}")
+        raise ValueError(
+            f"--landmarks must divide the {length} tokens of a sequence, got {landmarks}"
+        )
     Split(settings.batch_size, int(os.environ.get("WORLD_SIZE", 1)), settings.accum)
 
 

@@ -1,4 +1,4 @@
-"""Use a trained model: name pictures, or continue text.
+"""Classify pictures or continue text with a trained model.
 
 python -m train.predict WEIGHTS FILES...
 """
@@ -35,8 +35,8 @@ EXAMPLES = """examples:
   python -m train.predict runs/vit_digits-digits-1 photographs/ cat.jpg --top 3
   python -m train.predict runs/gpt_small-pydoc-1 --prompt "The module " --tokens 100
 
-WEIGHTS is a run's folder, one of its checkpoints, or a safetensors file that it left. Of a run the
-weights are taken that were best on its held-out items."""
+WEIGHTS is a run folder, one of its checkpoints, or a safetensors file from it. A run folder stands
+for the weights with the best score on the held-out items."""
 
 Row = dict[str, Any]
 
@@ -49,11 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         predict = {"images": _name_pictures, "next token": _continue}.get(info.task)
         if predict is None:
             raise ValueError(
-                f"{info.path} is of the task {info.task or 'unknown'}: pictures are named and text "
-                "is continued here; train.export.load gives the model"
+                f"{info.path} must be a model of images or of the next token, got one of the task "
+                f"{info.task or 'unknown'}: load it with train.export.load"
             )
         if info.task == "images" and args.prompt is not None:
-            raise ValueError(f"{info.path} takes pictures, and no --prompt")
+            raise ValueError(
+                f"--prompt needs a language model, got {info.path}, which takes pictures"
+            )
         whole, said = True, False
         for row in predict(model.to(args.device), info, args):
             if not said:
@@ -78,23 +80,41 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("weights", metavar="WEIGHTS", type=as_path)
+    parser.add_argument("weights", metavar="WEIGHTS", type=as_path, help="trained model, see below")
     parser.add_argument(
-        "files", metavar="FILE", type=as_path, nargs="*", help="pictures, folders of them, or texts"
+        "files",
+        metavar="FILE",
+        type=as_path,
+        nargs="*",
+        help="pictures, folders of pictures, or text files",
     )
     add_last(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--top", type=positive, default=5, help="how many labels (5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
+    parser.add_argument("--top", type=positive, default=5, help="number of labels to print (5)")
     parser.add_argument(
-        "--prompt", action="append", type=in_utf8, help="text, instead of a file of it"
+        "--prompt",
+        action="append",
+        type=in_utf8,
+        help="text to continue, instead of a file; may be repeated",
     )
-    parser.add_argument("--tokens", type=count, default=100, help="that a GPT adds (100)")
     parser.add_argument(
-        "--temperature", type=number(float, 0), default=0.8, help="0 takes the likeliest (0.8)"
+        "--tokens", type=count, default=100, help="number of tokens to generate (100)"
     )
-    parser.add_argument("--top-k", type=positive, help="draw among the likeliest tokens alone")
-    parser.add_argument("--seed", type=count, default=0, help="of what is drawn (0)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--temperature",
+        type=number(float, 0),
+        default=0.8,
+        help="sampling temperature; 0 picks the most likely token (0.8)",
+    )
+    parser.add_argument(
+        "--top-k", type=positive, help="sample only from this many of the most likely tokens (all)"
+    )
+    parser.add_argument("--seed", type=count, default=0, help="seed of the sampling (0)")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="device to run on (cuda if available, otherwise cpu)",
+    )
     return parser
 
 
@@ -141,7 +161,7 @@ def _pictures(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(f for f in files_below(path) if f.suffix.lower() in PICTURES)
         if not inside:
-            raise ValueError(f"{path} holds no picture")
+            raise ValueError(f"{path} holds no pictures: give pictures, or folders of them")
         chosen += inside
     if not chosen:
         raise ValueError("no files: give pictures, or folders of them")
@@ -174,7 +194,9 @@ def _name_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> It
 
 def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[Row]:
     if info.tokenizer is None:
-        raise ValueError(f"{info.path} has no tokeniser")
+        raise ValueError(
+            f"{info.path} contains no tokeniser: give a run folder or weights exported from one"
+        )
     if not args.files and args.prompt is None:
         raise ValueError("no text: give --prompt or files of text")
     vocab_size = info.arguments.get("vocab_size", 0)
@@ -185,7 +207,7 @@ def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterato
         try:
             text = read()
         except UnicodeDecodeError:
-            yield {"error": f"{name} is no text in UTF-8"}
+            yield {"error": f"{name} is not text in UTF-8"}
             continue
         except ValueError as error:
             yield {"error": str(error)}

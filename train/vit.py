@@ -51,42 +51,58 @@ class ImageSettings(Settings):
     recipe: str | None = flag(
         None,
         str,
-        "what is used where no other flag does; follows the data: for image files paper, or small "
-        "for fewer than 10,000 and for --pretrained",
+        "named set of defaults; chosen from the data if omitted: paper for image files, but small "
+        "for fewer than 10,000 of them or with --pretrained",
         choices=("digits", "synthetic", "small", "paper", "deit"),
     )
     data: str = flag("digits", str, KINDS)
     pretrained: str | None = flag(
-        None, str, "weights to begin with: a file, or timm:NAME, which is downloaded"
+        None, str, "initial weights: a file, or timm:NAME to download timm's; random if omitted"
     )
     img_size: int | None = flag(
-        None, positive, "pixels a side that the model takes; follows the data and --model"
+        None,
+        positive,
+        "image size of the model, in pixels per side (from --data and --model)",
     )
-    patch_size: int | None = flag(None, positive, "pixels a side of a patch; likewise")
+    patch_size: int | None = flag(
+        None, positive, "patch size, in pixels per side (from --data and --model)"
+    )
     in_chans: int | None = flag(
-        None, positive, "channels: 1 turns images grey; 3 unless all images are grey"
+        None,
+        positive,
+        "input channels: 1 converts images to grey; 3 if omitted, or 1 if all images are grey",
     )
-    width: int | None = flag(None, positive, "width of a token, of a model that has one")
+    width: int | None = flag(
+        None, positive, "embedding width, of a model without stages (from --model)"
+    )
     crop: float | None = flag(
-        None, number(float, 0.01, 1), "least share of its area that a crop at random keeps"
+        None,
+        number(float, 0.01, 1),
+        "smallest fraction of the image's area that a random crop keeps",
     )
-    flip: bool | None = flag(None, None, "mirror every other training image, left to right")
+    flip: bool | None = flag(None, None, "mirror training images horizontally at random")
     drop_path: float | None = flag(
-        None, number(float, 0, 1, open_high=True), "rate of stochastic depth"
+        None, number(float, 0, 1, open_high=True), "stochastic depth rate; 0 disables it"
     )
     rand_augment: str | None = flag(
-        None, str, "none, or RandAugment as timm writes it: rand-m9-mstd0.5"
+        None,
+        str,
+        "RandAugment policy in timm's notation, such as rand-m9-mstd0.5; none disables it",
     )
     erase: float | None = flag(
-        None, number(float, 0, 1), "probability of filling a box of an image with noise"
+        None,
+        number(float, 0, 1),
+        "probability of filling a random box of an image with noise; 0 disables it",
     )
     repeats: int | None = flag(
-        None, positive, "times that an epoch takes an image, each changed otherwise"
+        None,
+        positive,
+        "repeated augmentation: differently augmented copies of an image per epoch",
     )
-    mixup: float | None = flag(None, number(float, 0), "alpha of Mixup; 0 does without")
-    cutmix: float | None = flag(None, number(float, 0), "alpha of CutMix; 0 does without")
+    mixup: float | None = flag(None, number(float, 0), "alpha of Mixup; 0 disables it")
+    cutmix: float | None = flag(None, number(float, 0), "alpha of CutMix; 0 disables it")
     smoothing: float | None = flag(
-        None, number(float, 0, 1, open_high=True), "share of a label spread over all classes"
+        None, number(float, 0, 1, open_high=True), "label smoothing; 0 disables it"
     )
 
 
@@ -358,7 +374,8 @@ def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a vision transformer; see ``--help``."""
-    settings = flags.parse(PROGRAM, __doc__, argv, ImageSettings, recipes=RECIPES)
+    recipes = {name: PLAIN_IMAGES | recipe for name, recipe in RECIPES.items()}
+    settings = flags.parse(PROGRAM, __doc__, argv, ImageSettings, recipes=recipes)
     engine.main(PROGRAM, settings, make_task)
 
 

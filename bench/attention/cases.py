@@ -1,4 +1,4 @@
-"""The attention shapes that are measured, and how much work each of them is at the least.
+"""Attention shapes to measure, and the least work that each of them needs.
 
 Letters: B batch, H heads, R query rows, N tokens (keys), D head dimension, T rows of all sequences.
 """

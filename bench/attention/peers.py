@@ -1,4 +1,4 @@
-"""Everything that computes softmax attention, as data: a name, and what builds the callable."""
+"""Peers of softmax attention, as data: a name, and a builder of the callable."""
 
 from collections.abc import Callable
 from functools import partial

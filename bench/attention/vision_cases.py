@@ -1,4 +1,4 @@
-"""The attention of XCiT, DaViT and VOLO that is measured, and how much work it is at the least.
+"""Attention cases of XCiT, DaViT and VOLO, and the least work that each of them needs.
 
 Letters: B batch, N tokens of a square map, H heads, D head dimension, K side of an outlook's patch.
 """

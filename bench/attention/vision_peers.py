@@ -1,4 +1,4 @@
-"""What computes the attention of XCiT, DaViT and VOLO, as data, and its correctness gate.
+"""Peers of the attention of XCiT, DaViT and VOLO, as data, and their correctness gate.
 
 Layouts of the inputs and the output, which is (B, Y, X, H, D) or, of the operators over channels,
 (B, N, H, D): ``packed`` as a projection leaves them; ``windows`` qkv (B W, N, 3, H, D), cut into W

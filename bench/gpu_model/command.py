@@ -1,4 +1,4 @@
-"""What a case of the benchmark does on a GPU that is not there.
+"""Simulate a case of the benchmark on a GPU that is not present.
 
     python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
@@ -195,25 +195,41 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("case", choices=cases, metavar="CASE", help=", ".join(cases))
-    parser.add_argument("--arch", type=int, choices=tuple(units.MODELS), default=90)
-    parser.add_argument("--only", choices=DIRECTIONS, nargs="+", default=DIRECTIONS)
     parser.add_argument(
-        "--lines", type=int, default=8, help="how many of the hottest lines to name"
+        "case", choices=cases, metavar="CASE", help=f"case to simulate: {', '.join(cases)}"
     )
-    parser.add_argument("--unchecked", action="store_true", help="count and time alone: sooner")
-    given = parser.parse_args(argv)
-    whole = cases[given.case]
+    parser.add_argument(
+        "--arch",
+        type=int,
+        choices=tuple(units.MODELS),
+        default=90,
+        help="compute capability to compile for (90)",
+    )
+    parser.add_argument(
+        "--only",
+        choices=DIRECTIONS,
+        nargs="+",
+        default=DIRECTIONS,
+        help="directions to execute (all)",
+    )
+    parser.add_argument(
+        "--lines", type=int, default=8, help="number of the hottest source lines to print (8)"
+    )
+    parser.add_argument(
+        "--unchecked", action="store_true", help="skip the checks, and only count and time"
+    )
+    args = parser.parse_args(argv)
+    whole = cases[args.case]
     part, times = smaller(whole)
-    name, gpu = units.gpu_of(given.arch)
+    name, gpu = units.gpu_of(args.arch)
     found = False
     try:
-        for direction in given.only:
-            executions = run(part, direction, given.arch, times=times, check=not given.unchecked)
+        for direction in args.only:
+            executions = run(part, direction, args.arch, times=times, check=not args.unchecked)
             for execution in executions:
-                used = compile_launch(execution.launch, given.arch)
-                lines = describe(execution, used, given.arch, times, given.lines)
-                print(f"{direction}, sm_{given.arch}", *lines, sep="\n", flush=True)  # noqa: T201
+                used = compile_launch(execution.launch, args.arch)
+                lines = describe(execution, used, args.arch, times, args.lines)
+                print(f"{direction}, sm_{args.arch}", *lines, sep="\n", flush=True)  # noqa: T201
                 found |= bool(execution.findings)
             if direction != "statistics":
                 us = 1e6 * whole.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)

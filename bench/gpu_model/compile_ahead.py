@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs this machine does not have, and reads what each costs there.
+"""Compile kernels for GPUs that this machine lacks, and read the resources that they use.
 
 A launcher is called on tensors without memory (the meta device) while ``recorded`` takes its
 launches instead of running them; each is then compiled by Triton's own binder, so that what is

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels on tensors of the CPU: compiled for a GPU, executed in software."""
+"""Launch Triton kernels on CPU tensors: compiled for a GPU, executed in software."""
 
 import ctypes
 import struct
@@ -232,7 +232,7 @@ def _memory(arguments: dict[str, Any], check: bool) -> _Memory:
     for name, value in arguments.items():
         if isinstance(value, Tensor) and value.numel():
             if value.device.type != "cpu":
-                raise ExecutionError(f"{name} is on {value.device}: only the CPU's memory is read")
+                raise ExecutionError(f"{name} must be on the CPU, got {value.device}")
             storages.setdefault(value.untyped_storage().data_ptr(), []).append((name, value))
     regions = (library.Region * max(1, len(storages)))()
     kept, names = [], []

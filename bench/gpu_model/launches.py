@@ -1,4 +1,4 @@
-"""The launches that the CUDA operators of attention request on a case, recorded without a GPU."""
+"""Record the launches that the CUDA attention operators request on a case, without a GPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

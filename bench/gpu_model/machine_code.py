@@ -1,4 +1,4 @@
-"""What ptxas made of a kernel, and how often each of its instructions runs.
+"""Read the machine code of a kernel, and compute how often each instruction runs.
 
 ptxas moves, joins and unrolls PTX, but it keeps nearly every product, barrier and access
 to memory. How often those ran, by source line, the executor has counted; what flows into a

@@ -1,4 +1,4 @@
-"""Finds products of wgmma whose operand in shared memory may be anywhere.
+"""Find products of wgmma whose operand in shared memory may be anywhere.
 
 A descriptor in uniform registers says where such an operand lies: 14 bits of an address, and what
 is added to them. ptxas 12.8, which Triton 3.6 has for Hopper, leaves out part of what computes some

@@ -1,4 +1,4 @@
-"""Write what the benchmark's cases would take on GPUs that are not here. Nothing is measured.
+"""Predict the times of the benchmark's cases on GPUs that are not present.
 
     python -m bench.gpu_model.predictions OUT.json [--arch 90] [--only CASE ...] [--separate]
 
@@ -98,11 +98,26 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("output", type=Path)
+    parser.add_argument("output", type=Path, help="JSON file to write")
     modelled = tuple(units.MODELS)
-    parser.add_argument("--arch", type=int, nargs="+", choices=modelled, default=modelled)
-    parser.add_argument("--only", nargs="+", choices=[c.name for c in cases], metavar="CASE")
-    parser.add_argument("--separate", action="store_true", help="q, k and v apart, not packed")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=modelled,
+        default=modelled,
+        help="compute capabilities to predict (all)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[c.name for c in cases],
+        metavar="CASE",
+        help="cases to predict (all)",
+    )
+    parser.add_argument(
+        "--separate", action="store_true", help="pass q, k and v as separate tensors, not packed"
+    )
     options = parser.parse_args(argv)
     written: list[dict[str, Any]] = []
     for case in cases:

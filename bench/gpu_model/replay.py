@@ -1,4 +1,4 @@
-"""How long a launch would take: one SM replays what its warps execute.
+"""Predict the time of a launch: replay on one SM what its warps execute.
 
 ptxas writes into each machine instruction how long the next one of the warp waits and which
 scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues

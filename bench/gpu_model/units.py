@@ -1,4 +1,4 @@
-"""How long each unit of an SM is busy with a program: a floor, not a time.
+"""Compute how long each unit of an SM is busy with a program: a lower bound on its time.
 
 A unit that is busy for so many cycles takes them, however well everything else overlaps. A kernel
 comes close to its floor only where enough warps are at hand to hide latencies and barriers; the

@@ -1,1 +1,1 @@
-"""What every benchmark stands on: clocks, counters, the machine, and the gate before a number."""
+"""Shared by all benchmarks: clocks, counters, machine facts and the correctness gate."""

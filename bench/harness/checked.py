@@ -1,4 +1,4 @@
-"""Rows of a benchmark, and peers after their gate: built and checked once for each case."""
+"""Define the rows of a benchmark, and build and check each peer once per case."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""What one call costs beside time: memory and energy."""
+"""Measure the memory and the energy of one call."""
 
 import time
 from collections.abc import Callable, Iterable

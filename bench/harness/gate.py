@@ -1,4 +1,4 @@
-"""The correctness gate: a peer that computes something else gets no number.
+"""The correctness gate: a peer with wrong results is not timed.
 
 The criterion is the project's error budget, against float64: twice what the textbook computation in
 the peer's own dtype errs, plus one rounding of the result. The tests hold the same criterion, and

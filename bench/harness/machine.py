@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the code: versions, hardware, commit, and its ceilings.
+"""Record what a measurement depends on: versions, hardware, commit and hardware ceilings.
 
 ``python -m bench.harness.machine`` writes the facts as JSON. No host name, user name or path is
 among them.

@@ -1,4 +1,4 @@
-"""A way to compute a case, and how the libraries behind it are found.
+"""Define a peer, which computes a case, and import the library behind it.
 
 A builder raises ``AbsentError`` with the reason when its library is missing or does not take the
 case. Each peer gets its inputs in the layout it requests, so that none pays for another's.

@@ -1,1 +1,1 @@
-"""Condition numbers: how fast, how true, and what a monitored step costs."""
+"""Condition numbers: speed, accuracy and the cost of a monitored step."""

@@ -1,4 +1,4 @@
-"""How far is a kappa that ``condition_number`` calls resolved from the truth?
+"""Measure the error of kappa where ``condition_number`` calls it resolved.
 
 Random batches of float32 matrices, as hard as they come, up to 65,536 long, through torch's path;
 the truth comes from a QR decomposition and the singular values of R, in float64, or from how a
@@ -209,7 +209,12 @@ def _bin(number: int, edges: Sequence[int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench.kappa.accuracy", description=__doc__)
-    parser.add_argument("--matrices", type=int, default=MATRICES, help="at least (%(default)s)")
+    parser.add_argument(
+        "--matrices",
+        type=int,
+        default=MATRICES,
+        help="minimum number of matrices to measure (%(default)s)",
+    )
     wanted = parser.parse_args(arguments).matrices
     rows = study(itertools.count(), wanted)
     result = {

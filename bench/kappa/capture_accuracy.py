@@ -1,4 +1,4 @@
-"""How true is kappa of a bfloat16 ViT, by every way of reading it off?
+"""Measure the accuracy of kappa of a bfloat16 ViT, for every way to capture it.
 
 A ViT-B at initialisation sees a photograph in bfloat16. The truth is attention in float64 on the
 model's own queries, keys and values; what differs is only how the heads' outputs are read.
@@ -122,8 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.kappa.capture_accuracy", description=__doc__
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all layers' rows")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the committed results")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write the rows of all layers to FILE"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PNG",
+        help="plot the recorded results to PNG instead of measuring",
+    )
     flags = parser.parse_args(arguments)
     if flags.plot is not None:
         draw(json.loads(RESULTS.read_text("utf-8"))["rows"], flags.plot)

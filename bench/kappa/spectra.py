@@ -1,4 +1,4 @@
-"""Condition numbers as a benchmark: batches of matrices, everything that measures them, the gate.
+"""Condition numbers as a benchmark: batches of matrices, peers and the correctness gate.
 
 The matrices have random singular vectors and log-spaced singular values. Their exact kappa comes
 from LAPACK's singular values in float64, of the very float32 matrices that the peers get.

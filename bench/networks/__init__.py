@@ -1,1 +1,1 @@
-"""Whole models, of images and of language: the rows that are measured, their peers, their gates."""
+"""Benchmarks of whole vision and language models: rows, peers and correctness gates."""

@@ -1,4 +1,4 @@
-"""What the measured rows of the paper share: a model of a row, the sizes that it is built with."""
+"""Shared by the rows of the paper: the model of a row, and the sizes that it is built with."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

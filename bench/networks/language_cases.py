@@ -1,4 +1,4 @@
-"""The language models that are measured: Crammed BERT and GPT-2, and small ones for a CPU."""
+"""Language models to measure: Crammed BERT and GPT-2, and small ones for a CPU."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Language models before they are timed: ours against a copy on the CPU, the others finite."""
+"""Check language models before timing: ours against a copy on the CPU, the others for nan."""
 
 import copy
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""transformers' models of any language row of the paper, as near as its configurations come.
+"""Build transformers' models of the paper's language rows, as close as their options allow.
 
 Each is a module of a batch that returns the mean loss; ``differences`` states in which way it is
 another model than ours.

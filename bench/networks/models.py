@@ -1,4 +1,4 @@
-"""What rows of vision and language share: models with their first weights, steps timed."""
+"""Shared by vision and language rows: models with their initial weights, and timed steps."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,4 +1,4 @@
-"""timm's model of any row of the paper, with the sizes of the row: the peer of our own.
+"""Build timm's model with the sizes of any row of the paper, as a peer of ours.
 
 timm splits the width among the heads; where a row widens it, its attention gets projections of that
 width around its own computation.

@@ -1,4 +1,4 @@
-"""The models that are measured: every vision row of the paper, and small ones for a CPU."""
+"""Vision models to measure: every row of the paper, and small ones for a CPU."""
 
 from collections.abc import Iterator
 from typing import Any

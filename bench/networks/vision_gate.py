@@ -1,4 +1,4 @@
-"""One set of weights in our model and in timm's, and the check that both classify alike."""
+"""Load the same weights into our model and timm's, and check that both classify alike."""
 
 import copy
 from functools import cache

@@ -122,7 +122,7 @@ def test_what_is_not_computed_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
     dense = {
         "alibi_slopes are not supported": {"alibi_slopes": torch.ones(4)},
         "deterministic=True needs": {"deterministic": True},
-        "return_attn_probs does not go with dropout": {"return_attn_probs": True, "dropout_p": 0.1},
+        "return_attn_probs excludes dropout": {"return_attn_probs": True, "dropout_p": 0.1},
     }
     for message, rest in dense.items():
         with pytest.raises(ValueError, match=f"^{message}.*$"):

@@ -114,7 +114,7 @@ def test_torchscript_is_refused_in_one_line_until_the_swap_is_undone(make: Any) 
     expected = make(copy.deepcopy(model))(x := images())
     report = timm.use(model)
     with pytest.raises(
-        ValueError, match=r"^Attention is not for TorchScript.* undo\(model\)"
+        ValueError, match=r"^Attention does not support TorchScript.* undo\(model\)"
     ) as no:
         make(model)
     assert "\n" not in str(no.value)
@@ -125,9 +125,9 @@ def test_torchscript_is_refused_in_one_line_until_the_swap_is_undone(make: Any) 
 def test_torchscript_is_refused_of_pytorchs_swapped_modules() -> None:
     model = nn.Sequential(nn.TransformerEncoderLayer(12, 3, 16))
     pytorch.use(model)
-    with pytest.raises(ValueError, match=r"^MultiheadAttention is not for TorchScript"):
+    with pytest.raises(ValueError, match=r"^MultiheadAttention does not support TorchScript"):
         torch.jit.script(model)
-    with pytest.raises(ValueError, match=r"^MultiheadAttention is not for TorchScript"):
+    with pytest.raises(ValueError, match=r"^MultiheadAttention does not support TorchScript"):
         torch.jit.trace(model, torch.randn(7, 2, 12))
 
 
@@ -139,6 +139,6 @@ def test_torchscript_is_refused_of_transformers_under_our_name(name: str, paddin
     model.config.return_dict = model.config.use_cache = False
     inputs = dict(family.inputs(torch.tensor(PADDING[padding])))
     leaner.use(model)
-    with pytest.raises(ValueError, match=r"^\w*Attention is not for TorchScript.* undo\(m") as no:
+    with pytest.raises(ValueError, match=r"^\w*Attention does not support .* undo\(m") as no:
         torch.jit.trace(model, example_kwarg_inputs=inputs)
     assert "\n" not in str(no.value)

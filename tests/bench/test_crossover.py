@@ -72,7 +72,7 @@ def test_files_of_two_gpus_and_other_files_are_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("{}")
     for paths, message in (
-        ([one, two], r"one GPU are needed, got compute capabilities \['8.0', '9.0'\]"),
+        ([one, two], r"must be of one GPU, got compute capabilities \['8.0', '9.0'\]"),
         ([other], "other.json: not written by bench.crossover_sweep"),
         ([tmp_path / "none.json"], "none.json: No such file"),
     ):

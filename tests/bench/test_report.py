@@ -320,7 +320,7 @@ def test_another_file_is_refused_in_one_line(tmp_path, text, message):
 
 
 def test_nothing_to_report_is_refused(write, tmp_path):
-    with pytest.raises(SystemExit, match=r"no measured row in .*empty.json"):
+    with pytest.raises(SystemExit, match=r"no measured rows in .*empty.json"):
         report.main([str(write("empty.json", benchmarks=[]))])
     with pytest.raises(SystemExit, match=r"nowhere.json: No such file"):
         report.main([str(tmp_path / "nowhere.json")])

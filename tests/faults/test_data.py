@@ -131,7 +131,8 @@ def test_more_of_them_than_are_allowed_end_the_run_in_one_line(torn, tmp_path, c
         train_here("--data", torn, "--out", tmp_path, "--bad-data-limit", 1)
     *_, error = capfd.readouterr().err.splitlines()
     assert re.fullmatch(
-        r"vit\.py: error: --bad-data-limit allows 1, got [2-4], .*\.JPEG, .*", error
+        r"vit\.py: error: --bad-data-limit allows 1 unreadable items, got [2-4], .*\.JPEG, .*",
+        error,
     )
 
 

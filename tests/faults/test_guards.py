@@ -204,7 +204,9 @@ def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs):
     for rank in range(2):
         said = (runs / f"diverged-{rank}.txt").read_text()
         assert "\n" not in said
-        assert said.startswith("step 5: loss nan, gradient norm nan: 3 steps in a row not finite")
+        assert said.startswith(
+            "step 5: loss nan, gradient norm nan: 3 steps in a row were not finite"
+        )
         assert "--skip-limit allows 2" in said
         assert (runs / f"left-{rank}.txt").read_text() == "latest step-00000003"
     # With the right data, it is as if nothing had happened.

@@ -166,7 +166,7 @@ def test_batch_norms_train_in_bfloat16(architecture):
         ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
         ({"batch_size": 1, "precision": "fp8"}, "precision must be bf16 or fp32, got 'fp8'"),
         ({"batch_size": 1, "eager": 3}, "eager must be 0, 1 or 2, got 3"),
-        ({"batch_size": 1, "eager": 1, "recompute": True}, "without recompute only"),
+        ({"batch_size": 1, "eager": 1, "recompute": True}, "eager must be 0 with recompute, got 1"),
         (
             {"batch_size": 1, "build": partial(vit, device="cpu")},
             "must leave the model on the meta",

@@ -71,10 +71,10 @@ def test_positions_of_volo_and_tnt_are_resized_too():
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ({"depth": 1}, r"--pretrained w\.pth has no blocks\.1\.norm1\.weight, which the model has"),
-        ({"depth": 3}, r"w\.pth has blocks\.2\.norm1\.weight, which the model has not"),
-        ({"embed_dim": 48}, r"has cls_token \(1, 1, 48\), the model \(1, 1, 24\)"),
-        ({"patch_size": 4}, r"has patch_embed\.proj\.weight \(24, 3, 4, 4\), the model \(24, 3, 8"),
+        ({"depth": 1}, r"--pretrained w\.pth lacks the parameter blocks\.1\.norm1\.weight of the"),
+        ({"depth": 3}, r"w\.pth has a parameter blocks\.2\.norm1\.weight that the model lacks"),
+        ({"embed_dim": 48}, r"cls_token must have shape \(1, 1, 24\) .* got \(1, 1, 48\)"),
+        ({"patch_size": 4}, r"patch_embed\.proj\.weight must have .* got \(24, 3, 4, 4\)"),
     ],
 )
 def test_wrong_weights_are_refused_by_the_first_name_that_does_not_fit(theirs, message):
@@ -98,10 +98,14 @@ def test_files_of_both_kinds_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("none.pth", None, r"must be a file of weights or timm:NAME, got '.*none\.pth'"),
-        ("w.pth", b"no weights", r"w\.pth is no readable file of weights: .+"),
-        ("w.safetensors", b"no weights", r"w\.safetensors is no readable file of weights: .+"),
-        ("list.pth", [1, 2], r"list\.pth is no readable file of weights: not tensors by name"),
+        ("none.pth", None, r"must be a weights file or timm:NAME, got '.*none\.pth'"),
+        ("w.pth", b"no weights", r"w\.pth is not a readable weights file: .+"),
+        ("w.safetensors", b"no weights", r"w\.safetensors is not a readable weights file: .+"),
+        (
+            "list.pth",
+            [1, 2],
+            r"list\.pth is not a readable weights file: must contain a dict of tensors",
+        ),
     ],
 )
 def test_what_is_no_weights_is_one_line(tmp_path, name, content, message):

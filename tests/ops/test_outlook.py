@@ -223,7 +223,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no pixels": (
         lambda: outlook_attention(VALUE[:, :0], LOGITS, stride=2),
-        "a map of 0 x 6 holds no window",
+        "a map of 0 x 6 contains no window",
     ),
     "last axis of logits strided": (
         lambda: outlook_attention(VALUE, LOGITS.mT, stride=2),
@@ -244,7 +244,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a map smaller than a window": (
         lambda: outlook_attention(VALUE[:, :1], LOGITS, kernel_size=5, padding=1),
-        "a map of 1 x 6 holds no window: kernel_size=5, padding=1",
+        "a map of 1 x 6 contains no window: kernel_size=5, padding=1",
     ),
     "kernel size 8": (
         lambda: outlook_attention(VALUE, LOGITS, kernel_size=8),

@@ -97,7 +97,7 @@ def test_a_gradient_far_past_the_softcap_keeps_its_digits() -> None:
 @pytest.mark.parametrize("function", [attention, attention_with_stats])
 def test_another_softcap_is_refused_in_one_line(function: Any, softcap: Any) -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(ValueError, match="softcap must be 0, for none, or from 1e-30") as caught:
+    with pytest.raises(ValueError, match=r"softcap must be 0 \(disabled\) or from 1e-30") as caught:
         function(q, q, q, softcap=softcap)
     assert "\n" not in str(caught.value)
 

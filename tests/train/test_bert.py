@@ -210,9 +210,9 @@ def test_what_does_not_fit_is_refused_in_one_line(pretrained, tmp_path, capsys):
     line = refusal(capsys, *glue, "--checkpoint", tmp_path / "no", "--out", tmp_path / "a")
     assert "--checkpoint must be an intact checkpoint or a run with one" in line
     line = refusal(capsys, *glue, "--checkpoint", pretrained, "--heads", 4, "--out", tmp_path / "b")
-    assert "--finetune takes the model of --checkpoint: leave out --heads" in line
+    assert "--finetune uses the model of --checkpoint: leave out --heads" in line
     gone = [*glue, "--checkpoint", pretrained, "--tokenizer", "gone.json", "--out", tmp_path / "d"]
-    assert "a file, and gone.json is not there" in refusal(capsys, *gone)
+    assert "got gone.json, which does not exist" in refusal(capsys, *gone)
     line = refusal(capsys, *glue, "--checkpoint", pretrained, "--out", tmp_path / "c")
     assert "--glue must be hf:NAME or a folder with mnli/train-*.parquet" in line
 
@@ -223,10 +223,13 @@ def test_weights_of_another_model_are_refused_by_name(pretrained):
     with pytest.raises(ValueError, match=r"has no parameter blocks\.1\."):
         checkpoint.load(BERT(**sizes, depth=2), set())
     with pytest.raises(
-        ValueError, match=r"mlp.fc1.weight \(512, 128\), the model wants \(256, 128\)"
+        ValueError,
+        match=r"mlp.fc1.weight must have shape \(256, 128\) as in the model, got \(512, 128\)",
     ):
         checkpoint.load(BERT(**sizes, depth=1, mlp_ratio=2.0), set())
-    with pytest.raises(ValueError, match=r"has token_embed.weight, the model has not"):
+    with pytest.raises(
+        ValueError, match=r"has a parameter token_embed.weight that the model lacks"
+    ):
         checkpoint.load(BERT(**sizes, depth=1), {"token_embed.weight"})
 
 

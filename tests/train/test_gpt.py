@@ -196,7 +196,7 @@ def test_samples_go_on_from_the_prompt(tmp_path):
     ("flags", "message"),
     [
         (["--model", "vit_base"], "--model must be one of gpt_small, or a row of the paper"),
-        (["--data", "nowhere"], "--data nowhere: no such file or folder; it may be text files, "),
+        (["--data", "nowhere"], "--data nowhere: no such file or folder; give text files, "),
         (["--tokenizer", "words"], "--tokenizer must be bytes, gpt2, bpe or wordpiece"),
         (
             ["--vocab-size", 256],

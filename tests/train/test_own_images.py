@@ -77,8 +77,11 @@ def test_what_the_user_gives_comes_first(folder):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model", "davit_digits", "--patch-size", 4], "--patch-size is no size of davit_digits"),
-        (["--model", "volo_digits", "--width", 64], "--width is no size of volo_digits"),
+        (
+            ["--model", "davit_digits", "--patch-size", 4],
+            "--patch-size is not a size of davit_digits",
+        ),
+        (["--model", "volo_digits", "--width", 64], "--width is not a size of volo_digits"),
         (["--img-size", 57], r"multiple of patch_size 8, got 57"),
         (["--in-chans", 2], r"--in-chans must be 1 or 3 for image files, got 2"),
     ],
@@ -222,19 +225,19 @@ def refused(argv: list[object], capsys) -> str:
 
 
 LAYOUTS = {
-    "nowhere": r"got '.*nowhere', which is not there",
+    "nowhere": r"got '.*nowhere', which does not exist",
     "notes.txt": r"got '.*notes\.txt', which is a file",
-    "empty": r"empty must hold CLASS/IMAGE, found no folder",
-    "flat": r"flat must hold CLASS/IMAGE, found no folder",
-    "hollow": r"hollow/b holds no image: fill or remove it",
-    "single": r"single has one class: there is nothing to tell apart",
+    "empty": r"empty must contain CLASS/IMAGE, got no class folder",
+    "flat": r"flat must contain CLASS/IMAGE, got no class folder",
+    "hollow": r"hollow/b contains no images: add some or remove it",
+    "single": r"single must have at least two classes, got one",
     "unreadable": r"--data holds .*unreadable/a/\d\.png, which is no readable image: ",
     "columns.csv": r"columns\.csv must have columns path and label, got file, class",
     "blank.csv": r"blank\.csv must have columns path and label, got ",
     "bare.csv": r"bare\.csv has no rows",
-    "lost.csv": r"lost\.csv: .*lost\.png of line 2 is no file",
+    "lost.csv": r"lost\.csv: .*lost\.png in line 2 is not a file",
     "short.csv": r"short\.csv has no label in line 2",
-    "binary.csv": r"binary\.csv is no CSV in UTF-8: ",
+    "binary.csv": r"binary\.csv is not a CSV file in UTF-8: ",
 }
 
 

@@ -102,7 +102,7 @@ def test_sequences_get_shorter_before_a_text_is_refused(tmp_path, script):
     assert made.facts["context_made_shorter"] == f"from {longest} to 16: little text"
     assert len(made.held_out) >= 1
     assert len(made.train) >= ours.batch_size
-    with pytest.raises(ValueError, match=r"holds 54 tokens .* and 6 held out: too little text"):
+    with pytest.raises(ValueError, match=r"too little text: needs .* got 54 and 6"):
         task(script, "--data", write(tmp_path / "my.txt", 59))
     # What a flag asks for is not changed.
     with pytest.raises(ValueError, match="--data needs at least "):
@@ -127,7 +127,7 @@ def test_the_budget_is_bounded_however_much_text_there_is():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "holds no text: it is empty or blank"),
+        (b"", "contains no text: it is empty or blank"),
         (b"short", "too little text"),
         (b"caf\xe9 " * 100, "not UTF-8"),
         (None, "no such file or folder"),

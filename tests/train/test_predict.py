@@ -75,10 +75,10 @@ def test_what_is_no_picture_is_named_and_the_others_go_on(images, tmp_path, caps
 def test_what_cannot_be_used_is_refused_in_one_line(images, writer, tmp_path, capsys):
     assert "no files: give pictures" in refusal(capsys, images)
     assert "no text: give --prompt" in refusal(capsys, writer)
-    assert "takes pictures, and no --prompt" in refusal(capsys, images, "--prompt", "x")
+    assert "which takes pictures" in refusal(capsys, images, "--prompt", "x")
     assert "must be an intact checkpoint or a run with one" in refusal(capsys, tmp_path, "x")
     (tmp_path / "w").write_text("no weights")
-    assert "is no file of weights of a run" in refusal(capsys, tmp_path / "w", "x")
+    assert "is not a weights file of a run" in refusal(capsys, tmp_path / "w", "x")
     (tmp_path / "empty").mkdir()
     assert "holds no picture" in refusal(capsys, images, tmp_path / "empty")
 
@@ -97,7 +97,7 @@ def test_a_prompt_goes_on_by_the_seed(writer, tmp_path, capsys):
     assert read["text"] == first["text"]
     (tmp_path / "no text").write_bytes(b"\xff")
     assert predict.main([str(writer), str(tmp_path / "no text")]) == 1
-    assert "is no text in UTF-8" in capsys.readouterr().err
+    assert "is not text in UTF-8" in capsys.readouterr().err
 
 
 def test_line_ends_and_byte_order_marks_change_nothing(writer, tmp_path, capsys):

@@ -164,9 +164,9 @@ def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
         (["--heads", "0"], r"--heads: must be a whole number at least 1, got '0'"),
         (["--heads", "4,-2"], r"--heads: must be a whole number at least 1, got '-2'"),
         (["--heads", "many"], r"--heads: must be a whole number at least 1, got 'many'"),
-        (["--heads", "4,4,4", "--depth", "2"], r"--heads takes one value .* got 3 for --depth 2"),
+        (["--heads", "4,4,4", "--depth", "2"], r"--heads must be one value .* got 3 for --depth 2"),
         (["--head-dim", "129"], r"--head-dim: must be a whole number in \[1, 128\], got '129'"),
-        (["--head-dim", "8,8", "--depth", "3"], r"--head-dim takes one value .* got 2"),
+        (["--head-dim", "8,8", "--depth", "3"], r"--head-dim must be one value .* got 2"),
         (["--heads", "300", "--head-dim", "split"], r"heads must be at most 192 .* got 300"),
         (["--accum", "3"], r"must be a multiple of ranks x --accum = 1 x 3 = 3, got 64"),
         (["--batch-size", "2000"], r"at most the 1433 training items, got 2000"),
@@ -177,7 +177,7 @@ def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
         (["--precision", "fp8"], r"--precision: invalid choice: 'fp8' .*fp32"),
         (
             ["--epochs", "1", "--steps", "2"],
-            r"give one of --epochs, .*got --epochs 1 and --steps 2",
+            r"give only one of --epochs, .*got --epochs 1 and --steps 2",
         ),
         (["--head", "16"], r"unrecognized arguments: --head 16"),
         (["--out", "/dev/null/run"], r"--out /dev/null/run cannot be used: Not a directory: "),
@@ -266,7 +266,7 @@ def test_wandb_that_cannot_begin_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         train_here(*TINY, "--steps", 1, "--wandb", "lean", "--out", tmp_path)
     assert capsys.readouterr().err == (
-        "vit.py: error: --wandb cannot begin: no API key configured\n"
+        "vit.py: error: --wandb failed to start: no API key configured\n"
     )
 
 

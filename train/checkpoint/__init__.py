@@ -1,1 +1,1 @@
-"""What a run leaves to go on from: checkpoints, how they are read, and the folder of a run."""
+"""Checkpoints: write them, read them, and manage the run folder."""

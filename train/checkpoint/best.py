@@ -1,4 +1,4 @@
-"""The weights that scored best on the held-out items so far, in one file of the run's folder."""
+"""Keep the weights with the best held-out score in one file of the run folder."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

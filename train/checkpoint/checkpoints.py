@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, written while training goes on.
+"""Write checkpoints atomically while training continues.
 
 A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
 tensors, one safetensors file per rank (``shards.py``), ``state.json``, and ``manifest.json`` with
@@ -155,8 +155,8 @@ def read_details(path: Path) -> dict[str, Any]:
     for name, fits in (_DETAILS | optional).items():
         if not fits(details.get(name)):
             raise ValueError(
-                f"{path / 'state.json'} must have {name} as a run writes it, "
-                f"got {short(details.get(name))}"
+                f"{path / 'state.json'} has an invalid {name}, got {short(details.get(name))}: "
+                "resume from another checkpoint"
             )
     return details
 
@@ -411,7 +411,9 @@ class Checkpoints:
             damaged.append(f"{path.name}: {damage}")
             self.log(f"skipped damaged checkpoint {damaged[-1]}")
         if damaged:
-            raise ValueError(f"no intact checkpoint in {self.folder}")
+            raise ValueError(
+                f"no intact checkpoint in {self.folder}: give another --out, or delete the folder"
+            )
         return None
 
     def load(

@@ -1,4 +1,4 @@
-"""The folder of a run: where it is, who holds it, and whether a run may go on there.
+"""The run folder: choose it, lock it, and check whether a run may continue in it.
 
 ``--out`` names one, and what is in it goes on: the command that began a run continues it. torchrun
 starts all processes again when one fails (``--max-restarts``), with that command, and so they go on
@@ -115,7 +115,7 @@ def _lock(file: IO[bytes], folder: Path) -> None:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         raise ValueError(
-            f"{folder} belongs to a run that is still going on: give another --out"
+            f"{folder} is in use by another run: give another --out, or wait for that run to end"
         ) from None
     except OSError:  # a file system without locks
         pass
@@ -191,8 +191,8 @@ def _check_settings(
             continue
         if saved[name] != now[name]:
             raise ValueError(
-                f"--resume {path} needs --{name.replace('_', '-')} {saved[name]} as it was "
-                f"saved with, got {now[name]}"
+                f"--resume {path} was saved with --{name.replace('_', '-')} {saved[name]}, got "
+                f"{now[name]}: give the saved value"
             )
 
 
@@ -205,8 +205,8 @@ def _check_unchanged(path: Path, saved: Any, now: Mapping[str, str]) -> None:
         before = saved.get(name, digest) if isinstance(saved, dict) else digest
         if before != digest:
             raise ValueError(
-                f"--resume {path}: {name} has changed since the run began; give another --out, or "
-                f"{name} as it was"
+                f"--resume {path}: {name} has changed since the run began: restore it, or give "
+                "another --out"
             )
 
 

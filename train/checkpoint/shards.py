@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: one file for each rank's parts, or one for all of a model.
+"""Store tensors in safetensors files: one file per rank, or one for the whole model.
 
 The file of a rank says in its metadata where its parts begin, in the words of
 ``torch.distributed.checkpoint`` (DCP), whose HuggingFaceStorageReader reads it too. Any number of
@@ -215,7 +215,10 @@ def _index(path: Path) -> dict[str, Saved]:
                 shape, dtype = tuple(part.get_shape()), DTYPES[part.get_dtype()]
                 begin = [0] * len(shape) if offsets is None else offsets[name]["saved_offsets"]
                 if not isinstance(begin, list) or any(type(offset) is not int for offset in begin):
-                    raise ValueError(f"{short(name)} begins at {short(begin)}")
+                    raise ValueError(
+                        f"the offsets of {short(name)} must be a list of whole numbers, got "
+                        f"{short(begin)}"
+                    )
                 tensor = tensors.setdefault(name, Saved((), dtype, []))
                 if tensor.dtype != dtype:
                     raise ValueError(f"the shards of {short(name)} differ in dtype")
@@ -258,12 +261,16 @@ def _load(saved: Mapping[str, Saved], parts: Mapping[str, Part]) -> None:
     shared: dict[Path, list[tuple[str, Piece, Part]]] = {}
     for name, part in parts.items():
         if name not in saved:
-            raise ValueError(f"it has no {short(name)}")
+            raise ValueError(f"the checkpoint has no tensor {short(name)}")
         size, dtype, pieces = saved[name]
         if dtype != part.local.dtype:
-            raise ValueError(f"{short(name)} is {dtype}, the model's {part.local.dtype}")
+            raise ValueError(
+                f"{short(name)} must be {part.local.dtype} as in the model, got {dtype}"
+            )
         if size != part.size:
-            raise ValueError(f"{short(name)} is {size}, the model's {part.size}")
+            raise ValueError(
+                f"{short(name)} must have shape {part.size} as in the model, got {size}"
+            )
         for piece in pieces:
             shared.setdefault(piece.file, []).append((name, piece, part))
     for file, reads in shared.items():

@@ -1,4 +1,4 @@
-"""Trained weights with what they are of: a safetensors file, a checkpoint, or a run's folder.
+"""Trained weights and the model that they belong to: a file, a checkpoint or a run folder.
 
 A file holds in its metadata, as text, all that is needed to use it: the model's family and sizes,
 the names of its classes, how a picture becomes its input, its tokeniser, how far it was trained
@@ -197,7 +197,8 @@ class Weights:
         """
         if "family" not in self.about:
             raise ValueError(
-                f"{self.path} does not say which model it is of: a version before wrote it"
+                f"{self.path} does not name its model, because an older version wrote it: load it "
+                "with that version"
             )
         try:
             images = self.about["images"] if self.about.get("task") == "images" else {}
@@ -222,7 +223,7 @@ class Weights:
                 _check_images(info)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"{self.path} does not describe its model as a run does: {_line(error)}"
+                f"{self.path} has an invalid description of its model: {_line(error)}"
             ) from None
         return info
 
@@ -243,17 +244,19 @@ class Weights:
                 raise ValueError(f"{self.flag} {self.path} has no parameter {name}")
             if kept != weight.shape:
                 raise ValueError(
-                    f"{self.flag} {self.path} has {name} {kept}, the model wants "
-                    f"{tuple(weight.shape)}"
+                    f"{self.flag} {self.path}: {name} must have shape {tuple(weight.shape)} as in "
+                    f"the model, got {kept}"
                 )
         if unknown := sorted(self.shapes.keys() - wanted.keys()):
-            raise ValueError(f"{self.flag} {self.path} has {unknown[0]}, the model has not")
+            raise ValueError(
+                f"{self.flag} {self.path} has a parameter {unknown[0]} that the model lacks"
+            )
         parts = {name: part_of(tensor) for name, tensor in wanted.items()}
         for name, part in parts.items():
             if self.dtypes[name] != part.local.dtype:
                 raise ValueError(
-                    f"{self.flag} {self.path} has {name} in {self.dtypes[name]}, the model in "
-                    f"{part.local.dtype}"
+                    f"{self.flag} {self.path}: {name} must be {part.local.dtype} as in the model, "
+                    f"got {self.dtypes[name]}"
                 )
         if self.path.is_dir():
             # Every rank reads its own share and needs no other for that.
@@ -317,7 +320,7 @@ def _text(path: Path) -> str:
     try:
         return read_file(path, _HEADER).decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error}") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
@@ -340,27 +343,29 @@ def _of_file(path: Path, flag: str) -> Weights:
         with open_file(path) as file:
             size = int.from_bytes(file.read(8), "little")
         if size > _HEADER:
-            raise ValueError(f"its header of {size:,} bytes is larger than {_HEADER:,}")
+            raise ValueError(f"its header must have at most {_HEADER:,} bytes, got {size:,}")
         with safe_open(path, framework="pt") as file:
-            found = file.metadata() or {}
+            entries = file.metadata() or {}
             parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
             dtypes = {name: _dtype(part.get_dtype()) for name, part in parts.items()}
-        if not found.keys() >= {"settings", "step"}:
-            raise ValueError("it has no settings of a run in its metadata")
+        if not entries.keys() >= {"settings", "step"}:
+            raise ValueError(
+                "its metadata must have settings and step, as train.export writes them"
+            )
         settings, about, scores = (
-            _json(found.get(name, "{}"), name) for name in ("settings", "about", "scores")
+            _json(entries.get(name, "{}"), name) for name in ("settings", "about", "scores")
         )
-        step = int(found["step"][:20])
+        step = int(entries["step"][:20])
     except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"{flag} {path} is no file of weights of a run: {_line(error)}") from None
-    tokenizer = found.get("tokenizer")
+        raise ValueError(f"{flag} {path} is not a weights file of a run: {_line(error)}") from None
+    tokenizer = entries.get("tokenizer")
     return Weights(path, flag, settings, step, about, tokenizer, scores, shapes, dtypes)
 
 
 def _dtype(code: str) -> torch.dtype:
     if code not in DTYPES:
-        raise ValueError(f"it has tensors of dtype {printable(code)}")
+        raise ValueError(f"its tensors have an unsupported dtype, got {printable(code)}")
     return DTYPES[code]
 
 
@@ -368,9 +373,9 @@ def _json(text: str, name: str) -> dict[str, Any]:
     try:
         value = parse_json(text)
     except ValueError:
-        raise ValueError(f"{name} in its metadata is no JSON") from None
+        raise ValueError(f"{name} in its metadata is not JSON") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{name} in its metadata is no object")
+        raise ValueError(f"{name} in its metadata is not a JSON object")
     return value
 
 
@@ -455,7 +460,7 @@ def check_tensors(weights: Weights, info: Info) -> None:
     Raises:
         ValueError: no such model, or one has another shape or dtype, is missing or is unknown.
     """
-    where = f"{weights.path} does not describe its model as a run does"
+    where = f"{weights.path} has an invalid description of its model"
     _check_arguments(info, len(weights.shapes), where)
     kind = papers.constructor(info.family)
     try:
@@ -473,7 +478,9 @@ def check_tensors(weights: Weights, info: Info) -> None:
             )
     computed = sum(b.numel() for name, b in built.named_buffers() if name not in own)
     if computed > _COMPUTED:
-        raise ValueError(f"{where}: {computed:,} elements are computed, {_COMPUTED:,} at most")
+        raise ValueError(
+            f"{where}: its buffers must have at most {_COMPUTED:,} elements, got {computed:,}"
+        )
 
 
 def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
@@ -483,7 +490,7 @@ def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
 def _check_arguments(info: Info, tensors: int, where: str) -> None:
     """Check sizes: neither memory nor time may follow from a number alone that a file makes up."""
     if not isinstance(info.family, str) or info.family not in papers.MODELS:
-        raise ValueError(f"{where}: no family {printable(info.family)}")
+        raise ValueError(f"{where}: unknown family {printable(info.family)}")
     for name, value in info.arguments.items():
         values = value if isinstance(value, list) else [value]
         # Every layer has tensors of its own.
@@ -492,7 +499,7 @@ def _check_arguments(info: Info, tensors: int, where: str) -> None:
         fits = fits and all(_plain(single, most) for single in values)
         whole = [single for single in values if isinstance(single, int)]
         if not fits or ("depth" in name and sum(whole) > tensors):
-            raise ValueError(f"{where}: {name} {printable(value)}")
+            raise ValueError(f"{where}: unsupported value of {name}, got {printable(value)}")
 
 
 def _plain(value: Any, most: int) -> bool:
@@ -508,11 +515,11 @@ def _check_images(info: Info) -> None:
     arguments = info.arguments
     channels = arguments.get("in_chans", 3)
     if own != (arguments.get("image_size", 224), channels, channels, channels):
-        raise ValueError("its pictures are not those of its model")
+        raise ValueError(f"its images have size, channels, means and stds {own}, unlike its model")
     if not all(map(math.isfinite, info.mean)) or not all(0 < s < math.inf for s in info.std):
-        raise ValueError("its mean and std are no numbers")
+        raise ValueError("its mean must be finite and its std positive and finite")
     if info.pixels not in ("photograph", "digit"):
-        raise ValueError(f"its pixels are {printable(info.pixels)}")
+        raise ValueError(f"its pixels must be photograph or digit, got {printable(info.pixels)}")
 
 
 def printable(value: Any) -> str:

@@ -1,1 +1,1 @@
-"""What is trained and how: flags, architectures and controls, as data."""
+"""Flags, architectures and controls of training runs."""

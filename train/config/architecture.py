@@ -1,6 +1,6 @@
-"""Which model a run trains: every row of the paper, small ones for digits, and sizes from flags.
+"""Architectures to train: the rows of the paper, small models, and sizes from flags.
 
-``--control`` trains one of a lean model's size that spends it on something else than heads.
+``--control`` trains a model of a lean model's size that spends its parameters differently.
 A lean row changes several things at once: fewer layers, in some rows a narrower feed-forward, more
 heads. To tell their effects apart, all arms share the lean row's embedding, input, heads of class
 attention and number of parameters within 3%, and one base: the lean row's depth, half of its
@@ -215,7 +215,9 @@ def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settin
         elif size in takes:
             sizes[size] = value
         else:
-            raise ValueError(f"--{flag.replace('_', '-')} is no size of {settings.model}")
+            raise ValueError(
+                f"--{flag.replace('_', '-')} is not a size of {settings.model}: leave it out"
+            )
     return settings, dataclasses.replace(architecture, sizes=sizes)
 
 
@@ -227,10 +229,10 @@ def sized(settings: _Settings, model: Architecture) -> _Settings:
     """
     if settings.control is None:
         return _sized(settings, model)
-    given = [name for name in flags.SIZES if getattr(settings, name)]
-    if given:
-        flag = given[0].replace("_", "-")
-        raise ValueError(f"--control sets the sizes itself: give it or --{flag}, not both")
+    sizes = [name for name in flags.SIZES if getattr(settings, name)]
+    if sizes:
+        flag = sizes[0].replace("_", "-")
+        raise ValueError(f"--control sets the sizes itself: leave out --{flag}")
     return settings
 
 
@@ -246,15 +248,18 @@ def _sized(settings: _Settings, architecture: Architecture) -> _Settings:
 def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settings:
     sizes, depth = architecture.sizes, settings.depth
     if isinstance(depth, tuple):
-        raise ValueError(f"--depth takes one number for {settings.model}, got {_shown(depth)}")
+        raise ValueError(f"--depth must be one number for {settings.model}, got {_shown(depth)}")
     if depth is None:
-        given = [len(v) for v in (settings.heads, settings.head_dim) if v and len(v) > 1]
-        depth = max(given, default=sizes["depth"])
+        lengths = [len(v) for v in (settings.heads, settings.head_dim) if v and len(v) > 1]
+        depth = max(lengths, default=sizes["depth"])
     heads = settings.heads or (sizes["heads"],)
     head_dim = settings.head_dim or (sizes["head_dim"],)
     if settings.allocation is not None:
         if len(heads) > 1 or len(head_dim) > 1:
-            raise ValueError("--allocation needs one number for --heads and one for --head-dim")
+            raise ValueError(
+                f"--allocation needs one value each for --heads and --head-dim, got {len(heads)} "
+                f"and {len(head_dim)}"
+            )
         width = sizes["embed_dim"] // heads[0] if head_dim[0] == "split" else head_dim[0]
         heads, head_dim = allocate(settings.allocation, heads[0], width, depth)
     return dataclasses.replace(
@@ -269,12 +274,14 @@ def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settin
 def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settings:
     sizes, stages = architecture.sizes, architecture.stages
     if settings.allocation is not None:
-        raise ValueError(f"--allocation is for models of one depth, not for {settings.model}")
+        raise ValueError(
+            f"--allocation does not support models in stages, got {settings.model}: leave it out"
+        )
     depths = sizes["depths"] if settings.depth is None else settings.depth
     if isinstance(depths, int) or len(depths) != stages:
-        given = f"{depths} for all" if isinstance(depths, int) else _shown(depths)
+        shown = f"{depths} for all" if isinstance(depths, int) else _shown(depths)
         raise ValueError(
-            f"--depth takes {stages} numbers for {settings.model}, one per stage, got {given}"
+            f"--depth must be {stages} numbers for {settings.model}, one per stage, got {shown}"
         )
     head_dim = sizes["head_dim"]
     own = {
@@ -286,8 +293,8 @@ def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settin
     for name in ("heads", "head_dim"):
         if len(own[name]) not in (1, stages, layers):
             raise ValueError(
-                f"--{name.replace('_', '-')} takes one value, {stages} (one per stage) or {layers} "
-                f"(one per layer) for {settings.model}, got {len(own[name])}"
+                f"--{name.replace('_', '-')} must be one value, {stages} (one per stage) or "
+                f"{layers} (one per layer) for {settings.model}, got {len(own[name])}"
             )
     return dataclasses.replace(settings, **own)
 
@@ -403,8 +410,8 @@ def arm(
     reached = count(sizes)
     if abs(reached - target) > TOLERANCE * target:
         raise ValueError(
-            f"--control {control}: no whole number comes within {TOLERANCE:.0%} of the {target:,} "
-            f"parameters of {name}; the closest has {reached:,}"
+            f"--control {control} cannot match the {target:,} parameters of {name} within "
+            f"{TOLERANCE:.0%}, the closest model has {reached:,}: choose another --control"
         )
     return dataclasses.replace(model, sizes=sizes), {"lean": target, control: reached}
 

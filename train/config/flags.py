@@ -1,4 +1,4 @@
-"""The flags, the same in every script.
+"""Define the flags that the training scripts share.
 
 A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
 place. A default of None follows the data and model: each script fills it in from its recipe, values
@@ -66,7 +66,7 @@ def _head_dim(text: str) -> HeadDim:
 def _betas(text: str) -> tuple[float, ...]:
     betas = _per_layer(number(float, 0, 1, open_high=True))(text)
     if len(betas) != 2:
-        raise argparse.ArgumentTypeError(f"must be two numbers with a comma between, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be two numbers separated by a comma, got {text!r}")
     return betas
 
 
@@ -121,179 +121,218 @@ class Settings:
     }
     OWN_GROUP: ClassVar[str] = "of this script"
 
-    recipe: str | None = flag(None, str, "what is used where no other flag does; follows the data")
+    recipe: str | None = flag(None, str, "named set of defaults; chosen from the data if omitted")
     model: str | None = flag(
-        None, str, "which model, such as vit_base or xcit_medium_lean; follows the data"
+        None,
+        str,
+        "model name, such as vit_base or xcit_medium_lean; chosen by the recipe if omitted",
     )
     heads: tuple[int, ...] | None = flag(
-        None, _per_layer(positive), "heads of every layer, or one number per layer: 16,16,12,8"
+        None,
+        _per_layer(positive),
+        "number of heads: one value, or one per layer: 16,16,12,8 (from --model)",
     )
     depth: int | tuple[int, ...] | None = flag(
-        None, _depth, "number of layers; for a model in stages, of each stage: 4,4,8,2"
+        None,
+        _depth,
+        "number of layers; for a model in stages, one value per stage: 4,4,8,2 (from --model)",
     )
     allocation: str | None = flag(
         None,
         str,
-        "how heads are spread over layers: more early or late, or narrower in the later half",
+        "distribution of the heads: early and late move heads to those layers, saturated halves "
+        "the head width in the later half of the layers (uniform)",
         choices=STRATEGIES,
     )
     head_dim: tuple[HeadDim, ...] | None = flag(
-        None, _per_layer(_head_dim), "width of a head, or split: width // heads; also per layer"
+        None,
+        _per_layer(_head_dim),
+        "width of a head, or split for width // heads; one value, or one per layer (from --model)",
     )
     control: str | None = flag(
         None,
         str,
-        "train, instead of a lean model, one of its size whose budget went to depth, mlp or heads",
+        "train a control with the parameter count of the lean --model, spent on depth, MLP width "
+        "or number of heads instead",
         choices=("depth", "mlp", "heads"),
     )
     mlp_ratio: float | None = flag(
-        None, number(float, 0.01), "hidden width of the feed-forward over the model's width"
+        None,
+        number(float, 0.01),
+        "ratio of the MLP's hidden width to the model's width (from --model)",
     )
     dropout: float | None = flag(
         None,
         number(float, 0, 1, open_high=True),
-        "rate of dropout; in vision models before the classifier",
+        "dropout rate, in vision models before the classifier only; 0 disables it",
     )
-    data: str | None = flag(None, str, "what to train on; each script brings something small")
+    data: str | None = flag(None, str, "data to train on; a small bundled data set if omitted")
     workers: int | None = flag(
         None,
         count,
-        "processes per rank that prepare batches; its share of the cores, less one, if omitted",
+        "data loading processes per rank; 0 loads in the training process; the rank's share of the "
+        "CPU cores minus one if omitted",
     )
     batch_size: int | None = flag(
-        None, positive, "items per optimizer step, over all ranks and accumulation"
+        None, positive, "items per optimizer step, summed over ranks and accumulated passes"
     )
-    accum: int | None = flag(None, positive, "forward and backward passes per optimizer step")
+    accum: int | None = flag(None, positive, "gradient accumulation: passes per optimizer step")
     batch_size_warmup: float | None = flag(
         None,
         number(float, 0, 1, open_high=True),
-        "share of the run in which a step grows from one pass to --accum, and its batch with it",
+        "fraction of the run over which the passes per step, and so the batch size, grow from 1 to "
+        "--accum; 0 disables it",
     )
-    epochs: float | None = flag(None, number(float, 0.001), "passes over the training data")
-    steps: int | None = flag(None, positive, "optimizer steps, instead of --epochs")
-    tokens: float | None = flag(None, number(float, 1), "tokens to train on, instead of --epochs")
+    epochs: float | None = flag(None, number(float, 0.001), "length of the run in epochs")
+    steps: int | None = flag(None, positive, "length in optimizer steps, instead of --epochs")
+    tokens: float | None = flag(
+        None, number(float, 1), "length in tokens, instead of --epochs; not for images"
+    )
     lr: float | None = flag(None, number(float, 0), "peak learning rate")
     schedule: str | None = flag(
         None,
         str,
-        "how the rate falls after the warm-up: in half a cosine, in a line, or not at all",
+        "decay of the learning rate after the warm-up",
         choices=("cosine", "linear", "constant"),
     )
     warmup: float | None = flag(
-        None, number(float, 0, 1, open_high=True), "share of the run in which it rises to the peak"
+        None,
+        number(float, 0, 1, open_high=True),
+        "fraction of the run over which the learning rate rises linearly to --lr; 0 disables it",
     )
-    warmup_lr: float | None = flag(None, number(float, 0), "rate that it rises from")
-    min_lr: float | None = flag(None, number(float, 0), "rate that it falls to")
+    warmup_lr: float | None = flag(
+        None, number(float, 0), "learning rate at which the warm-up starts"
+    )
+    min_lr: float | None = flag(None, number(float, 0), "learning rate at which the decay ends")
     weight_decay: float | None = flag(
-        None, number(float, 0), "AdamW's, on matrices; not on norms, biases and positions"
+        None,
+        number(float, 0),
+        "AdamW's weight decay; norms, biases and position embeddings are exempt",
     )
     betas: tuple[float, ...] | None = flag(
-        None, _betas, "AdamW's decay of the mean gradient and of its square: 0.9,0.999"
+        None, _betas, "AdamW's two beta coefficients, separated by a comma"
     )
-    eps: float | None = flag(None, number(float, 0), "added to AdamW's denominator")
+    eps: float | None = flag(None, number(float, 0), "AdamW's epsilon, added to the denominator")
     cycle_momentum: bool | None = flag(
-        None, None, "lower the first beta from 0.95 to 0.85 as the rate rises, and back"
+        None, None, "cycle AdamW's first beta between 0.95 and 0.85, inversely to the learning rate"
     )
     clip_grad: float | None = flag(
-        None, number(float, 0), "largest norm of the gradient; 0 does not clip"
+        None, number(float, 0), "maximum gradient norm; 0 disables clipping"
     )
     ema: float | None = flag(
         None,
         number(float, 0, 1, open_high=True),
-        "decay of an average of the weights, which is then also evaluated; 0 keeps none",
+        "decay of an exponential moving average of the weights, which is evaluated as well; 0 "
+        "disables it",
     )
-    seed: int = flag(0, count, "of the initial weights, the order of the data, augmentation")
+    seed: int = flag(0, count, "seed of the initial weights, data order and augmentation")
     precision: str = flag(
-        "auto", str, "auto is bf16 on a GPU and fp32 on a CPU", choices=("auto", "fp32", "bf16")
+        "auto",
+        str,
+        "auto selects bf16 on a GPU and fp32 on a CPU",
+        choices=("auto", "fp32", "bf16"),
     )
     shard: str = flag(
         "auto",
         str,
-        "fsdp: FSDP2, each rank holds a share of the model; none: DDP, each holds all of it; auto "
-        "is none for one rank and fsdp for several",
+        "fsdp shards the model over the ranks (FSDP2), none keeps a full copy on each rank (DDP), "
+        "auto selects fsdp if there are several ranks",
         choices=("auto", "fsdp", "none"),
     )
-    compile: bool = flag(False, None, "torch.compile each block")
+    compile: bool = flag(False, None, "compile each block with torch.compile")
     ac: str = flag(
         "none",
         str,
-        "activation checkpointing: each block recomputes all in its backward, or all but attention",
+        "activation checkpointing: recompute each block in the backward pass, fully or all but "
+        "attention",
         choices=("none", "full", "selective"),
     )
     deterministic: bool = flag(
-        False, None, "same bits in every run, and after a resume, on the same number of ranks"
+        False,
+        None,
+        "use deterministic kernels: runs on the same number of ranks, resumed or not, are bitwise "
+        "identical",
     )
     out: str | None = flag(
-        None, str, "folder of the run, continued if begun; a new one in runs/ when omitted"
+        None, str, "run folder; an unfinished run in it continues; a new folder in runs/ if omitted"
     )
     resume: str = flag(
         "none",
         str,
-        "auto: the newest run of runs/, or a finished one; or a checkpoint to begin with",
+        "auto continues the newest matching run in runs/, or the run in --out even if it has "
+        "finished; a path starts from that checkpoint",
     )
     ckpt_every: int | None = flag(None, count, "steps between checkpoints; 0 saves only at the end")
-    keep: int = flag(3, positive, "checkpoints kept")
+    keep: int = flag(3, positive, "number of checkpoints to keep")
     eval_every: float | None = flag(
         None, number(float, 0), "epochs between evaluations; 0 evaluates only at the end"
     )
     skip_limit: int = flag(
         10,
         count,
-        "steps in a row that are left out for a loss or gradient that is not finite; one more ends "
-        "the run",
+        "consecutive steps that may be skipped because the loss or gradient is not finite; one "
+        "more ends the run",
     )
-    bad_data_limit: int = flag(10, count, "items that cannot be read before the run ends")
+    bad_data_limit: int = flag(10, count, "unreadable items allowed; one more ends the run")
     timeout: float = flag(
         1800.0,
         number(float, 0),
-        "seconds without progress after which a rank shows its stacks and ends; 0 waits forever",
+        "seconds without progress after which a rank prints its stack traces and exits; 0 waits "
+        "forever",
     )
     loss_alarm: float = flag(
         8.0,
         number(float, 0),
-        "warn of a loss so many deviations above its recent median, three steps in a row; 0: never",
+        "warn if the loss is this many deviations above its recent median for three steps in a "
+        "row; 0 disables the warning",
     )
     kappa_alarm: float = flag(
         10.0,
         number(float, 0),
-        "warn of a layer whose kappa stays so many times above its newest values; 0 does not",
+        "warn if the kappa of a layer stays above this many times its recent median; 0 disables "
+        "the warning",
     )
     entropy_alarm: float = flag(
         0.1,
         number(float, 0, 1, open_high=True),
-        "warn of a layer whose attention has less than this part of the largest entropy, or a "
-        "third of its usual; 0 does not",
+        "warn if the attention entropy of a layer falls below this fraction of its maximum, or "
+        "below a third of its recent median; 0 disables the warning",
     )
     kappa_every: int | str = flag(
         20,
         _interval,
-        "steps between samples of kappa, or epochs: 20 or 0.5ep; the first and the last step are "
-        "always sampled; 0 samples none",
+        "interval between samples of kappa, in steps or epochs: 20 or 0.5ep; the first and the "
+        "last step are always sampled; 0 disables sampling",
     )
     kappa_samples: int | None = flag(
         None,
         positive,
-        "entries of a batch in a sample of kappa, on each rank (4), and held-out items of a probe, "
-        "over all ranks (16)",
+        "batch entries per rank in each sample of kappa (4), and held-out items over all ranks in "
+        "each probe (16)",
     )
     kappa_probe: int | str = flag(
         0,
         _interval,
-        "steps or epochs between measurements of kappa on fixed held-out items; 0 makes none",
+        "interval between measurements of kappa on fixed held-out items, in steps or epochs; 0 "
+        "disables them",
     )
     qk_clip: float = flag(
         0.0,
         number(float, 0, 1e30),
-        "scale queries and keys of a head whose largest logit passed this, after each step (100 is "
-        "usual); 0 does not",
+        "QK-Clip threshold: scale down the queries and keys of a head whose largest logit exceeds "
+        "it (100 is typical); 0 disables it",
     )
     kappa_penalty: float = flag(
-        0.0, number(float, 0, 1e30), "weight in the loss of the conditioning of attention blocks"
+        0.0,
+        number(float, 0, 1e30),
+        "weight of the conditioning penalty on attention blocks in the loss; 0 disables it",
     )
-    seeds: int = flag(1, positive, "runs, with --seed and the numbers after it, and their mean")
-    tensorboard: bool = flag(False, None, "write TensorBoard events into the run's folder")
-    wandb: str | None = flag(None, str, "project on Weights & Biases to send metrics to")
-    dry_run: bool = flag(False, None, "print the plan, and the recipe as flags, and stop")
+    seeds: int = flag(
+        1, positive, "number of runs, with consecutive seeds from --seed, whose mean is reported"
+    )
+    tensorboard: bool = flag(False, None, "write TensorBoard events to the run folder")
+    wandb: str | None = flag(None, str, "log metrics to this Weights & Biases project")
+    dry_run: bool = flag(False, None, "print the plan and the recipe as flags, then exit")
 
     def filled(self, recipe: Mapping[str, Any]) -> Self:
         """Return these settings with the recipe's values where none was given."""
@@ -336,8 +375,8 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {found[0]}?" if found else ""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {matches[0]}?" if matches else ""
 
 
 class _Joined(argparse.Action):
@@ -433,17 +472,20 @@ def parse(
             action = argparse.BooleanOptionalAction if recipes_own else "store_true"
             group.add_argument(name, action=action, default=field.default, help=text)
             continue
-        shown = "" if field.default is None else f" ({field.default})"
+        default = f"{field.default:g}" if isinstance(field.default, float) else field.default
+        shown = "" if default in (None, "") else f" ({default})"
         choices = field.metadata.get("choices")
         several = {"nargs": "+", "action": _Joined} if field.metadata.get("several") else {}
         group.add_argument(
             name, type=read, default=field.default, choices=choices, help=text + shown, **several
         )
     settings = kind(**vars(parser.parse_args(argv)))
-    given = [name for name in BUDGETS if getattr(settings, name) is not None]
-    if len(given) > 1:
-        one, other = (f"--{name} {getattr(settings, name):g}" for name in given[:2])
-        parser.error(f"give one of {', '.join(f'--{n}' for n in BUDGETS)}, got {one} and {other}")
+    budgets = [name for name in BUDGETS if getattr(settings, name) is not None]
+    if len(budgets) > 1:
+        one, other = (f"--{name} {getattr(settings, name):g}" for name in budgets[:2])
+        parser.error(
+            f"give only one of {', '.join(f'--{n}' for n in BUDGETS)}, got {one} and {other}"
+        )
     return settings
 
 
@@ -476,7 +518,7 @@ def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
     """
     if len(values) not in (1, depth):
         raise ValueError(
-            f"{name} takes one value or one per layer, got {len(values)} for --depth {depth}"
+            f"{name} must be one value or one per layer, got {len(values)} for --depth {depth}"
         )
     return list(values) * (depth if len(values) == 1 else 1)
 

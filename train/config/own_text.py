@@ -1,4 +1,4 @@
-"""The recipe ``small``: what fits text of one's own, by how much there is.
+"""The recipe ``small``: settings for a user's own text, chosen by its size.
 
 Its budget is what two cores of a CPU do in about five minutes with a model of a million parameters,
 which is also about as large as so few tokens can teach. The rest follows from the amount of text:
@@ -23,14 +23,20 @@ class TextSettings(Settings):
     )
     OWN_GROUP: ClassVar[str] = "text"
 
-    data: str | None = flag(None, str, f"{KINDS} (pydoc)", several=True)
-    text_column: str = flag("text", str, "of a table or a data set of Hugging Face")
-    validation: str | None = flag(
-        None, str, "text to hold out, as in --data; the last tenth when omitted"
+    data: str | None = flag(
+        None, str, f"{KINDS}; pydoc without this flag and --recipe", several=True
     )
-    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; follows the recipe")
-    vocab_size: int | None = flag(None, positive, "tokens of the model, and of a trained tokeniser")
-    documents: int | None = flag(None, count, "documents to read; 0 reads all")
+    text_column: str = flag(
+        "text", str, "column that holds the text of a table or Hugging Face data set"
+    )
+    validation: str | None = flag(
+        None, str, "held-out text, as in --data; the last tenth of the text if omitted"
+    )
+    tokenizer: str | None = flag(None, str, f"{tokenizers.KINDS}; chosen by the recipe if omitted")
+    vocab_size: int | None = flag(
+        None, positive, "vocabulary size of the model and of a trained tokeniser"
+    )
+    documents: int | None = flag(None, count, "number of documents to read; 0 reads all")
 
 
 TOKENS, PIECES = 3e6, 1.5e6  # of a run: bytes; longer ones, of which each costs twice as much
@@ -92,9 +98,9 @@ def context_of(text: Text, wanted: int, batch_size: int) -> int:
             return context
         context //= 2
     raise ValueError(
-        f"--data {text.name} holds {len(text.train)} tokens to train on and {len(text.held_out)} "
-        f"held out: too little text, needs {(batch_size + 1) * LEAST_CONTEXT + 1} and "
-        f"{LEAST_CONTEXT + 1}"
+        f"--data {text.name} is too little text: needs {(batch_size + 1) * LEAST_CONTEXT + 1} "
+        f"tokens to train on and {LEAST_CONTEXT + 1} held out, got {len(text.train)} and "
+        f"{len(text.held_out)}"
     )
 
 

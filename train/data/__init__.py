@@ -1,1 +1,1 @@
-"""What the model sees: sources of images, text and sequences, their order, and bad samples."""
+"""Data loading: sources of images, text and sequences, their order, and bad samples."""

@@ -1,4 +1,4 @@
-"""Hugging Face's data sets: of its Hub, of a folder, or saved to disk."""
+"""Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Data sets, and how their batches are fetched, by worker processes or without.
+"""Load batches of a data set, with or without worker processes.
 
 A bad sample, an item that cannot be read, may be replaced by another, which follows from the item
 alone: so a replacement too is the same with any number of workers and after a resume. Bad samples
@@ -118,15 +118,15 @@ class BadSamples:
         """
         if not new:
             return
-        found: list[set[str]] = [set()] * dist.get_world_size(self.group)
-        dist.all_gather_object(found, own, group=self.group)
-        for message in sorted(set().union(*found) - self.known):
+        by_rank: list[set[str]] = [set()] * dist.get_world_size(self.group)
+        dist.all_gather_object(by_rank, own, group=self.group)
+        for message in sorted(set().union(*by_rank) - self.known):
             self.known.add(message)
             self.on_new(message)
         if len(self.known) > self.limit:
             raise TooManyBadSamplesError(
-                f"--bad-data-limit allows {self.limit}, got {len(self.known)}, named above: the "
-                f"last is {max(set().union(*found))}"
+                f"--bad-data-limit allows {self.limit} unreadable items, got {len(self.known)}, "
+                f"named above; the last is {max(set().union(*by_rank))}"
             )
 
 
@@ -263,7 +263,7 @@ class _Fetcher:
         for step in range(1, MAX_REPLACEMENTS + 1):
             with suppress(*_UNREADABLE):
                 return self.data.__getitems__([(epoch, (index + step) % len(self.data))])
-        raise DataError(f"{cause}; nor can the {MAX_REPLACEMENTS} items after it be read")
+        raise DataError(f"{cause}; the next {MAX_REPLACEMENTS} items cannot be read either")
 
 
 def _cause(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Masked language modelling: which tokens are hidden, as a function of (seed, epoch, index)."""
+"""Masked language modelling: choose the masked tokens from (seed, epoch, index)."""
 
 from collections.abc import Mapping, Sequence
 

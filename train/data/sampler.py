@@ -1,4 +1,4 @@
-"""Which items each step takes, on which rank; ``loader`` fetches them.
+"""Assign data items to steps and ranks; ``loader`` fetches them.
 
 Everything random is a pure function of (seed, epoch, item): the order of an epoch, and how an item
 is augmented. So a step's batch needs no history. It is the same on one process or on many, with

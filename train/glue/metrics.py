@@ -1,4 +1,4 @@
-"""The measures of GLUE, from values of single items whose means are enough to compute them.
+"""Compute the metrics of GLUE from means over items.
 
 So items may be scored on any number of processes and in any batches. Items of a second split,
 MNLI's mismatched one, count apart: each split has a "mass", 1 for its items and 0 for others, and

@@ -1,4 +1,4 @@
-"""The sentences of GLUE's tasks: parquet files, or Hugging Face's Hub.
+"""Read the sentences of GLUE's tasks from parquet files or the Hugging Face Hub.
 
 An item is ``[CLS] sentence [SEP]``, or ``[CLS] first [SEP] second [SEP]``.
 """
@@ -147,20 +147,22 @@ def _read_part(
         columns = _of_the_hub(source.removeprefix("hf:"), task, split)
     else:
         columns = _of_files(Path(source), task, split)
-    where = f"--glue {source} holds {task.name}/{split}"
+    where = f"--glue {source}: {task.name}/{split}"
     missing = [name for name in (*task.columns, "label") if name not in columns]
     if missing:
-        raise ValueError(f"{where} without the column {missing[0]}: it has {', '.join(columns)}")
+        raise ValueError(f"{where} must have the column {missing[0]}, got {', '.join(columns)}")
     labels = columns["label"]
     if not labels:
-        raise ValueError(f"{where} without a row")
+        raise ValueError(f"{where} has no rows")
     invalid = [label for label in labels if not _is_label(label, task)]
     if invalid:
-        allowed = "numbers from 0 to 5" if task.is_regression else f"0 to {task.classes - 1}"
-        raise ValueError(f"{where} whose labels must be {allowed} (-1 is hidden), got {invalid[0]}")
+        allowed = "0 to 5" if task.is_regression else f"0 to {task.classes - 1}"
+        raise ValueError(
+            f"{where} must have labels {allowed} (-1 marks hidden ones), got {invalid[0]}"
+        )
     for name in task.columns:
         if any(not isinstance(text, str | None) for text in columns[name]):
-            raise ValueError(f"{where} whose column {name} must be text")
+            raise ValueError(f"{where} must have text in the column {name}")
     dtype = torch.float32 if task.is_regression else torch.int64
     texts = [[plain(text or "") for text in columns[name]] for name in task.columns]
     whole = json.dumps([texts, labels]).encode("utf-8", "surrogatepass")
@@ -199,7 +201,7 @@ def _of_files(root: Path, task: GlueTask, split: str) -> dict[str, list[Any]]:
         try:
             table = parquet.read_table(file)
         except ArrowException as error:
-            raise ValueError(f"--glue holds {file}, which is not readable: {error}") from None
+            raise ValueError(f"--glue contains {file}, which is not readable: {error}") from None
         for name in table.column_names:
             columns.setdefault(name, []).extend(table[name].to_pylist())
     return columns

@@ -1,4 +1,4 @@
-"""The scores of a fine-tuned model in the layout of the paper's Table 1, beside the paper's."""
+"""Show the scores of a fine-tuned model beside those of the paper's Table 1."""
 
 from collections.abc import Mapping
 

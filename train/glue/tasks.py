@@ -1,4 +1,4 @@
-"""What each task of GLUE is: its columns, its classes, its measure, the splits that score it."""
+"""Define the tasks of GLUE: columns, classes, metrics and evaluation splits."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,1 +1,1 @@
-"""What a run prints and writes: rows, tables, plots, alarms and costs."""
+"""Output of a run: rows, tables, plots, alarms and costs."""

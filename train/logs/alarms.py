@@ -1,4 +1,4 @@
-"""Warns a person while a run still goes on: of what its rows show and no error does.
+"""Warn of instabilities during a run that raise no error.
 
 Alarms follow from the rows alone, so a resumed run, which is given those from before, gives the
 same ones. They change nothing: steps that are not finite are skipped elsewhere.

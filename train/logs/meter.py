@@ -1,4 +1,4 @@
-"""What a run costs: time, memory, energy, and how much of the device's peak it reaches."""
+"""Measure the time, memory and energy of a run, and its fraction of the device's peak."""
 
 import resource
 import sys

@@ -1,4 +1,4 @@
-"""What a run prints and writes: progress and tables, files of JSON lines, a page.
+"""Write the output of a run: progress, tables, files of JSON lines and a page.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
 ``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
@@ -95,7 +95,7 @@ class Report:
                 resume="allow",
             )
         except Exception as error:  # no key, no network, whatever else it has
-            raise ValueError(f"--wandb cannot begin: {' '.join(str(error).split())}") from None
+            raise ValueError(f"--wandb failed to start: {' '.join(str(error).split())}") from None
         return _SafeWriter("W&B's numbers", _WandbRun(run), self.log)
 
     def log(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""What every run does; a script brings a ``Task`` to it."""
+"""The training loop of all scripts, each of which supplies a ``Task``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What every script starts: a run, or several one after another, from the command line."""
+"""Start one run, or several one after another, from the command line."""
 
 import atexit
 from collections.abc import Callable, Mapping

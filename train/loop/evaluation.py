@@ -1,4 +1,4 @@
-"""Scores of held-out items: each that can be read counts once, whatever the number of ranks."""
+"""Score the held-out items so that each readable one counts once, on any number of ranks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +77,7 @@ def score(
     *totals, scored, new = total.tolist()
     bad_samples.share(new, found)
     if not scored:
-        raise TooManyBadSamplesError("none of the held-out items can be read")
+        raise TooManyBadSamplesError("no held-out item can be read: check --data")
     means = {name: value / scored for name, value in zip(sums, totals)}
     measures = means if task.derive is None else task.derive(means)
     if task.kept:

@@ -1,4 +1,4 @@
-"""Signals that ask a process to stop: SIGTERM, SIGINT and SIGHUP.
+"""Handle the signals that stop a run: SIGTERM, SIGINT and SIGHUP.
 
 While a run trains and writes what came of it, an ``Interrupt`` notes the signal, and the run ends
 where it can go on later; only a second SIGINT ends the process at once. Before training there is

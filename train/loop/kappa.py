@@ -70,7 +70,10 @@ class Kappa:
         """Return this rank's share of the first held-out items."""
         data = self.task.held_out
         if data is None:
-            raise ValueError(f"--kappa-probe needs held-out items, and {self.task.name} has none")
+            raise ValueError(
+                f"--kappa-probe needs held-out items, which {self.task.name} lacks: give "
+                "--kappa-probe 0"
+            )
         ranks = self.world.size
         share = held_out_share(
             len(data), -(-self.probed_items // ranks), rank=self.world.rank, ranks=ranks

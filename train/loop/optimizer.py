@@ -1,4 +1,4 @@
-"""What changes the weights: AdamW; and the running average that is kept beside them."""
+"""Update the weights with AdamW, and keep an exponential moving average of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

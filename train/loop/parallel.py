@@ -1,4 +1,4 @@
-"""Processes, devices, and how a model is spread over them: one code for one core and many nodes.
+"""Distribute a model over processes and devices, from one core to many nodes.
 
 Three ways: a model of one process has plain parameters; FSDP2 shards them over several; DDP keeps
 all of them on each. A step computes the same in all three, to the bit on one process.

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 for a forward and its backward, from the float32 ones that are trained.
+"""Round float32 weights to bfloat16 for a forward and its backward.
 
 What FSDP2's MixedPrecisionPolicy does, for parameters that are not sharded: every block, and then
 what is in none, has its parameters rounded just before its forward, by one function of autograd

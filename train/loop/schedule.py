@@ -1,4 +1,4 @@
-"""How long a run is, which items each step takes, its learning rate, and what is due after it."""
+"""Schedule a run: its length, the items and learning rate of each step, and evaluations."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -67,13 +67,16 @@ def budget_of(settings: Settings, *, steps_per_epoch: int, tokens_per_item: int 
     if settings.steps is not None:
         if settings.batch_size_warmup:
             raise ValueError(
-                "--batch-size-warmup needs --epochs or --tokens, from which the steps follow, got "
+                "--batch-size-warmup needs the length of the run in --epochs or --tokens, got "
                 f"--steps {settings.steps}"
             )
         return Budget(settings.steps * accum, accum, 0.0)
     if settings.tokens is not None:
         if tokens_per_item is None:
-            raise ValueError(f"--tokens needs a model of language, got {settings.tokens:g}")
+            raise ValueError(
+                f"--tokens needs a language model, got {settings.tokens:g}: give --epochs or "
+                "--steps"
+            )
         batches = settings.tokens / (tokens_per_item * settings.batch_size)
     else:
         batches = settings.epochs * steps_per_epoch

@@ -1,4 +1,4 @@
-"""What a run needs, made in the order in which one part needs another, and resumed."""
+"""Create the parts of a run in the order of their dependencies, and resume it."""
 
 import os
 import random
@@ -153,7 +153,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         check_compatible(path, saved, settings, task.identity)
         if saved["step"] > schedule.steps:
             raise ValueError(
-                f"--resume {path} has done {saved['step']} steps: this run is of {schedule.steps}"
+                f"--resume {path} must have at most the {schedule.steps} steps of this run, got "
+                f"{saved['step']}"
             )
         checkpoints.load(path, model, optimizer, average.weights)
         best.take_up()

@@ -1,4 +1,4 @@
-"""What a run came to, as a function of its results; and of several runs, their means."""
+"""Summarise the results of a run, and average those of several runs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The training loop: a step, its row, a checkpoint, an evaluation, in this order; then the end.
+"""The training loop: step, row, checkpoint and evaluation, in this order.
 
 A checkpoint from before an evaluation holds the row of its step as far as it is known, and a resume
 evaluates first. So nothing is lost by what happens during an evaluation.
@@ -243,9 +243,9 @@ def settle(run: Run, pending: Pending, *, unfinished: bool = False) -> bool:
         run.kappa.flush()
         raise DivergedError(
             f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
-            f"{run.progress.skipped} steps in a row not finite, --skip-limit allows "
-            f"{run.settings.skip_limit}: stopped; a lower --lr or --clip-grad may help, and "
-            "earlier checkpoints are untouched"
+            f"{run.progress.skipped} steps in a row were not finite, --skip-limit allows "
+            f"{run.settings.skip_limit}: try a lower --lr or --clip-grad; earlier checkpoints are "
+            "untouched"
         )
     return stop > 0
 

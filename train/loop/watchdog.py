@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, and shows where it hung.
+"""End a process that makes no progress, and print where it hung.
 
 Nothing else does: a rank that waits for a rank that is stuck waits for as long as its collectives'
 timeout, and what is stuck does not notice.

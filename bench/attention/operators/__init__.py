@@ -1,4 +1,4 @@
-"""Operators that are measured, a module each, found here: of a new one nothing else names it.
+"""Operators to measure, one module each: a new module in this folder needs no registration.
 
 A module, called as the operator's folder in ``leaner_kernels.ops``, has ``CASES``, the most telling
 first, ``PEERS`` and ``PROBLEM``, its correctness gate. A case has what ``nystrom.NystromCase`` has:

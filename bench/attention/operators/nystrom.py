@@ -1,4 +1,4 @@
-"""Nyström attention that is measured, everything that computes it, and its correctness gate.
+"""Nyström attention: its cases, its peers and its correctness gate.
 
 Letters: B batch, N tokens, H heads, D head dimension, m landmarks. Every peer takes q, k and v as a
 projection leaves them, (B, N, 3, H, D), and returns (B, N, H, D). The peers ``sdpa`` compute exact

@@ -182,7 +182,7 @@ def test_a_run_that_another_process_still_does_is_left_alone(six_of_eight, capsy
         with pytest.raises(SystemExit, match="2"):
             train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
         other.kill()
-    assert "belongs to a run that is still going on" in capsys.readouterr().err
+    assert "is in use by another run" in capsys.readouterr().err
     train_here(*RUN, "--steps", 8, "--out", six_of_eight, "--resume", "auto")
 
 

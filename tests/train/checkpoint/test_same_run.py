@@ -73,7 +73,7 @@ def test_a_text_with_other_contents_is_refused(tmp_path, capsys, script, tokeniz
         # As long as before, and as old by the time that programs may set.
         os.utime(tmp_path / "t.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
         error = refused(script, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
-        assert "t.txt has changed since the run began; give another --out, or " in error
+        assert "t.txt has changed since the run began: restore it, or give another --out" in error
         assert (tmp_path / "run" / "tokenizer.json").read_text() == kept
 
 

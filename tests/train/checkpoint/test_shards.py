@@ -68,9 +68,13 @@ def test_pytorch_reads_what_a_run_writes(group, tmp_path):
 def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
     write(tmp_path / "c", TENSORS)
     for name, tensor, message in (
-        ("model.other", torch.zeros(3), "it has no 'model.other'"),
-        ("model.weight", torch.zeros(5, 4), r"'model.weight' is \(5, 3\), the model's \(5, 4\)"),
-        ("model.half", torch.zeros(7), "'model.half' is torch.bfloat16, the model's torch.float32"),
+        ("model.other", torch.zeros(3), "the checkpoint has no tensor 'model.other'"),
+        (
+            "model.weight",
+            torch.zeros(5, 4),
+            r"'model.weight' must have shape \(5, 4\) .* got \(5, 3\)",
+        ),
+        ("model.half", torch.zeros(7), "'model.half' must be torch.float32 .* got torch.bfloat16"),
     ):
         read = {"model.seen": torch.tensor(0), name: tensor}
         parts = {name: part_of(tensor) for name, tensor in read.items()}
@@ -136,7 +140,9 @@ def test_each_part_is_written_by_one_rank_and_read_by_whoever_needs_it(tmp_path)
         }
     )
     for refused in (first["refused"], second["refused"]):
-        assert "it has no 'uneven'" in refused, "both ranks tell what one of them found"
+        assert "the checkpoint has no tensor 'uneven'" in refused, (
+            "both ranks tell what one of them found"
+        )
     for mesh in MESHES:
         sizes = {name: tensor.size for name, tensor in saved_tensors(tmp_path / mesh).items()}
         assert sizes == {name: (*size,) for name, size in SIZES.items()} | {"plain": (2,)}

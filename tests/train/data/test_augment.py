@@ -135,6 +135,6 @@ def test_labels_are_mixed_as_the_images_are(alphas, fewest, most):
 @pytest.mark.parametrize("policy", ["m9", "rand-x3", "augmix-m3"])
 def test_a_policy_that_timm_does_not_know_is_refused(policy):
     with pytest.raises(
-        ValueError, match=f"--rand-augment must be none or as timm .* got '{policy}'"
+        ValueError, match=f"--rand-augment must be none or a policy of timm .* got '{policy}'"
     ):
         viewed(0, rand_augment=policy)

@@ -128,7 +128,7 @@ def test_repeats_take_an_image_several_times_each_changed_otherwise(tars):
     ("splits", "message"),
     [
         (["validation"], r"must have a split train, got validation$"),
-        (["train", "validation"], r"one column of images and one named label .* got text, label"),
+        (["train", "validation"], r"one image column and a column label .* got text, label"),
     ],
 )
 def test_other_splits_and_columns_are_refused(parquet, tmp_path, splits, message):
@@ -304,7 +304,9 @@ def test_an_error_of_an_augmentation_is_no_bad_image(root):
     data = opened(root / "folder").train
     data.pixels.view = Broken(8)
     for workers in (0, 1):
-        with pytest.raises(RuntimeError, match=r"was read, but not changed: bits must be"):
+        with pytest.raises(
+            RuntimeError, match=r"was read, but could not be augmented: bits must be"
+        ):
             fetched(data, [[(0, 0), (0, 1)]], workers)
 
 

@@ -115,7 +115,9 @@ def test_no_list_comes_twice():
     labels = [label for corpus in corpora.values() for label in corpus.labels]
     assert [value(text) for text in texts] == labels
     assert np.array_equal(corpora["test"].lengths, [4] * 50)
-    with pytest.raises(ValueError, match=r"sizes must be at most what differs .* got 401"):
+    with pytest.raises(
+        ValueError, match=r"sizes must be at most the number of distinct lists .* got 401"
+    ):
         generate(0, {"train": 399, "dev": 1, "test": 1}, few)
 
 
@@ -137,5 +139,5 @@ def test_published_tables_are_read(tmp_path):
 def test_a_damaged_table_is_refused_by_its_line(tmp_path, row, message):
     write_lists(tmp_path, [("[MAX 1 2 ]", 2)] * 3)
     (tmp_path / "basic_val.tsv").write_text(f"Source\tTarget\n[MIN 1 2 ]\t1\n{row}\n")
-    with pytest.raises(ValueError, match=f"basic_val.tsv line 3 must hold .*{message}"):
+    with pytest.raises(ValueError, match=f"basic_val.tsv line 3 must have .*{message}"):
         listops.read(tmp_path)

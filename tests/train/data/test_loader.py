@@ -101,7 +101,7 @@ def test_ranks_share_the_cores_that_they_may_use_and_keep_one_each(monkeypatch):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_where_nothing_can_be_read_few_are_tried_and_the_first_is_named(workers):
     data = Numbers(bad=set(range(24)))
-    message = f"number 5 cannot be read; nor can the {MAX_REPLACEMENTS} items after it be read"
+    message = f"number 5 cannot be read; the next {MAX_REPLACEMENTS} items cannot be read either"
     with pytest.raises(DataError, match=f"^{message}$"):
         fetch(data, [[(0, 5), (0, 6)]], workers)
     assert data.requested <= 2 + 2 + MAX_REPLACEMENTS
@@ -112,7 +112,7 @@ def test_the_batches_before_one_that_cannot_be_had_are_had(workers):
     data = Numbers(bad=set(range(3, 24)))
     had = []
     with (
-        pytest.raises(DataError, match=r"^number 3 cannot be read; nor can the "),
+        pytest.raises(DataError, match=r"^number 3 cannot be read; the next "),
         loading(data, [[(0, i)] for i in range(6)], workers=workers, device=CPU) as batches,
     ):
         had.extend(batch.tensors[0][0, 1].item() for batch in batches)
@@ -128,9 +128,9 @@ def test_tokens_whose_file_shrinks_while_it_is_read_are_named(tmp_path):
         assert next(batches).tensors[0].tolist() == [[10, 11, 12, 13, 14], [65, 66, 67, 68, 69]]
         os.truncate(path, 2 * 60 + 4)
         _, (bad,) = next(batches)
-        assert bad == (f"{path} was cut off: nothing at byte 120", (1,))
+        assert bad == (f"{path} is truncated: reading at byte 120 failed", (1,))
         path.unlink()
-        with pytest.raises(DataError, match=rf"^{path}: No such file or directory; nor can"):
+        with pytest.raises(DataError, match=rf"^{path}: No such file or directory; the next"):
             next(batches)
 
 

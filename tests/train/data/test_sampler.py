@@ -154,10 +154,10 @@ def test_a_folder_gives_crops_that_depend_on_seed_epoch_and_item(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("no such data", r"digits, synthetic, a folder .* got '.*nowhere', which is not there$"),
-        ("no classes", r"val must hold CLASS/IMAGE"),
-        ("other classes", r"same classes in train/ and val/, not birds"),
-        ("an empty class", r"--data: .*val/cats holds no image: fill or remove it$"),
+        ("no such data", r"digits, synthetic, a folder .* got '.*nowhere', which does not exist$"),
+        ("no classes", r"val must contain CLASS/IMAGE"),
+        ("other classes", r"same classes in train/ and val/, got birds"),
+        ("an empty class", r"--data .*val/cats contains no images: add some or remove it$"),
     ],
 )
 def test_a_folder_laid_out_otherwise_is_refused(folder, damage, message):

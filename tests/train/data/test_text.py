@@ -121,7 +121,7 @@ def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"bad\.parquet cannot be read: \S") as error:
         find_source(str(bad))
     assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="takes tables of one kind alone"):
+    with pytest.raises(ValueError, match="must be tables of one format"):
         find_source(f"{bad},{text}")
 
 
@@ -190,7 +190,7 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
 
 
 def test_files_that_hold_no_text_are_named(tmp_path):
-    with pytest.raises(ValueError, match=r"holds no \.txt, .* file: .* or hf:"):
+    with pytest.raises(ValueError, match=r"contains no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))
     file = tmp_path / "odd.txt"
     for data, message in {
@@ -205,7 +205,7 @@ def test_files_that_hold_no_text_are_named(tmp_path):
         assert "\n" not in str(error.value)
     for blank in ("", " \n\n "):
         write(file, blank)
-        with pytest.raises(ValueError, match="holds no text: it is empty or blank"):
+        with pytest.raises(ValueError, match="contains no text: it is empty or blank"):
             open_text(str(tmp_path), "bytes", specials=GPT)
 
 

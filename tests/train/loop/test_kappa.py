@@ -86,8 +86,12 @@ def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
 @pytest.mark.parametrize(
     ("main", "args", "message"),
     [
-        (lra.main, ["--kappa-penalty", "1"], "is for sequences without padding, which these have"),
-        (bert.main, ["--finetune", "glue", "--seeds", "2"], "--finetune glue takes no --seeds"),
+        (lra.main, ["--kappa-penalty", "1"], "needs sequences without padding"),
+        (
+            bert.main,
+            ["--finetune", "glue", "--seeds", "2"],
+            "--finetune glue does not support --seeds",
+        ),
         (
             vit.main,
             ["--model", "xcit_digits", "--kappa-penalty", "1"],

@@ -51,9 +51,9 @@ def test_a_batch_size_warmup_grows_the_batch_in_a_line_and_keeps_the_number_of_i
     [
         (
             {"steps": 10, "batch_size_warmup": 0.5},
-            "--batch-size-warmup needs --epochs or --tokens, .*got --steps 10",
+            "--batch-size-warmup needs .* --epochs or --tokens, got --steps 10",
         ),
-        ({"tokens": 1e6}, r"--tokens needs a model of language, got 1e\+06"),
+        ({"tokens": 1e6}, r"--tokens needs a language model, got 1e\+06"),
     ],
 )
 def test_a_length_that_means_nothing_is_refused(flags, message):

@@ -1,4 +1,4 @@
-"""Labelled images: digits, noise, folders, a CSV, tar files, Hugging Face's datasets.
+"""Labelled images: digits, noise, folders, CSV files, tar files and Hugging Face data sets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
 ``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
-    f"{', '.join(NAMES)}, a folder with one of pictures for each class, or of such in train/ and "
-    "val/, or of tars or parquet files, a .csv of path and label, or hf:NAME"
+    f"{', '.join(NAMES)}, a folder with one subfolder of images per class, or with such subfolders "
+    "in train/ and val/, a folder of tar or parquet files, a .csv with columns path and label, or "
+    "hf:NAME for a Hugging Face data set"
 )
 
 
@@ -96,8 +97,8 @@ def open_images(
     """
     if name in NAMES and augment not in (None, Augment()):
         raise ValueError(
-            f"--data {name} is no image files, which --recipe, --crop, --flip, --rand-augment or "
-            "--erase would change: give --crop 0.08 --flip --rand-augment none --erase 0"
+            f"--data {name} supports no augmentation by --recipe, --crop, --flip, --rand-augment "
+            "or --erase: give --crop 0.08 --flip --rand-augment none --erase 0"
         )
     if name == "digits":
         return Images(name, 10, *open_digits(size, channels, seed))

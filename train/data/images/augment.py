@@ -1,4 +1,4 @@
-"""How images are changed while training, and what becomes of their pixels.
+"""Augment training images, and convert pixels to the model's input.
 
 Changes of one image depend on the seed, the epoch and the image alone; mixing images of a batch
 depends on the seed that the loop hands over. timm draws from Python's global generator and
@@ -225,7 +225,7 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
         from timm.data.auto_augment import rand_augment_transform
     except ImportError:
         raise ValueError(
-            "--rand-augment needs the package timm: pip install timm; none goes without"
+            "--rand-augment needs the package timm: pip install timm, or give --rand-augment none"
         ) from None
     # What moved out of the picture is filled with the mean colour, as timm's loader does.
     params = {
@@ -236,7 +236,8 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
         augment = rand_augment_transform(policy, params)
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ValueError(
-            f"--rand-augment must be none or as timm writes it, rand-m9-mstd0.5, got {policy!r}"
+            "--rand-augment must be none or a policy of timm such as rand-m9-mstd0.5, got "
+            f"{policy!r}"
         ) from None
     for op in augment.ops:
         if op.name.startswith("Posterize"):

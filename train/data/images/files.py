@@ -1,4 +1,4 @@
-"""Images that are files of their own: class folders, or a CSV of paths and labels."""
+"""Image files in class folders, or listed in a CSV of paths and labels."""
 
 import csv
 import hashlib
@@ -87,7 +87,8 @@ def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
     if train.names != held_out.names:
         unmatched = sorted(set(train.names) ^ set(held_out.names))[0]
         raise ValueError(
-            f"--data {root} must have the same classes in train/ and {part}/, not {unmatched}"
+            f"--data {root} must have the same classes in train/ and {part}/, got {unmatched} in "
+            "only one of them"
         )
     return train, held_out
 
@@ -100,14 +101,14 @@ def _folders(folder: Path) -> list[str]:
 def _class_folders(part: Path) -> ImageFiles:
     names = _folders(part)
     if not names:
-        raise ValueError(f"--data {part} must hold CLASS/IMAGE, found no folder")
+        raise ValueError(f"--data {part} must contain CLASS/IMAGE, got no class folder")
     samples: list[tuple[str, int]] = []
     for label, name in enumerate(names):
         paths = list(map(str, files_below(part / name)))
         # The order of the split: the files of a folder, then those of its folders.
         images = sorted((p for p in paths if p.lower().endswith(PICTURES)), key=os.path.split)
         if not images:
-            raise ValueError(f"--data: {part / name} holds no image: fill or remove it")
+            raise ValueError(f"--data {part / name} contains no images: add some or remove it")
         samples += [(path, label) for path in images]
     return ImageFiles(samples, names)
 
@@ -131,7 +132,7 @@ def open_csv(path: Path) -> tuple[ImageFiles, ImageFiles | None]:
                 )
             rows = [(reader.line_num, row) for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"--data {path} is no CSV in UTF-8: {error}") from None
+        raise ValueError(f"--data {path} is not a CSV file in UTF-8: {error}") from None
     if not rows:
         raise ValueError(f"--data {path} has no rows")
     for line, row in rows:
@@ -142,7 +143,7 @@ def open_csv(path: Path) -> tuple[ImageFiles, ImageFiles | None]:
         row["split"] = (row.get("split") or "").strip()
         file = path.parent / row["path"]
         if not file.is_file():
-            raise ValueError(f"--data {path}: {file} of line {line} is no file")
+            raise ValueError(f"--data {path}: {file} in line {line} is not a file")
     names = sorted({row["label"] for _, row in rows})
     if all(name.isdecimal() for name in names):
         names.sort(key=int)

@@ -1,4 +1,4 @@
-"""Images in Hugging Face's datasets: of its Hub, or a folder of parquet files or WebDataset tars.
+"""Images of Hugging Face data sets: on the Hub, or in parquet files or WebDataset tars.
 
 One column holds images, ``{"bytes": ..., "path": ...}``, and one whole numbers: ``label`` as in
 ILSVRC/imagenet-1k, or ``cls`` as in tars. ``datasets`` keeps them in Arrow files, where each is one
@@ -42,8 +42,8 @@ class HubTable:
         for row, label in enumerate(self.labels):
             if type(label) is not int or not 0 <= label < _CLASSES:
                 raise ValueError(
-                    f"--data has the {self.label} {repr(label)[:40]} in row {row} of its split "
-                    f"{split}, which is no number of a class"
+                    f"--data must have class numbers as {self.label}, got {repr(label)[:40]} in "
+                    f"row {row} of its split {split}"
                 )
         self.classes = declared or 1 + max(self.labels)
 
@@ -98,7 +98,7 @@ def _columns(table: Any, split: str) -> tuple[str, str]:
     labels = [name for name in ("label", "cls") if name in features]
     if len(images) != 1 or not labels:
         raise ValueError(
-            f"--data must have one column of images and one named label or cls in its split "
+            f"--data must have one image column and a column label or cls in its split "
             f"{split}, got {', '.join(features) or 'no columns'}"
         )
     return images[0], labels[0]

@@ -1,4 +1,4 @@
-"""Data sets of image files, wherever they are kept: read, decode, crop, change."""
+"""Data sets of image files: read, decode, crop and augment them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -68,7 +68,9 @@ class Pixels:
                 return self.view(pixels)
             except (ValueError, OSError) as error:
                 # The loader would take these for a picture that cannot be read, and replace it.
-                raise RuntimeError(f"{name()} was read, but not changed: {error}") from error
+                raise RuntimeError(
+                    f"{name()} was read, but could not be augmented: {error}"
+                ) from error
 
 
 # As Pillow's Transpose: TRANSPOSE, ROTATE_270, TRANSVERSE and ROTATE_90.

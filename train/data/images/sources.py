@@ -1,4 +1,4 @@
-"""Image files of a data set: found in folders, a CSV, tar files or on Hugging Face, and divided."""
+"""Find the image files of a data set, and split them into training and held-out images."""
 
 import hashlib
 import statistics
@@ -65,7 +65,7 @@ def split(source: Any) -> tuple[Part, Part]:
         count = max(1, round(SHARE * len(images))) if len(images) > 1 else 0
         held_out += images[:count]
     if not held_out:
-        raise ValueError("--data must have two images of a class, to hold one out")
+        raise ValueError("--data must have at least two images of some class, to hold one out")
     apart = np.isin(np.arange(len(labels)), held_out)
     return Part(source, np.flatnonzero(~apart)), Part(source, np.flatnonzero(apart))
 
@@ -129,11 +129,11 @@ def find_images(name: str) -> Sources:
     elif path.is_file() and path.suffix.lower() == ".csv":
         train, held_out = open_csv(path)
     else:
-        end = "which is a file" if path.is_file() else "which is not there"
+        end = "which is a file" if path.is_file() else "which does not exist"
         raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")
     classes = max(part.classes for part in (train, held_out) if part is not None)
     if classes == 1:
-        raise ValueError(f"--data {name} has one class: there is nothing to tell apart")
+        raise ValueError(f"--data {name} must have at least two classes, got one")
     if held_out is not None:
         return Sources(train, held_out, classes, train.names)
     return Sources(*split(train), classes, train.names, made=True)

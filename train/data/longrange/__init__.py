@@ -1,4 +1,4 @@
-"""Long-range classification: what the Long-Range Arena's five tasks are made of.
+"""Long-range classification: the data of the Long-Range Arena's five tasks.
 
 Start at ``tasks.py``. ``listops.py`` and ``pathfinder.py`` generate their data, ``files.py`` reads
 what is published for the others, ``corpus.py`` holds the sequences.

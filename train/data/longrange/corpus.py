@@ -1,4 +1,4 @@
-"""Labelled sequences of bytes in three arrays, and as a file."""
+"""Store labelled byte sequences as three arrays, in memory and in a file."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -64,4 +64,6 @@ def load(path: Path) -> dict[str, Corpus]:
         with open_file(path) as file, np.load(file, allow_pickle=False) as arrays:
             return {s: Corpus(*(arrays[f"{s}_{part}"] for part in _PARTS)) for s in SPLITS}
     except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
-        raise ValueError(f"--cache has {path}, which is damaged, remove it: {error}") from None
+        raise ValueError(
+            f"--cache contains {path}, which is damaged: remove it ({error})"
+        ) from None

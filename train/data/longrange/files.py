@@ -1,4 +1,4 @@
-"""The published files of Text, Retrieval and Image, and the official Pathfinder images.
+"""Read the published files of Text, Retrieval and Image, and the official Pathfinder images.
 
 Nothing of it is redistributed here: IMDB's reviews (aclImdb), the pairs of papers of the ACL
 Anthology Network as the Long-Range Arena's archive has them, CIFAR-10's Python version, and that
@@ -49,12 +49,14 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
         missing = [name for name, found in zip(("neg", "pos"), files.values()) if not found]
         if missing:
             raise ValueError(
-                f"--data must hold reviews {{train,test}}/{{pos,neg}}/*.txt, found none in "
+                f"--data must contain reviews {{train,test}}/{{pos,neg}}/*.txt, got none in "
                 f"{folder / part / missing[0]}"
             )
         texts = [_beginning(path, length) for found in files.values() for path in found]
         if not all(texts):
-            raise ValueError(f"--data must hold reviews, but one in {folder / part} is empty")
+            raise ValueError(
+                f"--data must contain reviews with text, got an empty one in {folder / part}"
+            )
         labels = [label for label, found in files.items() for _ in found]
         parts[part] = Corpus.of(texts, labels)
     if upstream_dev:
@@ -101,7 +103,9 @@ def read_pairs(folder: Path, length: int) -> dict[str, tuple[Corpus, np.ndarray,
     for split, name in zip(SPLITS, ("train", "eval", "test")):
         path = folder / f"new_aan_pairs.{name}.tsv"
         if not path.is_file():
-            raise ValueError(f"--data must hold new_aan_pairs.train.tsv, eval and test, no {path}")
+            raise ValueError(
+                f"--data must contain new_aan_pairs.{{train,eval,test}}.tsv, got no {path}"
+            )
         pairs, labels = [], []
         for label, *both in _pairs(path):
             labels.append(label)
@@ -118,8 +122,8 @@ def _pairs(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
             label = {b"0": 0, b"0.0": 0, b"1": 1, b"1.0": 1}.get(cells[0])
             if label is None or len(cells) != 5 or not (cells[3] and cells[4]):
                 raise ValueError(
-                    f"--data {path} line {number} must be label, two ids and two texts with tabs "
-                    f"between, got {line[:40]!r}"
+                    f"--data {path} line {number} must be a label, two ids and two texts separated "
+                    f"by tabs, got {line[:40]!r}"
                 )
             yield label, cells[3], cells[4]
 
@@ -136,7 +140,9 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
     lists = _visible(folder / "metadata", "*.npy")
     lists.sort(key=lambda path: (len(path.name), path))
     if not lists:
-        raise ValueError(f"--data must hold metadata/*.npy and the images they name, got {folder}")
+        raise ValueError(
+            f"--data must contain metadata/*.npy and the images that they name, got {folder}"
+        )
     images, labels = [], []
     for path in lists:
         try:
@@ -147,7 +153,8 @@ def read_pathfinder(folder: Path) -> dict[str, Corpus]:
             ]
         except ValueError as error:
             raise ValueError(
-                f"--data {path} must be lines of folder, name, number and class 0 or 1: {error}"
+                f"--data {path} must contain lines of folder, name, number and class 0 or 1: "
+                f"{error}"
             ) from None
         for image, label in listed:
             if image.stat().st_size:  # some published images are empty
@@ -211,13 +218,13 @@ def _batch(path: Path, md5: str) -> tuple[np.ndarray, list[int]]:
     else:
         cause = "another MD5"
     if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
-        raise ValueError(f"--data must hold CIFAR-10's published {path}: {cause}")
+        raise ValueError(f"--data must contain CIFAR-10's published file {path}: {cause}")
     # What is read is what was checked; and an MD5 can be made to fit, so the file may do nothing.
     try:
         batch = ArraysOnly(io.BytesIO(content), encoding="latin1").load()
         return batch["data"].reshape(-1, 3072), list(batch["labels"])
     except Exception as error:  # a forged one raises nearly anything
-        raise ValueError(f"--data {path} is no batch of CIFAR-10: {error}") from None
+        raise ValueError(f"--data {path} is not a batch of CIFAR-10: {error}") from None
 
 
 class ArraysOnly(pickle.Unpickler):

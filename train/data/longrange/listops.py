@@ -96,7 +96,8 @@ def _draw_new(
             seen.add(sequence)
             return sequence, value
     raise ValueError(
-        f"sizes must be at most what differs within {limits}, got {len(seen) + 1} or more"
+        f"sizes must be at most the number of distinct lists within {limits}, got {len(seen) + 1} "
+        "or more"
     )
 
 
@@ -147,7 +148,7 @@ def read(folder: Path) -> dict[str, Corpus]:
 
 def _read_table(path: Path) -> Corpus:
     if not path.is_file():
-        raise ValueError(f"--data must hold basic_train.tsv, _val and _test, found no {path}")
+        raise ValueError(f"--data must contain basic_{{train,val,test}}.tsv, got no {path}")
     sequences, labels = [], []
     with TextIOWrapper(open_file(path, DATA), "utf-8-sig", newline="") as file:
         table = csv.DictReader(file, delimiter="\t")
@@ -157,8 +158,8 @@ def _read_table(path: Path) -> Corpus:
                 labels.append([*"0123456789"].index(row["Target"]))
         except (csv.Error, KeyError, ValueError, AttributeError) as error:
             raise ValueError(
-                f"--data {path} line {table.line_num} must hold Source and Target, a list and its "
-                f"digit: {error}"
+                f"--data {path} line {table.line_num} must have columns Source, a list, and "
+                f"Target, its digit: {error}"
             ) from None
     return Corpus.of(sequences, labels)
 

@@ -1,4 +1,4 @@
-"""The five tasks by name, from files or generated.
+"""Open the five tasks by name, from published files or generated.
 
 As published, every sequence is padded to the same power of two, bytes stand for text, and pixels,
 row by row, for images. One thing differs: the published code takes token 0 for padding wherever it
@@ -186,7 +186,9 @@ def open_task(
     labels = {split: part[-1] for split, part in parts.items()}
     for split in SPLITS:
         if len(labels[split]) == 0:
-            raise ValueError(f"--data must hold items of {', '.join(SPLITS)}, has none of {split}")
+            raise ValueError(
+                f"--data must contain items of {', '.join(SPLITS)}, got none of {split}"
+            )
     baselines = {"constant_class": baseline(labels["train"], labels["test"])}
     if task == "listops":
         first = {split: c.tokens[c.offsets[:-1]] for split, c in corpora.items()}

@@ -1,4 +1,4 @@
-"""What is made once and kept: trained tokenisers, text as tokens, generated sequences.
+"""Cache trained tokenisers, tokenised text and generated sequences.
 
 The processes of a machine, and machines that share the folder, wait for each other: the first makes
 a file under another name and then renames it; the others find it whole.

@@ -1,4 +1,4 @@
-"""Documents by name: CPython's own English, files, and Hugging Face's data sets."""
+"""Find documents by name: Python's documentation, files, and Hugging Face data sets."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ from train.data import hub
 from train.data.text.cache import build_once
 
 KINDS = (
-    "text files, a folder of them, .parquet, .jsonl, .csv or .tsv, pydoc, tinystories, synthetic, "
-    "or hf:NAME or hf:NAME:CONFIG for Hugging Face's"
+    "text files, a folder of them, .parquet, .jsonl, .csv or .tsv files, pydoc, tinystories, "
+    "synthetic, or hf:NAME or hf:NAME:CONFIG for a Hugging Face data set"
 )
 # What is read of a folder; a file that is named may have any ending.
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
@@ -74,7 +74,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         if len(paths) > 1:
             shown = f"{paths[0]} and {len(paths) - 1} more"
     else:
-        raise ValueError(f"--data {name}: no such file or folder; it may be {KINDS}")
+        raise ValueError(f"--data {name}: no such file or folder; give {KINDS}")
     filled = lambda: islice(filter(str.strip, documents()), limit or None)  # noqa: E731
     return TextSource(shown, [*facts, limit], filled)
 
@@ -89,7 +89,7 @@ def size_of(source: TextSource) -> int:
     def count(path: Path) -> None:
         size = sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
         if size == 0:
-            raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
+            raise ValueError(f"--data {source.name} contains no text: it is empty or blank")
         path.write_text(str(size))
 
     return int(build_once(f"size-{source.digest()}.txt", count).read_text())
@@ -141,8 +141,8 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Documents]:
         tables = [path for path in inside if path.suffix.lower() in TABLES]
         if not texts and not tables:
             raise ValueError(
-                f"--data {root} holds no {', '.join(TEXTS)}, .parquet, .jsonl, .csv or .tsv file: "
-                f"name the files themselves, or hf:{root} for a data set of Hugging Face"
+                f"--data {root} contains no {', '.join(TEXTS)}, .parquet, .jsonl, .csv or .tsv "
+                f"file: give the files themselves, or hf:{root} for a Hugging Face data set"
             )
         files += texts or tables
     files = list(dict.fromkeys(files))
@@ -150,7 +150,9 @@ def _files(paths: list[Path], column: str) -> tuple[list[Any], Documents]:
     facts = [_facts_of(path) for path in files]
     if suffixes & {*TABLES}:
         if len(suffixes) > 1:
-            raise ValueError(f"--data takes tables of one kind alone, got {files[0]} and others")
+            raise ValueError(
+                f"--data must be tables of one format, got {files[0]} and other formats"
+            )
         return ["table", column, *facts], _table(files, suffixes.pop(), column)
     random.Random(0).shuffle(files)
     # A folder's file is a document; one that is all there is has some.

@@ -1,4 +1,4 @@
-"""Text as one long row of tokens in a file, and the sequences cut from it."""
+"""Store text as one stream of tokens in a file, and cut sequences from it."""
 
 import hashlib
 import json
@@ -102,11 +102,11 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
                     documents, tokens = documents + 1, tokens + len(ids) + 1
                     size += len(content)
         if read == 0:
-            raise ValueError(f"--data {source.name} holds no text: it is empty or blank")
+            raise ValueError(f"--data {source.name} contains no text: it is empty or blank")
         if documents == 0:
             raise ValueError(
                 f"--data {source.name}: every document has more than --max-density "
-                f"{max_density:g} tokens per character; 0 takes all"
+                f"{max_density:g} tokens per character; --max-density 0 keeps all"
             )
         about = {"documents": documents, "tokens": tokens, "size": size}
         about["digest"] = whole.hexdigest()
@@ -122,7 +122,7 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
         tokens = TokenStream(folder / "tokens.bin", dtype, 0, about.pop("tokens"))
         return Encoded(tokens=tokens, **about)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{folder} is damaged; remove it and it is made again: {error}") from None
+        raise ValueError(f"{folder} is damaged: remove it to create it again ({error})") from None
 
 
 def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -235,5 +235,5 @@ def _cut(tokens: TokenStream, starts: list[int], length: int) -> tuple[Tensor]:
             first = (tokens.begin + start) * row.itemsize
             file.seek(first)
             if file.readinto(row) != row.nbytes:
-                raise ValueError(f"{tokens.path} was cut off: nothing at byte {first:,}")
+                raise ValueError(f"{tokens.path} is truncated: reading at byte {first:,} failed")
     return (torch.from_numpy(rows.astype(np.int64)),)

@@ -65,8 +65,8 @@ class Tokenizer:
         self.vocab_size = 1 + max(tokenizer.get_vocab().values(), default=-1)
         if self.vocab_size > _MOST:
             raise ValueError(
-                f"--tokenizer {name} has a token of the number {self.vocab_size - 1:,}: "
-                f"{_MOST:,} tokens at most"
+                f"--tokenizer {name} must have at most {_MOST:,} tokens, got one numbered "
+                f"{self.vocab_size - 1:,}"
             )
         ends = [self.specials[end] for end in _ENDS if end in self.specials]
         if not ends:
@@ -161,7 +161,8 @@ def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
     kept = Tokenizer(read, name)
     if kept.vocab_size > vocab_size:
         raise ValueError(
-            f"{name} has a tokeniser of {kept.vocab_size:,} tokens, its model {vocab_size:,}"
+            f"{name}: its tokeniser must have at most the {vocab_size:,} tokens of its model, got "
+            f"{kept.vocab_size:,}"
         )
     return kept
 
@@ -220,8 +221,8 @@ def _gpt2_file() -> str:
             return huggingface_hub.hf_hub_download(*where)
     except OSError:
         raise ValueError(
-            "--tokenizer gpt2 is neither in the cache of Hugging Face's Hub nor to be had from it: "
-            "give --tokenizer FILE with its tokenizer.json, or --tokenizer bpe to train one"
+            "--tokenizer gpt2 is not in the cache of the Hugging Face Hub and cannot be "
+            "downloaded: give the path of its tokenizer.json, or --tokenizer bpe to train one"
         ) from None
 
 

@@ -1,0 +1,132 @@
+"""Links of the documents lead somewhere, and their commands name what exists."""
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")])
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# A flag's value may be anything; these commands pass their arguments on to a program of ours.
+LAUNCHERS = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:torchrun|python[\d.]*)\b")
+
+
+def text_of(page: Path) -> str:
+    """Return a page without its blocks of code, where brackets are no links."""
+    return re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as forges and mkdocs make them."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} (.+)$", text_of(page), re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading).lower())
+        anchor = re.sub(r"\s", "-", words.strip())
+        numbered = (f"{anchor}{f'-{n}' * (n > 0)}" for n in range(99))
+        found.add(next(name for name in numbered if name not in found))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """Return (page, command) of every block of shell that runs a program of this project."""
+    pairs = []
+    for page, name in zip(PAGES, NAMES, strict=True):
+        for block in BLOCK.findall(page.read_text("utf-8")):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.partition(" #")[0].strip()
+                if LAUNCHERS.match(command) or command.startswith(("make ", "bench/")):
+                    pairs.append((name, command))
+    return pairs
+
+
+@cache
+def help_of(*program: str) -> str:
+    """Return what a program prints for ``--help``."""
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(program)} --help: {done.stderr[-500:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_to_files_and_headings(page):
+    broken = []
+    for link in LINK.findall(text_of(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        generated = page.parent.name == "docs" and path.startswith("api/")
+        if (not target.exists() and not generated) or (
+            anchor and target.suffix == ".md" and target.exists() and anchor not in anchors(target)
+        ):
+            broken.append(link)
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_code_names_targets_and_scripts_that_exist(page):
+    code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text("utf-8"), re.DOTALL))
+    assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= make_targets()
+    scripts = re.findall(r"\b(?:train|bench|models|examples)/\w+\.(?:py|sh)\b", code)
+    assert [script for script in scripts if not (ROOT / script).exists()] == []
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_commands_run_programs_that_exist():
+    targets = make_targets()
+    missing = []
+    for page, command in commands():
+        words = shlex.split(command)
+        script = next((word for word in words if re.search(r"\w\.(py|sh)$", word)), None)
+        if words[0] == "make":
+            target = next(word for word in words[1:] if "=" not in word)
+            if target not in targets:
+                missing.append((page, command))
+        elif "-m" in words and words[words.index("-m") + 1].partition(".")[0] != "pip":
+            name = words[words.index("-m") + 1]
+            path = ROOT / name.replace(".", "/")
+            ours = (ROOT / name.partition(".")[0]).is_dir()
+            if ours and not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+                missing.append((page, command))
+        elif script and not script.startswith("/") and not (ROOT / script).exists():
+            missing.append((page, command))
+    assert len(commands()) > 40
+    assert not missing
+
+
+@pytest.mark.slow
+def test_commands_use_flags_that_their_programs_have():
+    unknown = []
+    for page, command in commands():
+        words = shlex.split(command)
+        if words[0] in ("make",) or words[0].startswith("bench/"):
+            continue
+        start = next((n for n, word in enumerate(words) if word.endswith(".py")), None)
+        if start is None and "-m" in words:
+            start = words.index("-m") + 1
+            program = ("-m", words[start])
+            if not (ROOT / words[start].partition(".")[0]).is_dir():
+                continue
+        elif start is not None:
+            program = (words[start],)
+            if not (ROOT / words[start]).exists() or "train/" not in words[start]:
+                continue
+        else:
+            continue
+        text = help_of(*program)
+        flags = [word.partition("=")[0] for word in words[start + 1 :] if word.startswith("--")]
+        unknown += [(page, command, flag) for flag in flags if not re.search(rf"{flag}\b", text)]
+    assert not unknown
