@@ -22,24 +22,24 @@ MUST_SAVE: tuple[Any, ...] = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
 )
-"""Forwards of the attention operators, those of this library and PyTorch's fused ones.
+"""Forwards of the attention operators of this library, and PyTorch's fused ones.
 
-For lists of operators to save that exist already, such as a training framework's.
+Add them to an existing list of operators to save, such as that of a training framework.
 """
 
 
 def checkpoint_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save what ``MUST_SAVE`` returns, recompute what other operators return.
+    """Save the results of operators in ``MUST_SAVE``, and recompute those of all others.
 
-    For ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, which calls it::
+    Pass it to ``torch.utils.checkpoint.create_selective_checkpoint_contexts``::
 
         contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy)
         checkpoint(block, x, use_reentrant=False, context_fn=contexts)
 
-    An attention operator then runs once in a step, at the cost of its output and of one float32
-    number a row and head, and ``KappaMonitor`` has the same rows as without checkpointing. It works
-    under ``torch.compile`` too; code compiled without checkpointing never recomputes these
-    operators, since PyTorch recomputes by itself only cheap ones of its own.
+    An attention operator then runs once per step, at the cost of storing its output and one float32
+    number per row and head, and ``KappaMonitor`` reports the same rows as without checkpointing.
+    The policy works under ``torch.compile`` too. Code compiled without checkpointing never
+    recomputes these operators, since PyTorch by itself recomputes only cheap operators of its own.
     """
     save = operator in _SAVED
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,7 +1,7 @@
-"""Alarms on rows of ``KappaMonitor``: attention that collapses, kappa that leaves its own past.
+"""Alarms on rows of ``KappaMonitor``: attention that collapses, kappa that rises or is lost.
 
-They follow from the rows alone: the same rows give the same alarms, on every rank and in a resumed
-run that is given those from before.
+Alarms depend on the rows only: the same rows give the same alarms, on every rank, and in a resumed
+run that gets the earlier rows.
 """
 
 import math
@@ -20,15 +20,15 @@ UNRESOLVED = 1e7
 
 
 class Alarm(NamedTuple):
-    """What one row of a layer set off.
+    """An alarm that one row of a layer triggered.
 
     Attributes:
-        step: of the row.
+        step: step of the row.
         layer: as in ``model.named_modules()``.
         reason: "floor" or "drop" of ``EntropyAlarm``, "rise" or "lost" of ``KappaAlarm``.
-        value: the entropy in nats, or kappa; None where kappa is past what is resolved.
-        limit: what it fell below or rose above; None of "lost".
-        message: all of it as one sentence.
+        value: the entropy in nats, or kappa; None if kappa is not resolved.
+        limit: the limit that was crossed; None for "lost".
+        message: the alarm as one sentence.
     """
 
     step: int
@@ -39,14 +39,14 @@ class Alarm(NamedTuple):
     message: str
 
     def as_row(self) -> dict[str, Any]:
-        """Return it as ``alarms.jsonl`` holds it: "step", "kind", "message" and what it is of."""
+        """Return the row of ``alarms.jsonl``: step, kind, message, layer, value and limit."""
         kind = "kappa" if self.reason in ("rise", "lost") else "entropy"
         named = {"step": self.step, "kind": kind, "message": self.message, "layer": self.layer}
         return named | {kind: self.value, "limit": self.limit}
 
 
 class EntropyAlarm:
-    """Warns when the attention of a layer collapses: an early sign of unstable training.
+    """Warn when the attention of a layer collapses, an early sign of unstable training.
 
         alarm = EntropyAlarm()
         for row in alarm.update(monitor.end()):
@@ -102,7 +102,7 @@ class EntropyAlarm:
         self._fired: set[tuple[str, str]] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
-        """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
+        """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
 
         Args:
             rows: each with step, layer, columns and ``field``; None there, and what is not finite,
@@ -153,14 +153,14 @@ class EntropyAlarm:
 
 
 class Rise(NamedTuple):
-    """A value above ``limit``, far above the ``usual``, the median of the ones before."""
+    """A value above ``limit``, far above ``usual``, the median of earlier values."""
 
     usual: float
     limit: float
 
 
 class RiseDetector:
-    """Detects when a series leaves its newest values upwards.
+    """Detect when a series rises far above its recent values.
 
     The limit lies above their median by ``deviations`` times their spread, 1.48 times the median
     distance from it (of a normal distribution the standard deviation), and at least by the floor: a
@@ -197,25 +197,25 @@ class RiseDetector:
 
 
 class KappaAlarm:
-    """Warns when kappa of a layer leaves its own past upwards, or is no longer resolved.
+    """Warn when kappa of a layer rises far above its recent values, or is no longer resolved.
 
         alarm = KappaAlarm()
         for found in alarm.update(monitor.end()):
             logger.warning(found.message)
 
-    What is healthy depends on the shape, the layer and the age of a model, so there is no limit for
-    all of them. "rise": a layer's kappa is above ``factor`` times the median of its newest
-    ``window`` values, and six of their deviations above it besides (of few heads it varies by
-    orders of magnitude from batch to batch), in three rows one after another; not in the first half
-    window. Past what is resolved, as when all tokens attend to one, it counts as 1e7. "lost": a
-    layer that had a kappa has none for five rows, which a collapse in the first steps brings about.
+    A healthy kappa depends on the shape, the layer and the age of a model, so that no absolute
+    limit suits all. "rise": in three consecutive rows, a layer's kappa is above ``factor`` times
+    the median of its newest ``window`` values, and also six of their deviations above it (with few
+    heads, kappa varies by orders of magnitude between batches); not in the first half window. A
+    kappa that is not resolved, as when all tokens attend to one, counts as 1e7. "lost": a layer
+    that had a kappa has none for five rows, the effect of a collapse in the first steps.
 
     Args:
-        factor: above 1.
-        window: rows of a layer that count, at least 2.
+        factor: factor of the median, above 1.
+        window: number of recent rows of a layer, at least 2.
 
     Raises:
-        ValueError: a number outside the list above.
+        ValueError: if a number is out of range.
     """
 
     DEVIATIONS = 6.0
@@ -234,7 +234,7 @@ class KappaAlarm:
         self._rows = defaultdict(partial(_Rows, True, self.LOST - 1, False))
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
-        """Take in new rows of ``KappaMonitor`` and return the alarms that they set off.
+        """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
 
         Args:
             rows: each with step, layer, kappa and sigma_max; without sigma_max, as of heads that

@@ -1,6 +1,6 @@
-"""Acting on the statistics of attention: clip logits, penalise conditioning.
+"""Interventions based on the statistics of attention: clip logits, penalise conditioning.
 
-Each object works from its construction to its ``close``.
+Each object is active from its construction to its ``close``.
 """
 
 import math
@@ -22,7 +22,7 @@ _PLAIN = TENSORS | {torch._subclasses.FakeTensor}
 
 
 class QKClip:
-    """Keeps the logits of every attention head below a threshold, by scaling its q and k weights.
+    """Keep the logits of every attention head below a threshold by scaling its q and k weights.
 
     Call ``step()`` after the optimizer's:
 
@@ -35,31 +35,31 @@ class QKClip:
 
     A head whose largest logit S since the last ``step()`` exceeded the threshold gets the rows of
     its queries and keys in ``qkv.weight`` and ``qkv.bias`` multiplied by sqrt(threshold / S), so
-    that the weights that gave S would give the threshold. Other heads, values and the optimizer's
-    state stay as they are, bit for bit. S is ``scale * q . k`` plus an additive mask where there is
-    one: a mask with large positive entries clips too early. S that is not finite clips nothing.
+    that the weights that gave S would give the threshold. Other heads, values and the state of the
+    optimizer are bitwise unchanged. S is ``scale * q . k`` plus any additive mask: a mask with
+    large positive entries clips too early. An S that is not finite clips nothing.
 
-    The host waits for nothing. Under torch.distributed every rank must call ``step()``: the
-    logits of all layers are joined over ranks in one collective, so replicas stay equal. Weights
-    may be sharded by FSDP2 (a DTensor is scaled in place, without communication) or replicated by
-    DDP. Every forward counts, evaluation too, and takes the path that computes statistics; a layer
-    that ran none is left alone.
+    ``step()`` does not synchronise with the device. Under torch.distributed, every rank must call
+    it: one collective combines the logits of all layers over ranks, so that replicas stay equal.
+    Weights may be sharded by FSDP2 (a DTensor is scaled in place, without communication) or
+    replicated by DDP. Every forward counts, including evaluation, and computes statistics; a layer
+    without a forward is not scaled.
 
-    A projection that several modules share is scaled once, for the largest logit of them all.
+    A projection that several modules share is scaled once, for the largest of their logits.
 
     Args:
         model: any module with ``ManyHeadAttention``, ``WindowAttention`` or ``NystromAttention``
-            (whose landmarks are means of queries and keys) inside. Others are left alone: they have
-            no projection ``qkv`` whose queries and keys make the logits.
-        threshold: of the logits, above 0.
-        group: the processes that hold the same layers; all of them when omitted.
+            (whose landmarks are means of queries and keys) inside. Other modules are ignored: they
+            have no projection ``qkv`` of queries and keys that determine the logits.
+        threshold: upper bound of the logits, above 0; 100 is typical.
+        group: the processes that have the same layers; all processes when omitted.
 
     Raises:
-        ValueError: a threshold out of range; a model without attention modules, or in
-            nn.DataParallel, whose replicas take their logits with them; a projection whose weight
-            or bias is no parameter but computed (pruning, ``weight_norm``, any parametrization, an
-            adapter around it) or a tensor subclass or integers, as quantised ones are; a projection
-            that modules with other heads share.
+        ValueError: if the threshold is out of range; if the model has no attention modules, or is
+            in nn.DataParallel, whose replicas lose their logits; if the weight or bias of a
+            projection is computed (pruning, ``weight_norm``, any parametrization, an adapter around
+            it), a tensor subclass, or integers, as in quantised models; if modules with different
+            heads share a projection.
 
     Source: QK-Clip of Kimi K2 (arXiv:2507.20534), per head, as for plain multi-head attention;
     there the threshold is 100 and the optimizer Muon, but neither matters here.
@@ -134,7 +134,7 @@ class QKClip:
 def conditioning_penalty(
     heads: Tensor, kind: PenaltyKind = "log_am_gm", ridge: float = 1e-8
 ) -> Tensor:
-    """How badly conditioned each matrix is, differentiable: 0 where all singular values are equal.
+    """Compute a differentiable penalty per matrix: 0 if all its singular values are equal.
 
     With the k = min(N, M) eigenvalues of the Gram matrix on the smaller side, each raised by
     ``ridge`` times their mean:
@@ -150,19 +150,20 @@ def conditioning_penalty(
         kind: which of the two.
         ridge: at least 1e-10. With R the root mean square singular value, it bounds the gradient
             by about 1 / (2 R sqrt(ridge)) and hides singular values below R sqrt(ridge), which
-            would else dominate it.
+            would otherwise dominate the gradient.
 
     Returns:
-        (...), float64, finite; nan, without a gradient, where a matrix is not finite.
+        (...), float64, finite; nan, without a gradient, if a matrix is not finite.
 
     Raises:
-        ValueError: a shape, dtype, kind or ridge outside the list above.
+        ValueError: if a shape, dtype, kind or ridge is not supported.
 
     Numerics: float64, of each matrix divided by a power of two near its largest entry, so that no
-    finite one is too large or too small. Where the largest or smallest eigenvalue is repeated, the
-    gradient of "log_kappa" is one of several, finite; at a zero matrix the penalty and its gradient
-    are 0. Of a rank-deficient matrix both are finite, but the gradient leaves exact zeros where
-    they are: along a singular vector it is proportional to the singular value.
+    finite matrix overflows or underflows. If the largest or smallest eigenvalue is repeated, the
+    gradient of "log_kappa" is not unique, but finite. For a zero matrix, the penalty and its
+    gradient are 0. For a rank-deficient matrix both are finite, but the gradient does not move
+    singular values of exactly zero: along a singular vector it is proportional to the singular
+    value.
     Source: the bound: Guggenheimer, Edelman and Johnson 1995, "A simple estimate of the condition
     number of a linear system".
     """
@@ -174,7 +175,7 @@ def conditioning_penalty(
     _check_penalty(kind, ridge)
     finite = heads.isfinite().all(dim=-1).all(dim=-1)
     a = heads.double().masked_fill(~finite[..., None, None], 0)
-    # Squares must neither overflow nor vanish; the scale is a constant, for the penalty has none.
+    # Squares must neither overflow nor vanish. The penalty is scale-free: the scale is a constant.
     exponent = a.detach().abs().amax(dim=(-2, -1), keepdim=True).frexp().exponent
     a = a * torch.ldexp(torch.ones_like(exponent, dtype=a.dtype), -exponent.clamp(-1000, 1000))
     gram = a @ a.mT if a.shape[-2] <= a.shape[-1] else a.mT @ a
@@ -186,8 +187,8 @@ def conditioning_penalty(
         lam = torch.linalg.eigvalsh(gram)
         penalty = (lam[..., -1] / lam[..., 0]).log() / 2
     else:
-        # Unlike ``cholesky`` it does not wait for the device to check for success: the
-        # ridge sees to that.
+        # Unlike ``cholesky``, it does not synchronise to check for success, which the ridge
+        # guarantees.
         root, _ = torch.linalg.cholesky_ex(gram)
         log_gm = 2 * root.diagonal(dim1=-2, dim2=-1).log().mean(dim=-1)
         penalty = (gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).log() - log_gm) / 2
@@ -195,7 +196,7 @@ def conditioning_penalty(
 
 
 class ConditioningPenalty:
-    """Adds the conditioning of every attention block to the loss of a model.
+    """Add the conditioning of every attention block to the loss of a model.
 
         penalty = ConditioningPenalty(model, weight=0.01)
         for batch in batches:

@@ -1,5 +1,6 @@
-"""Our attention inside models of others: Hugging Face transformers, timm, plain PyTorch.
+"""Adapters to models of other libraries: Hugging Face transformers, timm, plain PyTorch.
 
-Each module here imports its library, so none is imported with the package:
-``import leaner_kernels.adapters.timm``. ``flash_attn`` needs none: it has flash-attention's names.
+Each module imports its library, so that the package imports none of them: use
+``import leaner_kernels.adapters.timm``. ``flash_attn`` needs no library: it provides the names of
+flash-attention.
 """

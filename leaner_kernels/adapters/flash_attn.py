@@ -1,11 +1,11 @@
-"""flash-attention's functions, computed by ours: a model moves over by one changed import.
+"""The functions of flash-attention on our kernels: a model needs one changed import.
 
     from leaner_kernels.adapters.flash_attn import flash_attn_func  # was: from flash_attn
 
 Signatures and layout, (B, N, H, D), are those of flash-attention 2, whose package is not needed. As
-there, causality is aligned to the last row and the last key. A CPU and float32 work too. What we
-do not compute is refused in one line: ALiBi, a paged cache, a softcap of a varlen batch. The
-log-sum-exp of a row that sees no key is -inf; flash-attention's is inf.
+there, causality is aligned to the last row and the last key. CPUs and float32 are supported too.
+ALiBi, a paged cache and a softcap of a varlen batch are not supported and raise a ValueError. The
+log-sum-exp of a row without a visible key is -inf; that of flash-attention is inf.
 """
 
 from typing import Any
@@ -40,17 +40,17 @@ def flash_attn_func(
 ) -> Any:
     """Compute attention of q (B, N, H, D), k and v (B, M, Hkv, D), where Hkv divides H.
 
-    Arguments mean what they mean in flash-attention: with ``causal`` row i sees columns 0 to
-    ``i + M - N``. ``alibi_slopes`` are refused, and ``deterministic`` is unless
-    ``torch.use_deterministic_algorithms(True)`` holds, which long sequences obey; all others have
-    deterministic gradients anyway. With ``return_attn_probs``, which does not go with dropout, the
-    result is (out, log-sum-exp (B, H, N), None).
+    Arguments are those of flash-attention: with ``causal``, row i sees columns 0 to ``i + M - N``.
+    ``alibi_slopes`` are not supported. ``deterministic`` requires
+    ``torch.use_deterministic_algorithms(True)``, which applies to long sequences; gradients of all
+    others are deterministic anyway. With ``return_attn_probs``, which excludes dropout, the result
+    is (out, log-sum-exp (B, H, N), None).
 
     Returns:
-        (B, N, H, D), contiguous where ``q`` is; a row that sees no key is zero.
+        (B, N, H, D), contiguous if ``q`` is; rows without a visible key are zero.
 
     Raises:
-        ValueError: what is refused, or what ``leaner_kernels.attention`` refuses.
+        ValueError: for unsupported arguments, or if ``leaner_kernels.attention`` raises one.
     """
     _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
     masks = _masks(causal, window_size, square=q.shape[1] == k.shape[1])
@@ -74,7 +74,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute self-attention of one projection (B, N, 3, H, D); the gradient is packed too.
+    """Compute self-attention of a packed projection (B, N, 3, H, D), with a packed gradient.
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
@@ -100,7 +100,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute attention with keys and values in one, (B, M, 2, Hkv, D).
+    """Compute attention with packed keys and values (B, M, 2, Hkv, D).
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
@@ -128,22 +128,23 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Compute attention within each sequence of a varlen batch: (T, H, D), as ``q``.
+    """Compute attention within each sequence of a varlen batch; q and the result are (T, H, D).
 
-    ``k`` and ``v`` are (Tk, Hkv, D). ``cu_seqlens_q`` (S + 1,) int32 says where each sequence of
-    ``q`` starts, and the last ends, ``max_seqlen_q`` has the tokens of the longest one, or more;
-    the next two are the same of ``k``: pass the same tensors for self-attention. The others are as
-    in ``flash_attn_func``, in each sequence; the log-sum-exp is (H, T).
+    ``k`` and ``v`` are (Tk, Hkv, D). ``cu_seqlens_q`` (S + 1,) int32 contains the start of each
+    sequence of ``q`` and the end of the last one; ``max_seqlen_q`` is at least the length of the
+    longest. ``cu_seqlens_k`` and ``max_seqlen_k`` are the same for ``k``; pass the same tensors for
+    self-attention. The other arguments are those of ``flash_attn_func``, applied to each sequence;
+    the log-sum-exp is (H, T).
 
     Raises:
-        ValueError: a softcap or a block_table was given, or what ``flash_attn_func`` or
-            ``leaner_kernels.attention_varlen`` refuses.
+        ValueError: for a softcap or a block_table, or if ``flash_attn_func`` or
+            ``leaner_kernels.attention_varlen`` raises one.
     """
     _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
     if softcap:
         raise ValueError(f"softcap of a varlen batch is not supported, got {softcap}")
     if block_table is not None:
-        raise ValueError("block_table is not supported: keys must lie side by side, not in pages")
+        raise ValueError("block_table is not supported: keys must be packed, not paged")
     alone = cu_seqlens_q is cu_seqlens_k
     masks = _masks(causal, window_size, square=alone)
     masks |= {"enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout_p}
@@ -169,7 +170,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Compute self-attention within each sequence of one projection (T, 3, H, D).
+    """Compute self-attention within each sequence of a packed projection (T, 3, H, D).
 
     Other arguments, results and errors are those of ``flash_attn_varlen_func``.
     """
@@ -183,16 +184,17 @@ def flash_attn_varlen_qkvpacked_func(
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Put the tokens of a padded batch side by side.
+    """Pack the tokens of a padded batch into a varlen batch.
 
     Args:
         hidden_states: (B, N, ...).
-        attention_mask: (B, N), bool or integers; what is not 0 is a token.
-        unused_mask: (B, N), more places that are kept, though no token is there.
+        attention_mask: (B, N), bool or integers; nonzero marks a token.
+        unused_mask: (B, N); nonzero marks further positions to keep, without a token.
 
     Returns:
-        The tokens (T, ...); their places (T,) among all; where each sequence starts (B + 1,) int32;
-        the longest one's tokens, which waits for the GPU; the tokens of each (B,) int32.
+        The tokens (T, ...); their flat indices (T,); the starts of the sequences (B + 1,) int32;
+        the length of the longest, which synchronises with the GPU; the number of tokens of each
+        sequence, (B,) int32.
     """
     real = attention_mask != 0
     kept = real if unused_mask is None else real | (unused_mask != 0)
@@ -205,13 +207,13 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undo ``unpad_input``: return (B, N, ...), zero where there was no token."""
+    """Undo ``unpad_input``: return (B, N, ...), zero at positions without a token."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
 
 
 def _masks(causal: bool, window_size: Window, square: bool = True) -> dict[str, Any]:
-    """Return causality and window by our names; ours counts causality from the first key."""
+    """Translate causality and window to our arguments; ours align causality to the first key."""
     left, right = window_size
     if not causal:
         return {"window_size": (left, right)}
@@ -228,4 +230,4 @@ def _refuse(
     if deterministic and not torch.are_deterministic_algorithms_enabled():
         raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True)")
     if dropped_probs:
-        raise ValueError("return_attn_probs does not go with dropout: no mask of it is kept")
+        raise ValueError("return_attn_probs excludes dropout: the dropout mask is not stored")

@@ -1,4 +1,4 @@
-"""Kappa in a run of Lightning's ``Trainer``."""
+"""A callback that measures kappa in runs of Lightning's ``Trainer``."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ from torch import Tensor
 
 try:
     from lightning.pytorch import Callback
-except ImportError:  # the package of before, which is still published
+except ImportError:  # the former package, which is still published
     from pytorch_lightning import Callback
 
 from ..monitor.run_log import RunLog
 
 
 class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
-    """Measures kappa of every attention block while a ``Trainer`` fits.
+    """Measure kappa of every attention block while a ``Trainer`` fits.
 
         trainer = Trainer(callbacks=[KappaCallback(every=50)])
         trainer.fit(module, batches)
 
     The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it,
-    as ``trainer.global_step``), ``metrics.jsonl`` (each update's loss, and what is logged on the
-    way, by validations too), ``alarms.jsonl`` and, in the end, ``page.html``. A run that goes on
-    from a checkpoint continues them; a new one renames those of an earlier one. The module logs
+    as ``trainer.global_step``), ``metrics.jsonl`` (the loss of each update, and all other logs,
+    including those of validations), ``alarms.jsonl`` and, at the end, ``page.html``. A run resumed
+    from a checkpoint continues these files; a new run renames existing ones. The module logs
     "kappa", the newest geometric mean over the layers that are resolved.
 
-    Of several optimizers each step counts, and a sample is of one batch: layers that it does not
-    train have rows without numbers.
+    With several optimizers, every step of each counts, and a sample is of one batch: layers that
+    the batch does not train have rows without numbers.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -34,7 +34,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         **options: of ``leaner_kernels.monitor.run_log.RunLog``: page, kappa_factor, …
 
     Raises:
-        ValueError: when fitting begins: what ``KappaMonitor`` refuses.
+        ValueError: when fitting begins, if ``KappaMonitor`` raises one.
     """
 
     def __init__(
@@ -85,37 +85,37 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self._log(trainer, values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Sample no validation that comes between the batches of a step."""
+        """Pause sampling: a validation may run between the batches of a step."""
         if self.run is not None:
             self.run.monitor.pause()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write what a validation has logged, as of the update before it."""
+        """Write the logs of a validation, with the step of the update before it."""
         # Of a fit, and not of the check before it or of ``trainer.validate``.
         if self.run is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             self.run.monitor.resume()
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write what is logged of an epoch, as of its last update."""
+        """Write the logs of an epoch, with the step of its last update."""
         self._log(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write what is left, and the page."""
+        """Write the remaining rows, and the page."""
         if self.run is not None:
             self._log(trainer)
             self.run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the step that an error ended."""
+        """Cancel the step that raised an exception."""
         if self.run is not None:
             self.run.monitor.cancel()
 
     def _log(self, trainer: Any, values: dict[str, float] | None = None) -> None:
-        """Write values, and what was logged since the last time."""
+        """Write values, and everything logged since the last call."""
         assert self.run is not None
         metrics = dict(trainer.callback_metrics)
-        # What was logged before stays among them; what is logged again has a storage of its own.
+        # Earlier values remain in the dict; a value logged again has a new storage.
         before = {name: value.data_ptr() for name, value in self._logged.items()}
         new = {
             name: value.item()

@@ -1,8 +1,7 @@
-"""PyTorch's own nn.MultiheadAttention and nn.TransformerEncoderLayer on these kernels.
+"""PyTorch's nn.MultiheadAttention and nn.TransformerEncoderLayer on our kernels.
 
-``use(model)`` swaps those of a model; the two classes here are constructed as PyTorch's are, and
-their state dicts are PyTorch's. nn.TransformerDecoderLayer needs nothing of its own: its two
-attentions are swapped.
+``use(model)`` swaps those of a model. The two classes here have the constructors and state dicts of
+PyTorch's. nn.TransformerDecoderLayer needs no class of its own: its two attentions are swapped.
 """
 
 import math
@@ -30,13 +29,13 @@ def use(model: nn.Module) -> swap.Swapped:
     """Swap every nn.MultiheadAttention and nn.TransformerEncoderLayer of a model, in place.
 
     Args:
-        model: any; parameters, state dict, hooks and optimizers stay as they are.
+        model: any module; parameters, state dict, hooks and optimizers are unchanged.
 
     Returns:
-        What was swapped and what was left and why; printed, it is a report, and it can ``undo()``.
+        A report of what was swapped, and what was left and why. Print it, or call its ``undo()``.
 
     Raises:
-        ValueError: nothing was swapped.
+        ValueError: if nothing was swapped.
     """
     report = swap.swap(model, RULES)
     for name, module in model.named_modules():
@@ -51,30 +50,30 @@ def use(model: nn.Module) -> swap.Swapped:
 
 
 def undo(model: nn.Module) -> None:
-    """Give what ``use`` swapped its classes back, in the model or a copy; weights stay as trained.
+    """Restore the classes that ``use`` swapped, in the model or a copy; keep trained weights.
 
     Args:
-        model: any; without swapped modules nothing happens.
+        model: any module; without swapped modules nothing happens.
 
     Raises:
-        ValueError: a module has been wrapped since it was swapped.
+        ValueError: if a module was wrapped after it was swapped.
     """
     swap.undo(model, RULES)
 
 
 class MultiheadAttention(Capturing, nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention``, whose heads ``KappaMonitor`` can capture.
+    """``torch.nn.MultiheadAttention`` with heads that ``KappaMonitor`` can capture.
 
-    Every option means what it means there, and parameters have the same names; ``head_dim``,
-    ``embed_dim / num_heads``, is from 1 to 128 and ``dropout`` in [0, 1). Two things differ with
-    ``need_weights=False``: there is one path, training or not, so results do not change when
-    autograd is off; and a row that sees no key attends to nothing, so that its output is the bias
-    of ``out_proj``, or zero without one. With ``need_weights=True`` it is NaN, as PyTorch's.
+    Options and parameter names are those of PyTorch. ``head_dim``, ``embed_dim / num_heads``, is
+    from 1 to 128, and ``dropout`` is in [0, 1). With ``need_weights=False``, two things differ.
+    There is one path for training and evaluation, so that results do not change without autograd. A
+    row without a visible key attends to nothing, so that its output is the bias of ``out_proj``, or
+    zero without one. With ``need_weights=True`` it is NaN, as in PyTorch.
 
     Raises:
-        ValueError: a count, width or probability is outside these ranges.
+        ValueError: if a count, width or probability is outside these ranges.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``.
+    ``Capturing`` describes the attributes for ``KappaMonitor``.
     Source: arXiv:1706.03762, section 3.2.2; PyTorch's documentation for the options.
     """
 
@@ -82,7 +81,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     def __init__(self, embed_dim, num_heads, *args, **kwargs) -> None:
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
-        # Not by the name in torch.nn, which may have come to mean this class.
+        # The name in torch.nn may have been replaced by this class.
         super(Capturing, self).__init__(embed_dim, num_heads, *args, **kwargs)
         _prepare(self)
 
@@ -100,28 +99,28 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         key_lengths: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Project, attend and project back.
+        """Project, compute attention and project back.
 
         The first eight arguments are those of PyTorch's forward: query (B, N, embed_dim) with
-        ``batch_first``, (N, B, embed_dim) or (N, embed_dim), and a mask boolean (True is hidden) or
-        added. ``attn_mask`` may also be PyTorch's CausalBias. Weights are a matrix that the kernels
-        never form, so a call with ``need_weights`` is PyTorch's own from end to end; what is
-        captured then comes from a second, without gradients and dropout. With ``is_causal`` the
-        mask, which must be given, need not be read. Of our own:
+        ``batch_first``, (N, B, embed_dim) or (N, embed_dim), and masks that are boolean (True is
+        hidden) or additive. ``attn_mask`` may also be PyTorch's CausalBias. The kernels never form
+        the matrix of weights, so that PyTorch computes a call with ``need_weights``; a capture then
+        comes from a second call, without gradients and dropout. With ``is_causal``, the mask must
+        be given, but is not always read. Two arguments are additional:
 
         - key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a length
-          are hidden. Faster than a mask; only with ``need_weights=False``.
-        - skip: as ``query``, the residual stream that the caller adds the result to: read for
-          ``captured``, never added here.
+          are hidden. Faster than a mask; requires ``need_weights=False``.
+        - skip: shaped as ``query``, the residual stream to which the caller adds the result; read
+          for ``captured``, never added here.
 
         Returns:
             The output, shaped as ``query``, and the weights: (B, N, M), or (B, num_heads, N, M)
             without the average, or None.
 
         Raises:
-            ValueError: a shape outside the list above, or what ``attention`` refuses.
+            ValueError: if a shape is not supported, or ``attention`` raises one.
 
-        A nested tensor, query, key and value in one, gives a nested tensor.
+        A nested tensor that is query, key and value gives a nested tensor.
         """
         if isinstance(query, Proxy):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
@@ -132,7 +131,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             self._check(query, key, value)
             batches = self._batches(query), self._batches(key)
             _, is_causal = plain_mask(attn_mask, False, *batches)
-            # Otherwise the mask itself is joined with others, or read by PyTorch.
+            # Otherwise the mask is combined with others, or read by PyTorch.
             if not is_causal or need_weights or key_padding_mask is not None or self._appended:
                 attn_mask, is_causal = ~boolean_mask(attn_mask, *batches), False
         if need_weights:
@@ -165,7 +164,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         return output, None
 
     def columns(self, tokens: int) -> int:
-        """Return how many entries a softmax row has: of cross-attention, the keys."""
+        """Return the number of entries of a softmax row: in cross-attention, the number of keys."""
         return tokens if self._keys is None else self._keys
 
     def _attend(
@@ -179,7 +178,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         key_lengths: Tensor | None,
         dropout_p: float,
     ) -> tuple[Tensor, AttentionStats | None, Tensor | None]:
-        """Return the heads (B, N, H, D), and what was measured of which batch entries."""
+        """Return the heads (B, N, H, D), any statistics, and the sampled batch entries."""
         self._check(query, key, value)
         same = query is key and key is value and self._qkv_same_embed_dim
         appended = self._appended
@@ -238,7 +237,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         return heads.unflatten(-1, sizes if parts == 1 else (parts, *sizes))
 
     def _batches(self, x: Tensor) -> Tensor:
-        """Return a view (B, N, width) of what has the order of the input."""
+        """Return a view (B, N, width) of a tensor in the order of the input."""
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
 
     @property
@@ -246,7 +245,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         return (self.bias_k is not None) + self.add_zero_attn
 
     def _append(self, heads: Tensor, bias: Tensor | None) -> Tensor:
-        """Return (B, M, H, D) with the learned row and the row of zeros, if any, at its end."""
+        """Append the learned row and the row of zeros, if any, to heads (B, M, H, D)."""
         batch = heads.shape[0]
         rows = [heads]
         if bias is not None:
@@ -279,12 +278,12 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
 
 class TransformerEncoderLayer(nn.TransformerEncoderLayer):
-    """``torch.nn.TransformerEncoderLayer`` around ``MultiheadAttention``, constructed as it is.
+    """``torch.nn.TransformerEncoderLayer`` with ``MultiheadAttention``; same constructor.
 
-    It has one path: PyTorch's other one, for inference, calls a fused layer and no attention.
+    It has one path. PyTorch's second path, for inference, calls a fused layer without attention.
 
     Raises:
-        ValueError: heads wider than 128, or a dropout outside [0, 1).
+        ValueError: if heads are wider than 128, or a dropout is outside [0, 1).
 
     Source: arXiv:1706.03762, section 3.1; ``norm_first`` after arXiv:2002.04745.
     """
@@ -292,7 +291,7 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     @wraps(nn.TransformerEncoderLayer.__init__)
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        # Not constructed anew: the same seed gives the weights that PyTorch's layer has.
+        # Not constructed again, so that the same seed gives the weights of PyTorch's layer.
         self.self_attn.__class__ = MultiheadAttention
         _prepare(self.self_attn)
 
@@ -303,13 +302,13 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
-        """Attend and feed forward, each around a residual stream.
+        """Apply attention and the feed-forward block, each with a residual connection.
 
-        ``src`` is (B, N, d_model) with ``batch_first``, else (N, B, d_model), or (N, d_model); or
-        nested, as nn.TransformerEncoder makes it of a padded batch. Masks are as in PyTorch's.
+        ``src`` is (B, N, d_model) with ``batch_first``, otherwise (N, B, d_model); or (N, d_model);
+        or nested, as nn.TransformerEncoder converts a padded batch. Masks are those of PyTorch.
 
         Raises:
-            ValueError: what ``MultiheadAttention`` refuses.
+            ValueError: if ``MultiheadAttention`` raises one.
         """
 
         def attend(x: Tensor) -> Tensor:
@@ -332,10 +331,10 @@ def _one_mask(
     appended: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, bool]:
-    """Return one mask as ``attention`` takes it (True is visible) or None, and ``is_causal``.
+    """Combine masks into one for ``attention`` (True is visible) or None; return ``is_causal`` too.
 
-    ``attn_mask`` is not read where ``is_causal`` is set and there is no padding. ``scores`` is (B,
-    H, N, M) without the keys ``appended``, which every row sees.
+    ``attn_mask`` is not read if ``is_causal`` is set and there is no padding. ``scores`` is (B, H,
+    N, M) without the ``appended`` keys, which are visible to every row.
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:
@@ -360,7 +359,7 @@ def _one_mask(
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
     if appended:
-        # 0 and False: seen.
+        # 0 and False mean visible.
         masks = [F.pad(mask, (0, appended)) for mask in masks]
     if not masks:
         return None, False
@@ -375,7 +374,7 @@ def _one_mask(
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Raise ValueError where a MultiheadAttention cannot be swapped."""
+    """Raise ValueError if a MultiheadAttention cannot be swapped."""
     assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")

@@ -1,6 +1,6 @@
-"""Swapping modules of a model in place: each instance gets another class, with our forward.
+"""Swap modules of a model in place: each instance gets another class, with our forward.
 
-Parameters, names, state dicts, hooks and optimizers stay what they are, for the module object does.
+The module object remains, and with it parameters, names, state dicts, hooks and optimizers.
 """
 
 import re
@@ -14,12 +14,12 @@ from torch import nn
 
 from ..nn.capture import Capturing
 
-# The attribute in which a swapped module keeps its ``Origin``: copies of the model are undone too.
+# The attribute of a swapped module with its ``Origin``, so that copies of a model can be undone.
 _ORIGIN = "_origin"
 
 
 class Origin(NamedTuple):
-    """What a module was: its class, attributes that it did not have, and old values of others."""
+    """The former state of a module: its class, added attributes, and old values of others."""
 
     cls: type[nn.Module]
     new_class: type[nn.Module]
@@ -29,20 +29,20 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How modules of one class are swapped.
+    """A rule for swapping modules of one class.
 
     Attributes:
-        cls: the class, exactly: a subclass may have another forward, and is left.
-        new_class: what it becomes: a subclass of ``cls`` and ``Capturing``, at the top level of its
+        cls: the exact class; a subclass may have another forward, and is left.
+        new_class: its replacement, a subclass of ``cls`` and ``Capturing`` at the top level of its
             file, so that models can be pickled.
-        what: what it computes then, for the report, as "attention between tokens". Empty for a
-            block that only accompanies the attention in it: its new class, not ``Capturing``, does
-            no harm where it outlives that; it is not reported, and may be left without a reason.
+        what: description for the report, such as "attention between tokens". Empty for a block
+            that only surrounds an attention module: its new class, not ``Capturing``, is harmless
+            if it outlives that. Such a block is not reported, and may be left without a reason.
         prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, at least those
             of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
             ValueError or AttributeError leaves the module as it was, its message being the reason.
-        silent: returns the names of the parts of a swapped module that the forward of ``cls`` calls
-            and that of ``new_class`` does not: hooks on them are not called any more.
+        silent: returns the names of parts of a swapped module that the forward of ``cls`` calls
+            but that of ``new_class`` does not: hooks on them are no longer called.
     """
 
     cls: type[nn.Module]
@@ -53,14 +53,14 @@ class Rule:
 
 
 class Swapped:
-    """What was swapped in a model, and what was not; printed, it is the report.
+    """A printable report of the modules of a model that were swapped, and of those that were not.
 
     Attributes:
-        swapped: by module name, what it was and is now, as
+        swapped: by module name, the old class and the new function, such as
             "timm.layers.attention.Attention -> attention between tokens".
-        left: by module name, the attention-like modules that stay, and why, in one line: those
-            whose class is called attention, or calls ``scaled_dot_product_attention``.
-        silent: by module name, on which parts of a swapped module hooks are not called any more.
+        left: by module name, why an attention-like module was left, in one line: its class is
+            named attention, or calls ``scaled_dot_product_attention``.
+        silent: by module name, the parts of a swapped module whose hooks are no longer called.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Swapped:
         self._modules: dict[str, nn.Module] = {}
 
     def undo(self) -> None:
-        """Give the swapped modules their classes and attributes back; weights stay as trained."""
+        """Restore the classes and attributes of swapped modules; keep trained weights."""
         restore(self._modules)
 
     def nothing_in(self, model: nn.Module) -> str:
-        """Return in one line that nothing of a model was swapped, why, and what to do instead."""
+        """Return an error message: nothing was swapped, why, and what to do instead."""
         reasons = "; ".join(dict.fromkeys(self.left.values()))
         return (
             f"{type(model).__name__} has no attention module to swap ({reasons or 'none at all'}): "
@@ -87,7 +87,7 @@ class Swapped:
         return {"swapped": self.swapped, "left": self.left} | silent
 
     def __repr__(self) -> str:
-        """Return one line for each group of modules whose names differ in numbers only."""
+        """Return one line per group of modules whose names differ only in numbers."""
         lines = []
         for title, modules in self._sections().items():
             groups: dict[tuple[str, str], int] = {}
@@ -107,10 +107,10 @@ def swap(
     rules: Sequence[Rule],
     unsupported: Mapping[type[nn.Module], str] | None = None,
 ) -> Swapped:
-    """Swap every module that a rule is for, in place; those that are swapped already count as well.
+    """Swap every module that matches a rule, in place; modules already swapped count as swapped.
 
-    ``unsupported`` says why modules of further classes are left. Where nothing is swapped the model
-    is as it was, and a ValueError says why.
+    ``unsupported`` contains reasons for leaving modules of further classes. If nothing is swapped,
+    the model is unchanged and a ValueError states the reasons.
     """
     by_class = {rule.cls: rule for rule in rules}
     by_new_class = {rule.new_class: rule for rule in rules}
@@ -128,7 +128,7 @@ def swap(
         if rule.what and reason is None:
             report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
             if parts := rule.silent(module):
-                report.silent[name] = f"hooks on {', '.join(parts)} are not called any more"
+                report.silent[name] = f"hooks on {', '.join(parts)} are no longer called"
         elif rule.what:
             report.left[name] = reason or ""
     report.left |= without_holders(model, inner, [*report.swapped, *report.left])
@@ -141,10 +141,10 @@ def swap(
 def without_holders(
     model: nn.Module, inner: Mapping[str, str], others: Sequence[str]
 ) -> dict[str, str]:
-    """Return ``inner`` without the blocks that are only named after the attention in them.
+    """Remove from ``inner`` the blocks that are only named after an attention module inside.
 
-    ``inner`` says why each is left, by name; ``others`` are the names of all other attention
-    modules.
+    ``inner`` maps names of modules to the reasons for leaving them; ``others`` are the names of all
+    other attention modules.
     """
     attention = [*others, *inner]
 
@@ -160,16 +160,16 @@ def without_holders(
 
 
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """Undo the swaps of ``rules`` in a model or in a copy of it; without any, do nothing."""
+    """Undo the swaps of ``rules`` in a model or a copy of it; without swaps, do nothing."""
     classes = tuple(rule.new_class for rule in rules)
     restore({name: m for name, m in model.named_modules() if isinstance(m, classes)})
 
 
 def restore(modules: Mapping[str, nn.Module]) -> None:
-    """Undo the swap of each module, by name; one that was constructed as it is stays.
+    """Undo the swap of each module, by name; skip modules constructed with their class.
 
-    Where an attention module has been wrapped since, as by ``fully_shard``, a ValueError is raised
-    and none is undone.
+    If an attention module was wrapped after its swap, as by ``fully_shard``, raise a ValueError and
+    undo none.
     """
     origins = {name: vars(m)[_ORIGIN] for name, m in modules.items() if _ORIGIN in vars(m)}
     for name, origin in list(origins.items()):
@@ -187,7 +187,7 @@ def restore(modules: Mapping[str, nn.Module]) -> None:
 
 
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
-    """Swap, or return why not and leave the module as it was."""
+    """Swap a module, or leave it unchanged and return the reason."""
     if "forward" in vars(module):
         return "its forward was replaced on the instance (compiled, wrapped): swap before that"
     before, failed = dict(vars(module)), None
@@ -195,7 +195,7 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     try:
         rule.prepare(module)
     except (AttributeError, ValueError) as error:
-        # A part may be a wrapper without the attributes of what it wraps.
+        # A part may be a wrapper that lacks the attributes of the wrapped module.
         failed = str(error)
     after = vars(module)
     added = tuple(name for name in after if name not in before)
@@ -216,7 +216,7 @@ def _restore_one(module: nn.Module) -> None:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is called attention, or calls PyTorch's function of that name."""
+    """Return whether a module is named attention, or calls PyTorch's attention function."""
     name = getattr(module, "original_name", type(module).__name__).lower()
     return "attn" in name or "attention" in name or _calls_attention(module)
 

@@ -121,7 +121,7 @@ def undo(model: nn.Module) -> None:
 def _attention_with_any_mask(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **params: Any
 ) -> Tensor:
-    """Return ``attention`` with a mask in whatever dtype."""
+    """Call ``attention`` with a mask of any dtype."""
     return attention(q, k, v, _mask_like(attn_mask, q), **params)
 
 

@@ -3,25 +3,25 @@
     from leaner_kernels.adapters import transformers as leaner
     leaner.register()
     model = AutoModel.from_pretrained(..., attn_implementation="leaner")
-    model.set_attn_implementation("leaner")  # or a model that exists already
+    model.set_attn_implementation("leaner")  # or for an existing model
 
-or, of a model that exists already, with a report and a way back:
+or, for an existing model, with a report and an undo:
 
     print(leaner.use(model))  # what was swapped, what was left and why
     leaner.undo(model)
 
-Weights stay as they are. ``KappaMonitor(model)`` finds the modules by their names and reads the
-statistics, since transformers takes a second output for attention weights.
+Weights are unchanged. ``KappaMonitor(model)`` finds the modules by name and reads their statistics,
+since transformers treats a second output as attention weights.
 
-A call that ``leaner_kernels.attention`` does not take falls back: to transformers' call of
-PyTorch's attention where the head dimension is past 128 or that of the values is another, to the
-model's own eager function where that reads a keyword, as ``output_attentions``. A warning names the
-first by module, and the report all. Keywords that the eager function does not read change nothing,
-with one exception: what the module itself passes, such as ``indices`` of sparse attention, may
-replace a mask that it makes for "eager" and "sdpa" alone, and is refused. Refused as well are a
-paged cache, what varlen sequences do not go with, and a model that computes attention itself but
-has transformers make its masks. One that makes them itself too runs as it is under the name, unless
-given to ``use``, which refuses it.
+Calls that ``leaner_kernels.attention`` does not support fall back: to transformers' call of
+PyTorch's attention if the head dimension is above 128 or differs from that of the values, and to
+the model's own eager function if that reads a keyword of the call, such as ``output_attentions``. A
+warning names the first fallback of each module, and the report names all. Keywords that the eager
+function does not read are ignored, with one exception: a keyword that the module itself passes,
+such as ``indices`` of sparse attention, may replace a mask that it creates for "eager" and "sdpa"
+only, and raises a ValueError. So do a paged cache, arguments that exclude varlen sequences, and a
+model that computes attention itself but lets transformers create its masks. A model that creates
+its masks too runs unchanged under the name; ``use`` raises a ValueError for it.
 """
 
 import warnings
@@ -53,13 +53,13 @@ from ._transformers_models import (
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
-# Keywords that models pass and the output does not depend on, whatever functions a module has.
-# Positions are in the queries and keys already, and in the mask where they start again.
+# Keywords that models pass but that never change the output. Positions are already applied to the
+# queries and keys, and to the mask if they restart.
 HARMLESS = frozenset(
     {
         "cache_position",
         "deterministic",  # of flash-attn's backward
-        "encoder_hidden_states",  # the keys and values of cross attention are made of them
+        "encoder_hidden_states",  # the source of the keys and values of cross attention
         "logits_to_keep",
         "num_items_in_batch",
         "output_hidden_states",
@@ -70,7 +70,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-# Of which a sink needs one; with eight, rows stay aligned to the kernels' loads.
+# A sink needs one dimension; with eight, rows stay aligned for the kernels' loads.
 SINK_DIMS = 8
 OWN_NAMES = ("eager", "sdpa", "flex", "flash", "paged")
 INSTEAD = {
@@ -80,37 +80,37 @@ INSTEAD = {
 
 
 def use(model: nn.Module) -> Swapped:
-    """Have the models of transformers in a model call our attention, where they dispatch theirs.
+    """Switch the transformers models in a model to our attention, if they dispatch theirs.
 
     Args:
-        model: a model of transformers, or any that holds some; changed in place: what its
-            configurations name as attention. Weights, hooks and optimizers stay as they are, and
-            so does what the model computes. Models that share a configuration share the change.
+        model: a model of transformers, or one that contains some. The attention that its
+            configurations name is changed in place. Weights, hooks, optimizers and the computed
+            function are unchanged. Models that share a configuration share the change.
 
     Returns:
-        What was swapped, what was left and why, and, as calls come, which fell back;
-        ``undo()`` takes it back.
+        A report of what was swapped, what was left and why, and, as calls are made, which fell
+        back; it has an ``undo()``.
 
     Raises:
-        ValueError: no module dispatches; the model is as it was.
+        ValueError: if no module dispatches; the model is then unchanged.
     """
     register(NAME)
     return swap(model)
 
 
 def register(name: str = NAME) -> None:
-    """Make ``attn_implementation=name`` known to transformers; again is harmless.
+    """Register ``attn_implementation=name`` with transformers; repeated calls are harmless.
 
-    Masks are those that transformers makes for PyTorch's attention: none where a batch is causal
-    or full and holds no padding, boolean otherwise, and for causal batches also boolean in models
-    that do not support PyTorch's attention.
+    Masks are those of transformers for PyTorch's attention: none if a batch is causal or full
+    without padding, otherwise boolean; models that do not support PyTorch's attention get boolean
+    masks for causal batches too.
 
     Args:
-        name: an identifier that does not hold one of transformers' own names, which it treats in
-            ways of their own.
+        name: an identifier that does not contain one of transformers' own names, which it handles
+            specially.
 
     Raises:
-        ValueError: another name.
+        ValueError: if the name is not such an identifier.
     """
     if not name.isidentifier() or any(own in name for own in OWN_NAMES):
         raise ValueError(
@@ -123,20 +123,20 @@ def register(name: str = NAME) -> None:
 def mask(
     *sizes: Any, config: Any = None, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> Tensor | None:
-    """Make a mask as transformers does for PyTorch's attention.
+    """Create a mask as transformers does for PyTorch's attention.
 
     Args:
-        sizes: of the batch, the queries and the keys, as ``sdpa_mask`` takes them.
-        config: of the model.
-        allow_is_causal_skip: whether None may stand for a causal mask; that also takes a model
-            that supports PyTorch's attention, since no other reads None so.
-        kwargs: as ``sdpa_mask`` takes them.
+        sizes: sizes of the batch, the queries and the keys, as in ``sdpa_mask``.
+        config: configuration of the model.
+        allow_is_causal_skip: whether None may represent a causal mask; this also requires a model
+            that supports PyTorch's attention, since others interpret None differently.
+        kwargs: further arguments of ``sdpa_mask``.
 
     Returns:
-        (B, 1, N, M) boolean, True is seen; None where nothing is hidden, or only the future.
+        (B, 1, N, M) boolean, True is visible; None if nothing, or only the future, is hidden.
 
     Raises:
-        ValueError: the model computes attention itself, and would take this mask for numbers.
+        ValueError: if the model computes attention itself, and would read this mask as numbers.
     """
     if not models_dispatch(type(config)):
         raise ValueError(
@@ -166,43 +166,42 @@ def attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention as the modules of transformers call it, with one key head for several of a query.
+    """Compute attention with the calling convention of transformers, including GQA.
 
     Args:
-        module: the caller; its ``is_causal`` (True without one) counts unless the argument does,
-            and unless its model does not support PyTorch's attention: None then hides nothing.
+        module: the caller. Its ``is_causal`` (True by default) applies if the argument is None and
+            its model supports PyTorch's attention; otherwise None hides nothing.
         query: (B, H, N, D), or a batch of 1 for all; as ``leaner_kernels.attention`` takes it.
         key: (B, Hkv, M, D).
         value: (B, Hkv, M, D).
-        attention_mask: boolean (True is seen) or added to the scores, broadcastable to
-            (B, H, N, M); holds causality, window and padding. None: nothing is hidden, or the
-            future where the module is causal and N > 1; then keys past N are those of a cache
-            not yet written.
+        attention_mask: boolean (True is visible) or additive, broadcastable to (B, H, N, M), and
+            including causality, window and padding. None hides nothing, or the future if the module
+            is causal and N > 1; keys past N then belong to unwritten entries of a cache.
         dropout: probability of dropping a probability, in [0, 1).
         scaling: multiplies the scores; ``D ** -0.5`` when omitted.
         is_causal: as above.
-        position_bias: added to the scores, broadcastable to (B, H, N, M); takes gradients.
-        s_aux: (H,), a score per head that takes part in the softmax and has no value; takes
-            gradients. Past a head dimension of 120, and while ``KappaMonitor`` samples, it costs
-            an additive mask of (B, H, N, M + 1).
+        position_bias: added to the scores, broadcastable to (B, H, N, M); differentiable.
+        s_aux: (H,), the score of an attention sink per head, without a value; differentiable. With
+            a head dimension above 120, and while ``KappaMonitor`` samples, it needs an additive
+            mask of (B, H, N, M + 1).
         sliding_window: without a mask, row i sees keys nearer than this many positions.
-        cu_seq_lens_q: (S + 1,), without a mask: where the sequences packed into a batch of 1
-            start and end. Together with the next three.
-        cu_seq_lens_k: (S + 1,), of the keys.
-        max_length_q: of the longest sequence.
-        max_length_k: of the longest sequence of keys.
+        cu_seq_lens_q: (S + 1,), without a mask: the starts of the sequences packed into a batch of
+            1, and the end of the last. Requires the next three.
+        cu_seq_lens_k: (S + 1,), the same for the keys.
+        max_length_q: length of the longest sequence.
+        max_length_k: length of the longest sequence of keys.
         softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
-        kwargs: for the eager function of the module, if it reads them; others change nothing.
+        kwargs: arguments of the module's eager function, if it reads them; others are ignored.
 
     Returns:
-        (B, N, H, D), contiguous, and None, or the attention weights where the eager function
-        returned some. A row that sees no key is zero, or the mean of the values where the mask is
-        additive and finite (on a GPU: above -1e38).
+        (B, N, H, D), contiguous, and None, or the attention weights if the eager function returned
+        some. Rows without a visible key are zero, or the mean of the values if the mask is additive
+        and finite (on a GPU: above -1e38).
 
     Raises:
-        ValueError: a keyword that is not supported, of a module without an eager function or whose
-            eager function does not read what the module passes; a shape, dtype or device that
-            ``leaner_kernels.attention`` does not take; a call that ``torch.jit.trace`` runs.
+        ValueError: if a keyword is not supported, and the module has no eager function or one that
+            does not read it; if ``leaner_kernels.attention`` does not support a shape, dtype or
+            device; if ``torch.jit.trace`` runs the call.
 
     Source: the calling convention is that of transformers' ``sdpa_attention_forward``; the sink
     is Agarwal et al. 2025 (arXiv:2508.10925).
@@ -225,7 +224,7 @@ def attention_forward(
         others["sliding_window"] = sliding_window if windowed else None
         others |= _counted(module, kwargs) | {"softcap": softcap}
         _refuse(module, others, "the sequences of a varlen batch")
-        # The sequences are all tokens of the batch, side by side.
+        # The batch is packed: its sequences follow one another.
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
         others = {"cu_seqlens_k": cu_seq_lens_k.to(torch.int32), "max_seqlen_k": longest[1]}
         others |= {"dropout_p": dropout, "is_causal": is_causal, "scale": scaling}
@@ -295,14 +294,14 @@ def _attend(
     options: tuple[float, bool, float],
     softcap: float,
 ) -> Tensor:
-    """Return (B, H, N, D), or in another order of heads and rows, perhaps with more dimensions."""
+    """Return (B, H, N, D), with heads and rows perhaps regrouped, and perhaps a larger D."""
     if s_aux is not None:
         in_mask = tensors[0].shape[-1] + SINK_DIMS > MAX_HEAD_DIM
         tensors = _with_sink(*tensors, s_aux, options[-1], in_mask)
     query, key, value, mask = tensors
     batch, heads, rows, dim = query.shape
     if rows == 1 and (mask is None or mask.dim() < 3 or mask.shape[-3] == 1):
-        # The heads that share a key become rows of one, so that keys and values are read once.
+        # Query heads that share a key become rows of one head, so that K and V are read once.
         query = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     shared = query.shape[1] != key.shape[1]
     return attention(query, key, value, mask, *options, shared, softcap=softcap)
@@ -317,10 +316,10 @@ def _fallback_reason(
     position_bias: Tensor | None,
     s_aux: Tensor | None,
 ) -> tuple[str | None, bool]:
-    """Return why a call falls back, or None; and whether to the eager function."""
+    """Return why a call falls back, or None; and whether it uses the eager function."""
     extra = _counted(module, keywords)
     _refuse(module, {n: v for n, v in extra.items() if keyword_use(type(module), n) == "other"})
-    # Our softcap is of the products alone.
+    # Our softcap bounds the products only, before any bias.
     if softcap is not None and (position_bias is not None or s_aux is not None):
         extra["softcap"] = softcap
     if extra and eager_attention(module) is None:
@@ -339,7 +338,7 @@ def _fallback_reason(
 
 
 def _record_fallback(module: nn.Module, reason: str) -> None:
-    """Keep for the report why a call fell back, and warn once."""
+    """Record for the report why a call fell back, and warn once."""
     if getattr(module, _hooks.FALLBACK, None) == reason:
         return
     setattr(module, _hooks.FALLBACK, reason)
@@ -348,12 +347,12 @@ def _record_fallback(module: nn.Module, reason: str) -> None:
 
 
 def _add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """Return ``bias`` with what a mask, boolean or additive, hides or adds."""
+    """Return ``bias`` combined with a boolean or additive mask."""
     if mask is None:
         return bias
     if mask.dtype != torch.bool:
         return bias + mask.to(bias.dtype)
-    # Finite, as transformers has it, so that PyTorch's attention gives no NaN for an empty row.
+    # Finite, as in transformers, so that PyTorch's attention gives no NaN for an empty row.
     return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
@@ -366,9 +365,9 @@ def _with_sink(
     scale: float,
     in_mask: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return all four with one more key, which has no value and the score ``sink`` of each head.
+    """Append a key with a value of zero and the score ``sink`` of each head.
 
-    The score is a column of an additive mask, or else a product in dimensions of its own.
+    The score is a column of an additive mask, or a product in additional dimensions.
     """
     batch, heads, rows, _ = query.shape
     key, value = (nn.functional.pad(t, (0, 0, 0, 1)) for t in (key, value))

@@ -1,4 +1,4 @@
-"""Kappa in a run of Hugging Face's ``Trainer``."""
+"""A callback that measures kappa in runs of Hugging Face's ``Trainer``."""
 
 import sys
 from functools import wraps
@@ -10,15 +10,15 @@ from ..monitor.run_log import RunLog
 
 
 class KappaCallback(TrainerCallback):
-    """Measures kappa of every attention block while a ``Trainer`` trains.
+    """Measure kappa of every attention block while a ``Trainer`` trains.
 
         trainer = Trainer(model, args, train_dataset=data, callbacks=[KappaCallback(every=50)])
         trainer.train()
 
     The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it),
-    ``metrics.jsonl`` (what the trainer logs), ``alarms.jsonl`` and, in the end, ``page.html``. A
-    run that goes on from a checkpoint continues them; a new one renames those of an earlier one.
-    What the trainer logs gets "kappa", the newest geometric mean over the layers that are resolved.
+    ``metrics.jsonl`` (the logs of the trainer), ``alarms.jsonl`` and, at the end, ``page.html``. A
+    run resumed from a checkpoint continues these files; a new run renames existing ones. The logs
+    of the trainer get "kappa", the newest geometric mean over the layers that are resolved.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -27,7 +27,7 @@ class KappaCallback(TrainerCallback):
         **options: of ``leaner_kernels.monitor.run_log.RunLog``: page, kappa_factor, …
 
     Raises:
-        ValueError: when training begins: what ``KappaMonitor`` refuses.
+        ValueError: when training begins, if ``KappaMonitor`` raises one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KappaCallback(TrainerCallback):
         )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Begin a step, of however many batches: each in the trainer's ``training_step``."""
+        """Begin a step of one or more batches, each run by the trainer's ``training_step``."""
         assert self.run is not None
         if self._trainer is None:
             self._watch(_trainer_that_calls())
@@ -70,7 +70,7 @@ class KappaCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Add kappa to what is logged."""
+        """Add kappa to the logs."""
         if self.run is None or logs is None:
             return
         named = {
@@ -84,13 +84,13 @@ class KappaCallback(TrainerCallback):
                 each["kappa"] = self.run.newest["geometric_mean"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Write what is left, and the page."""
+        """Write the remaining rows, and the page."""
         self._release()
         if self.run is not None:
             self.run.close()
 
     def _watch(self, trainer: Trainer | None) -> None:
-        """Sample inside a trainer's ``training_step``: none of its callbacks tells of an error."""
+        """Sample inside the trainer's ``training_step``, since no callback reports an error."""
         if trainer is None:
             return
         run, inner = self.run, trainer.training_step
@@ -109,7 +109,7 @@ class KappaCallback(TrainerCallback):
         trainer.training_step = training_step
 
     def _release(self) -> None:
-        """Leave a step, and give the trainer its ``training_step`` back."""
+        """Cancel the step, and restore the trainer's ``training_step``."""
         if self.run is not None:
             self.run.monitor.cancel()
         trainer, self._trainer = self._trainer, None
@@ -122,7 +122,7 @@ class KappaCallback(TrainerCallback):
 
 
 def _trainer_that_calls() -> Trainer | None:
-    """Return the trainer whose training runs this callback, which is not among its arguments."""
+    """Return the trainer that runs this callback, from the call stack."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -1,9 +1,9 @@
-"""Condition numbers of the attention block, and what Gaussian heads would give.
+"""Condition numbers of the attention block, and the prediction for Gaussian heads.
 
 The block is A = [A_1 ... A_h], the outputs of all heads side by side before the output projection:
 N tokens by h * d columns. kappa(A) = sigma_max / sigma_min over the min(N, h * d) singular values.
-Measured from half-precision outputs it reads rounding noise (docs/kappa.md), so half-precision
-input is refused; ``attention_with_stats`` captures float32 heads.
+Half-precision outputs would yield rounding noise (docs/kappa.md), so that half-precision input is
+rejected; ``attention_with_stats`` captures float32 heads.
 """
 
 import math
@@ -23,10 +23,10 @@ class ConditionNumber(NamedTuple):
     """kappa and its ingredients, float64, one per matrix.
 
     Attributes:
-        kappa: sigma_max / sigma_min; inf where not resolved, nan where the input is not finite.
+        kappa: sigma_max / sigma_min; inf if not resolved, nan if the input is not finite.
         sigma_max: the largest singular value.
         sigma_min: the smallest of the min(N, M) singular values, as computed.
-        resolved: boolean; False where kappa is past what the precision can tell.
+        resolved: boolean; False if kappa exceeds the limit of the precision.
     """
 
     kappa: Tensor
@@ -36,15 +36,15 @@ class ConditionNumber(NamedTuple):
 
 
 class ConditionReport(NamedTuple):
-    """``ConditionNumber`` and measures of how many directions a matrix uses, float64.
+    """``ConditionNumber`` and measures of the number of directions that a matrix uses, float64.
 
     Attributes:
         effective_rank: exp of the entropy of the normalised singular values (Roy and Vetterli
             2007); at most min(N, M).
         stable_rank: squared Frobenius norm over squared largest singular value.
-        rank: how many singular values are above 1e-6 of the largest, as of
-            ``torch.linalg.matrix_rank``: those that float32 surely tells from rounding.
-        kappa_to_rank: the largest over the smallest of these.
+        rank: the number of singular values above 1e-6 of the largest, as in
+            ``torch.linalg.matrix_rank``; float32 distinguishes these from rounding errors.
+        kappa_to_rank: the ratio of the largest to the smallest of these.
     """
 
     kappa: Tensor
@@ -65,10 +65,10 @@ class HeadReport(NamedTuple):
             itself.
         correlation_gaussian: its approximate value for independent Gaussian heads, d / (N + d).
         isotropy: (..., H), (tr C)^2 / (d tr C^2) of the covariance C of each head over the tokens:
-            1 where all directions are alike, 1 / d where there is one.
+            1 if all directions are equal, 1 / d if there is only one.
         isotropy_gaussian: its approximate value for Gaussian heads, (N - 1) / (N + d).
         mean_share: (...), the share of ||A||^2 that is the mean over tokens, 1 / N for Gaussian
-            heads. Covariances and correlations do not see it; the condition number does.
+            heads. It affects the condition number, but not covariances and correlations.
         effective_rank: (...), exp of the entropy of the normalised singular values (Roy and
             Vetterli 2007); at most min(N, H * d).
         stable_rank: (...), squared Frobenius norm over squared largest singular value.
@@ -90,30 +90,31 @@ class HeadReport(NamedTuple):
 def condition_number(
     a: Tensor, *, samples: Literal["each", "pooled"] = "each", lengths: Tensor | None = None
 ) -> ConditionNumber:
-    """Condition number of each matrix, or of all of them stacked as one batch of tokens.
+    """Compute the condition number of each matrix, or of all stacked as one batch of tokens.
 
     Args:
         a: (..., N, M), float32 or float64, on any device.
         samples: "each" gives one kappa per matrix; "pooled" stacks the leading axes along the
             tokens, (prod(...) * N, M), and gives one.
-        lengths: (...), int32 or int64: how many rows of each matrix count, from the first, at most
-            N; all when None. A matrix of no rows has a kappa of nan. Only with "each".
+        lengths: (...), int32 or int64: the number of leading rows of each matrix that count, at
+            most N; all when None. A matrix without rows has a kappa of nan. Only with "each".
 
     Returns:
         ConditionNumber of float64 tensors of shape (...), or () for "pooled".
 
     Raises:
-        ValueError: a shape, dtype or ``samples`` outside the list above.
+        ValueError: if a shape, dtype or ``samples`` is not supported.
 
-    Numerics: float32 input through the eigenvalues of its float64 Gram matrix on the smaller side,
-    k = min(N, M), summed in parts: the relative error is at most 2e-3 at kappa = 1e6 and grows with
-    kappa squared, to 20% at the limit, 9.4e6; above k = 128 the error grows and the square of the
-    limit falls with sqrt(k / 128) (5.6e6 at 1,024). float64 input through its singular values,
-    resolved up to 4.5e13, above a depth of 200 up to 9e15 / max(N, M). Where it is not resolved,
-    kappa has a gradient of zero. On CUDA, float32 input of k <= 512 that needs no gradient is
-    solved by the native library where ``backend`` is "cuda", without synchronising (1e-3 at 1e6,
-    resolved up to 9.4e6); on GPUs with slow float64 in pairs of floats, resolved up to 2.3e6
-    (there 2e-3 at 1e6 where many smallest singular values differ by float32's rounding alone).
+    Numerics: float32 input is solved by the eigenvalues of its float64 Gram matrix on the smaller
+    side, k = min(N, M), summed in parts. The relative error is at most 2e-3 at kappa = 1e6 and
+    grows with kappa squared, to 20% at the limit, 9.4e6. Above k = 128 the error grows and the
+    square of the limit falls with sqrt(k / 128) (5.6e6 at 1,024). float64 input is solved by its
+    singular values, and resolved up to 4.5e13; above a depth of 200, up to 9e15 / max(N, M). A
+    kappa that is not resolved has a gradient of zero. On CUDA, if ``backend`` is "cuda", the native
+    library solves float32 input of k <= 512 that needs no gradient, without synchronising (error
+    1e-3 at 1e6, resolved up to 9.4e6). On GPUs with slow float64 it computes in pairs of floats,
+    and resolves up to 2.3e6 (error 2e-3 at 1e6 if many of the smallest singular values differ by
+    the rounding of float32 alone).
     Source: arXiv:2505.20802, section 3.
     """
     _check_matrices(a)
@@ -127,7 +128,7 @@ def condition_number(
 
 
 def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionReport:
-    """Condition number and ranks of each matrix in one go, from all its singular values.
+    """Compute the condition number and ranks of each matrix from all its singular values.
 
     Args:
         a: (..., N, M), float32 or float64, on any device.
@@ -137,10 +138,10 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
         ConditionReport of tensors of shape (...).
 
     Raises:
-        ValueError: a shape or dtype outside the list above.
+        ValueError: if a shape or dtype is not supported.
 
-    Numerics: as ``condition_number``; on the native library the ranks are of singular values
-    to 1e-6 of themselves.
+    Numerics: as ``condition_number``; the native library computes the singular values of the ranks
+    with a relative error of 1e-6.
     """
     _check_matrices(a)
     *condition, sigma = _report(a, lengths, spectrum=True)
@@ -155,13 +156,13 @@ def condition_report(a: Tensor, *, lengths: Tensor | None = None) -> ConditionRe
 
 
 def backend(device: torch.device | str | int | None = None) -> str:
-    """Return what solves float32 matrices on a device.
+    """Return the name of the solver of float32 matrices on a device.
 
     Args:
-        device: the current CUDA device when None, or the CPU where there is none.
+        device: the current CUDA device when None, or the CPU without CUDA.
 
     Returns:
-        "cuda", the native library, or "torch", torch.linalg.
+        "cuda" for the native library, or "torch" for torch.linalg.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -173,35 +174,36 @@ def backend(device: torch.device | str | int | None = None) -> str:
 
 
 def singular_values(a: Tensor) -> Tensor:
-    """All min(N, M) singular values of each matrix, descending.
+    """Compute all min(N, M) singular values of each matrix, descending.
 
     Args:
         a: (..., N, M), float32 or float64.
 
     Returns:
-        (..., min(N, M)), float64; nan where the matrix is not finite.
+        (..., min(N, M)), float64; nan if the matrix is not finite.
 
     Raises:
-        ValueError: a shape or dtype outside the list above.
+        ValueError: if a shape or dtype is not supported.
 
-    Numerics: torch.linalg.svdvals in float64, matrix by matrix: for reports, not for every step.
+    Numerics: torch.linalg.svdvals in float64, one matrix after the other; meant for reports, not
+    for every training step.
     """
     _check_matrices(a)
     return reference.singular_values(a)
 
 
 def gaussian_condition_number(tokens: int, width: int) -> float:
-    """Condition number of a large (tokens, width) matrix of independent Gaussian entries.
+    """Return the condition number of a large (tokens, width) matrix of Gaussian entries.
 
     Args:
         tokens: N, at least 1.
         width: M = heads * head_dim, at least 1.
 
     Returns:
-        (sqrt(M) + sqrt(N)) / |sqrt(M) - sqrt(N)|; inf where they are equal.
+        (sqrt(M) + sqrt(N)) / |sqrt(M) - sqrt(N)|; inf if M = N.
 
     Raises:
-        ValueError: a size below 1.
+        ValueError: if a size is below 1.
 
     Source: arXiv:2505.20802, theorem 3.2 (the Marchenko-Pastur edges).
     """
@@ -217,7 +219,7 @@ def gaussian_condition_number(tokens: int, width: int) -> float:
 
 
 def head_report(heads: Tensor, num_heads: int) -> HeadReport:
-    """How far the captured heads are from independent, isotropic Gaussian ones.
+    """Measure how far captured heads are from independent, isotropic Gaussian ones.
 
     Args:
         heads: (..., N, H * d), float32 or float64: ``AttentionStats.heads``.
@@ -227,7 +229,7 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
         HeadReport: see there for shapes.
 
     Raises:
-        ValueError: a shape, dtype or head count outside the list above.
+        ValueError: if a shape, dtype or head count is not supported.
 
     Source: RV coefficient: Robert and Escoufier 1976; isotropy: the statistic of John 1971; the
     Gaussian prediction: arXiv:2505.20802.
@@ -282,6 +284,6 @@ def _check_matrices(a: Tensor) -> None:
         raise ArgumentError(f"matrices must be (..., N, M) and not empty, got {tuple(a.shape)}")
     if a.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
-            f"matrices must be float32 or float64, got {a.dtype}: in half precision a condition "
-            "number reads rounding noise; capture heads with attention_with_stats"
+            f"matrices must be float32 or float64, got {a.dtype}: in half precision, rounding "
+            "noise determines the condition number; capture heads with attention_with_stats"
         )

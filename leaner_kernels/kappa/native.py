@@ -1,7 +1,7 @@
-"""The native solver: batched condition numbers in one call on a CUDA device, without the host.
+"""The native solver: batched condition numbers in one call on a CUDA device.
 
 CMake builds ``leaner_kernels/csrc`` into a library next to the Python files when a CUDA compiler
-exists. It has a plain C interface, so one build serves every torch and every Python.
+exists. It has a plain C interface, so that one build works with any version of torch and Python.
 """
 
 import ctypes
@@ -41,13 +41,13 @@ def declare(path: Path) -> ctypes.CDLL:
     return library
 
 
-# What succeeded. A failure may have been one of that moment: a file half copied, memory all used.
+# Successes only. A failure may be temporary, such as a file half copied or memory exhausted.
 _opened: dict[Path, ctypes.CDLL] = {}
 _ready: set[int] = set()
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the library, or None where none was built; warns when it cannot be opened."""
+    """Return the library, or None if it was not built; warn if it cannot be opened."""
     if LIBRARY in _opened:
         return _opened[LIBRARY]
     if not LIBRARY.exists():
@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def runs_on(device: int) -> bool:
-    """Whether the library was built and has code for this CUDA device; warns when it has none."""
+    """Return whether the library has code for this CUDA device; warn if it was built without."""
     if device in _ready:
         return True
     opened = library()
@@ -77,16 +77,16 @@ def runs_on(device: int) -> bool:
 
 
 def takes(a: Tensor) -> bool:
-    """Whether these are matrices for the operator: float32, on CUDA, without a gradient."""
+    """Return whether the operator supports the matrices: float32, on CUDA, without a gradient."""
     differentiable = a.requires_grad and torch.is_grad_enabled()
     if not a.is_cuda or a.dtype != torch.float32 or differentiable:
         return False
-    # The library counts matrices, rows and columns in 32 bits.
+    # The library uses 32-bit counts of matrices, rows and columns.
     return min(a.shape[-2:]) <= LIMIT and max(a.shape) < 2**31
 
 
 def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Allocate what ``solve`` writes for (B, N, M) matrices."""
+    """Allocate the results of ``solve`` for (B, N, M) matrices."""
     batch, rows, cols = a.shape
     kappa, sigma_max, sigma_min = (a.new_empty(batch, dtype=torch.float64) for _ in range(3))
     places = min(rows, cols) if spectrum else 0
@@ -100,7 +100,7 @@ def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _check(a: Tensor, lengths: Tensor | None) -> None:
-    """Check what the library takes by address: it would read past the end of anything else."""
+    """Check tensors that are passed by address: the library would read past the end of others."""
     if a.dim() != 3 or a.dtype != torch.float32:
         raise ArgumentError(f"a must be (B, N, M) in float32, got {tuple(a.shape)} in {a.dtype}")
     if lengths is None:
@@ -121,8 +121,8 @@ def solve(
     Results are those of ``new_report``; the singular values, descending, only with ``spectrum``.
 
     Raises:
-        ValueError: another shape, dtype or device.
-        RuntimeError: a CUDA error, by its name.
+        ValueError: if a shape, dtype or device is not supported.
+        RuntimeError: on a CUDA error, with its name.
     """
     _check(a, lengths)
     if a.stride(-1) != 1:

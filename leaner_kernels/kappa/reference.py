@@ -1,11 +1,11 @@
-"""Condition numbers in float64 on torch.linalg: the specification, and what runs off CUDA."""
+"""Condition numbers in float64 with torch.linalg: the specification, and the fallback off CUDA."""
 
 import torch
 from torch import Tensor
 
 EPS = torch.finfo(torch.float64).eps
-PART = 256  # columns whose products are one sum
-# No solver of float32 matrices takes rounding for a singular value above this part of the largest.
+PART = 256  # columns per partial sum of products
+# Above this fraction of the largest singular value, no float32 solver mistakes rounding for one.
 RANK_RTOL = 1e-6
 
 
@@ -15,14 +15,14 @@ def condition_report(
     """Return kappa, sigma_max, sigma_min and resolved of (B, N, M), each (B,), and the spectrum.
 
     The spectrum is (B, min(N, M)) singular values, descending, zero past those of the valid rows;
-    (B, 0) unless it is asked for. Gradients of finite matrices are finite, and that of a kappa
-    which is not resolved is zero.
+    (B, 0) without ``spectrum``. Gradients of finite matrices are finite, and the gradient of a
+    kappa that is not resolved is zero.
     """
     rows, cols = a.shape[-2:]
     size = min(rows, cols)
     if lengths is not None:
         a = a.masked_fill((torch.arange(rows, device=a.device) >= lengths[:, None])[..., None], 0)
-    # LAPACK refuses a whole batch for one matrix that is not finite.
+    # LAPACK rejects a whole batch if one matrix is not finite.
     if a.dtype == torch.float64:
         finite = a.isfinite().flatten(1).all(-1)
         sigma = torch.linalg.svdvals(a.masked_fill(~finite[:, None, None], 0))
@@ -30,15 +30,15 @@ def condition_report(
         uncertainty = EPS * max(100.0, max(rows, cols) / 2)
     else:
         squares = gram(a.mT if rows > cols else a)
-        # An element that is not finite makes one of the diagonal so; a float's square is finite.
+        # An element that is not finite makes the diagonal so; squares of finite floats are finite.
         finite = squares.diagonal(dim1=-2, dim2=-1).sum(-1).isfinite()
         lam = torch.linalg.eigvalsh(squares.masked_fill_(~finite[:, None, None], 0)).flip(-1)
-        # Rounding can push the eigenvalue of a rank-deficient matrix below zero. The root's slope
-        # at zero is infinite, which a mask behind the root would turn into nan.
+        # Rounding can push the eigenvalue of a rank-deficient matrix below zero. The slope of the
+        # root at zero is infinite, and a mask after the root would turn its gradient into nan.
         positive = lam > 0
         sigma = lam.masked_fill(~positive, 1).sqrt().masked_fill(~positive, 0)
-        # Where rows are equal, the smallest eigenvalue should be zero and is found at up to 13 EPS
-        # of the largest at a size of 128, 43 at 1,024: by the sweeps of eigvalsh, not by the sums.
+        # With equal rows, the smallest eigenvalue should be zero, but is up to 13 EPS of the
+        # largest at a size of 128, and 43 at 1,024: an error of eigvalsh's sweeps, not of the sums.
         uncertainty = (50 * EPS * max(1.0, size / 128) ** 0.5) ** 0.5
     sigma_max, sigma_min = sigma[:, 0], sigma[:, -1]
     if lengths is not None:
@@ -59,9 +59,9 @@ def condition_report(
 def gram(a: Tensor) -> Tensor:
     """Return (B, N, N), float64: A A^T of (B, N, M) float32, whose products are exact.
 
-    The smallest eigenvalue is made of what the sums round off, and that of one long sum grows with
-    its length: so parts of at most PART columns are added pairwise. Depth first, so that few are
-    alive at a time.
+    Rounding errors of the sums limit the smallest eigenvalue, and grow with the length of a sum:
+    parts of at most PART columns are therefore added pairwise, depth first, so that few are in
+    memory at a time.
     """
     cols = a.shape[-1]
     if cols <= PART:
@@ -79,10 +79,10 @@ def singular_values(a: Tensor) -> Tensor:
 
 
 def numerical_rank(sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of the singular values, descending, are above RANK_RTOL of the largest.
+    """Return the number of singular values above RANK_RTOL of the largest, and kappa of these.
 
-    And the largest over the smallest of these. Both are nan where the matrix is not finite, and the
-    latter where it is zero.
+    ``sigma`` is descending. Both results are nan if the matrix is not finite, and kappa also if it
+    is zero.
     """
     largest = sigma[..., 0]
     above = sigma > RANK_RTOL * sigma[..., :1]

@@ -124,7 +124,7 @@ class SharedCapture:
 
 
 class KappaMonitor:
-    """Samples the attention blocks of a model every few steps and reports one row per layer.
+    """Sample the attention blocks of a model every few steps, and report one row per layer.
 
     It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or
     neighbours has the same kappa: of all tokens of a sample by the heads side by side. In any other

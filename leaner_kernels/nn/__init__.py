@@ -1,4 +1,4 @@
-"""Modules around the operators: the projections before and after, and the capture for kappa."""
+"""Attention modules: the operators with their projections, and the capture of heads for kappa."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ __all__ = [
     "WindowAttention",
     "evenly_spaced",
 ]
-# Most models have one kind of attention: the others are imported when they are first asked for.
+# Most models have one kind of attention: the others are imported at first access.
 _LATE = {
     "ChannelAttention": "covariance",
     "CrossCovarianceAttention": "covariance",

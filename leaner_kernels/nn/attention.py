@@ -1,4 +1,4 @@
-"""The module around softmax attention."""
+"""The module of softmax attention."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -11,7 +11,7 @@ from .capture import Capturing
 
 
 class ManyHeadAttention(Capturing):
-    """Self-attention whose width, heads * head_dim, need not be the width of its input.
+    """Self-attention whose width, heads * head_dim, may differ from the width of its input.
 
     Args:
         dim: width of the input and output.
@@ -22,14 +22,14 @@ class ManyHeadAttention(Capturing):
         proj_bias: add a bias to the output projection.
         attn_drop: dropout of the attention probabilities while training, in [0, 1).
         proj_drop: dropout after the output projection while training.
-        device: of the parameters.
-        dtype: of the parameters.
+        device: device of the parameters.
+        dtype: dtype of the parameters.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
-    Attention (qkv, proj), so its state dicts load unchanged.
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Parameters are named as in timm's
+    Attention (qkv, proj), so that its state dicts load unchanged.
     Source: arXiv:1706.03762; heads * head_dim != dim after arXiv:2505.20802.
     """
 
@@ -59,21 +59,21 @@ class ManyHeadAttention(Capturing):
         key_lengths: Tensor | Sequence[int] | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Attend and project.
+        """Compute self-attention and project.
 
         Args:
             x: (B, N, dim), floating point.
             attn_mask: as in ``attention``, broadcastable to (B, H, N, N).
             is_causal: row i sees columns 0 to i.
             key_lengths: as in ``attention``: (B,), each in [1, N].
-            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+            skip: (B, N, dim), the residual stream to which the caller adds the result; read for
                 ``captured``, never added here.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``attention`` refuses, or a ``skip`` of another shape than ``x``.
+            ValueError: if ``attention`` raises one, or ``skip`` differs from ``x`` in shape.
         """
         self._check_input(x, skip, "B, N")
         qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
@@ -83,7 +83,7 @@ class ManyHeadAttention(Capturing):
             "is_causal": is_causal,
             "store": {"skip": skip, "key_lengths": key_lengths},
         }
-        # A mask has no packed path: its gradients of q, k and v are joined by autograd, in copies.
+        # With a mask there is no packed path: autograd joins the gradients of q, k and v by copies.
         if attn_mask is None:
             operators = attention_qkvpacked, self._qkvpacked_with_stats
             return self._run(self._project, *operators, qkv, **params)

@@ -1,4 +1,4 @@
-"""What every attention module shares: its sizes, and the capture of its heads for kappa."""
+"""The base class of attention modules: their sizes, and the capture of their heads for kappa."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
@@ -17,14 +17,15 @@ Attends = Literal["tokens", "windows", "landmarks", "channels", "neighbours"]
 
 
 class Captured(NamedTuple):
-    """What one forward of an attention module kept of S sampled batch entries; no gradients.
+    """The tensors that one forward captured of S sampled batch entries; no gradients.
 
     Attributes:
         heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
             tokens of a sample, a map's row by row.
-        output: (S, N, dim), float32: what the module returned, times any ``layer_scale``.
-        residual: (S, N, dim), float32: what the output is added to; None when not given.
-        lengths: (S,) int32: tokens that are not padding; None without ``key_lengths``.
+        output: (S, N, dim), float32: the result of the module, times any ``layer_scale``.
+        residual: (S, N, dim), float32: the residual stream before the addition; None if not given.
+        lengths: (S,) int32: the number of tokens that are not padding; None without
+            ``key_lengths``.
         statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
             maximum (H,) over the batch and over the forwards since ``captured`` was last None.
             Each is an attribute too: ``captured.entropy``.
@@ -51,20 +52,20 @@ class Capturing(nn.Module):
             ``dim // num_heads`` (rounded down, so the attention width may fall short of ``dim``).
 
     Attributes:
-        attends: between what: "tokens", "windows" of tokens, tokens through "landmarks",
-            "channels", or "neighbours" of a token.
+        attends: the kind of attention: between "tokens", inside "windows" of tokens, through
+            "landmarks", between "channels", or to "neighbours" of a token.
         capture_samples: batch entries whose heads the next forward captures; 0 captures nothing.
             ``KappaMonitor`` sets it.
-        captured: ``Captured`` of the newest forward that captured, or None; overwritten, so that
-            recomputing activations counts nothing twice.
-        track_logits: whether every forward, capturing or not, keeps ``peak_logit``; it then takes
-            the path that computes statistics. False at first.
+        captured: ``Captured`` of the newest forward that captured, or None. It is overwritten, so
+            that activation checkpointing counts nothing twice.
+        track_logits: whether every forward, capturing or not, updates ``peak_logit``; it then
+            computes statistics. False by default.
         peak_logit: (H,) float32, the maximum of ``AttentionStats.max_logit`` over the batch and
-            over all tracked forwards since it was last set to None; so recomputing activations
-            changes nothing and accumulated micro-batches all count.
+            over all tracked forwards since it was last set to None. Activation checkpointing
+            therefore does not change it, and accumulated micro-batches all count.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
     """
 
     attends: ClassVar[Attends] = "tokens"
@@ -74,7 +75,7 @@ class Capturing(nn.Module):
         self._set_sizes(dim, num_heads, head_dim)
 
     def _set_sizes(self, dim: int, num_heads: int, head_dim: int | Literal["split"]) -> None:
-        """Set all attributes above, of a module that its own class has constructed."""
+        """Set all attributes above, for a module that was constructed by its own class."""
         for name, count in (("dim", dim), ("num_heads", num_heads)):
             whole = isinstance(count, int) and not isinstance(count, bool)
             if not whole or not 1 <= count <= MAX_SIZE:
@@ -104,14 +105,14 @@ class Capturing(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Make the projection of queries, keys and values, that of the output, and its dropout."""
+        """Create the projections of queries, keys and values and of the output, and its dropout."""
         dim, width = self.dim, self.num_heads * self.head_dim
         self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
         self.proj: nn.Linear = nn.Linear(width, dim, bias=proj_bias, device=device, dtype=dtype)
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Nothing would stop the capture of a copy, or of what was saved.
+        # No monitor would stop the capture of a copy or of a saved module.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -123,11 +124,11 @@ class Capturing(nn.Module):
         return super()._replicate_for_data_parallel()
 
     def columns(self, tokens: int) -> int:
-        """Return how many entries a softmax row has, for ``tokens`` of a sample."""
+        """Return the number of entries of a softmax row, for a sample of ``tokens`` tokens."""
         return tokens
 
     def _check_input(self, x: Tensor, skip: Tensor | None, axes: str) -> None:
-        """Raise ValueError unless ``x`` is (axes, dim), with tokens, and ``skip`` is as ``x``."""
+        """Raise ValueError unless ``x`` is (axes, dim) and not empty, and ``skip`` matches it."""
         check_tensor("x", x)
         if x.dim() != axes.count(",") + 2 or x.shape[-1] != self.dim or 0 in x.shape[1:]:
             words = " and not empty" if 0 in x.shape[1:] else ""
@@ -139,7 +140,7 @@ class Capturing(nn.Module):
             raise ArgumentError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
 
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
-        """Return the entries to capture, (S,) int32 or None, and whether to take statistics."""
+        """Return the entries to capture, (S,) int32 or None, and whether to compute statistics."""
         refuse_tracing(self)
         if not (self.capture_samples > 0 or self.track_logits) or batch == 0:
             return None, False
@@ -148,20 +149,20 @@ class Capturing(nn.Module):
         return None, True
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse: ``torch.jit.script`` calls this of every module before it compiles the first."""
+        """Raise ValueError: ``torch.jit.script`` calls this before it compiles a module."""
         _refuse_torchscript(self)
 
     def _separate_stats(self, sample: Tensor | None) -> TypeGuard[Tensor]:
-        """Whether statistics are a pass of their own, and the output has the bits of other steps.
+        """Return whether statistics need a separate pass to keep the output's bits.
 
-        On a GPU one pass gives both. Where logits are tracked, all steps have statistics' bits.
+        On a GPU, one pass computes both. With tracked logits, every step computes statistics.
         """
         return sample is not None and sample.device.type == "cpu" and not self.track_logits
 
     def _attention_with_stats(
         self, *args: Any, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
-        """Call ``attention_with_stats``, or ``attention_beside_stats`` where that is to be."""
+        """Call ``attention_with_stats``, or ``attention_beside_stats`` for a separate pass."""
         if self._separate_stats(sample):
             return attention_beside_stats(*args, sample=sample, **params)
         return attention_with_stats(*args, sample=sample, **params)
@@ -169,13 +170,13 @@ class Capturing(nn.Module):
     def _qkvpacked_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
-        """Call ``attention_qkvpacked_with_stats``, likewise."""
+        """Call ``attention_qkvpacked_with_stats``, or its counterpart for a separate pass."""
         if self._separate_stats(sample):
             return attention_qkvpacked_beside_stats(qkv, sample=sample, **params)
         return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
 
     def _project(self: Any, heads: Tensor) -> Tensor:
-        """Return (..., dim) of (..., H, D)."""
+        """Project heads (..., H, D) to (..., dim)."""
         return self.proj_drop(self.proj(heads.flatten(-2)))
 
     def _run_operator(
@@ -187,7 +188,7 @@ class Capturing(nn.Module):
         store: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Tensor:
-        """``_run`` of an operator, on the CPU apart from an output with the bits of other steps."""
+        """Call ``_run`` for an operator, with statistics in a separate pass if needed."""
 
         def measure(*args: Any, sample: Tensor | None, **params: Any) -> AttentionStats:
             if not self._separate_stats(sample):
@@ -207,10 +208,10 @@ class Capturing(nn.Module):
         store: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Tensor:
-        """Return ``finish(attend(*args, **params))``, and store what is to be captured.
+        """Return ``finish(attend(*args, **params))``, and store the capture, if there is one.
 
-        ``measure`` is the operator ``attend`` with statistics, given ``sample`` too; ``store`` is
-        what ``_store_capture`` takes beside statistics, sample and output.
+        ``measure`` is the operator ``attend`` with statistics, and accepts ``sample``; ``store``
+        are further arguments of ``_store_capture``.
         """
         sample, measured = self._select_sample(args[0].shape[0], args[0].device)
         if not measured:
@@ -230,7 +231,7 @@ class Capturing(nn.Module):
         key_lengths: Tensor | Sequence[int] | None = None,
         layer_scale: Tensor | None = None,
     ) -> None:
-        """Keep what ``sample`` (S,) int32 names; output and skip are (B, ..., dim)."""
+        """Store the entries in ``sample`` (S,) int32; output and skip are (B, ..., dim)."""
         if self.track_logits:
             peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
@@ -239,7 +240,7 @@ class Capturing(nn.Module):
         assert stats.heads is not None
         if key_lengths is not None:
             key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
-        # Kappa around the skip is that of what the residual gets.
+        # Kappa around the skip connection is that of the term added to the residual stream.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(
             heads=stats.heads,
@@ -258,14 +259,14 @@ class Capturing(nn.Module):
 
 
 def refuse_tracing(module: nn.Module) -> None:
-    """Raise ValueError while ``torch.jit.trace`` runs a module that calls our attention."""
-    # A kernel that is launched past the dispatcher would leave its result as a constant.
+    """Raise ValueError if ``torch.jit.trace`` is running a module that calls our attention."""
+    # A kernel launched without the dispatcher would leave its result in the trace as a constant.
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         _refuse_torchscript(module)
 
 
 def _refuse_torchscript(module: nn.Module) -> NoReturn:
     raise ValueError(
-        f"{type(module).__name__} is not for TorchScript, which cannot compile our operators: "
-        "use torch.compile or torch.export, or undo(model) where it was swapped"
+        f"{type(module).__name__} does not support TorchScript, which cannot compile our "
+        "operators: use torch.compile or torch.export, or undo(model) where it was swapped"
     )

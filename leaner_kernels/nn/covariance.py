@@ -1,4 +1,4 @@
-"""The modules of attention between channels, XCiT's and DaViT's."""
+"""The modules of attention between channels, as in XCiT and DaViT."""
 
 from collections.abc import Callable
 from typing import ClassVar, Literal
@@ -40,16 +40,16 @@ class _BetweenChannels(Capturing):
 
 
 class CrossCovarianceAttention(_BetweenChannels):
-    """XCiT's attention between channels, whose width need not be the width of its input.
+    """XCiT's attention between channels, whose width may differ from the width of its input.
 
     Arguments are those of ``ManyHeadAttention`` but ``attn_drop``; ``head_dim``, the channels of a
     head, is up to 64 on a GPU.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's XCA
-    (qkv, temperature, proj), so its state dicts load unchanged.
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Parameters are named as in timm's
+    XCA (qkv, temperature, proj), so that its state dicts load unchanged.
     Source: arXiv:2106.09681, section 3.2.
     """
 
@@ -73,19 +73,19 @@ class CrossCovarianceAttention(_BetweenChannels):
     def forward(
         self, x: Tensor, skip: Tensor | None = None, layer_scale: Tensor | None = None
     ) -> Tensor:
-        """Attend between channels and project.
+        """Compute attention between channels and project.
 
         Args:
             x: (B, N, dim), floating point.
-            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+            skip: (B, N, dim), the residual stream to which the caller adds the result; read for
                 ``captured``, never added here.
-            layer_scale: (dim,), what the caller multiplies the result by before that: likewise.
+            layer_scale: (dim,), by which the caller multiplies the result first; likewise.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``cross_covariance_attention`` refuses, or a shape other than these.
+            ValueError: if ``cross_covariance_attention`` raises one, or a shape differs.
         """
         return self._attend(
             x,
@@ -98,15 +98,15 @@ class CrossCovarianceAttention(_BetweenChannels):
 
 
 class ChannelAttention(_BetweenChannels):
-    """DaViT's attention between channels, whose width need not be the width of its input.
+    """DaViT's attention between channels, whose width may differ from the width of its input.
 
     Arguments are those of ``CrossCovarianceAttention``; DaViT calls heads groups.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
-    ChannelAttention (qkv, proj), so its state dicts load unchanged.
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Parameters are named as in timm's
+    ChannelAttention (qkv, proj), so that its state dicts load unchanged.
     Source: arXiv:2204.03645, section 3.3.
     """
 
@@ -125,7 +125,7 @@ class ChannelAttention(_BetweenChannels):
         self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Attend between channels and project.
+        """Compute attention between channels and project.
 
         Args:
             x: (B, N, dim), floating point.
@@ -135,6 +135,6 @@ class ChannelAttention(_BetweenChannels):
             (B, N, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``channel_attention`` refuses, or a shape other than these.
+            ValueError: if ``channel_attention`` raises one, or a shape differs.
         """
         return self._attend(x, skip, channel_attention, channel_attention_with_stats)

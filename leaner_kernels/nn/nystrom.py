@@ -1,4 +1,4 @@
-"""The module around Nyström attention."""
+"""The module of Nyström attention."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Literal
@@ -13,28 +13,28 @@ from .capture import Attends, Capturing
 
 
 class NystromAttention(Capturing):
-    """Self-attention through landmarks, whose width need not be the width of its input.
+    """Self-attention through landmarks, whose width may differ from the width of its input.
 
     Args:
-        num_landmarks: means of consecutive tokens that stand for all of them, 1 to 256. A sequence
-            of no more tokens than that gets softmax attention, as published.
-        conv_kernel_size: tokens, an odd number, under a convolution of the values that is added to
-            the heads: one kernel a head, no bias. None adds nothing.
+        num_landmarks: number of means of consecutive tokens, 1 to 256. A sequence of at most that
+            many tokens gets softmax attention, as published.
+        conv_kernel_size: width in tokens, an odd number, of a convolution of the values that is
+            added to the heads: one kernel per head, no bias. None disables it.
         iterations: of the pseudo-inverse, 1 to 32.
-        init: whether its first guess is scaled by the largest column sum of each matrix,
-            ``"matrix"``, or of the whole batch, ``"batch"``, as published; the latter makes the
-            result of a sample depend on the others in the batch.
+        init: divides its first iterate by the largest column sum of each matrix, ``"matrix"``, or
+            of the whole batch, ``"batch"``, as published; with the latter, the result of a sample
+            depends on the others in the batch.
 
-    Other arguments are those of ``ManyHeadAttention``; ``head_dim`` on a GPU up to 64.
+    Other arguments are those of ``ManyHeadAttention``; ``head_dim`` is up to 64 on a GPU.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``; the heads it captures, and their norms,
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Captured heads, and their norms,
     are those of the attention, before the convolution is added. Entropy is that of a token's
     distribution over the landmarks. A head is a combination of its m landmark distributions, whose
     sum is 1 for every token: unless m is above ``head_dim``, all heads share that direction, and
-    kappa of several is infinite. Of the landmarks that hold nothing but padding only one counts.
+    kappa of several is infinite. Of the landmarks of padding only, one counts.
     Source: arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
     """
 
@@ -88,22 +88,22 @@ class NystromAttention(Capturing):
         key_lengths: Tensor | Sequence[int] | None = None,
         skip: Tensor | None = None,
     ) -> Tensor:
-        """Attend and project.
+        """Compute self-attention through landmarks and project.
 
         Args:
             x: (B, N, dim), floating point; N at most ``num_landmarks``, or a multiple of it.
             key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
-                padding. No other token's result depends on what they hold, but on how many they
-                are: the landmarks divide all N, and count them as zeros.
-            skip: (B, N, dim), the residual stream that the caller adds the result to: read for
+                padding. Results of other tokens depend on their number, but not on their values:
+                the landmarks divide all N tokens, and count padding as zeros.
+            skip: (B, N, dim), the residual stream to which the caller adds the result; read for
                 ``captured``, never added here.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``nystrom_attention`` refuses, or a ``skip`` of another shape than
-                ``x``.
+            ValueError: if ``nystrom_attention`` raises one, or ``skip`` differs from ``x`` in
+                shape.
         """
         self._check_input(x, skip, "B, N")
         batch, tokens, _ = x.shape

@@ -1,4 +1,4 @@
-"""The module around outlook attention."""
+"""The module of outlook attention."""
 
 from typing import ClassVar, Literal
 
@@ -11,24 +11,24 @@ from .capture import Attends, Capturing
 
 
 class OutlookAttention(Capturing):
-    """VOLO's attention, whose width need not be the width of its input.
+    """VOLO's outlook attention, whose width may differ from the width of its input.
 
-    A window's probabilities are a projection of the mean over the ``stride`` x ``stride`` pixels
-    where it starts: no queries and no keys.
+    The probabilities of a window are a projection of the mean over the ``stride`` x ``stride``
+    pixels where it starts, without queries and keys.
 
     Args:
         kernel_size: pixels along the side of a window, 1 to 7.
         padding: pixels by which the first window is outside the map.
         stride: pixels from a window to the next, 1 to 4.
 
-    Other arguments are those of ``ManyHeadAttention``; ``qkv_bias`` is of the values, which alone
-    have such a projection.
+    Other arguments are those of ``ManyHeadAttention``; ``qkv_bias`` adds a bias to the projection
+    of the values, the only one of the three.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``. Parameters are named as in timm's
-    OutlookAttention (v, attn, proj), so its state dicts load unchanged.
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Parameters are named as in timm's
+    OutlookAttention (v, attn, proj), so that its state dicts load unchanged.
     Source: arXiv:2106.13112, section 3.1; heads * head_dim != dim after arXiv:2505.20802.
     """
 
@@ -59,19 +59,19 @@ class OutlookAttention(Capturing):
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Attend inside the windows, sum over them and project.
+        """Compute attention inside the windows, sum over them and project.
 
         Args:
-            x: (B, Y, X, dim), floating point. Kernel size and padding must give as many windows as
-                the pooled map has pixels, ``ceil(Y / stride)`` by ``ceil(X / stride)``.
-            skip: (B, Y, X, dim), the residual stream that the caller adds the result to: read for
+            x: (B, Y, X, dim), floating point. The number of windows must equal the number of
+                pixels of the pooled map, ``ceil(Y / stride)`` by ``ceil(X / stride)``.
+            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
                 ``captured``, never added here.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``outlook_attention`` refuses, or a ``skip`` not shaped as ``x``.
+            ValueError: if ``outlook_attention`` raises one, or ``skip`` is not shaped as ``x``.
         """
         self._check_input(x, skip, "B, Y, X")
         value = self.v(x).unflatten(-1, (self.num_heads, self.head_dim))

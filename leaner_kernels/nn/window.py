@@ -1,4 +1,4 @@
-"""The module around attention inside windows."""
+"""The module of window attention."""
 
 from typing import Any, ClassVar, Literal
 
@@ -12,19 +12,19 @@ from .capture import Attends, Capturing
 
 
 class WindowAttention(Capturing):
-    """Self-attention inside the windows of a map, of any size: zeros fill the last windows up.
+    """Self-attention inside the windows of a map of any size; zeros fill the last windows.
 
     Args:
-        window_size: rows and columns of a window, one number for both.
+        window_size: rows and columns of a window, or one number for both.
 
     Other arguments are those of ``ManyHeadAttention``.
 
     Raises:
-        ValueError: a count or width outside the list above.
+        ValueError: if a count or width is not supported.
 
-    What it has for ``KappaMonitor`` is in ``Capturing``; the heads it captures are those of the
-    map's own tokens, while entropy and norms count the filling, which attends as well. Parameters
-    are named as in timm's DaViT (qkv, proj), so its state dicts load unchanged.
+    ``Capturing`` describes the attributes for ``KappaMonitor``. Captured heads are those of the
+    map's own tokens; entropy and norms include the filling, which attends as well. Parameters are
+    named as in timm's DaViT (qkv, proj), so that its state dicts load unchanged.
     Source: arXiv:2204.03645; heads * head_dim != dim after arXiv:2505.20802.
     """
 
@@ -47,19 +47,19 @@ class WindowAttention(Capturing):
         self._set_projections(qkv_bias, proj_bias, proj_drop, device, dtype)
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        """Attend inside each window and project.
+        """Compute attention inside each window and project.
 
         Args:
             x: (B, Y, X, dim), floating point. Zeros are added below and to the right of it, before
                 the projection, up to whole windows; they are keys and values like any other.
-            skip: (B, Y, X, dim), the residual stream that the caller adds the result to: read for
+            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
                 ``captured``, never added here.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
 
         Raises:
-            ValueError: what ``window_attention`` refuses, or a ``skip`` not shaped as ``x``.
+            ValueError: if ``window_attention`` raises one, or ``skip`` differs from ``x`` in shape.
         """
         self._check_input(x, skip, "B, Y, X")
         _, rows, cols, _ = x.shape

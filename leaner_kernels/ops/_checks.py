@@ -1,4 +1,4 @@
-"""What every operator checks of its arguments: each refusal is one line that shows what arrived."""
+"""Argument checks that operators share; each error is one line that shows the offending value."""
 
 import sys
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 MAX_HEAD_DIM = 128
-ANY_HEAD_DIM = 2**31 - 1  # of calls that PyTorch's function takes where the kernels do not
-MAX_HEAD_DIM_CUDA = 64  # where several matrices of a head stay in registers
+ANY_HEAD_DIM = 2**31 - 1  # for calls that PyTorch's function computes if our kernels cannot
+MAX_HEAD_DIM_CUDA = 64  # for kernels that keep several matrices of a head in registers
 NO_WINDOW = -1, -1
-# Inside a tile of up to 256 rows the kernels count in 32 bits.
+# Kernels use 32-bit offsets within a tile of up to 256 rows.
 MAX_ROW_STRIDE = 2**23 - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST = sys.float_info.max
@@ -22,12 +22,12 @@ INT32 = torch.iinfo(torch.int32)
 
 
 class ArgumentError(ValueError, RuntimeError):
-    """An argument that is refused: RuntimeError is what PyTorch's own functions raise."""
+    """An invalid argument; also a RuntimeError, which PyTorch's own functions raise."""
 
 
 def autocast(*tensors: Any) -> Any:
-    """Cast to the dtype of the autocast region around, if any, as PyTorch's function does."""
-    # What is no tensor is for the checks to name.
+    """Cast tensors to the dtype of the enclosing autocast region, if any, as PyTorch does."""
+    # The checks report arguments that are not tensors.
     if not isinstance(tensors[0], Tensor):
         return tensors
     if not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled():
@@ -37,7 +37,7 @@ def autocast(*tensors: Any) -> Any:
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    # Asked before the cast: one that changes nothing costs as much as all else here.
+    # Compare first: a cast to the same dtype costs as much as the rest of this function.
     return [
         t.to(dtype) if isinstance(t, Tensor) and t.dtype != dtype and t.dtype in DTYPES else t
         for t in tensors
@@ -45,7 +45,7 @@ def autocast(*tensors: Any) -> Any:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ValueError where the operators have no implementation."""
+    """Raise ValueError for a device on which the operators have no implementation."""
     if device.type not in ("cpu", "cuda", "meta"):
         raise ArgumentError(f"the tensors must be on cpu or cuda, got {device}")
 
@@ -59,11 +59,11 @@ def scale_or_default(scale: float | None, dim: int) -> float:
 def check_scale(scale: float | None) -> float | None:
     """Return the scale, None without one; raise ValueError unless it is a finite number.
 
-    A default that is computed in a graph would be a constant of it, and so would D.
+    The default is not computed here: in a graph it would be a constant, and so would D.
     """
     if scale is None:
         return None
-    # Compared, not converted: a whole number may be too large to become a float.
+    # Compare instead of converting: an int may be too large for a float.
     numbers = int | float | torch.SymInt | torch.SymFloat
     if not isinstance(scale, numbers) or not -LARGEST <= scale <= LARGEST:
         raise ArgumentError(f"scale must be a finite number, got {shown(scale)}")
@@ -71,7 +71,7 @@ def check_scale(scale: float | None) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Return what arrived in one line of at most 100 letters."""
+    """Return a value as one line of at most 100 characters."""
     line = " ".join(repr(value).split())
     return line if len(line) <= 100 else f"{line[:97]}..."
 
@@ -80,7 +80,7 @@ def check_tensor(name: str, value: object) -> None:
     """Raise ValueError unless ``value`` is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise ArgumentError(f"{name} must be a tensor, got {type(value).__name__}")
-    # A nested tensor may say that it is strided, but has no shape.
+    # A nested tensor may report a strided layout, but has no shape.
     if value.layout is not torch.strided or value.is_nested:
         kind = "a nested tensor" if value.is_nested else str(value.layout)
         raise ArgumentError(f"{name} must be a dense tensor, got {kind}")
@@ -89,11 +89,11 @@ def check_tensor(name: str, value: object) -> None:
 def int32_of(name: str, integers: Any) -> Any:
     """Return integers as int32: a tensor's on its device, those of a list or tuple on the host.
 
-    Anything else is returned as it is, for the checks to name. On a GPU nothing is read back: there
-    an int64 number past int32 loses its upper half: clamping it first would be a second launch.
+    Anything else is returned unchanged, for the checks to report. On a GPU nothing is read back: an
+    int64 beyond int32 loses its upper half, since clamping it first would be a second launch.
 
     Raises:
-        ValueError: a list of other things than ints, or a number past int32.
+        ValueError: if an element of a list is not an int, or exceeds int32.
     """
     if isinstance(integers, list | tuple):
         if not all(isinstance(n, int) and not isinstance(n, bool) for n in integers):
@@ -106,18 +106,18 @@ def int32_of(name: str, integers: Any) -> Any:
         return integers
     if integers.dtype not in INTEGERS or integers.layout is not torch.strided or integers.is_nested:
         return integers
-    # As int64 every dtype has a minimum, and what only uint64 holds is negative.
+    # In int64 every dtype has a minimum, and numbers that only uint64 holds are negative.
     check_range(name, integers.to(torch.int64), INT32.min, INT32.max)
     return integers.to(torch.int32)
 
 
 def moved(counts: Tensor, device: torch.device) -> Tensor:
-    """Return on ``device`` what may be on the host, without waiting for it."""
+    """Copy a tensor to ``device`` if it is elsewhere, without waiting for the copy."""
     return counts if counts.device == device else counts.to(device, non_blocking=True)
 
 
 def described(integers: Any) -> str:
-    """Return what arrived as integers in a few words: a tensor, or a list or tuple."""
+    """Describe integers, a tensor, list or tuple, in a few words for an error message."""
     if isinstance(integers, Tensor):
         return f"{tuple(integers.shape)} {integers.dtype} on {integers.device}"
     return f"a {type(integers).__name__} of {len(integers)}"
@@ -142,7 +142,7 @@ def checked_lengths(lengths: Any, batch: int, most: int, device: torch.device) -
 
 
 def check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:
-    """Raise ValueError unless ``t`` has a dtype and a last axis, of head dimension, for kernels."""
+    """Raise ValueError unless kernels support the dtype and the last axis, the head dimension."""
     shape, strides = t.shape, t.stride()
     if t.dtype not in DTYPES and (t.is_cuda or t.dtype != torch.float64):
         allowed = DTYPES if t.is_cuda else (*DTYPES, torch.float64)
@@ -159,7 +159,7 @@ def check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None
 
 
 def check_narrow_layout(name: str, t: Tensor, row_stride: int) -> None:
-    """As ``check_layout``, of kernels with narrower heads and rows that 32-bit offsets reach."""
+    """Apply ``check_layout``, with the limits of kernels for narrower heads and 32-bit rows."""
     check_layout(name, t)
     if t.device.type == "cuda" and t.shape[-1] > MAX_HEAD_DIM_CUDA:
         raise ArgumentError(
@@ -195,8 +195,8 @@ def check_range(name: str, values: Tensor, low: int, high: int) -> None:
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the values of ``t`` can be read without making anyone wait."""
-    # Reading values back would stop a GPU, and a tensor being traced or mapped has none to read.
+    """Return whether the values of ``t`` can be read without a synchronisation."""
+    # Reading values back would stall a GPU, and a traced or mapped tensor has no values.
     if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
         return False
     return not isinstance(t, torch._subclasses.FakeTensor) and not is_functorch_wrapped_tensor(t)

@@ -1,8 +1,8 @@
-"""Gluon, Triton's language of layouts, under one set of names: 3.6 and 3.9 differ in three of them.
+"""Gluon, Triton's language of layouts, under one set of names; Triton 3.6 and 3.9 differ in three.
 
-``AVAILABLE`` is false where a Triton has none, and in Triton's interpreter, which does not know
-it: calls then keep the kernels that are written in Triton. ``KEEPS_FENCES`` is whether what a
-thread computes stays ahead of the fence of the wgmma that takes it: 3.6 may sink it past that.
+``AVAILABLE`` is false if Triton has no Gluon, and in Triton's interpreter, which does not support
+it: calls then use the kernels written in Triton. ``KEEPS_FENCES`` tells whether the operands that a
+thread computes stay ahead of the fence of their wgmma: Triton 3.6 may sink them past it.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ else:
     copy_async = copy_async or async_copy.async_copy_global_to_shared
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
     barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
-    # 3.9 made it public, and 3.6 has it under another name.
+    # Public since 3.9; 3.6 has a private method.
     KEEPS_FENCES = hasattr(gl.shared_memory_descriptor, "reinterpret")
     _PUBLIC = gl.constexpr(KEEPS_FENCES)
 

@@ -1,4 +1,4 @@
-"""Which tile a kernel gets: the first rule that takes a call, in a table in the kernel's file.
+"""Tables of tiles: a kernel runs with the first rule of its table that supports a call.
 
     TILES = Tiles(
         "short_forward",
@@ -7,9 +7,9 @@
         num_stages=1,
     )
 
-Nothing is searched when a user's model takes its first step. ``python -m bench.tune`` times candidates on
-a GPU and prints the rules that won there.
-"""  # noqa: E501
+No search runs in a user's first step. ``python -m bench.tune`` times candidates on a GPU and prints
+the fastest rules.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from typing import Any
 import torch
 
 OPTIONS = "num_warps", "num_stages", "maxnreg"
-ARCHITECTURES = 80, 86, 90  # tuned for: tests and tables compile what ships for each
+ARCHITECTURES = 80, 86, 90  # tuned; tests compile all tiles for each
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 ANY = 2**31
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Block sizes and other constants of a kernel, and the options that it is launched with.
+    """Block sizes and other constants of a kernel, and its launch options.
 
-    Without ``num_stages`` a kernel is none that Triton pipelines. ``maxnreg`` set to all 255
-    registers keeps ptxas from spilling a few of them to fit one more program beside.
+    A tile without ``num_stages`` is of a kernel that Triton does not pipeline. ``maxnreg=255``
+    stops ptxas from spilling registers to fit one more program on an SM.
     """
 
     constexprs: dict[str, Any]
@@ -44,7 +44,7 @@ class Tile:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What a kernel is launched with, by name."""
+        """Return the constants and options of a launch, by name."""
         return self.constexprs | self.options
 
     def __getitem__(self, name: str) -> Any:
@@ -56,7 +56,7 @@ class Tile:
         return Tile.of(**self.arguments | numbers)
 
     def at_most(self, **sizes: int) -> "Tile":
-        """Return the tile with blocks that are no larger than what they are of."""
+        """Return the tile with blocks reduced to the given sizes."""
         smaller = {name: size for name, size in sizes.items() if size < self[name]}
         return self.replace(**smaller) if smaller else self
 
@@ -65,9 +65,10 @@ class Tile:
 class Rule:
     """A row of a table: a tile, and the calls that get it.
 
-    Those with at most ``dim`` of head dimension, rounded up as the tile has it, ``tokens`` (the
-    longer of rows and keys; of Nyström attention landmarks) and ``size`` bytes of an element, with
-    no features beyond ``takes``, on one of the architectures ``gpus``, None for any.
+    A call matches if its head dimension, rounded up to that of the tile, is at most ``dim``; the
+    larger of its numbers of rows and keys (landmarks in Nyström attention) is at most ``tokens``;
+    an element has at most ``size`` bytes; its features are among ``takes``; and the GPU is one of
+    the architectures ``gpus``, or any if None.
     """
 
     tile: Tile
@@ -80,7 +81,7 @@ class Rule:
     def fits(
         self, gpu: int | None, size: int, dim: int, tokens: int, features: frozenset[str]
     ) -> bool:
-        """Return whether the rule takes a call on a GPU of an architecture."""
+        """Return whether the rule supports a call on a GPU of an architecture."""
         return (
             (self.gpus is None or gpu in self.gpus)
             and size <= self.size
@@ -99,12 +100,12 @@ def rule(
     gpus: tuple[int, ...] | None = None,
     **numbers: Any,
 ) -> Rule:
-    """Return a rule; ``numbers`` are its tile."""
+    """Return a rule; ``numbers`` are the constants and options of its tile."""
     return Rule(Tile.of(**numbers), dim, tokens, frozenset(takes), size, gpus)
 
 
 class Tiles:
-    """The table of a kernel: rules, tried in order, with ``numbers`` in every tile."""
+    """The table of a kernel: rules in order of preference, with ``numbers`` in every tile."""
 
     def __init__(self, name: str, *rules: Rule, **numbers: Any) -> None:
         self.name = name
@@ -119,7 +120,7 @@ class Tiles:
         tokens: int = 0,
         features: frozenset[str] = frozenset(),
     ) -> Rule | None:
-        """Return the first rule that takes a call, None where none does."""
+        """Return the first rule that supports a call, or None."""
         gpu = architecture(capability(device))
         for row in self.rules:
             if row.fits(gpu, size, dim, tokens, features):
@@ -127,7 +128,7 @@ class Tiles:
         return None
 
     def tile(self, device: torch.device, **call: Any) -> Tile:
-        """Return the tile of a call that a rule takes; LookupError is a fault of the table."""
+        """Return the tile of a supported call; a LookupError is a defect of the table."""
         row = self.find(device, **call)
         if row is None:
             raise LookupError(f"no rule gives {self.name} a tile for {call}")
@@ -139,7 +140,7 @@ _thread = threading.local()
 
 @contextmanager
 def assume(capability: int | None) -> Iterator[None]:
-    """Choose as on a GPU of this capability, in this thread; None changes nothing."""
+    """Assume a GPU of this compute capability, in this thread; None changes nothing."""
     if capability is None:
         yield
         return
@@ -151,27 +152,26 @@ def assume(capability: int | None) -> Iterator[None]:
 
 
 def assumed() -> int | None:
-    """Return the capability of ``assume``, None outside."""
+    """Return the capability set by ``assume``, or None."""
     return None if torch.compiler.is_compiling() else getattr(_thread, "capability", None)
 
 
 def capability(device: torch.device) -> int:
-    """Return 10 * major + minor of a GPU; without one, 90."""
+    """Return the compute capability of a GPU as 10 * major + minor; 90 without a GPU."""
     if (gpu := assumed()) is not None:
         return gpu
     if device.type != "cuda":
         return 90
-    # A constant to torch.compile, which get_device_capability is not.
+    # A constant for torch.compile, unlike get_device_capability.
     properties = torch.cuda.get_device_properties(device)
     return 10 * properties.major + properties.minor
 
 
 def architecture(capability: int) -> int | None:
-    """Return the tuned architecture that a GPU is nearest to: its instructions, shared memory.
+    """Return the tuned architecture closest to a GPU, by instructions and shared memory, or None.
 
-    Those for desks and laptops (8.6, 8.9, 12.x) have 99 KiB for a program, the others 163 or more.
-    Datacentre GPUs after Hopper have no wgmma. GPUs before 8.0 have
-    none.
+    Desktop and laptop GPUs (8.6, 8.9, 12.x) have 99 KiB of shared memory per program, the others at
+    least 163 KiB. Datacentre GPUs after Hopper lack wgmma. For GPUs before 8.0 the result is None.
     """
     if capability in (86, 87, 89) or capability >= 120:
         return 86
@@ -181,10 +181,10 @@ def architecture(capability: int) -> int | None:
 
 
 def block_dim(dim: int) -> int:
-    """Return the head dimension of the tile: a power of two, at least the 16 of a product."""
+    """Return the head dimension of a tile: a power of two, at least the depth of a product, 16."""
     return max(16, power_of_2(dim))
 
 
 def power_of_2(number: int) -> int:
-    """Return the smallest power of two that is no smaller."""
+    """Return the smallest power of two that is at least ``number``."""
     return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Device helpers that more than one kernel uses unchanged."""
+"""Device functions that several Triton kernels share."""
 
 # pyright: reportOperatorIssue=false
 # The bodies are Triton's language.
@@ -6,22 +6,22 @@
 import triton
 import triton.language as tl
 
-# Half-precision products are exact in float32; float32 ones must not fall to TF32's ten bits.
+# Half-precision products are exact in float32; float32 products must not be rounded to TF32.
 PRECISION = tl.constexpr("ieee")
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-SHIFT = tl.constexpr(4096.0)  # a power of two, so that it rounds nothing
+SHIFT = tl.constexpr(4096.0)  # a power of two, so that multiplication is exact
 
 
 @triton.jit
 def head_of(view, b, h):
-    """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
+    """Return a pointer to head ``h`` of batch entry ``b``; both indices are 64-bit."""
     return view.ptr + (b * view.stride_b + h * view.stride_h)
 
 
 @triton.jit
 def visible_keys(lengths_ptr, b, M):
-    """Return how many of the M keys of batch entry ``b`` are no padding."""
+    """Return the number of keys of batch entry ``b`` that are not padding, from 1 to M."""
     limit = M
     if lengths_ptr is not None:
         limit = tl.minimum(tl.maximum(tl.load(lengths_ptr + b), 1), M)
@@ -61,22 +61,22 @@ def store_rows(
 
 @triton.jit
 def product_apart(a, b, PRODUCTS: tl.constexpr = PRECISION):
-    """Return a b from an accumulator of its own, for sums over more terms than a tile has.
+    """Return a b from a separate accumulator, for sums over more terms than a tile has.
 
-    A tensor core truncates its accumulator every 16 terms: one that runs over thousands of tokens
-    drifts. Triton joins ``acc + tl.dot(a, b)`` into such a chain, unless passed what imprecision
-    is allowed, which means nothing else for the dtypes here.
+    Tensor cores truncate their accumulator every 16 terms, so that one that runs over thousands of
+    tokens drifts. Triton fuses ``acc + tl.dot(a, b)`` into such a chain, unless
+    ``max_num_imprecise_acc`` is given, which has no other effect for these dtypes.
     """
     return tl.dot(a, b, input_precision=PRODUCTS, max_num_imprecise_acc=a.shape[-1])
 
 
 @triton.jit
 def add_product(acc, a, b, PRODUCTS: tl.constexpr = PRECISION):
-    """Return acc + a b: for float32 the terms of a tile are added up before they are added to acc.
+    """Return acc + a b; in float32, sum the terms of a tile before adding them to ``acc``.
 
-    Float32 products are a chain of multiply-adds that round the running sum at each term. Over
-    2,048 tokens such a chain is off by several times what sums of tiles are. In half precision the
-    inputs are rounded by more, and a chain takes fewer registers.
+    A float32 product is a chain of multiply-adds, each of which rounds the running sum. Over 2,048
+    tokens the error of such a chain is several times that of sums of tiles. In half precision the
+    rounding of the inputs dominates, and a chain needs fewer registers.
     """
     if a.dtype == tl.float32 and PRODUCTS == PRECISION:
         acc += product_apart(a, b)
@@ -87,10 +87,10 @@ def add_product(acc, a, b, PRODUCTS: tl.constexpr = PRECISION):
 
 @triton.jit
 def parts_of(x, DTYPE: tl.constexpr):
-    """Return float32 ``x`` as three numbers of DTYPE that add up to it, the largest first.
+    """Split float32 ``x`` into a sum of three numbers of DTYPE, the largest first.
 
-    Two numbers of bfloat16 hold 16 bits, three all 24. Two of float16 hold 22, and fewer where the
-    second is below 6e-5: multiply by ``SHIFT`` what is at most 1.
+    Two bfloat16 numbers hold 16 bits, three hold all 24. Two float16 numbers hold 22 bits, and
+    fewer if the second is below 6e-5: multiply numbers of at most 1 by ``SHIFT`` first.
     """
     high = x.to(DTYPE)
     rest = x - high.to(tl.float32)
@@ -100,9 +100,9 @@ def parts_of(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def product_of_parts(high, middle, low, b):
-    """Return (high + middle + low) b of what ``parts_of`` gave: as many products as b has need of.
+    """Return (high + middle + low) b, with as few products as the dtype of b allows.
 
-    The smallest first, and apart from other sums: the chain starts at zero.
+    The smallest part comes first, in a separate accumulator that starts at zero.
     """
     if b.dtype == tl.float32:
         return product_apart(high, b)
@@ -114,7 +114,7 @@ def product_of_parts(high, middle, low, b):
 
 @triton.jit
 def narrow(tile, DTYPE: tl.constexpr):
-    """Return ``tile`` in DTYPE and what it was divided by: float16 ends at 65504 and at 6e-8."""
+    """Return ``tile`` in DTYPE, and its divisor: float16 covers 6e-8 to 65504 only."""
     divisor = 1.0
     if tl.float16 == DTYPE:
         largest = tl.max(tl.abs(tile))
@@ -125,32 +125,32 @@ def narrow(tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(s, factor):
-    """Return ``s * factor``, rounded before anything is subtracted from it.
+    """Return ``s * factor``, rounded here.
 
-    A product that is no multiply-add the compiler would join with the subtraction of a maximum: it
-    is then exact where the maximum was rounded, and their difference at the maximum not 0.
+    The compiler would fuse a plain product with the subtraction of a maximum. The product is then
+    exact but the maximum is rounded, so that their difference at the maximum is not 0.
     """
     return tl.fma(s, factor, 0.0)
 
 
 @triton.jit
 def exponential(x, DTYPE: tl.constexpr):
-    """Return e^x for float32 inputs, 2^x for half precision: ``units`` goes with it.
+    """Return e^x for float32 inputs and 2^x for half precision; ``units`` converts to this base.
 
-    Base 2 saves several instructions a score; in float32 it costs a bit of every probability.
+    Base 2 saves several instructions per score; in float32 it costs one bit of every probability.
     """
     return tl.exp(x) if tl.float32 == DTYPE else tl.exp2(x)
 
 
 @triton.jit
 def units(DTYPE: tl.constexpr):
-    """Return how many units of ``exponential``'s exponent make a nat."""
+    """Return the units of ``exponential``'s exponent per nat."""
     return 1.0 if tl.float32 == DTYPE else LOG2_E
 
 
 @triton.jit
 def nats(DTYPE: tl.constexpr):
-    """Return how many nats make a unit of ``exponential``'s exponent."""
+    """Return the nats per unit of ``exponential``'s exponent."""
     return 1.0 if tl.float32 == DTYPE else LN_2
 
 
@@ -158,16 +158,17 @@ def nats(DTYPE: tl.constexpr):
 def softmax_step(
     s, row_max, row_sum, row_centred, row_square, DTYPE: tl.constexpr, STATS: tl.constexpr
 ):
-    """Let rows see scores (rows, cols), in units of ``exponential``, with the online softmax.
+    """Update the online softmax of rows with scores (rows, cols), in units of ``exponential``.
 
-    Returns e^(s - maximum), by what all before is to be multiplied, and, with these, the maxima
-    and sums of rows: of e and, with STATS, of e times its exponent and of e^2. A step has a score
-    that is finite.
+    Returns e = e^(s - maximum), the factor of all earlier sums, and the updated maxima and sums of
+    rows: of e and, with STATS, of e times its exponent and of e^2. Each row must have a finite
+    score.
     """
     new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (rows,)
-    alpha = exponential(row_max - new_max, DTYPE)
+    alpha = exponential(row_max - new_max, DTYPE)  # 0 in the first step: row_max is -inf
     p = exponential(s - new_max[:, None], DTYPE)  # (rows, cols)
     if STATS:
+        # No 0 * inf: row_sum is 0 in the first step, and p is 0 where s is -inf.
         shift = tl.where(row_max == float("-inf"), 0.0, row_max - new_max)
         centred = tl.where(s == float("-inf"), 0.0, s - new_max[:, None])
         row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
@@ -178,12 +179,13 @@ def softmax_step(
 
 @triton.jit
 def keep_tile(seed, rows, cols, batch_head, threshold):
-    """Return which scores dropout keeps: a pure function of the seed and the position.
+    """Return which scores dropout keeps, as a pure function of the seed and the position.
 
-    The counter is (column, row, batch * H + head, 0), so that no tile size changes the mask.
+    The counter of Philox is (column, row, batch * H + head, 0): the mask depends on no tile size.
     """
     zero = rows[:, None] * 0 + cols[None, :] * 0  # (rows, cols)
     bits, _, _, _ = tl.philox(
         seed, zero + cols[None, :], zero + rows[:, None], zero + batch_head, zero
     )
+    # 31 bits, since ``threshold`` is p * 2^31 and comparisons are signed.
     return (bits >> 1).to(tl.int32) >= threshold

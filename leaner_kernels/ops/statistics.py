@@ -1,8 +1,8 @@
-"""Per-head statistics of attention: one table, which all who compute or read them share.
+"""Per-head statistics of attention, in one table for all code that computes or reads them.
 
-Operators fill a float32 buffer (len(STATISTICS), B, H) in the order of ``STATISTICS``, which is
-that of the fields of ``AttentionStats`` too. The monitor reads here how each is reduced over batch
-entries, ranks and heads, and which columns of its rows, charts and printed tables that gives.
+Operators fill a float32 buffer (len(STATISTICS), B, H) in the order of ``STATISTICS``, which also
+is the order of the fields of ``AttentionStats``. The table defines how the monitor reduces each
+statistic over batch entries, ranks and heads, and the columns of its rows, charts and tables.
 """
 
 import math
@@ -14,24 +14,24 @@ from torch import Tensor
 
 
 class AttentionStats(NamedTuple):
-    """What ``attention_with_stats`` returns; all but ``out`` is float32 and non-differentiable.
+    """Results of ``attention_with_stats``; all but ``out`` are float32 and not differentiable.
 
-    The shapes below are those of ``attention``; the other operators say where theirs differ. From
-    ``attention_varlen_with_stats``, with T tokens in S' sequences: out is (T, H, D), lse (H, T),
-    the statistics (S', H) and heads (S, max_seqlen, H * D), zero past a sequence's end. An empty
-    sequence has a max_logit of -inf and zeros.
+    The shapes below are those of ``attention``; the other operators document differences. From
+    ``attention_varlen_with_stats``, with T tokens in S' sequences, out is (T, H, D), lse (H, T),
+    the statistics are (S', H) and heads (S, max_seqlen, H * D), zero past the end of a sequence. An
+    empty sequence has a max_logit of -inf, and zeros for the others.
 
     Attributes:
         out: (B, H, N, D), in the dtype of the query.
-        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf where a row sees no key.
+        lse: (B, H, N), log-sum-exp of each row of scores, in nats; -inf without a visible key.
         max_logit: (B, H), the largest visible score, scaled and with an additive mask included.
         entropy: (B, H), mean over rows of the entropy of P before dropout, in nats.
         prob_norm: (B, H), Frobenius norm of P before dropout.
         head_norm: (B, H), Frobenius norm of the head's output.
-        mean_row_max: (B, H), mean over rows of the largest visible score, as in max_logit, which
-            may be an outlier; a row that sees no key counts as 0.
+        mean_row_max: (B, H), mean over rows of the largest visible score. Unlike max_logit it is
+            robust to outliers; a row without a visible key counts as 0.
         heads: (S, N, H * D), the outputs of all heads side by side for the S sampled batch entries,
-            as accurate as float32 products allow; None when nothing was sampled.
+            with the accuracy of float32 products; None without ``sample``.
     """
 
     out: Tensor
@@ -127,7 +127,7 @@ COLUMNS = (
 def newest_statistics(
     stats: AttentionStats, before: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Return the statistics of a forward, joined with those of forwards ``before`` in its step.
+    """Return the statistics of a forward, combined with those of forwards ``before`` in its step.
 
     They are (B, H) of this forward, or the maximum (H,) over the batch and all forwards.
     """
@@ -143,8 +143,8 @@ def newest_statistics(
 
 
 def statistic_of(captured: Any, name: str) -> Tensor:
-    """Return a statistic of a capture as an attribute: its ``__getattr__``."""
-    # torch.compile asks a tuple that is still empty for other names.
+    """Return a statistic of a capture as an attribute, for its ``__getattr__``."""
+    # torch.compile looks up other names on a tuple that is still empty.
     if all(name != statistic.name for statistic in STATISTICS):
         raise AttributeError(f"{type(captured).__name__} has no attribute {name!r}")
     return captured.statistics[name]
@@ -157,11 +157,11 @@ def per_head(
     rows: tuple[int, ...] = (2,),
     outputs: tuple[int, ...] = (2, 3),
 ) -> Tensor:
-    """Return the statistics (len(STATISTICS), B, H) by their definitions.
+    """Compute the statistics (len(STATISTICS), B, H) by their definitions.
 
     Args:
         p: probabilities, whose last axis is that of keys.
-        s: scores, of the same shape, with -inf where one is hidden.
+        s: scores, of the same shape, with -inf for hidden keys.
         a: outputs of the heads.
         rows: axes of ``p`` along which the rows of a head lie.
         outputs: axes of ``a`` along which a head's output lies.
@@ -182,12 +182,12 @@ def per_head(
 
 
 def largest(t: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Return the maximum along axes that may be empty, whose maximum is -inf."""
+    """Return the maximum along axes; -inf if they are empty."""
     return t.amax(dim) if t.numel() else t.sum(dim).fill_(float("-inf"))
 
 
 def frobenius(t: Tensor, dim: tuple[int, ...] = (-2, -1)) -> Tensor:
-    """Return the norm along axes. In float32 PyTorch adds one square after the other."""
+    """Return the norm along axes, summed in float64: PyTorch adds float32 squares sequentially."""
     return torch.linalg.vector_norm(t, dim=dim, dtype=torch.float64).to(t.dtype)
 
 
@@ -196,13 +196,13 @@ def attention_stats(
 ) -> AttentionStats:
     """Return the results of an operator by name.
 
-    ``per_head`` is (len(STATISTICS), B, H), float32; the statistics returned are views of it.
+    ``per_head`` is (len(STATISTICS), B, H), float32; the returned statistics are views of it.
     """
     return AttentionStats._make((out, lse, *per_head.unbind(), heads))
 
 
 def evenly_spaced(batch: int, samples: int, device: torch.device) -> Tensor:
-    """Return (min(samples, batch),) int32: batch entries spread over the batch."""
+    """Return evenly spaced batch entries, (min(samples, batch),) int32."""
     samples = min(samples, batch)
     ends = torch.arange(0, samples * batch, batch, dtype=torch.int32, device=device)
     return ends // samples

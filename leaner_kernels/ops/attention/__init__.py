@@ -1,10 +1,12 @@
 """Softmax attention for many heads and short sequences, with its statistics from the same pass.
 
-Limits of the kernels: head dimension 1 to 128, because one tile of K and of V must fit on chip; the
-last axis contiguous, because loads are vectors along it. PyTorch's function takes wider heads.
+Limits of the kernels: the head dimension is 1 to 128, because one tile of K and of V must fit on
+chip; the last axis is contiguous, because loads are vectors along it. PyTorch's function computes
+wider heads.
 
-A call goes on to ``checks``, ``dispatch``, ``op``, ``launch`` and ``kernels``, in this order. On a
-GPU one like a call before goes to ``op`` at once, which launches the same kernel again.
+A call passes through ``checks``, ``dispatch``, ``op``, ``launch`` and ``kernels``, in this order.
+On a GPU, a call with the signature of an earlier one goes directly to ``op``, which launches the
+same kernel again.
 """
 
 from collections.abc import Sequence
@@ -58,63 +60,67 @@ def attention(
     softcap: float = 0.0,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
-    """Softmax attention, argument for argument PyTorch's ``scaled_dot_product_attention``.
+    """Compute softmax attention with the arguments of PyTorch's ``scaled_dot_product_attention``.
 
     Args:
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
             whose last axis is contiguous; D of at least 1. Without ``key_lengths`` also (N, D),
-            (H, N, D) and (..., B, H, N, D): what is before H becomes one axis, by a copy where
-            the strides leave no view.
+            (H, N, D) and (..., B, H, N, D): the axes before H are flattened into one, with a copy
+            if the strides do not allow a view.
         key: (B, Hkv, M, D), axes, dtype and device as ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``.
         value: (B, Hkv, M, D), as ``key``.
-        attn_mask: boolean (True is seen) or, in float32 or the dtype of ``query``, added to the
-            float32 scores as it is; broadcastable to (B, H, N, M). An additive mask may require a
-            gradient, which has its dtype and takes a float32 buffer of (B, H, N, M) on a GPU;
-            values below -1e38 hide there, as -inf does.
-            Of PyTorch's ``CausalBias`` the variant counts, and no memory is read: one of the lower
-            right must be of (N, M), and N unlike M makes a boolean mask of it.
+        attn_mask: boolean (True is visible) or additive, in float32 or the dtype of ``query``,
+            added unchanged to the float32 scores; broadcastable to (B, H, N, M). An additive
+            mask may require a gradient, which has its dtype and needs a float32 buffer of
+            (B, H, N, M) on a GPU; there, values below -1e38 hide a key, as -inf does.
+            PyTorch's ``CausalBias`` is recognised by its variant, and its memory is not read: a
+            lower right bias must be (N, M), and becomes a boolean mask unless N = M.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i; not together with ``attn_mask``.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         enable_gqa: let H / Hkv query heads share each key and value head.
         key_lengths: (B,) integers, or a list of ints, each in [1, M]; keys at or past a length are
-            hidden, and NaN there changes nothing. All but int32 is converted. On a GPU the values
-            of a tensor are not read back to be checked: one outside the range, cut to 32 bits, acts
-            as the nearest end.
-        softcap: bounds the scores, as flash-attention's: ``softcap * tanh(scale * QK^T / softcap)``
-            before the mask; 0 for none, else from 1e-30 to 1e30. On the CPU with all scores in
-            memory, on a GPU by the kernels that take any length.
+            hidden, and NaN there changes nothing. Other integer dtypes are converted to int32. On a
+            GPU, the values of a tensor are not read back for a check: one outside the range, cut to
+            32 bits, is clamped.
+        softcap: bounds the scores, as in flash-attention: ``softcap * tanh(scale * QK^T /
+            softcap)`` before the mask; 0 disables it, otherwise from 1e-30 to 1e30. The CPU then
+            keeps all scores in memory, and a GPU uses the kernels for any length.
         window_size: (left, right), flash-attention's sliding window: row i sees the columns from
-            ``i + M - N - left`` to ``i + M - N + right``; -1 is without limit. On a GPU by the
-            kernels that take any length.
+            ``i + M - N - left`` to ``i + M - N + right``; -1 means no limit. A GPU then uses the
+            kernels for any length.
 
     Returns:
-        The shape, layout and dtype of ``query``; a row that sees no key is zero.
+        A tensor with the shape, layout and dtype of ``query``; rows without a visible key are zero.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above; it is a RuntimeError
-            too, which PyTorch's function raises.
+        ValueError: if a shape, dtype, stride or device is not supported. The exception is also a
+            RuntimeError, which PyTorch's function raises.
 
-    Any size but D may be 0. Tensors (B, N, H, D), as flash-attention has them, go in as
-    ``x.transpose(1, 2)``, without a copy; where keys are as many as queries, no error tells.
+    Every dimension except D may be zero. Tensors (B, N, H, D), the layout of flash-attention, are
+    passed as ``x.transpose(1, 2)``, without a copy. If keys and queries are equally many, a missing
+    transpose raises no error.
 
     On a GPU, self-attention without mask, lengths and dropout is dispatched to PyTorch's function
-    at the lengths where ``library.toml`` says that it is faster. Its gradients are not bitwise
-    deterministic; with PyTorch's deterministic algorithms on, every call stays here and is. Heads
-    wider than 128 go to PyTorch's function on every device, with one warning for each head
-    dimension. ``explain`` tells which implementation a call runs.
+    at the lengths where ``library.toml`` records that it is faster. Its gradients are not bitwise
+    deterministic. With PyTorch's deterministic algorithms enabled, every call uses our kernels, and
+    its gradients are deterministic. Heads wider than 128 are dispatched to PyTorch's function on
+    every device, with one warning per head dimension. ``explain`` reports which implementation a
+    call runs.
 
-    Unlike PyTorch's function it refuses a last axis with gaps, values whose D or heads
-    are not the keys', sizes of 1 to be broadcast between query and key, nested tensors,
-    a dropout of 1 and a scale that is not finite or no number.
-    Under torch.func it has derivatives of any order and both modes on every device, the second and
-    those in forward mode with all scores in memory. Autograd alone finds second ones only where the
-    kernels compute, as ``attention_with_stats(...).out`` always lets them: libraries have none.
+    Unlike PyTorch's function, this one rejects a last axis that is not contiguous, values whose D
+    or number of heads differs from the keys', sizes of 1 to be broadcast between query and key,
+    nested tensors, a dropout of 1, and a scale that is not a finite number.
 
-    On the CPU a call with a gradient whose additive mask has a row of nothing but finite numbers
-    below -1e3, and in compiled code any with a gradient and an additive mask, has all scores in
-    memory: PyTorch's fused backward is wrong there, by as much as the count of keys.
+    Under torch.func, derivatives of any order and in both modes work on every device; second
+    derivatives and forward mode keep all scores in memory. With autograd alone, second derivatives
+    work only if our kernels compute the call, as ``attention_with_stats(...).out`` ensures:
+    libraries do not provide them.
+
+    On the CPU, two kinds of calls that need a gradient keep all scores in memory: those whose
+    additive mask has a row of finite numbers below -1e3 only, and, in compiled code, those with any
+    additive mask. PyTorch's fused backward is wrong there by up to a factor of the number of keys.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``query.dtype`` before V.
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
@@ -165,11 +171,11 @@ def attention_qkvpacked(
     scale: float | None = None,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
-    """Self-attention straight from one projection; the backward writes one packed gradient.
+    """Compute self-attention from a packed projection; the backward writes one packed gradient.
 
     Args:
         qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), last axis
-            contiguous; D of at least 1, above 128 by PyTorch's function.
+            contiguous; D of at least 1. PyTorch's function computes D above 128.
         key_lengths: as in ``attention``: (B,), each in [1, N]; keys at or past a length are hidden.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i sees columns 0 to i.
@@ -180,9 +186,9 @@ def attention_qkvpacked(
         (B, N, H, D), contiguous, in ``qkv.dtype``.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: if a shape, dtype, stride or device is not supported.
 
-    Numerics, source and what goes to a library: as ``attention``.
+    Numerics, source and dispatch to libraries: as ``attention``.
     """
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
@@ -217,10 +223,10 @@ def attention_qkvpacked_with_stats(
     window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``attention_qkvpacked``, with the statistics of ``attention_with_stats``; D from 1 to 128.
+    """Compute ``attention_qkvpacked`` with the statistics of ``attention_with_stats``.
 
-    Arguments and errors are those of ``attention_qkvpacked``; ``sample`` is as in
-    ``attention_with_stats``.
+    Arguments and errors are those of ``attention_qkvpacked``, with D from 1 to 128; ``sample`` is
+    as in ``attention_with_stats``.
 
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
@@ -256,24 +262,25 @@ def attention_with_stats(
     window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``attention``, with statistics of every head and the outputs of sampled batch entries.
+    """Compute ``attention`` with statistics of every head, and capture heads of sampled entries.
 
     Arguments and errors are those of ``attention`` (query (B, H, N, D), D from 1 to 128), and
     ``sample``: (S,) int32 on the device of ``query``, the batch entries whose heads are captured. A
-    negative index leaves its slot of ``heads`` unwritten; on a GPU so does one past the batch,
-    which the CPU refuses. Under a ``softcap``, ``max_logit``, ``lse`` and ``entropy`` are of the
-    scores that enter the softmax, so no ``max_logit`` without a mask is above it.
+    negative index leaves its slot of ``heads`` unwritten. So does an index past the batch on a GPU;
+    the CPU rejects it. With a ``softcap``, ``max_logit``, ``lse`` and ``entropy`` describe the
+    scores that enter the softmax, so that without a mask ``max_logit`` is at most ``softcap``.
 
     Returns:
         AttentionStats: see there for shapes and units.
 
-    Derivatives of any order, on every device: those after the first, and forward mode, compute in
-    PyTorch, with all scores in memory. No statistic has one. In compiled code forward mode is
-    ``torch.func.jvp``: a bare ``torch.autograd.forward_ad.dual_level`` loses the tangent.
+    The output has derivatives of any order on every device: those after the first, and forward
+    mode, are computed by PyTorch with all scores in memory. Statistics are not differentiable. In
+    compiled code, use ``torch.func.jvp`` for forward mode: a bare
+    ``torch.autograd.forward_ad.dual_level`` loses the tangent.
 
-    Numerics: as ``attention``; for ``heads`` the probabilities enter the product with V as the sum
-    of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that the condition
-    number of a half-precision model can be read off them (docs/kappa.md).
+    Numerics: as ``attention``. For ``heads``, the probabilities enter the product with V as the sum
+    of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that it yields the
+    condition number of a half-precision model (docs/kappa.md).
     """
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
@@ -303,7 +310,7 @@ def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
     return attention_stats(out, lse, stats, None if sample is None else heads)
 
 
-# --- Sequences side by side -----------------------------------------------------------------------
+# --- Varlen batches -------------------------------------------------------------------------------
 
 
 def attention_varlen(
@@ -321,7 +328,7 @@ def attention_varlen(
     enable_gqa: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> Tensor:
-    """Softmax attention within each sequence of a varlen batch: nothing is padded.
+    """Compute softmax attention within each sequence of a varlen batch, without padding.
 
     Args:
         query: (T, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
@@ -330,13 +337,13 @@ def attention_varlen(
         key: (Tk, Hkv, D), dtype and device of ``query``; Hkv = H, or a divisor of H with
             ``enable_gqa``. Tk = T unless ``cu_seqlens_k`` is given.
         value: (Tk, Hkv, D), as ``key``.
-        cu_seqlens: (S + 1,) integers, or a list of ints, where each sequence starts and, last,
-            where the last one ends: not decreasing, in [0, T]. A sequence may be empty, and S may
-            be 0. All but int32 is converted. On a GPU the values of a tensor are not read back to
-            be checked: none leads to an access outside the tensors.
-        max_seqlen: the length of the longest sequence, or more; rows of a sequence past it are
+        cu_seqlens: (S + 1,) integers, or a list of ints: the start of each sequence, and the end of
+            the last one; not decreasing, in [0, T]. A sequence may be empty, and S may be 0. Other
+            integer dtypes are converted to int32. On a GPU, the values of a tensor are not read
+            back for a check: no value leads to an access outside the tensors.
+        max_seqlen: at least the length of the longest sequence; rows of a sequence past it are
             neither computed nor written.
-        cu_seqlens_k: (S + 1,), the sequences of the keys where they differ.
+        cu_seqlens_k: (S + 1,), the sequences of the keys, if they differ.
         max_seqlen_k: as ``max_seqlen``, for the keys; together with ``cu_seqlens_k``.
         dropout_p: probability of dropping a probability, in [0, 1).
         is_causal: row i of a sequence sees its columns 0 to i.
@@ -345,20 +352,21 @@ def attention_varlen(
         window_size: as in ``attention``, N and M of each sequence.
 
     Returns:
-        (T, H, D), contiguous, in ``query.dtype``. Zero for tokens outside every sequence and for
-        the rows of a sequence without keys; the gradients of tokens outside are zero too.
+        (T, H, D), contiguous, in ``query.dtype``. Tokens outside every sequence, their gradients,
+        and the rows of a sequence without keys are zero.
 
     Raises:
-        ValueError: a shape, dtype, stride, device or sequence outside the list above.
+        ValueError: if a shape, dtype, stride, device or sequence is not supported.
 
-    On a GPU, self-attention without dropout is dispatched to PyTorch's ``varlen_attn`` where
-    ``library.toml`` says that it is faster at the mean length, T / S. Its gradients are not bitwise
-    deterministic, and it has no second derivatives; deterministic algorithms and torch.func keep
-    every call here.
+    On a GPU, self-attention without dropout is dispatched to PyTorch's ``varlen_attn`` if
+    ``library.toml`` records that it is faster at the mean length, T / S. Its gradients are not
+    bitwise deterministic, and it has no second derivatives. With deterministic algorithms and under
+    torch.func, every call uses our kernels.
 
-    Row and column count from the start of their sequence, also in the mask of dropout: sequence i
-    gets what entry i of a batch would get from ``attention`` on a GPU. Second derivatives and
-    forward mode compute in PyTorch, one sequence after the other, and read ``cu_seqlens`` back.
+    Rows and columns are counted from the start of their sequence, also in the mask of dropout:
+    sequence i gets the same mask as entry i of a batch in ``attention`` on a GPU. Second
+    derivatives and forward mode are computed by PyTorch, one sequence after the other, and read
+    ``cu_seqlens`` back to the host.
 
     Numerics and source: as ``attention``.
     """
@@ -400,15 +408,15 @@ def attention_varlen_with_stats(
     window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``attention_varlen``, with statistics of every head of every sequence.
+    """Compute ``attention_varlen`` with statistics of every head of every sequence.
 
     Arguments and errors are those of ``attention_varlen``, and ``sample``: (slots,) int32 on the
     device of ``query``, the sequences whose heads are captured. A negative index leaves its slot of
-    ``heads`` unwritten; on a GPU so does one past the sequences, which the CPU refuses.
+    ``heads`` unwritten. So does an index past the sequences on a GPU; the CPU rejects it.
 
     Returns:
         AttentionStats: out (T, H, D); lse (H, T), -inf outside every sequence; max_logit, entropy,
-            prob_norm and head_norm (S, H), of an empty sequence -inf, 0, 0 and 0; heads
+            prob_norm and head_norm (S, H), which are -inf, 0, 0 and 0 for an empty sequence; heads
             (slots, max_seqlen, H * D), zero past the end of a sequence, None without ``sample``.
 
     Numerics: as ``attention_with_stats``.

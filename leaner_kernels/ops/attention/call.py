@@ -1,4 +1,4 @@
-"""The operands of one call of softmax attention, and what every kernel takes of them."""
+"""The operands of a call of softmax attention, and the arguments that kernels share."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, CachedLaunch, View, check_tile
 
-LEAST_SCALE = 1e-30  # smaller ones, and negative, are multiplied in before a maximum is found
+LEAST_SCALE = 1e-30  # smaller and negative scales multiply scores before a maximum is taken
 
 
 class Call(NamedTuple):
@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """How many batch entries, or sequences, there are."""
+        """Return the number of batch entries, or sequences."""
         sequences = self.sequences
         return self.query.shape[0] if sequences is None else sequences.starts.shape[0] - 1
 
@@ -58,15 +58,15 @@ def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
 
 
 class Results(NamedTuple):
-    """What a forward fills: ``out`` with the axes of the call's query, and float32 beside it.
+    """The buffers that a forward fills: ``out``, with the axes of the query, and float32 tensors.
 
     Attributes:
         out: (B, H, N, D); in a varlen batch (T, H, D).
-        max_log_sum: (B, H, N, 2), (H, T, 2): of each row the largest score, and the log of what it
-            loses. Where a row sees a key, the probabilities are exp(score - first - second). What a
-            score is, the kernels say: scaled or not. Their sum would lose the second where the
-            first is large, as in a row of nothing but -1e9 from a mask.
-        lse: (B, H, N), (H, T); this and the others of calls with statistics alone.
+        max_log_sum: (B, H, N, 2), (H, T, 2): the largest score of each row, and the log of the sum
+            of exponentials relative to it. For a row with a visible key, probabilities are
+            exp(score - first - second); the kernel decides whether scores are scaled. The sum of
+            the two would round away the second beside a large first, as in a row of -1e9 only.
+        lse: (B, H, N), (H, T); this and the following only for calls with statistics.
         stats: (STATISTICS, B, H).
         heads: (S, N, H * D), of the S entries that ``sample`` names.
         sample: (S,) int32.
@@ -81,17 +81,17 @@ class Results(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What repeats a call: its launches, and what it allocates.
+    """The record that repeats a call: its launches and allocations.
 
     Attributes:
         forward: fills the output and statistics, or parts of these.
-        capture: fills heads, where some are sampled.
+        capture: fills heads, if some are sampled.
         out: shape and strides of the output.
-        rows: those of max_log_sum, float32. Allocating with strides is the faster way.
+        rows: those of max_log_sum, float32. Allocating with strides is faster.
         statistics: those of lse, stats and heads, float32; None without statistics.
-        numbers: of the operator.
-        present: how many of its tensors there are, up to the last.
-        backward: launches, by the layouts of what the backward is given.
+        numbers: parameters of the operator.
+        present: the number of its tensors, up to the last that is not None.
+        backward: launches, by the layouts of the arguments of the backward.
     """
 
     forward: CachedLaunch
@@ -104,11 +104,11 @@ class Plan(NamedTuple):
     backward: dict[Hashable, CachedLaunch]
 
 
-# --- What kernels are given of a call -------------------------------------------------------------
+# --- Arguments of the kernels ---------------------------------------------------------------------
 
 
 class MaskView(NamedTuple):
-    """A mask as kernels take it: strides of batch entry, head, query row and key."""
+    """A mask and its strides of batch entry, head, query row and key."""
 
     ptr: Tensor | None
     stride_b: Any
@@ -118,7 +118,7 @@ class MaskView(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """A varlen batch: where its sequences start, and how long the longest may be.
+    """A varlen batch: the starts of its sequences, and upper bounds of their lengths.
 
     ``starts`` and ``key_starts`` are (S + 1,) int32, contiguous, on the device; sequence i of the
     queries owns the tokens from ``starts[i]`` to before ``starts[i + 1]``.
@@ -131,9 +131,9 @@ class Sequences(NamedTuple):
 
 
 def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
-    """Return the arguments by name that every attention kernel takes.
+    """Return the arguments, by name, that all attention kernels share.
 
-    With ``sequences``, query, key and value are (T, H, D), of a varlen batch.
+    With ``sequences``, query, key and value are a varlen batch (T, H, D).
     """
     query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call[
         :10
@@ -155,7 +155,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "k_view": view_of("k", key),
         "v_view": view_of("v", value),
         "mask_view": mask_view,
-        # Free unless strided: the kernels count along it.
+        # No copy unless strided: kernels index it with stride 1.
         "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
         "seed_ptr": seed,
         "H": heads,
@@ -169,7 +169,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
         "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),  # as ``_tiles.block_dim``
         "CAUSAL": is_causal,
         "MASK": mask_kind,
-        # Else the maximum of a row is found before it is scaled, by a number that float32 can hold.
+        # Otherwise the maximum of a row is taken before scaling, by a factor that float32 can hold.
         "SCALED": mask_kind == "additive" or softcap != 0 or factor < LEAST_SCALE,
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
@@ -177,7 +177,7 @@ def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str
 
 
 def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
-    """Return the arguments by name that place the sequences of a varlen batch, None without."""
+    """Return the arguments, by name, that locate the sequences of a varlen batch; None without."""
     names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
     if sequences is None:
         return dict.fromkeys(names)
@@ -185,7 +185,7 @@ def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) 
     return dict(zip(names, values, strict=True))
 
 
-# Of every attention kernel: those of a call, then the starts of a varlen batch.
+# The pointers of every attention kernel: operands of a call, then the starts of a varlen batch.
 CALL_POINTERS = (
     *("q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"),
     *("starts_ptr", "key_starts_ptr"),
@@ -193,13 +193,13 @@ CALL_POINTERS = (
 
 
 def view_of(name: str, t: Tensor) -> View:
-    """Return a tensor as the kernels take it.
+    """Return a tensor with its strides, as kernels expect it.
 
-    In a varlen batch (T, H, D) an entry is found by its first row: its stride is that of a row.
+    In a varlen batch (T, H, D), an entry is located by its first row: its stride is that of a row.
 
     Raises:
-        ValueError: rows so far apart that 32 bits do not reach across a tile. The callers' tensors
-            were checked; those of results have rows as far apart as all heads are wide.
+        ValueError: if 32-bit offsets do not reach across a tile. Inputs were checked before, but
+            rows of results are as far apart as all heads together are wide.
     """
     axis = 2 if t.dim() == 4 else 0
     view, rows = View(t, t.stride(0), t.stride(1), t.stride(axis)), min(t.shape[axis], MAX_ROWS)
@@ -208,20 +208,20 @@ def view_of(name: str, t: Tensor) -> View:
     return view
 
 
-# --- Of kernels in Gluon --------------------------------------------------------------------------
+# --- Gluon kernels --------------------------------------------------------------------------------
 
 TILE = 64  # rows of a product
 
 
 def hopper_tails(block_dim: int) -> tuple[int, ...]:
-    """Return the sizes of tails: their products have a row for each dimension, 64 at least."""
+    """Return the sizes of tails: their products have D rows, and wgmma needs at least 64."""
     return (16, 32) if block_dim >= TILE else ()
 
 
 def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many tiles of 64 hold the tokens, and the size of a tail after them, or 0.
+    """Return the number of tiles of 64 tokens, and the size of a tail after them, or 0.
 
-    ``tails`` are the sizes, upwards, that are cheaper in columns of a product than as a tile.
+    ``tails`` are the sizes, ascending, that cost less as columns of a product than as a tile.
 
     >>> tiles_and_tail(197, (16, 32)), tiles_and_tail(197, ()), tiles_and_tail(256, (16, 32))
     ((3, 16), (4, 0), (4, 0))
@@ -232,10 +232,10 @@ def tiles_and_tail(tokens: int, tails: tuple[int, ...]) -> tuple[int, int]:
 
 
 class GluonView(NamedTuple):
-    """A ``View`` as kernels in Gluon take it.
+    """A ``View`` for Gluon kernels.
 
-    Its stride of rows is a constant. ``first`` is the token where a sequence of a varlen batch
-    starts, which the kernel finds; before, and in other batches, it is None.
+    Its row stride is a constant. ``first`` is the first token of a sequence of a varlen batch,
+    which the kernel loads; until then, and in other batches, it is None.
     """
 
     ptr: Any
@@ -246,10 +246,10 @@ class GluonView(NamedTuple):
 
 
 def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments by name of a kernel that are the call's, and those of other tensors.
+    """Return the arguments of a kernel, by name, from a call and further tensors.
 
-    ``tensors`` are (B, H, N, D), in a varlen batch (T, H, D), by the name that their view begins
-    with.
+    ``tensors`` are (B, H, N, D), or (T, H, D) in a varlen batch; the key ``x`` names the argument
+    ``x_view``.
     """
     from .._gluon import gl
 
@@ -260,10 +260,10 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
         ptr, stride_b, stride_h, stride_n = arguments[f"{name}_view"]
         view = GluonView(ptr, stride_b, stride_h, gl.constexpr(stride_n), None)
         arguments[f"{name}_view"] = view
-    # Of a mask over keys, which each row shares, nothing is read along rows.
+    # A mask over keys is shared by all rows: its row stride of 0 becomes None.
     mask = arguments["mask_view"]
     arguments["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
-    # An argument that nothing reads would still change how ptxas allocates registers.
+    # An unused argument would still change how ptxas allocates registers.
     if call.attn_mask is None:
         arguments["mask_view"] = MaskView(*[None] * 5)
     if call.seed is None:

@@ -1,4 +1,4 @@
-"""What softmax attention may be given: each refusal is one line that shows what arrived."""
+"""Argument checks of softmax attention; each error is one line that shows the offending value."""
 
 from itertools import pairwise
 from typing import Any
@@ -23,11 +23,11 @@ from .._checks import (
     shown,
 )
 
-# Inside a tile of 256 by 128 mask elements the kernels count in 32 bits.
+# Kernels use 32-bit offsets within a tile of 256 by 128 mask elements.
 MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
-_ROWS = {3: 0, 4: 2, 5: 1}  # which axis is the rows', by how many there are
+_ROWS = {3: 0, 4: 2, 5: 1}  # the axis of rows, by the number of axes
 MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
 
@@ -42,14 +42,14 @@ def check_query_key_value(
     sample: Tensor | None = None,
     max_head_dim: int = MAX_HEAD_DIM,
 ) -> Tensor | None:
-    """Return the lengths as int32; raise ValueError unless all fits, and is what kernels run."""
+    """Return the lengths as int32; raise ValueError for arguments that kernels cannot compute."""
     _check_three(query, key, value, ("B", "H", "N", "D"), max_head_dim)
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
         raise ArgumentError(
             f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    # So many heads of so few tokens are another library's tokens and heads.
+    # More heads than tokens suggest the layout of another library.
     turned = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
     turned = turned if heads > rows == cols else ""
     _check_heads(heads, key_heads, enable_gqa, turned)
@@ -71,10 +71,10 @@ def four_axes(
     attn_mask: Tensor | None,
     key_lengths: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return (B, H, N, D) for what has fewer axes or more: of size 1, or folded into B.
+    """Reshape inputs of any rank >= 2 to (B, H, N, D).
 
     Raises:
-        ValueError: no such shapes, or ``key_lengths``, for which there is no B.
+        ValueError: if ranks or outer axes differ, or ``key_lengths`` are given, which need a B.
     """
     _check_dense("query", query)
     rank, outer = query.dim(), query.shape[:-3]
@@ -115,7 +115,7 @@ def check_varlen(
     enable_gqa: bool,
     sample: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return both starts as int32; raise ValueError unless (T, H, D) tensors and sequences fit."""
+    """Return both starts as int32; raise ValueError unless tensors and sequences agree."""
     _check_three(query, key, value, ("T", "H", "D"))
     (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
     if dim != key_dim:
@@ -148,7 +148,7 @@ def check_varlen(
 def check_packed(
     qkv: Tensor, key_lengths: Any, sample: Tensor | None = None, max_head_dim: int = MAX_HEAD_DIM
 ) -> Tensor | None:
-    """Return the lengths as int32; raise ValueError unless (B, N, 3, H, D) and all else fit."""
+    """Return the lengths as int32; raise ValueError unless they agree with qkv (B, N, 3, H, D)."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
@@ -166,7 +166,7 @@ def check_params(
     enable_gqa: bool = False,
     window_size: tuple[int, int] = NO_WINDOW,
 ) -> None:
-    """Raise ValueError for a dropout that leaves nothing, what is no flag, or no window."""
+    """Raise ValueError for an invalid dropout, a flag that is not boolean, or an invalid window."""
     if not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
         raise ArgumentError(f"dropout_p must be in [0, 1), got {shown(dropout_p)}")
     for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -183,11 +183,11 @@ def check_params(
 
 
 def check_softcap(softcap: float) -> float:
-    """Return the softcap; raise ValueError unless it is 0 or a number whose inverse is one too."""
+    """Return the softcap; raise ValueError unless it is 0 or from 1e-30 to 1e30."""
     number = isinstance(softcap, int | float | torch.SymInt | torch.SymFloat)
     if not number or isinstance(softcap, bool) or not (softcap == 0 or 1e-30 <= softcap <= 1e30):
         raise ArgumentError(
-            f"softcap must be 0, for none, or from 1e-30 to 1e30, got {shown(softcap)}"
+            f"softcap must be 0 (disabled) or from 1e-30 to 1e30, got {shown(softcap)}"
         )
     return float(softcap)
 
@@ -247,7 +247,7 @@ def _checked_starts(
         raise ArgumentError(
             f"max_seqlen{suffix} must be an int of at least 0, got {shown(longest)}"
         )
-    # A size that only the data tell must not be asked about while compiling.
+    # A data-dependent size must not be compared while compiling.
     if not torch.compiler.is_compiling() and longest > MAX_SEQLEN:
         raise ArgumentError(
             f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}"
@@ -283,7 +283,7 @@ def _check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> Non
 
 def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) -> None:
     check_tensor("attn_mask", mask)
-    wide = mask.dtype == torch.float32  # beside any query, as PyTorch's function takes it
+    wide = mask.dtype == torch.float32  # with any query, as in PyTorch's function
     if not (wide or mask.dtype in (torch.bool, query.dtype)) or mask.device != query.device:
         wider = "" if query.dtype == torch.float32 else "torch.float32 or "
         raise ArgumentError(
@@ -301,13 +301,13 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
         )
 
 
-# --- PyTorch's CausalBias: a mask by its name, whose memory means nothing -------------------------
+# --- PyTorch's CausalBias: a mask whose variant counts, not its memory ----------------------------
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """Whether a mask is ``torch.nn.attention.bias.CausalBias``, by its attributes.
+    """Return whether a mask is a ``torch.nn.attention.bias.CausalBias``, by its attributes.
 
-    Importing its class imports a compiler.
+    Importing the class would import a compiler.
     """
     return hasattr(attn_mask, "seq_len_q")
 
@@ -315,7 +315,7 @@ def is_causal_bias(attn_mask: object) -> bool:
 def plain_mask(
     attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """Return the mask and whether to be causal, without a CausalBias.
+    """Replace a CausalBias by ``is_causal`` or a boolean mask.
 
     Args:
         attn_mask: a CausalBias, or anything else, which is returned as it is.
@@ -324,12 +324,12 @@ def plain_mask(
         key: (..., M, D).
 
     Returns:
-        Nothing and True where row i sees columns 0 to i: of a bias of the upper left, whose size
-        does not matter, and of the lower right where N = M. Otherwise (N, M), True is seen, on
-        the device of ``query`` and, where that is a DTensor, on every rank.
+        (None, True) if row i sees columns 0 to i: for an upper left bias of any size, and for a
+        lower right bias with N = M. Otherwise an (N, M) mask, True is visible, on the device of
+        ``query``, and on every rank if that is a DTensor; and False.
 
     Raises:
-        ValueError: a bias of the lower right of another size, or with ``is_causal``.
+        ValueError: if a lower right bias is not (N, M), or ``is_causal`` is set too.
     """
     if not is_causal_bias(attn_mask):
         return attn_mask, is_causal
@@ -352,11 +352,11 @@ def plain_mask(
 
 
 def boolean_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a CausalBias as (N, M), True is seen; arguments and errors as of ``plain_mask``."""
+    """Return a CausalBias as a boolean mask (N, M), True is visible; see ``plain_mask``."""
     seen, _ = plain_mask(attn_mask, False, query, key)
     return _triangle(query.shape[-2], key.shape[-2], 0, query.device) if seen is None else seen
 
 
 def _triangle(rows: int, cols: int, past: int, device: torch.device) -> Tensor:
-    """Return (rows, cols), in which row i sees columns 0 to i + past."""
+    """Return a boolean mask (rows, cols) in which row i sees columns 0 to i + past."""
     return torch.ones(rows, cols, dtype=torch.bool, device=device).tril(past)

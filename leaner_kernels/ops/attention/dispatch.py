@@ -1,10 +1,10 @@
-"""Which library, or which kernel with which tile, computes a call of softmax attention.
+"""Choice of the library, or of the kernel and its tile, for a call of softmax attention.
 
-``warp_multihead``: a warp owns one head or several, of up to 16 tokens. ``short``, and ``hopper``
+``warp_multihead``: a warp owns one or several heads of up to 16 tokens. ``short``, and ``hopper``
 or ``ampere`` by the GPU: a program owns a head of up to a few hundred tokens. ``online``: programs
-own tiles and walk over any length. A table in each kernel's file holds which calls it takes; all
-but the last are half precision. ``library.toml`` holds the lengths at which PyTorch's attention is
-faster, for each GPU what was measured or predicted on it.
+own tiles and walk over any length. A table in each kernel's file lists the calls that it supports;
+all but the last are for half precision only. ``library.toml`` lists the lengths at which PyTorch's
+attention is faster, as measured or predicted for each GPU.
 """
 
 import tomllib
@@ -21,21 +21,21 @@ from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
 from .._tiles import Tile, Tiles, block_dim
 from .call import LEAST_SCALE, Call, Sequences
 
-WARP_TOKENS = 16  # the most of a head that a warp owns
-LEAST_TOKENS = 64  # above them programs in Gluon own a head
-SHORT_TOKENS = 256  # the most that they have however few the heads are, in the backward
-MAX_ENTRIES = 65_535 - 128  # of a grid's second axis, less what fills gaps of a varlen batch
+WARP_TOKENS = 16  # the most tokens of a head that a warp owns
+LEAST_TOKENS = 64  # above this, programs in Gluon own a head
+SHORT_TOKENS = 256  # up to this, they own a head in the backward however few the heads are
+MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a varlen batch
 
 
 class Choice(NamedTuple):
-    """The kernel that runs a call, as its table is named, and its tile."""
+    """The kernel of a call, by the name of its table, and its tile."""
 
     kernel: str
     tile: Tile
 
 
 def choose_forward(call: Call, with_stats: bool = False) -> Choice:
-    """Return what computes a call on a GPU; of several kernels that take it, the first here."""
+    """Return the kernel and tile of a call on a GPU; the first kernel that supports it wins."""
     if call.sequences is not None or max(call.window) >= 0:
         return Choice("online_forward", online_tile("online_forward", call))
     query, key, value, attn_mask = call[:4]
@@ -60,7 +60,7 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
 def choose_backward(
     call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> Choice:
-    """Return what computes the gradients; of several kernels that take a call, the first here."""
+    """Return the kernel and tile of the gradients; the first kernel that supports the call wins."""
     query, key, value, attn_mask, _, seed, *_ = call
     if max(call.window) >= 0:
         return Choice("online_backward", online_tile("online_backward", call))
@@ -70,7 +70,7 @@ def choose_backward(
     varlen = call.sequences is not None
     if varlen:
         wanted |= {"varlen"}
-    # A key head that several query heads share has no single owner.
+    # Only online_backward.py sums the gradients of a key head over its query heads.
     if query.shape[1] == key.shape[1]:
         shape = query, key, wanted
         if (
@@ -95,12 +95,12 @@ def choose_backward(
 
 
 def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
-    """Whether a program in Gluon can own a head: rows that 16 bytes at a time are copied from."""
+    """Return whether a program in Gluon can own a head: its rows are copied 16 bytes at a time."""
     return call.batch <= MAX_ENTRIES and _fits_gluon(call, *others)
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
-    """Return whether a warp can own heads: their rows are words of 32 bits."""
+    """Return whether a warp can own heads: their rows consist of 32-bit words."""
     batch, heads, tokens, dim = call.query.shape
     if tokens > WARP_TOKENS:
         return False
@@ -110,11 +110,11 @@ def _pairs_elements(call: Call, *others: Tensor) -> bool:
 
 
 def _fits_gluon(call: Call, *others: Tensor) -> bool:
-    """Whether tensors are as kernels in Gluon have them: with rows that 32 bits reach across."""
+    """Return whether Gluon kernels support the tensors: same dtype, aligned, 32-bit offsets."""
     from .. import _gluon  # which imports Triton
 
     heads, dim = call.query.shape[1], call.query.shape[-1]
-    width = heads * dim  # from row to row of the output
+    width = heads * dim  # the row stride of the output
     tokens = call.query.shape[2] if call.sequences is None else call.sequences.rows
     old = _tiles.capability(call.query.device) < 80
     if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
@@ -132,12 +132,12 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
 
 
 def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a short-sequence kernel, with the most tokens that its rule takes."""
+    """Return the tile of a short-sequence kernel, with the largest token count of its rule."""
     rows, cols = query.shape[2], key.shape[2]
     if _tiles.capability(query.device) < 80:
         return None
     if rows != cols and max(rows, cols) > LEAST_TOKENS:
-        return None  # a class token's row, say: most of what is on chip would be padding
+        return None  # such as the row of a class token: most of the tile would be padding
     rule = find_rule(kernel, query, max(rows, cols), features)
     return None if rule is None else rule.tile.replace(tokens=rule.tokens)
 
@@ -157,8 +157,8 @@ def gluon_tile(
         batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
     if rows != cols or rows <= LEAST_TOKENS:
         return None
-    # A program each, a few heads would leave most of a GPU idle. The kernels for any length spread
-    # a head over several.
+    # With one program per head, a few heads would leave most of a GPU idle. The kernels for any
+    # length spread a head over several programs.
     spread = rows > SHORT_TOKENS or not kernel.endswith("backward")
     if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
         return None
@@ -169,14 +169,14 @@ def gluon_tile(
 
 
 def _family(query: Tensor) -> str:
-    """Return whose programs own a head: with wgmma on Hopper, with mma on other GPUs."""
+    """Return the family of kernels for a GPU: "hopper" with wgmma, else "ampere" with mma."""
     return "hopper" if _tiles.capability(query.device) == 90 else "ampere"
 
 
 def warp_multihead_tile(
     kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
 ) -> Tile | None:
-    """Return the tile of a kernel whose warps own heads, at most ``HEADS`` of them."""
+    """Return the tile of a kernel whose warps own up to ``HEADS`` heads each."""
     if key.shape != query.shape:
         return None
     rule = find_rule(kernel, query, query.shape[2], features)
@@ -184,7 +184,7 @@ def warp_multihead_tile(
 
 
 def online_tile(kernel: str, call: Call, *others: str) -> Tile:
-    """Return the tile of a kernel that walks over any length; ``others`` are features too."""
+    """Return the tile of a kernel for any length; ``others`` are additional features."""
     query, key, value, attn_mask, _, seed, _, _, scale, softcap = call[:10]
     wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
     wanted = wanted.union(others, ["varlen"] * (call.sequences is not None))
@@ -204,12 +204,12 @@ def features(
     softcap: float = 0.0,
     scale: float | None = None,
 ) -> frozenset[str]:
-    """Return what a call needs beyond causal or shortened rows: it takes registers.
+    """Return the features of a call that need registers, beyond causal or shortened rows.
 
-    ``padded_dim`` is a head dimension that does not fill its tile; ``unaligned`` is one, or a
-    stride of the ``query`` or ``others``, that is no multiple of 16: rows are then not known to
-    start where 16 bytes can be copied at once. ``scale`` is one that is not positive, or not a
-    number that float32 can hold: the maximum of a row cannot be found before it is scaled.
+    ``padded_dim`` is a head dimension that does not fill its tile. ``unaligned`` is a head
+    dimension, or a stride of the ``query`` or ``others``, that is not a multiple of 16: rows may
+    then start where 16 bytes cannot be copied at once. ``scale`` is a scale that is not positive,
+    or that float32 cannot hold: the maximum of a row must then be taken after scaling.
     """
     dim = query.shape[-1]
     strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
@@ -227,7 +227,7 @@ def features(
 def find_rule(
     kernel: str, query: Tensor, tokens: int, features: frozenset[str]
 ) -> _tiles.Rule | None:
-    """Return the first rule of a kernel's table that takes a call, None where none does."""
+    """Return the first rule of a kernel's table that supports a call, or None."""
     return tiles_of(kernel).find(
         query.device,
         size=query.element_size(),
@@ -238,7 +238,7 @@ def find_rule(
 
 
 def tiles_of(kernel: str) -> Tiles:
-    """Return the table of a kernel, from its file."""
+    """Return the table of tiles of a kernel."""
     name = "STATISTICS_TILES" if kernel.endswith("_statistics") else "TILES"
     if kernel == "warp_multihead_backward":
         name = "BACKWARD_TILES"
@@ -246,7 +246,7 @@ def tiles_of(kernel: str) -> Tiles:
 
 
 def module_of(kernel: str) -> Any:
-    """Return the file of a kernel, which imports Triton."""
+    """Import and return the module of a kernel, which imports Triton."""
     warps = kernel.startswith("warp_multihead")
     file = "warp_multihead" if warps else kernel.removesuffix("_statistics")
     return import_module(f"{__package__}.kernels.{file}")
@@ -256,11 +256,11 @@ def module_of(kernel: str) -> Any:
 
 
 class Rule(NamedTuple):
-    """The lengths at which PyTorch's attention is faster, and what says so.
+    """The lengths at which PyTorch's attention is faster, and the source of this claim.
 
     Attributes:
         first: the fewest tokens; of a varlen batch, the mean over its sequences.
-        last: the most, None without end.
+        last: the most, None for no limit.
         source: a file under bench/results, or a sentence that begins with "predicted" or "assumed".
     """
 
@@ -270,7 +270,7 @@ class Rule(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why a call goes to PyTorch."""
+        """Return why a call is dispatched to PyTorch."""
         last = "tokens on" if self.last is None else f"to {self.last} tokens"
         start = f"from {self.first} {last}" if self.last is None else f"at {self.first} {last}"
         return f"faster {start} ({self.source})"
@@ -281,7 +281,7 @@ _Rules = dict[tuple[bool, bool, bool], list[tuple[int, list[Rule]]]]
 
 
 def read_rules(text: str) -> tuple[dict[int, _Rules], _Rules]:
-    """Return what ``library.toml`` holds: by capability, and for every other GPU."""
+    """Parse ``library.toml``: return the rules by capability, and those of all other GPUs."""
     by_capability: dict[int, _Rules] = {}
     others: _Rules = {}
     for gpus in tomllib.loads(text)["gpus"]:
@@ -295,22 +295,22 @@ def read_rules(text: str) -> tuple[dict[int, _Rules], _Rules]:
     return by_capability, others
 
 
-# Read now, not at a first call that torch.compile may be tracing.
+# Read at import: torch.compile may be tracing the first call.
 RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_text("utf-8"))
 
 
 def find_rule_of_library(
     gpu: int, varlen: bool, causal: bool, backward: bool, head_dim: int, tokens: float
 ) -> Rule | None:
-    """Return the rule that sends a call to PyTorch, None where a kernel of ours is faster.
+    """Return the rule that dispatches a call to PyTorch, or None if our kernels are faster.
 
     Args:
-        gpu: its capability, as ``capability`` returns it.
-        varlen: whether sequences lie end to end.
-        causal: whether rows see no later columns.
+        gpu: compute capability, as ``capability`` returns it.
+        varlen: whether the call is a varlen batch.
+        causal: whether later columns are hidden from rows.
         backward: whether a backward will follow.
-        head_dim: up to 128; of those that have rules, the next that is no smaller counts.
-        tokens: of a sequence, or their mean.
+        head_dim: up to 128; rounded up to the next head dimension that has rules.
+        tokens: tokens of a sequence, or their mean.
     """
     by_capability, others = RULES
     rules = by_capability.get(gpu, others)
@@ -324,7 +324,7 @@ def find_rule_of_library(
 
 
 class Library(NamedTuple):
-    """What computes a call in place of our kernels.
+    """The implementation that computes a call in place of our kernels.
 
     Attributes:
         name: ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
@@ -337,11 +337,11 @@ class Library(NamedTuple):
 
 
 def library_of(call: Call, backward: bool) -> Library | None:
-    """Return the library that computes a checked call without statistics, None for our kernels.
+    """Return the library that computes a checked call without statistics, or None for our kernels.
 
-    PyTorch gets self-attention in half precision with a head dimension that is a multiple of 8 and
-    a positive scale, since it finds the maximum of a row before it scales it. Its gradients are
-    sums in no fixed order, so deterministic algorithms rule it out.
+    PyTorch computes self-attention in half precision with a head dimension that is a multiple of 8
+    and a positive scale, since it takes the maximum of a row before scaling. Its gradients are sums
+    in no fixed order, so that deterministic algorithms rule it out.
 
     Args:
         call: to be computed.
@@ -353,7 +353,7 @@ def library_of(call: Call, backward: bool) -> Library | None:
         return Library("sdpa", f"head dimension {dim} is above {MAX_HEAD_DIM}")
     if not on_gpu(query):
         if sequences is not None or transformed(query):
-            return None  # the operator has derivatives that libraries have not
+            return None  # the operator has derivatives that libraries lack
         reason = f"the kernels run on CUDA, not on {query.device}"
         return Library("reference" if call.softcap else "sdpa", reason)
     if call.attn_mask is not None or call.key_lengths is not None or call.dropout_p:
@@ -366,7 +366,7 @@ def library_of(call: Call, backward: bool) -> Library | None:
             return None
         rule = find_rule_of_library(gpu, False, bool(call.is_causal), backward, dim, query.shape[2])
         return None if rule is None else Library("sdpa", rule.reason)
-    # PyTorch's has no rule for DTensors, and takes no tensors without memory.
+    # PyTorch's function supports neither DTensors nor tensors without memory.
     if torch.compiler.is_compiling() or sequences.starts is not sequences.key_starts:
         return None
     tensors, count = (*call[:3], sequences.starts), sequences.starts.shape[0] - 1
@@ -380,7 +380,7 @@ def library_of(call: Call, backward: bool) -> Library | None:
 
 
 def on_gpu(query: Tensor) -> bool:
-    """Whether a call is computed on a GPU, or explained as on one."""
+    """Return whether a call runs on a GPU, or is explained for one."""
     return query.device.type == "cuda" or _tiles.assumed() is not None
 
 
@@ -394,7 +394,7 @@ def _suits(call: Call) -> bool:
 
 
 def transformed(query: Tensor) -> bool:
-    """Whether torch.func or forward mode is at work: libraries have no second derivatives."""
+    """Return whether torch.func or forward mode is active: libraries lack second derivatives."""
     if torch.compiler.is_compiling():
         return False
     if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:

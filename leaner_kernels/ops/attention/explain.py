@@ -1,4 +1,4 @@
-"""Say which implementation a call of softmax attention runs, and why."""
+"""Report which implementation a call of softmax attention runs, and why."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from .op import new_out, split_qkv
 
 
 class Route(NamedTuple):
-    """What computes one direction of a call.
+    """The implementation of one direction of a call.
 
     Attributes:
         implementation: a kernel by the name of its table, such as ``hopper_forward``;
@@ -55,18 +55,18 @@ class Route(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What computes a call.
+    """The implementations of a call.
 
     Attributes:
         forward: of the output.
-        backward: of the gradients, None where none will be asked for.
+        backward: of the gradients; None if no gradient is required.
     """
 
     forward: Route
     backward: Route | None
 
     def __str__(self) -> str:
-        """Return one line; both directions have one reason."""
+        """Return one line, with the reason that both directions share."""
         backward = "" if self.backward is None else f", backward {self.backward}"
         return f"forward {self.forward}{backward}: {self.forward.reason}"
 
@@ -96,19 +96,19 @@ def explain(
 
     The arguments of the call are those of ``attention``, with (B, H, N, D) and other ranks, not
     nested; of ``attention_qkvpacked``, a projection (B, N, 3, H, D) alone; or, with ``cu_seqlens``,
-    of ``attention_varlen``, (T, H, D). Of tensors of the meta device, shapes and strides count.
-    Beside them:
+    of ``attention_varlen``, (T, H, D). Tensors may be on the meta device: only shapes and strides
+    are read. The other arguments are:
 
-    - stats: whether the call is one ``_with_stats``.
-    - backward: whether gradients will be asked for; by default, whether autograd would record it.
-    - capability: explain the call on a GPU of this compute capability (90 for 9.0), wherever the
-      tensors are.
+    - stats: whether the call is to a function ``_with_stats``.
+    - backward: whether a backward follows; by default, whether autograd would record the call.
+    - capability: explain the call for a GPU of this compute capability (90 for 9.0), whatever the
+      device of the tensors.
 
     Returns:
         Explanation, which prints as one line.
 
     Raises:
-        ValueError: what the call itself would refuse, or an argument that it does not have.
+        ValueError: if the call itself would raise one, or does not have one of the arguments.
     """
     check_tensor("query", query)
     if capability is not None and (type(capability) is not int or capability < 50):
@@ -152,7 +152,7 @@ def explain(
         if backward is None:
             recorded = any(t is not None and t.requires_grad for t in tensors)
             backward = torch.is_grad_enabled() and recorded
-        # What stands for a seed: drawing one would change what is drawn later.
+        # A placeholder: drawing a seed would advance the generator.
         seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
         operands = query, key, value, attn_mask, lengths, seed
         numbers = dropout_p, is_causal, scale, softcap, (*window_size,)
@@ -162,11 +162,11 @@ def explain(
 def _refuse(function: str, **arguments: Any) -> None:
     for name, argument in arguments.items():
         if isinstance(argument, Tensor) or argument not in (None, 0, False):
-            raise ArgumentError(f"{function} has no {name}")
+            raise ArgumentError(f"{function} does not accept {name}")
 
 
 def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
-    """Return what computes a checked call."""
+    """Return the implementations of a checked call."""
     query, key, value = call[:3]
     on_gpu, library = dispatch.on_gpu(query), None
     if not stats or not on_gpu:
@@ -190,7 +190,7 @@ def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
 
 
 def _why_ours(call: Call, stats: bool) -> str:
-    """Return why a call stays with our kernels: what PyTorch's does not take, or no rule."""
+    """Return why our kernels compute a call: PyTorch's cannot, or no rule prefers them."""
     query, key, sequences = call.query, call.key, call.sequences
     if sequences is None:
         other_keys = query.shape[2] != key.shape[2]
@@ -213,5 +213,5 @@ def _why_ours(call: Call, stats: bool) -> str:
     on = f"compute capability {gpu // 10}.{gpu % 10}"
     if any(needs.values()):
         wanted = ", ".join(name for name, needed in needs.items() if needed)
-        return f"{on}; {wanted}: only our kernels"
-    return f"{on}; no rule of library.toml sends it to PyTorch"
+        return f"{on}; {wanted}: supported by our kernels only"
+    return f"{on}; no rule in library.toml dispatches it to PyTorch"

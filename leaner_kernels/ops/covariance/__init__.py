@@ -31,7 +31,7 @@ __all__ = [
     "cross_covariance_attention_with_stats",
 ]
 
-# Scores of two channels of zeros are divided by its square, in float32.
+# Its square, in float32, divides scores of two channels of zeros.
 SMALLEST_EPS = 1e-15
 
 
@@ -44,20 +44,20 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     Args:
         qkv: (B, N, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
             whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
-        temperature: (H,) or (H, 1, 1), of a dtype from the same list; need not be that of ``qkv``,
-            and is left as it is in an autocast region.
-        eps: the least length that a channel is divided by, at least 1e-15.
+        temperature: (H,) or (H, 1, 1), of any of these dtypes, which may differ from that of
+            ``qkv``; an autocast region does not cast it.
+        eps: the smallest divisor of a channel, at least 1e-15.
 
     Returns:
         (B, N, H, D), contiguous, in ``qkv.dtype``.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: if a shape, dtype, stride or device is not supported.
 
-    On CUDA second derivatives and forward mode compute in PyTorch.
+    On CUDA, second derivatives and forward mode are computed by PyTorch.
 
     Numerics: float32 lengths, scores, softmax and sums; only the probabilities are rounded to
-    ``qkv.dtype``, before V: Q and K enter their product as they come, their lengths divide it.
+    ``qkv.dtype``, before V: Q and K enter their product unchanged, and their lengths divide it.
     Source: El-Nouby et al. 2021, section 3.2 (arXiv:2106.09681).
     """
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
@@ -69,11 +69,11 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
 def cross_covariance_attention_with_stats(
     qkv: Tensor, temperature: Tensor, *, eps: float = 1e-12, sample: Tensor | None = None
 ) -> AttentionStats:
-    """``cross_covariance_attention``, with statistics of every head and the heads of samples.
+    """Compute ``cross_covariance_attention`` with statistics, and capture sampled entries.
 
     Arguments and errors are those of ``cross_covariance_attention``, and ``sample``: (S,) int32 on
     the device of ``qkv``, the batch entries whose heads are captured. A negative index leaves its
-    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
+    slot of ``heads`` unwritten. So does an index past the batch on a GPU; the CPU rejects it.
 
     Returns:
         AttentionStats: out (B, N, H, D); lse (B, H, D), one for each channel's row of scores;
@@ -103,13 +103,13 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
         (B, N, H, D), contiguous, in ``qkv.dtype``.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: if a shape, dtype, stride or device is not supported.
 
-    On CUDA second derivatives and forward mode compute in PyTorch.
+    On CUDA, second derivatives and forward mode are computed by PyTorch.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before Q.
-    Source: Ding et al. 2022, section 3.3 (arXiv:2204.03645), with the roles of Q, K and V that its
-    published code has.
+    Source: Ding et al. 2022, section 3.3 (arXiv:2204.03645), with the roles of Q, K and V
+    of its published code.
     """
     qkv, scale = _check_channel(qkv, scale)
     if qkv.device.type == "cuda":
@@ -120,10 +120,10 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
 def channel_attention_with_stats(
     qkv: Tensor, *, scale: float | None = None, sample: Tensor | None = None
 ) -> AttentionStats:
-    """``channel_attention``, with the statistics of ``cross_covariance_attention_with_stats``.
+    """Compute ``channel_attention`` with statistics, and capture sampled entries.
 
-    Arguments and errors are those of ``channel_attention``; ``sample`` and what is returned are as
-    there.
+    Arguments and errors are those of ``channel_attention``; ``sample`` and the result are those of
+    ``cross_covariance_attention_with_stats``.
     """
     qkv, scale = _check_channel(qkv, scale)
     return run_with_stats(ops.channel_attention_with_stats, (qkv,), sample, scale)
@@ -178,7 +178,7 @@ def _check_cross_covariance(
         raise ArgumentError(
             f"eps must be a number of at least {SMALLEST_EPS:.2g}, got {shown(eps)}"
         )
-    # Products do not promote: it takes the dtype of the sums.
+    # Products do not promote dtypes: convert to that of the sums.
     if temperature.dtype == torch.float64 and qkv.dtype != torch.float64:
         temperature = temperature.float()
     return qkv, temperature.flatten(), float(eps)

@@ -1,8 +1,8 @@
 """Triton backward of attention between channels: one launch, no atomics, bitwise deterministic.
 
 Sizes and parts as in forward.py. Mapping: one program owns one head of one batch entry. It walks
-over the tokens for the scores and for the gradient of P, has both D x D derivatives in registers,
-and walks over them again to write the gradients of the three parts. Nothing but the inputs is read:
+over the tokens for the scores and for the gradient of P, keeps both D x D derivatives in registers,
+and walks over the tokens again to write the gradients of the three parts. It reads the inputs only:
 the forward keeps neither P nor its output.
 """
 
@@ -33,7 +33,7 @@ TILES = Tiles(
 
 @triton.jit
 def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
-    """Return the gradient (BLOCK_N, BLOCK_D) of a tile of channels that the scores are made of."""
+    """Return the gradient of a tile of the rows or columns of the scores, (BLOCK_N, BLOCK_D)."""
     gradient = tl.trans(tl.dot(matrix, tl.trans(other), input_precision=PRECISION))
     if NORMALISE:
         return gradient * scale[None, :] - own.to(tl.float32) * along[None, :]
@@ -94,12 +94,13 @@ def _covariance_bwd_kernel(
         row_along = tl.where(row_varies, along, 0.0)  # (BLOCK_D,)
         along = temperature * col_inverse * col_inverse * tl.sum(weighted, axis=0)
         col_along = tl.where(col_varies, along, 0.0)
-        # The length inside each product; one of zero meets only zeros, and would drown the others.
+        # The length inside each product. A length of zero meets only zeros, and its inverse would
+        # dominate the common divisor of ``narrow``.
         inner = tl.where(col_squares > 0, col_inverse, 0.0)
         to_rows, row_factor = narrow(ds * inner[None, :], DTYPE)
         inner = tl.where(row_squares > 0, row_inverse, 0.0)
         to_cols, col_factor = narrow(ds * inner[:, None], DTYPE)
-        # The length outside.
+        # The length outside each product.
         row_scale = temperature * row_factor * row_inverse
         col_scale = temperature * col_factor * col_inverse
     else:

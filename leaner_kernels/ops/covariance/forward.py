@@ -1,13 +1,13 @@
 """Triton forward of attention between channels: output, statistics and the capture of samples.
 
 Sizes: B batch, H heads, N tokens, D head dimension, S sampled entries. Mapping: one program owns
-one head of one batch entry; it walks over the tokens once for the D x D products (and the lengths
-of the channels), has the softmax in registers, and walks over them again for the output. The
+one head of one batch entry. It walks over the tokens once for the D x D products (and the lengths
+of the channels), keeps the softmax in registers, and walks over them again for the output. The
 statistics of a head are therefore complete in its program.
 
-The scores' rows, their columns and the values are three of the parts q, k and v of a packed
-projection: ROWS, COLS and VALUES number them. Capture is a specialisation of its own, launched
-over the S sampled entries beside the ordinary launch.
+The rows and columns of the scores and the values are the parts q, k and v of a packed projection in
+some order: ROWS, COLS and VALUES are their indices. Capture is a separate specialisation, launched
+over the S sampled entries in addition to the ordinary launch.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -31,7 +31,7 @@ from .._triton import (
     store_rows,
 )
 
-# The D x D products of wider heads do not all fit in registers. Left to itself ptxas spills some of
+# The D x D products of wider heads do not all fit in registers. By default, ptxas spills some of
 # heads of 32 to fit one more program of a small launch of a capture.
 TILES = Tiles(
     "covariance_forward",
@@ -50,7 +50,7 @@ def products_over_tokens(
 ):  # fmt: skip
     """Return X^T Y (BLOCK_D, BLOCK_D) and, with ``SQUARES``, the squared lengths of channels."""
     products = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
-    # Summed over the tokens of a tile at the end, once, because that crosses warps.
+    # The sum over the tokens of a tile crosses warps, so that it is taken once, at the end.
     x_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     y_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -66,9 +66,9 @@ def products_over_tokens(
 
 @triton.jit
 def row_softmax(s, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return e^(s - its row's maximum), zero outside D x D, the row sums and maxima, and entropies.
+    """Return e^(s - row maximum), zero outside D x D, its row sums, the row maxima and entropies.
 
-    P is the first divided by the second: undivided its largest elements are 1, where float16 has
+    P is the first divided by the second. Undivided, its largest elements are 1, where float16 has
     its full precision.
     """
     channels = tl.arange(0, BLOCK_D)
@@ -88,7 +88,7 @@ def row_softmax(s, D: tl.constexpr, BLOCK_D: tl.constexpr):
 @triton.jit
 def inverse_lengths(squares, eps):
     """Return 1 / max(length, eps) and whether a channel is longer than ``eps``."""
-    # Correctly rounded: there are few, and each is in every score of its channel.
+    # Correctly rounded: there are few lengths, and each is a factor of all scores of its channel.
     lengths = tl.sqrt_rn(squares)
     return tl.div_rn(1.0, tl.maximum(lengths, eps)), lengths >= eps
 
@@ -147,7 +147,7 @@ def _covariance_fwd_kernel(
         values = load_rows(value_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
         values = tl.trans(values)  # (BLOCK_D, BLOCK_N)
         if CAPTURE:
-            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+            # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
             a = product_of_parts(high, middle, low, values)  # (BLOCK_D, BLOCK_N)
         else:
             a = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)

@@ -1,9 +1,9 @@
 """Nyström attention: softmax attention through landmarks, linear in the tokens, with statistics.
 
 Limits: head dimension 1 to 64 on a GPU (128 elsewhere) and 1 to 256 landmarks, because a tile of
-each stays in registers; fewer landmarks than tokens, and tokens in segments of one length, as the
-published method has them; the last axes contiguous, because loads are vectors along them. Anything
-else raises a ValueError: no silent copy.
+each stays in registers; fewer landmarks than tokens, and segments of equal length, as in the
+published method; the last axes contiguous, because loads are vectors along them. Anything else
+raises a ValueError: no silent copy.
 """
 
 from collections.abc import Sequence
@@ -60,26 +60,26 @@ def nystrom_attention(
         key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
             padding.
         iterations: of the pseudo-inverse, 1 to 32.
-        init: what its start is divided by: the largest column sum of each ``"matrix"``, or of all
-            matrices of the ``"batch"``, as published code does by default; then what a
-            sample gives depends on the samples beside it.
+        init: the divisor of its start: the largest column sum of each ``"matrix"``, or of all
+            matrices of the ``"batch"``, the default of the published code; the result of a sample
+            then depends on the other samples of the batch.
 
     Returns:
         (B, H, N, D) in ``query.dtype``: a view of a contiguous (B, N, H, D).
 
     Raises:
-        ValueError: a shape, dtype, stride, device or number outside the list above.
+        ValueError: if a shape, dtype, stride, device or number is not supported.
 
     Gradients are those of this computation, through the iterations and the maximum. The backward is
-    deterministic. On CUDA second derivatives and forward mode compute in PyTorch, with the three
-    matrices in memory.
+    deterministic. On CUDA, second derivatives and forward mode are computed by PyTorch, with the
+    three matrices in memory.
 
-    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums; on a GPU, of inputs in
-    half precision, up to 64 landmarks, the pseudo-inverse multiplies three bfloat16 parts of each
-    number, 24 bits together. With more than 128 landmarks, or for the ``"batch"``, PyTorch
-    multiplies the matrices of the pseudo-inverse, in TF32 where the user allows it.
-    Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902), with
-    the treatment of padding that its published code has.
+    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums. On a GPU, for
+    half-precision inputs and up to 64 landmarks, the pseudo-inverse multiplies three bfloat16 parts
+    of each number, 24 bits together. With more than 128 landmarks, or for the ``"batch"``, PyTorch
+    multiplies the matrices of the pseudo-inverse, in TF32 if the user allows it.
+    Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902); padding
+    as in its published code.
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
@@ -102,11 +102,11 @@ def nystrom_attention_with_stats(
     init: str = "matrix",
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``nystrom_attention``, with statistics of every head and the heads of samples.
+    """Compute ``nystrom_attention`` with statistics of every head, and capture sampled entries.
 
     Arguments and errors are those of ``nystrom_attention``, and ``sample``: (S,) int32 on the
     device of ``query``, the batch entries whose heads are captured. A negative index leaves its
-    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
+    slot of ``heads`` unwritten. So does an index past the batch on a GPU; the CPU rejects it.
 
     Returns:
         AttentionStats: out (B, H, N, D), as from ``nystrom_attention``; lse (B, H, N) of the rows
@@ -126,7 +126,7 @@ def nystrom_attention_with_stats(
 
 
 def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
-    """Raise ValueError unless the operator can run with these."""
+    """Raise ValueError unless the operator supports these parameters."""
     limits = {
         "num_landmarks": (num_landmarks, MAX_LANDMARKS),
         "iterations": (iterations, MAX_ITERATIONS),
@@ -150,7 +150,7 @@ def _check(
     iterations: int,
     init: str,
 ) -> tuple[Any, ...]:
-    """Return what the operator takes after the three tensors."""
+    """Check all arguments; return those of the operator after the three tensors."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:

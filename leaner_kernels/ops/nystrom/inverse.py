@@ -1,22 +1,21 @@
 """The middle stage of Nyström attention: K2, its iterated pseudo-inverse Z, Z (K3 V); the backward.
 
 Sizes: B batch, H heads, M landmarks, D head dimension. Mapping: one program owns a head at a time,
-so that a step of the iteration needs no launch. Its matrices lie in scratch memory, which the
-caches hold: a product walks over them in pieces, and only its result is in registers. All is
-float32. Where the inputs of the operator were half precision, and landmarks at most 64, tensor
-cores multiply: each number is the sum of three bfloat16 parts, and the six larger of their nine
-products are added up.
+so that a step of the iteration needs no launch. Its matrices are in scratch memory, which fits the
+caches: a product walks over them in pieces, and only its result is in registers. Everything is
+float32. For half-precision inputs and at most 64 landmarks, tensor cores multiply: each number is
+the sum of three bfloat16 parts, and the six largest of their nine products are summed.
 
 With A = K2 V a step V (13 - A (15 - A (7 - A))) / 4 is B = 7 A - A A, C = 15 A - A B and
 (13 V - V C) / 4: four products.
 
-The forward keeps nothing: a program of the backward computes its iterates again, holds all of them
-in scratch memory, and walks back over them. With G the gradient of an iterate that came from V:
+The forward keeps nothing: a program of the backward recomputes the iterates, keeps all of them in
+scratch memory, and walks back over them. With G the gradient of an iterate that came from V:
 dV = (13 G - G C^T) / 4 and dC = -V^T G / 4; dB = -A^T dC;
 dA = 15 dC - dC B^T + 7 dB - dB A^T - A^T dB; dK2 += dA V^T and dV += K2^T dA.
 
-Where the matrices are too large for a program, or their start is divided by a maximum over all of
-them, PyTorch's batched products do the same.
+If the matrices are too large for a program, or their start is divided by a maximum over all of
+them, PyTorch's batched products compute the same.
 """
 
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportAttributeAccessIssue=false
@@ -37,13 +36,14 @@ from .._tiles import Tiles, block_dim, rule
 from .._triton import add_product, scaled
 
 MAX_FUSED = 128  # landmarks
-PART = 64  # landmarks of a sum in PyTorch's products
-SLOTS, BACKWARD_SLOTS = 5, 8  # matrices in scratch memory; of the backward beside the iterates
-# More would take memory, and push each other's matrices out of the caches; each runs several heads.
+PART = 64  # landmarks per partial sum in PyTorch's products
+SLOTS, BACKWARD_SLOTS = 5, 8  # matrices in scratch memory; the backward also keeps the iterates
+# More programs would need memory, and evict each other's matrices from the caches. Each program
+# computes several heads.
 MAX_PROGRAMS = 264
 
-# BLOCK_M is the side of a matrix, BLOCK_R and BLOCK_K the rows and depth of what a product does at
-# once. tokens are landmarks.
+# BLOCK_M is the side of a matrix; BLOCK_R and BLOCK_K are the rows and the depth of one step of a
+# product. ``tokens`` are landmarks.
 TILES = Tiles(
     "nystrom_inverse",
     rule(tokens=16, PRODUCTS="bf16x6", BLOCK_M=16, BLOCK_R=16, BLOCK_K=16, num_warps=4),
@@ -60,7 +60,7 @@ TILES = Tiles(
 
 @triton.jit
 def _places(first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Return the offsets in a contiguous (rows, cols) of the rows ``first`` on, and which exist."""
+    """Return offsets of rows from ``first`` on in a contiguous (rows, cols), and which exist."""
     own, across = first + tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_COLS)
     inside = (own < rows)[:, None] & (across < cols)[None, :]  # (BLOCK_R, BLOCK_COLS)
     return own[:, None] * cols + across[None, :], inside
@@ -68,14 +68,14 @@ def _places(first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
 
 @triton.jit
 def load_tile(ptr, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Load rows ``first`` on of a contiguous (rows, cols), zero outside."""
+    """Load rows from ``first`` on of a contiguous (rows, cols), zero outside."""
     offsets, inside = _places(first, rows, cols, BLOCK_R, BLOCK_COLS)
     return tl.load(ptr + offsets, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tile(ptr, tile, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Store rows ``first`` on of a contiguous (rows, cols)."""
+    """Store rows from ``first`` on of a contiguous (rows, cols)."""
     offsets, inside = _places(first, rows, cols, BLOCK_R, BLOCK_COLS)
     tl.store(ptr + offsets, tile, mask=inside)
 
@@ -84,10 +84,10 @@ def store_tile(ptr, tile, first, rows, cols, BLOCK_R: tl.constexpr, BLOCK_COLS: 
 def tile_product(
     a_ptr, b_ptr, first, rows, total, cols, TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, blocks
 ):
-    """Return rows ``first`` on of A B, of float32 (rows, total) and (total, cols), zero outside.
+    """Return rows from ``first`` on of A B, float32 (rows, total) and (total, cols), zero outside.
 
-    Both are contiguous, or where they are transposed that is what lies in memory. ``blocks`` are
-    BLOCK_R, BLOCK_K, the columns' block and PRODUCTS.
+    A and B are contiguous; with TRANS_A or TRANS_B, their transposes are. ``blocks`` are BLOCK_R,
+    BLOCK_K, the block of columns and PRODUCTS.
     """
     BLOCK_R: tl.constexpr = blocks[0]
     BLOCK_K: tl.constexpr = blocks[1]
@@ -116,10 +116,10 @@ def combine(
     out_ptr, x_ptr, x_factor, y_ptr, y_factor, factor, a_ptr, b_ptr, rows, total, cols,
     TRANS_A: tl.constexpr, TRANS_B: tl.constexpr, blocks,
 ):  # fmt: skip
-    """Write x_factor X + y_factor Y + factor A B, (rows, cols), for every thread to read.
+    """Write x_factor X + y_factor Y + factor A B, (rows, cols), visible to all threads.
 
-    ``blocks`` are as in ``tile_product``. X and Y may be None. What is written may lie where X, Y
-    or an A that is not transposed does.
+    ``blocks`` are as in ``tile_product``. X and Y may be None. The result may overwrite X, Y, or an
+    A that is not transposed.
     """
     BLOCK_R: tl.constexpr = blocks[0]
     BLOCK_COLS: tl.constexpr = blocks[2]
@@ -131,15 +131,16 @@ def combine(
             tile += x_factor * load_tile(x_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
         if y_ptr is not None:
             tile += y_factor * load_tile(y_ptr, first, rows, cols, BLOCK_R, BLOCK_COLS)
-        # Other threads may still read these rows of A.
+        # Other threads may still read these rows of A, which the store may overwrite.
         tl.debug_barrier()
         store_tile(out_ptr, tile, first, rows, cols, BLOCK_R, BLOCK_COLS)
+    # The next product reads rows that other threads stored.
     tl.debug_barrier()
 
 
 @triton.jit
 def start_iterates(q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D, square):
-    """Write K2 and V = K2^T / c; return the sums of its columns, c their largest, and max_logit."""
+    """Write K2 and V = K2^T / c; return K2's column sums, the largest one c, and max_logit."""
     BLOCK_R: tl.constexpr = square[0]
     BLOCK_M: tl.constexpr = square[2]
     cols = tl.arange(0, BLOCK_M)
@@ -166,7 +167,7 @@ def start_iterates(q_ptr, k_ptr, k2_ptr, v_ptr, scale, M, D, square):
         inside = (rows < M)[:, None] & (cols < M)[None, :]
         tl.store(v_ptr + cols[None, :] * M + rows[:, None], v, mask=inside)
     tl.debug_barrier()
-    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    # A maximum ignores nan and a sum propagates it; a diverged model must show.
     total = tl.sum(sums)
     return sums, largest, tl.where(total == total, tl.max(maxima), float("nan"))
 
@@ -201,6 +202,7 @@ def _inverse_fwd_kernel(
 ):
     square: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_M, PRODUCTS)
     wide: tl.constexpr = (BLOCK_R, BLOCK_K, BLOCK_D, PRODUCTS)
+    # Scratch memory belongs to the program, which uses it again for each of its heads.
     k2_ptr = scratch_ptr + tl.program_id(0).to(tl.int64) * SLOTS * M * M
     v_ptr = k2_ptr + M * M
     a_ptr = v_ptr + M * M
@@ -212,6 +214,7 @@ def _inverse_fwd_kernel(
             q_ptr + rows, k_ptr + rows, k2_ptr, v_ptr, scale, M, D, square
         )
         tl.store(max_ptr + head, largest)
+        # V (13 - C) / 4 in place of V: ``combine`` may overwrite an A that is not transposed.
         for _ in range(iterations):
             polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square)
             combine(v_ptr, v_ptr, 3.25, None, 0, -0.25, v_ptr, c_ptr, M, M, M, False, False, square)
@@ -267,6 +270,7 @@ def _inverse_bwd_kernel(
             )  # fmt: skip
             v_ptr += M * M
 
+        # d(K3 V) = Z^T dcore, and G = dcore (K3 V)^T, the gradient of Z.
         combine(  # (M, D)
             dk3v_ptr + rows, None, 0, None, 0, 1, v_ptr, dcore_ptr + rows,
             M, M, D, True, False, wide,
@@ -280,12 +284,13 @@ def _inverse_bwd_kernel(
             store_tile(dk2_ptr, zeros, first, M, M, BLOCK_R, BLOCK_M)
         tl.debug_barrier()
         for _ in range(iterations):
+            # A, B and C of this iterate again; the equations are those of the module's docstring.
             v_ptr -= M * M
             polynomial(k2_ptr, v_ptr, a_ptr, b_ptr, c_ptr, M, square)
             combine(dv_ptr, g_ptr, 3.25, None, 0, -0.25, g_ptr, c_ptr, M, M, M, False, True, square)
-            dc_ptr = c_ptr  # C is done with
+            dc_ptr = c_ptr  # C is no longer needed
             combine(dc_ptr, None, 0, None, 0, -0.25, v_ptr, g_ptr, M, M, M, True, False, square)
-            db_ptr = g_ptr  # G is done with
+            db_ptr = g_ptr  # G is no longer needed
             combine(db_ptr, None, 0, None, 0, -1, a_ptr, dc_ptr, M, M, M, True, False, square)
             combine(da_ptr, dc_ptr, 15, db_ptr, 7, -1, dc_ptr, b_ptr, M, M, M, False, True, square)
             combine(da_ptr, da_ptr, 1, None, 0, -1, db_ptr, a_ptr, M, M, M, False, True, square)
@@ -293,8 +298,8 @@ def _inverse_bwd_kernel(
             combine(dk2_ptr, dk2_ptr, 1, None, 0, 1, da_ptr, v_ptr, M, M, M, False, True, square)
             combine(g_ptr, dv_ptr, 1, None, 0, 1, k2_ptr, da_ptr, M, M, M, True, False, square)
 
-        # The start is K2^T / c with c the largest column sum: v_ptr points at it again. Columns
-        # that share the maximum share its gradient, as they do in PyTorch's amax.
+        # The start is K2^T / c with c the largest column sum, and v_ptr points to it again. Columns
+        # that share the maximum share its gradient, as in PyTorch's amax.
         along = tl.zeros([BLOCK_R], tl.float32)
         for first in range(0, M, BLOCK_R):
             g = load_tile(g_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
@@ -302,7 +307,7 @@ def _inverse_bwd_kernel(
             along += tl.sum(g * v, axis=1)  # (BLOCK_R,)
         at_maximum = (sums == largest).to(tl.float32)  # (BLOCK_M,)
         to_columns = at_maximum * (tl.sum(along) / (largest * tl.sum(at_maximum)))  # (BLOCK_M,)
-        ds_ptr = a_ptr  # A is done with
+        ds_ptr = a_ptr  # A is no longer needed
         cols = tl.arange(0, BLOCK_M)
         for first in range(0, M, BLOCK_R):
             k2 = load_tile(k2_ptr, first, M, M, BLOCK_R, BLOCK_M)  # (BLOCK_R, BLOCK_M)
@@ -323,13 +328,13 @@ def _inverse_bwd_kernel(
 
 
 class Inversion(NamedTuple):
-    """How K2 is made and inverted.
+    """Parameters of K2 and of its inversion.
 
     Attributes:
         scale: multiplies the scores.
-        iterations: of the pseudo-inverse.
-        whole_batch: divide the first iterate by the largest column sum of all matrices, not of
-            each.
+        iterations: steps of the pseudo-inverse.
+        whole_batch: divide the first iterate by the largest column sum over all matrices, instead
+            of that of each matrix.
         dtype: of the operator's inputs.
     """
 
@@ -349,7 +354,7 @@ def invert_forward(land: tuple[Tensor, ...], inversion: Inversion) -> tuple[Tens
     if inversion.whole_batch or landmarks > MAX_FUSED:
         with _as_written(q_land):
             k2, largest = _batched_softmax(q_land, k_land, inversion.scale)
-            # One iterate at a time: the backward alone wants them all.
+            # Keep one iterate at a time: only the backward needs them all.
             (z,) = deque(_batched_iterates(k2, inversion), maxlen=1)
             return _batched_product(z, k3v), largest
     core, largest = torch.empty_like(q_land), q_land.new_empty(batch, heads)
@@ -362,7 +367,7 @@ def invert_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (dq_land, dk_land, dk3v) of ``invert_forward``: float32, contiguous, new.
 
-    dq_land and dk_land are what comes through K2 alone.
+    dq_land and dk_land are the gradients through K2 alone.
     """
     if inversion.whole_batch or dcore.shape[2] > MAX_FUSED:
         with _as_written(dcore):
@@ -382,14 +387,14 @@ def _launch(
     iterates: int,
     inversion: Inversion,
 ) -> None:
-    """Launch either kernel; a program has scratch memory for ``slots`` matrices and iterates."""
+    """Launch either kernel, with scratch memory for ``slots`` matrices and the iterates."""
     q_land = land[0]
     batch, heads, landmarks, dim = q_land.shape
     programs = min(batch * heads, MAX_PROGRAMS)
     scale, iterations, _, dtype = inversion
 
     def prepare() -> Any:
-        # Triton's interpreter has no products of parts.
+        # Triton's interpreter does not support bf16x6 products.
         size = 4 if triton.knobs.runtime.interpret else dtype.itemsize
         tile = TILES.tile(q_land.device, size=size, tokens=landmarks)
         return (programs,), dict(
@@ -409,7 +414,7 @@ def _launch(
 
 
 def _as_written(t: Tensor) -> torch.autocast:
-    """Return a context for library products: a region of autocast reaches in, and would round."""
+    """Return a context that disables autocast, which would round the products of libraries."""
     # PyTorch has no autocast on meta.
     return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
@@ -421,7 +426,7 @@ def _batched_softmax(q_land: Tensor, k_land: Tensor, scale: float) -> tuple[Tens
 
 
 def _batched_iterates(k2: Tensor, inversion: Inversion) -> Iterator[Tensor]:
-    """Yield the start and the iterates of the pseudo-inverse of each matrix, the last one best."""
+    """Yield the start and the iterates of each matrix's pseudo-inverse; the last is the result."""
     sums = k2.sum(dim=-2, keepdim=True)
     v = k2.mT / (sums.amax() if inversion.whole_batch else sums.amax(dim=-1, keepdim=True))
     yield v
@@ -438,10 +443,10 @@ def _batched_polynomial(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _batched_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return A B of (B, H, M, K) and (B, H, K, N), in sums of at most ``PART`` terms, added up.
+    """Return A B of (B, H, M, K) and (B, H, K, N) as a sum of products of depth at most ``PART``.
 
-    Libraries add up float32 products one after another, each sum rounded, and the iteration
-    magnifies what that loses.
+    Libraries add float32 products one after another and round each sum. The iteration magnifies
+    that error.
     """
     pairs = [
         (x.flatten(0, 1), y.flatten(0, 1))
@@ -472,7 +477,7 @@ def _batched_backward(
         g = (13 * g - _batched_product(g, c.mT)) / 4 + _batched_product(k2.mT, da)
         dk2 += _batched_product(da, v.mT)
     # The start is K2^T / c with c the largest column sum. Columns that share the maximum share its
-    # gradient, as they do in PyTorch's amax.
+    # gradient, as in PyTorch's amax.
     sums = k2.sum(dim=-2, keepdim=True)
     over = (0, 1, 2, 3) if inversion.whole_batch else (2, 3)
     largest = sums.amax(dim=over, keepdim=True)

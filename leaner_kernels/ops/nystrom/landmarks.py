@@ -1,17 +1,17 @@
-"""Triton kernels of the landmarks: their means, and what those of q attend to.
+"""Triton kernels of the landmarks: their means, and the attention of those of q, K3 V.
 
 Sizes: B batch, H heads, N tokens, M landmarks, D head dimension. Mapping: one program owns one tile
-of landmarks of one head of one batch entry: it averages its segments of q and k, and walks over the
-tokens for K3 V, with the softmax online.
+of landmarks of one head of one batch entry. It averages its segments of q and k, and walks over the
+tokens for K3 V with the online softmax.
 
-The backward is two launches, bitwise deterministic, without atomics: first one program owns one
-tile of landmarks and walks over the tokens for what K3 passes on to the landmarks of q; then one
-program owns one tile of tokens and walks over the landmarks for dk and dv.
+The backward is two launches, bitwise deterministic and without atomics. In the first, one program
+owns one tile of landmarks and walks over the tokens for the gradient of q's landmarks through K3.
+In the second, one program owns one tile of tokens and walks over the landmarks for dk and dv.
 
-Landmarks and K3 V stay float32, and half-precision products are of sums of numbers of that
-precision: the pseudo-inverse magnifies what is rounded before it. Their gradients sum over many
-tokens, and may be no float16: products are of float32 numbers, which half-precision inputs round to
-TF32's ten bits.
+Landmarks and K3 V stay float32, and half-precision products split them into sums of half-precision
+numbers: the pseudo-inverse magnifies earlier rounding errors. Their gradients are sums over many
+tokens, and may exceed float16: products are of float32 numbers, rounded to TF32's ten bits if the
+inputs are half precision.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -45,12 +45,12 @@ from .._triton import (
     visible_keys,
 )
 
-# Elements of q, and as many of k, that a program has in flight while it averages.
+# Elements of q, and as many of k, that a program loads at once while it averages.
 IN_FLIGHT = 2048
 
 
 class Landmarks(NamedTuple):
-    """What the forward makes, float32 and contiguous; lse and largest are of K3's scores."""
+    """The results of the forward, float32, contiguous; lse and largest are of K3's scores."""
 
     q_land: Tensor
     k_land: Tensor
@@ -59,9 +59,9 @@ class Landmarks(NamedTuple):
     largest: Tensor
 
 
-# Few landmarks a program: there are few in all, and each walks over every token. Left to itself
-# ptxas spills some registers to fit one more program. Rows that are no whole vectors (padded_dim)
-# take a register or two of address for each element, and so do float32 elements.
+# Few landmarks per program: there are few in all, and each walks over every token. By default,
+# ptxas spills some registers to fit one more program. Rows that are not whole vectors (padded_dim)
+# need one or two address registers for each element, and so do float32 elements.
 TILES = Tiles(
     "nystrom_landmarks_forward",
     rule(dim=32, BLOCK_N=128, num_stages=3),
@@ -100,10 +100,10 @@ KEYS_TILES = Tiles(
 
 @triton.jit
 def _segment_starts(first, segment, BLOCK_M: tl.constexpr):
-    """Return the first token of segments ``first`` on, (BLOCK_M,).
+    """Return the first tokens of the segments from ``first`` on, (BLOCK_M,).
 
-    In 64 bits: one past the last segment starts past the last token, and must not wrap to one
-    before the first.
+    They are 64-bit: a segment past the last one starts past the last token, and its index must not
+    wrap around to a valid one.
     """
     return (first + tl.arange(0, BLOCK_M)).to(tl.int64) * segment
 
@@ -113,12 +113,12 @@ def _segment_means(
     ptr, first, stride_n, segment, length,
     BLOCK_M: tl.constexpr, CHUNK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return (BLOCK_M, BLOCK_D) means of segments, of which tokens past ``length`` are zeros."""
+    """Return the means of segments, (BLOCK_M, BLOCK_D), with zeros for tokens past ``length``."""
     dims = tl.arange(0, BLOCK_D)[None, None, :]
     # A landmark past the last starts past the last token, and so past the length.
     starts = _segment_starts(first, segment, BLOCK_M)  # (BLOCK_M,)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # The first segment reaches furthest into what is visible.
+    # The first segment of the tile has the most visible tokens, which bounds the loop.
     for offset in range(0, tl.minimum(segment, length - first * segment), CHUNK):
         places = offset + tl.arange(0, CHUNK)
         tokens = starts[:, None] + places[None, :]  # (BLOCK_M, CHUNK)
@@ -152,7 +152,7 @@ def _landmarks_fwd_kernel(
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    # The tiles of a head are neighbours, so that they find its keys in the cache.
+    # Tiles of one head are neighbours in the grid, so that they read its keys from the cache.
     tiles = tl.cdiv(M, BLOCK_M)
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -185,6 +185,7 @@ def _landmarks_fwd_kernel(
             s, row_max, row_sum, row_sum, row_sum, DTYPE, False
         )
         v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D)
+        # P is split too: rounding it once would be magnified by the pseudo-inverse.
         high, middle, low = parts_of(p * SHIFT, DTYPE)
         acc = acc * shrink[:, None] + product_of_parts(high, middle, low, v)  # (BLOCK_M, BLOCK_D)
     k3v = acc * (1.0 / SHIFT) / row_sum[:, None]  # (BLOCK_M, BLOCK_D)
@@ -193,7 +194,7 @@ def _landmarks_fwd_kernel(
     at = head.to(tl.int64) * M + rows
     lse = row_max * nats(DTYPE) + tl.log(row_sum)  # (BLOCK_M,)
     tl.store(lse_ptr + at, lse, mask=rows < M)
-    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    # A maximum ignores nan and a sum propagates it; a diverged model must show.
     largest = tl.where(lse == lse, row_max * nats(DTYPE), float("nan"))  # (BLOCK_M,)
     tl.store(largest_ptr + at, largest, mask=rows < M)
 
@@ -219,7 +220,7 @@ def _landmark_rows_bwd_kernel(
     BLOCK_N: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):
-    """Add to dq_land what passes through K3; write delta, the sums over a row of K3 dK3."""
+    """Add the gradient through K3 to dq_land; write delta, the sums of K3 dK3 over rows."""
     tiles = tl.cdiv(M, BLOCK_M)
     head, first = tl.program_id(0) // tiles, tl.program_id(0) % tiles * BLOCK_M
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -230,6 +231,7 @@ def _landmark_rows_bwd_kernel(
     q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     k3v = load_rows(k3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+    # sum(K3 dK3) = sum((K3 V) d(K3 V)): no pass over the keys.
     delta = tl.sum(k3v * dk3v, axis=1)  # (BLOCK_M,)
     rows = first + tl.arange(0, BLOCK_M)
     at = head.to(tl.int64) * M + rows
@@ -243,7 +245,7 @@ def _landmark_rows_bwd_kernel(
         k = load_rows(k_ptr, start, k_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
         v = load_rows(v_ptr, start, v_view.stride_n, length, BLOCK_N, D, BLOCK_D).to(tl.float32)
         s = tl.dot(q_land, tl.trans(k), input_precision=PRODUCTS) * in_units  # (BLOCK_M, BLOCK_N)
-        # Past the length k is zero, but e^(0 - lse) may be infinite, and that times zero nan.
+        # Past the length k is zero, but e^(0 - lse) may be infinite, and inf * 0 is nan.
         s = tl.where((start + tl.arange(0, BLOCK_N) < length)[None, :], s, float("-inf"))
         p = exponential(s - lse[:, None], DTYPE)  # (BLOCK_M, BLOCK_N)
         dp = tl.dot(dk3v, tl.trans(v), input_precision=PRODUCTS)  # (BLOCK_M, BLOCK_N)
@@ -295,7 +297,7 @@ def _landmark_keys_bwd_kernel(
         q_land = load_rows(q_land_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)
         dk3v = load_rows(dk3v_ptr + offset, first, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         cols = first + tl.arange(0, BLOCK_M)
-        # e^(s - inf) = 0: no landmark there.
+        # Past the last landmark e^(s - inf) = 0.
         lse = tl.load(lse_ptr + at + cols, mask=cols < M, other=float("inf")) * units(DTYPE)
         delta = tl.load(delta_ptr + at + cols, mask=cols < M, other=0.0)  # (BLOCK_M,)
         s = tl.dot(k, tl.trans(q_land), input_precision=PRODUCTS) * in_units  # (BLOCK_N, BLOCK_M)
@@ -305,6 +307,7 @@ def _landmark_keys_bwd_kernel(
         dk = add_product(dk, p * (dp - delta[None, :]), q_land, PRODUCTS)
     tokens = start + tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
+    # A landmark is the mean of a segment of keys: each gets an equal share of its gradient.
     inside = (tokens < length)[:, None] & (dims < D)[None, :]
     ptrs = dk_land_ptr + offset + (tokens // segment)[:, None] * D + dims[None, :]
     dk = dk * scale + tl.load(ptrs, mask=inside, other=0.0) / segment
@@ -322,7 +325,7 @@ def landmarks_forward(
     num_landmarks: int,
     scale: float,
 ) -> Landmarks:
-    """Return M = ``num_landmarks`` landmarks and what they attend to.
+    """Compute M = ``num_landmarks`` landmarks and their attention, K3 V.
 
     ``query``, ``key`` and ``value`` are (B, H, N, D) with a contiguous last axis, ``key_lengths``
     (B,) int32, contiguous.
@@ -363,10 +366,10 @@ def landmarks_backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    """Write dk and dv, zero past a length, and add to ``dq_land`` what passes through K3.
+    """Write dk and dv, zero past a length, and add the gradient through K3 to ``dq_land``.
 
-    ``made`` is what the forward returned. The gradients of landmarks are (B, H, M, D) float32:
-    ``dq_land`` has come through K2, ``dk_land`` through K1 and K2.
+    ``made`` is the result of the forward. The gradients of landmarks are (B, H, M, D) float32:
+    ``dq_land`` is that through K2, and ``dk_land`` that through K1 and K2.
     """
     batch, heads, tokens, _ = key.shape
     num_landmarks = made.lse.shape[2]
@@ -392,7 +395,7 @@ def landmarks_backward(
 def _shared(
     tiles: Tiles, key: Tensor, value: Tensor, num_landmarks: int, scale: float
 ) -> dict[str, Any]:
-    """Return the arguments that every kernel here takes."""
+    """Return the arguments that all kernels here share."""
     _, heads, tokens, dim = key.shape
     block_d = block_dim(dim)
     tile = tiles.tile(

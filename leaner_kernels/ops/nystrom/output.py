@@ -2,17 +2,17 @@
 
 Sizes: B batch, H heads, N tokens, M landmarks, D head dimension, S sampled entries, T row tiles.
 Mapping: one program owns one tile of tokens of one head and walks over the landmarks with the
-online softmax; up to 64 of them are one step. The scores take the landmarks as sums of two or three
-numbers of half precision, because a mean of keys is none.
+online softmax; up to 64 of them are one step. For the scores, landmarks are split into sums of two
+or three half-precision numbers, because a mean of keys has more bits than one.
 
-Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
-launch: it computes in float32, since the core is no half-precision number either and a captured
-row must show condition numbers up to 1e6 (docs/kappa.md).
+Capture is a separate specialisation, launched over the S sampled entries in addition to the
+ordinary launch. It computes in float32, since the core has more bits than half precision too, and a
+captured row must show condition numbers up to 1e6 (docs/kappa.md).
 
 The backward has no atomics. For the landmarks, one program owns one tile of them and a stretch of
-the tokens of one head, and the sums of the stretches are joined in a fixed order; for the queries,
-one program owns one tile of tokens. Where one tile does not hold all landmarks, a launch before
-these sums each row of P * dP.
+the tokens of one head, and the sums of the stretches are added in a fixed order. For the queries,
+one program owns one tile of tokens. If one tile does not hold all landmarks, an additional first
+launch sums P * dP over each row.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -49,10 +49,10 @@ from .._triton import (
 
 
 class LastStage(NamedTuple):
-    """What the last stage takes, forward and backward.
+    """The operands of the last stage, forward and backward.
 
     Attributes:
-        query: (B, H, N, D), last axis contiguous; at or past a length it counts as zero.
+        query: (B, H, N, D), last axis contiguous; rows at or past a length count as zero.
         k_land: (B, H, M, D) float32, contiguous.
         core: as ``k_land``: Z (K3 V).
         lengths: (B,) int32, contiguous.
@@ -66,7 +66,7 @@ class LastStage(NamedTuple):
     scale: float
 
     def tile(self, tiles: Tiles, size: int | None = None) -> Tile:
-        """Return the tile for a call, no wider than its landmarks."""
+        """Return the tile of a call, with blocks no larger than its number of landmarks."""
         query, landmarks = self.query, self.k_land.shape[2]
         size = size or query.element_size()
         dim = block_dim(query.shape[-1])
@@ -76,7 +76,7 @@ class LastStage(NamedTuple):
     def launch(
         self, kernel: Any, tile: Tile, tensors: dict[str, Any], programs: int, **others: Any
     ) -> None:
-        """Launch a kernel with so many programs; views of (B, H, N, D) are told by their names."""
+        """Launch a kernel on ``programs`` programs; names ending in ``_view`` are (B, H, N, D)."""
 
         def prepare() -> Any:
             _, heads, tokens, dim = self.query.shape
@@ -92,7 +92,7 @@ class LastStage(NamedTuple):
             for name, t in given.items():
                 if name.endswith("_view"):
                     arguments[name] = View(t, *t.stride()[:3])
-                    # Those of the output lie as far apart as all heads are wide.
+                    # Rows of the output are as far apart as all heads together are wide.
                     check_tile(f"rows of {name.removesuffix('_view')}", t.shape[2], t.stride(2))
             return (programs,), arguments | others
 
@@ -101,7 +101,7 @@ class LastStage(NamedTuple):
         launch(kernel, given, (self.scale,), prepare)
 
 
-# BLOCK_M is cut to the landmarks. A capture computes in float32.
+# BLOCK_M is reduced to the number of landmarks. A capture uses the float32 tiles.
 TILES = Tiles(
     "nystrom_output_forward",
     rule(dim=64, BLOCK_N=128, BLOCK_M=64, num_warps=8),
@@ -112,7 +112,7 @@ TILES = Tiles(
 )
 
 
-STRETCH = 512  # tokens of a program that owns landmarks
+STRETCH = 512  # tokens per program that owns landmarks
 
 LANDMARKS_TILES = Tiles(
     "nystrom_output_backward_landmarks",
@@ -123,7 +123,7 @@ LANDMARKS_TILES = Tiles(
     num_stages=1,
     maxnreg=255,
 )
-# A loop over landmarks takes smaller tiles of them.
+# With more landmarks than a tile, the loop over them has smaller tiles.
 QUERY_TILES = Tiles(
     "nystrom_output_backward_query",
     rule(dim=32, tokens=64, BLOCK_N=64, BLOCK_M=64, num_warps=4),
@@ -141,11 +141,13 @@ QUERY_TILES = Tiles(
 def landmark_scores(
     q, k, first, scale, M: tl.constexpr, BLOCK_M: tl.constexpr, WHOLE: tl.constexpr
 ):  # fmt: skip
-    """Return scores of tokens with landmarks ``first`` on, in ``units``; -inf past the last.
+    """Return scores of tokens with landmarks from ``first`` on, in ``units``; -inf past the last.
 
-    Without ``WHOLE`` bfloat16 takes 16 bits of landmarks: for probabilities rounded to 8 of them.
+    Without ``WHOLE``, bfloat16 uses 16 bits of the landmarks, which is enough for probabilities
+    that are rounded to 8 bits.
     """
     high, middle, low = parts_of(tl.trans(k), q.dtype)  # (BLOCK_D, BLOCK_M)
+    # The smallest part first: its bits survive only in a small sum.
     s = tl.zeros([q.shape[0], BLOCK_M], tl.float32)  # (BLOCK_N, BLOCK_M)
     if WHOLE and q.dtype == tl.bfloat16:
         s = tl.dot(q, low, s)
@@ -190,7 +192,7 @@ def _output_fwd_kernel(
             return
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
     limit = visible_keys(lengths_ptr, b, N)
-    # Padded tokens are zeros, whatever lies there.
+    # Padded tokens are read as zeros, whatever they hold.
     q_start = head_of(q_view, b_64, h_64)
     q = load_rows(q_start, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
     if CAPTURE:
@@ -201,8 +203,8 @@ def _output_fwd_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_N], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_N], tl.float32)
-    row_centred = tl.zeros([BLOCK_N], tl.float32)  # sum of p (s - row_max): the entropy without
-    row_square = tl.zeros([BLOCK_N], tl.float32)  # cancelling two large numbers; and sum of p^2
+    row_centred = tl.zeros([BLOCK_N], tl.float32)  # sum of p (s - row_max): no large terms cancel
+    row_square = tl.zeros([BLOCK_N], tl.float32)  # sum of p^2
     for start in range(0, M, BLOCK_M):
         k = load_rows(k_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
         s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=True)  # (BLOCK_N, BLOCK_M)
@@ -210,6 +212,7 @@ def _output_fwd_kernel(
             s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
         )
         core = load_rows(core_ptr, start, D, M, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        # The pseudo-inverse may exceed the range of float16.
         core, divisor = narrow(core, q.dtype)
         product = product_apart(p.to(q.dtype), core)  # (BLOCK_N, BLOCK_D)
         acc = acc * alpha[:, None] + product * divisor
@@ -233,7 +236,7 @@ def _output_fwd_kernel(
 def _probabilities(
     q, do, k, core, lse, start, scale, M: tl.constexpr, BLOCK_M: tl.constexpr
 ):  # fmt: skip
-    """Return P and dP of a tile of tokens with the landmarks from ``start`` on, both float32."""
+    """Return P and dP of a tile of tokens and the landmarks from ``start`` on, both float32."""
     s = landmark_scores(q, k, start, scale, M, BLOCK_M, WHOLE=False)
     p = exponential(s - lse[:, None], q.dtype)  # (BLOCK_N, BLOCK_M)
     core, divisor = narrow(core, q.dtype)
@@ -243,17 +246,17 @@ def _probabilities(
 
 @triton.jit
 def _mean(products, row_sum):
-    """Return the mean of dP over each row of P, from the sums of P * dP and of P, (BLOCK_N,).
+    """Return the mean of dP over each row of P, (BLOCK_N,), from the sums of P * dP and of P.
 
-    The log-sum-exp is rounded, so rows of P miss 1 by its last bit: without the quotient
-    dP - delta would keep as much of a dP that it should cancel. Past the last row P is zero.
+    The log-sum-exp is rounded, so that rows of P do not sum to exactly 1. Without the quotient,
+    dP - delta would keep that fraction of a dP that it should cancel. Past the last row P is zero.
     """
     return products / tl.maximum(row_sum, 1e-30)
 
 
 @triton.jit
 def _load_lse(lse_ptr, rows, N, DTYPE: tl.constexpr):
-    """Return the log-sum-exp of rows in ``units``; past the last, one that makes P zero."""
+    """Load the log-sum-exp of rows in ``units``; inf past the last, so that P is zero."""
     return tl.load(lse_ptr + rows, mask=rows < N, other=float("inf")) * units(DTYPE)
 
 
@@ -286,6 +289,7 @@ def _output_bwd_delta_kernel(
     do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
     rows = first + tl.arange(0, BLOCK_N)
     lse = _load_lse(lse_ptr + head * N, rows, N, q.dtype)  # (BLOCK_N,)
+    # One pass over all landmarks: the two kernels after this one have tiles of them.
     delta = tl.zeros([BLOCK_N], tl.float32)
     row_sum = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, M, BLOCK_M):
@@ -331,6 +335,7 @@ def _output_bwd_landmark_kernel(
     core = load_rows(core_ptr + head * M * D, start, D, M, BLOCK_M, D, BLOCK_D)
     dk = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dcore = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Each stretch writes sums of its own, which the host adds: no atomics.
     last = tl.minimum((stretch + 1) * STRETCH, N)
     for first in range(stretch * STRETCH, last, BLOCK_N):
         q = load_rows(q_ptr, first, q_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
@@ -393,7 +398,8 @@ def _output_bwd_query_kernel(
             delta = tl.load(delta_ptr + head * N + rows, mask=rows < N, other=0.0)
         ds = p * (dp - delta[:, None])  # (BLOCK_N, BLOCK_M)
         dq = add_product(dq, ds.to(q.dtype), k.to(q.dtype))
-    # A query's share of its landmark; padded ones count as zeros and have no gradient.
+    # A landmark is the mean of SEGMENT queries: each gets an equal share of its gradient. Padded
+    # queries count as zeros and have no gradient.
     dims = tl.arange(0, BLOCK_D)
     own = (rows < limit)[:, None] & (dims < D)[None, :]
     shares = dq_land_ptr + head * M * D + (rows // SEGMENT)[:, None] * D + dims[None, :]
@@ -406,8 +412,8 @@ def _output_bwd_query_kernel(
 def output_forward(stage: LastStage, out: Tensor, lse: Tensor, stats: Tensor | None = None) -> None:
     """Write ``out = K1 core`` (B, H, N, D) and the log-sum-exp of K1's rows, (B, H, N) float32.
 
-    The largest score in ``stats`` (statistics, B, H) is of K1's alone: the caller takes the maximum
-    with the other two softmaxes.
+    The largest score in ``stats`` (statistics, B, H) is that of K1 alone: the caller combines it
+    with those of the other two softmaxes.
     """
     tile, (batch, heads, tokens, _) = stage.tile(TILES), stage.query.shape
     num_tiles = triton.cdiv(tokens, tile["BLOCK_N"])
@@ -436,18 +442,17 @@ def output_capture(stage: LastStage, heads: Tensor, sample: Tensor) -> None:
 def output_backward_landmarks(
     stage: LastStage, grad: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return (dk_land, dcore, delta): what comes through K1. The first launch of the backward.
+    """Return (dk_land, dcore, delta), the gradients through K1; the first launch of the backward.
 
-    dk_land and dcore are (B, H, M, D) float32, contiguous; delta (B, H, N) float32 has the sums
-    over a row of P * dP, and is None where one tile holds all landmarks: ``output_backward_query``
-    takes it.
+    dk_land and dcore are (B, H, M, D) float32, contiguous. delta is (B, H, N) float32, the sums of
+    P * dP over rows, for ``output_backward_query``; it is None if one tile holds all landmarks.
     """
     batch, heads, tokens, dim = stage.query.shape
     landmarks = stage.k_land.shape[2]
     stretches = triton.cdiv(tokens, STRETCH)
     tile, query_tile = stage.tile(LANDMARKS_TILES), stage.tile(QUERY_TILES)
     many = landmarks > min(tile["BLOCK_M"], query_tile["BLOCK_M"])
-    # Sums per stretch of tokens, joined below in a fixed order: deterministic, as atomics are not.
+    # Sums per stretch of tokens, added below in a fixed order: deterministic, unlike atomics.
     partial = stage.core.new_empty(2, batch, heads, stretches, landmarks, dim)
     delta = torch.empty_like(lse) if many else None
     tensors = {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}
@@ -464,11 +469,11 @@ def output_backward_landmarks(
 def output_backward_query(
     stage: LastStage, grad: Tensor, lse: Tensor, delta: Tensor | None, dq_land: Tensor, dq: Tensor
 ) -> None:
-    """Write dq, through K1 and through the landmarks of queries. The last launch of the backward.
+    """Write dq, through K1 and through the landmarks of queries; the last launch of the backward.
 
-    A query past a length gets zero, any other M / N of what its landmark's ``dq_land``, (B, H, M,
-    D) float32, has gathered through K2 and K3. ``delta`` is what ``output_backward_landmarks``
-    returned; the others are as there.
+    A query past a length gets zero. Any other query gets M / N of its landmark's ``dq_land``,
+    (B, H, M, D) float32, the gradient through K2 and K3. ``delta`` is the result of
+    ``output_backward_landmarks``; the other arguments are as there.
     """
     tile, (batch, heads, tokens, _) = stage.tile(QUERY_TILES), stage.query.shape
     tensors = {"do_view": grad, "lse_ptr": lse, "delta_ptr": delta}

@@ -1,4 +1,4 @@
-"""Outlook attention: every window of a map weighs its pixels, and no window is ever unfolded.
+"""Outlook attention: weighted sums of pixels in the windows of a map, without unfolding them.
 
 Limits: head dimension 1 to 128, because a pixel's head is one vector of registers; the last axes
 contiguous, because loads are vectors along them; kernel size 1 to 7 and stride 1 to 4, because the
@@ -40,12 +40,13 @@ def outlook_attention(
     padding: int = 1,
     scale: float | None = None,
 ) -> Tensor:
-    """Sum, over the windows that hold a pixel, what each makes of its values at the pixel's place.
+    """Sum the outputs of all windows that contain a pixel, at the place of the pixel in each.
 
     Window (i, j) holds the pixels (i * stride - padding + a_y, j * stride - padding + a_x), a in
     K x K in row-major order. With ``P = softmax(scale * logits)`` along the last axis, place a of a
-    window has the sum over its places b of ``P[a, b]`` times the value at b. Pixels outside the map
-    are zeros as values and dropped as results. This is unfold, product and fold, in one pass.
+    window gets the sum over its places b of ``P[a, b]`` times the value at b. Pixels outside the
+    map are zeros as values and are dropped as results. This fuses unfold, product and fold into one
+    pass.
 
     Args:
         value: (B, Y, X, H, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
@@ -58,13 +59,13 @@ def outlook_attention(
         scale: multiplies the logits, a number; ``D ** -0.5`` when omitted.
 
     Returns:
-        (B, Y, X, H, D), contiguous, in ``value.dtype``; zero at a pixel that no window holds.
+        (B, Y, X, H, D), contiguous, in ``value.dtype``; zero at a pixel that no window contains.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: if a shape, dtype, stride or device is not supported.
 
-    The backward is deterministic. On CUDA second derivatives and forward mode compute in PyTorch,
-    with all scores in memory.
+    The backward is deterministic. On CUDA, second derivatives and forward mode are computed by
+    PyTorch, with all scores in memory.
 
     Numerics: float32 softmax, products and sums, rounded once.
     Source: Yuan et al. 2021, VOLO, section 3.1 (arXiv:2106.13112).
@@ -87,17 +88,17 @@ def outlook_attention_with_stats(
     scale: float | None = None,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``outlook_attention``, with statistics of every head and the outputs of sampled maps.
+    """Compute ``outlook_attention`` with statistics of every head, and capture sampled maps.
 
     Arguments and errors are those of ``outlook_attention``, and ``sample``: (S,) int32 on the
     device of ``value``, the batch entries whose heads are captured. A negative index leaves its
-    slot of ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
+    slot of ``heads`` unwritten. So does an index past the batch on a GPU; the CPU rejects it.
 
     Returns:
         AttentionStats with lse (B, H, y, x, K * K); max_logit, entropy and prob_norm (B, H) over
-        all softmax rows of all windows, those of places outside the map among them, for the model
-        makes them too; head_norm (B, H) of the summed map; heads (S, Y * X, H * D), pixels in
-        row-major order, of float32 products and sums throughout.
+        all softmax rows of all windows, including places outside the map, which the model computes
+        too; head_norm (B, H) of the summed map; heads (S, Y * X, H * D), pixels in row-major order,
+        from float32 products and sums throughout.
     """
     value, logits = autocast(value, logits)
     window = _check(value, logits, kernel_size, stride, padding)
@@ -107,7 +108,7 @@ def outlook_attention_with_stats(
 
 
 def check_window(kernel_size: int, stride: int, padding: int) -> Window:
-    """Return all three; raise ValueError unless they are whole numbers that the kernels take."""
+    """Return all three; raise ValueError unless they are integers that the kernels support."""
     limits = {
         "kernel_size": (kernel_size, 1, MAX_KERNEL_SIZE),
         "stride": (stride, 1, MAX_STRIDE),
@@ -120,14 +121,14 @@ def check_window(kernel_size: int, stride: int, padding: int) -> Window:
             )
     if stride > kernel_size or padding >= kernel_size:
         raise ArgumentError(
-            "windows must hold every pixel and every window a pixel: stride <= kernel_size and "
+            "windows must cover every pixel and overlap the map: stride <= kernel_size and "
             f"padding < kernel_size, got {kernel_size=}, {stride=}, {padding=}"
         )
     return kernel_size, stride, padding
 
 
 def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding: int) -> Window:
-    """Return the window; raise ValueError unless the kernels take these tensors."""
+    """Return the window; raise ValueError unless the kernels support the tensors."""
     window = check_window(kernel_size, stride, padding)
     check_tensor("value", value)
     check_tensor("logits", logits)
@@ -136,7 +137,7 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
     check_layout("value", value)
     batch, y, x, heads, _ = value.shape
     if min(y, x) < 1 or min(y, x) + 2 * padding < kernel_size:
-        raise ArgumentError(f"a map of {y} x {x} holds no window: {kernel_size=}, {padding=}")
+        raise ArgumentError(f"a map of {y} x {x} contains no window: {kernel_size=}, {padding=}")
     places = kernel_size**2
     wanted = batch, num_windows(y, window), num_windows(x, window), heads, places, places
     if tuple(logits.shape) != wanted:
@@ -151,7 +152,7 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
     for name, t in (("value", value), ("logits", logits)):
         check_layout(name, t)
         extent = sum((n - 1) * stride for n, stride in zip(t.shape[1:], t.stride()[1:]))
-        # Of an expanded tensor the gradient, or the output, is larger.
+        # The gradient or output of an expanded tensor is larger than its memory.
         extent = max(extent, math.prod(t.shape[1:]) - 1)
         if extent >= MAX_EXTENT:
             raise ArgumentError(

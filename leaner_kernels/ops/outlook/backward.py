@@ -1,10 +1,10 @@
 """Triton backward of outlook attention: one launch, every gradient gathered by its owner.
 
 Sizes and cells as in the forward. Mapping: the first programs of a head own a tile of windows each
-and write the gradient of their logits; the others own a tile of cells and write the gradient of the
-values there, which sums over the windows that hold a pixel. Probabilities are computed again: rows
-from their logits, columns with the log-sum-exp that the forward left. Nothing is added up across
-programs: no atomics, and the same bits every time.
+and write the gradient of their logits. The others own a tile of cells each and write the gradient
+of the values there, a sum over the windows that contain a pixel. Probabilities are recomputed: rows
+from their logits, columns with the log-sum-exp of the forward. No sum crosses programs: there are
+no atomics, and the result is bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -37,6 +37,7 @@ def _logits_gradient(
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     factor = scale * units(DTYPE)
     real = seen[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
+    # With HELD the values of a window stay in registers for all its rows.
     values = ()
     if HELD:
         for place in tl.static_range(K * K):
@@ -48,6 +49,7 @@ def _logits_gradient(
         if HELD:
             for place in tl.static_range(K * K):
                 product = tl.sum(do * values[place], axis=1)  # (BLOCK,)
+                # One column at a time: registers cannot be indexed at run time.
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
@@ -82,6 +84,8 @@ def _value_gradient(
         i, j = cell_y - t // REACH, cell_x - t % REACH
         seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
         top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+        # Row ``row`` of a window is the gradient at its pixel ``row``; this cell's value is one of
+        # its columns.
         for row in tl.range(K * K, loop_unroll_factor=K):
             do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row

@@ -1,14 +1,14 @@
 """Triton forward of outlook attention: pixels gather from the windows that hold them, no atomics.
 
-Sizes: B batch, Y by X map, H heads of dimension D, K kernel size; BLOCK cells of a tile. A cell is
-STRIDE x STRIDE pixels; cell (i, j) starts where window (i, j) starts, so the windows that hold its
-pixels are (i - t_y, j - t_x) for t below ceil(K / STRIDE), and what is known of a pixel's place in
-them is known when compiling. Mapping: one program owns a tile of cells of one head; it visits their
-windows, and a row of a window's probabilities is needed by one pixel alone, so each row is read by
-one program. A window's value at a place is read once for all pixels of the cell. There are cells
-outside the map where windows reach outside: their rows count as rows, their pixels are dropped.
+Sizes: B batch, Y by X map, H heads of dimension D, K kernel size, BLOCK cells per tile. A cell is
+STRIDE x STRIDE pixels. Cell (i, j) starts where window (i, j) starts, so that the windows that
+contain its pixels are (i - t_y, j - t_x) for t below ceil(K / STRIDE), and the place of a pixel in
+each of them is a compile-time constant. Mapping: one program owns a tile of cells of one head and
+visits their windows. A row of a window's probabilities belongs to one pixel, so that each row is
+read by one program. The value of a window at a place is read once for all pixels of the cell. If
+windows extend beyond the map, so do cells: their rows count as rows, and their pixels are dropped.
 
-Products of 9 or 25 terms are too short for tensor cores: float32 throughout.
+Products of 9 or 25 terms are too short for tensor cores: everything is float32.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -23,11 +23,11 @@ from .._epilogue import add_sums, no_sums, store_statistics, sums_of_rows, with_
 from .._tiles import Tiles, rule
 from .._triton import exponential, head_of, nats, scaled, units
 
-# ELEMENTS: of one pixel of each cell, or window, of a program: for each thread one
-# vector, so that it knows the probabilities of one window, not of several. HELD keeps rows of
-# probabilities, and in the backward the values of a window, in registers: faster, where they fit.
-# A call may bring padded_dim (a head dimension that does not fill its tile), unaligned (a stride
-# that is no multiple of 16) and wide (windows of more than 3 x 3 pixels).
+# ELEMENTS counts those of one pixel of each cell, or window, of a program: one vector per thread,
+# so that a thread needs the probabilities of one window only. HELD keeps rows of probabilities, and
+# in the backward the values of a window, in registers, which is faster if they fit. Features of a
+# call are padded_dim (a head dimension that does not fill its tile), unaligned (a stride that is
+# not a multiple of 16) and wide (windows of more than 3 x 3 pixels).
 RULES = (
     rule(ELEMENTS=1024, HELD=True),
     rule(takes=("wide",), ELEMENTS=1024, HELD=False),
@@ -44,7 +44,7 @@ def load_pixels(
 ):  # fmt: skip
     """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless seen.
 
-    ``ptr`` is where a head of ``view`` starts, (y, x) the first pixels of K x K of the windows.
+    ``ptr`` points to a head of ``view``; (y, x) are the first pixels of the K x K windows.
     """
     dims = tl.arange(0, BLOCK_D)
     y, x = y + place // K, x + place % K  # (BLOCK,)
@@ -60,10 +60,10 @@ def store_pixels(
     ptr, sums, cells, cell_y, cell_x, H, Y, X, CELLS,
     STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store the pixels of cells, one (BLOCK, BLOCK_D) tile a place in the cell, inside the map.
+    """Store the pixels of cells inside the map, one (BLOCK, BLOCK_D) tile for each place in a cell.
 
-    ``ptr`` is where one head of (Y, X, H, D), contiguous, starts. Returns the sum of the squares of
-    what was stored, (BLOCK,).
+    ``ptr`` points to one head of a contiguous (Y, X, H, D). Returns the sum of squares of the
+    stored elements, (BLOCK,).
     """
     dims = tl.arange(0, BLOCK_D)
     square = tl.zeros(cells.shape, tl.float32)
@@ -82,10 +82,11 @@ def store_pixels(
 
 @triton.jit
 def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
-    """Return what is known of one row of NUM scores of each window, (BLOCK,) each.
+    """Return the softmax of one row of NUM scores of each window, and its sums, (BLOCK,) each.
 
-    Its probabilities, in a tuple that is empty unless ``HELD``; the largest score, in ``units``;
-    the sums of the exponentials e^(s - largest), of them times their exponents, of their squares.
+    The results are a tuple of probabilities, empty unless ``HELD``; the largest score, in
+    ``units``; and the sums of the exponentials e^(s - largest), of these times their exponents, and
+    of their squares.
     """
     DTYPE: tl.constexpr = ptr.dtype.element_ty
     pivot = tl.full(seen.shape, float("-inf"), tl.float32)
@@ -102,7 +103,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
         for place in tl.static_range(NUM):
             raised += (exponential(scores[place] - pivot, DTYPE),)
             total += raised[place]
-            # A score of -inf adds nothing, and not 0 times infinity.
+            # A score of -inf adds nothing: 0 * -inf would be nan.
             shift = tl.where(raised[place] > 0, scores[place] - pivot, 0.0)
             centred += raised[place] * shift
             square += raised[place] * raised[place]
@@ -110,6 +111,7 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
         for place in tl.static_range(NUM):
             row += (raised[place] * inverse,)
     else:
+        # Scores are loaded a second time, from the cache, to free their registers.
         for place in range(NUM):
             score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
             pivot = tl.maximum(pivot, score)
@@ -192,8 +194,8 @@ def _outlook_fwd_kernel(
                     if lse_ptr is not None:
                         window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
                         lse = pivot * nats(DTYPE) + tl.log(total)  # (BLOCK,)
-                        # Triton computes the row again here, in a layout of the store's own: one
-                        # thread a window, which is less than moving nine results between threads.
+                        # Triton recomputes the row here in the layout of the store, one thread per
+                        # window. This costs less than moving nine results between threads.
                         tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
                     if stats_ptr is not None:
                         of_row = sums_of_rows(

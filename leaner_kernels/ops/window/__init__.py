@@ -1,4 +1,4 @@
-"""Attention inside the windows of a map, partition and reverse in the kernels' addressing.
+"""Attention inside the windows of a map; the kernels' addressing partitions and reverses it.
 
 Limits: head dimension 1 to 128, because one tile of K and of V must fit on chip; the last axis
 contiguous, because loads are vectors along it; the windows fill the map, because a token outside
@@ -27,24 +27,24 @@ __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
 def window_attention(
     qkv: Tensor, window_size: int | tuple[int, int], *, scale: float | None = None
 ) -> Tensor:
-    """Softmax attention inside each window of a map: tokens attend only within their window.
+    """Compute softmax attention in each window of a map: tokens attend only within their window.
 
     Args:
         qkv: (B, Y, X, 3, H, D), float32, float16 or bfloat16 (on the CPU also float64), any
             strides whose last axis is contiguous; D from 1 to 128.
-        window_size: rows and columns of a window, one number for both; they divide Y and X. Any
-            number of tokens in a window; up to 64 have the faster kernels.
+        window_size: rows and columns of a window, or one number for both; they divide Y and X. A
+            window may have any number of tokens; kernels are fastest up to 64.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
 
     Returns:
         (B, Y, X, H, D), contiguous, in ``qkv.dtype``.
 
     Raises:
-        ValueError: a shape, dtype, stride or device outside the list above.
+        ValueError: if a shape, dtype, stride or device is not supported.
 
-    Nothing is copied before or after on a GPU, and the backward writes one packed gradient, the
-    same bits every time. Second derivatives and forward mode compute in PyTorch there, with all
-    scores in memory.
+    On a GPU, nothing is copied before or after the kernel, and the backward writes one packed
+    gradient, which is bitwise deterministic. Second derivatives and forward mode are computed by
+    PyTorch there, with all scores in memory.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before V.
     Source: Ding et al. 2022, DaViT (arXiv:2204.03645), after Liu et al. 2021 (arXiv:2103.14030)
@@ -65,11 +65,11 @@ def window_attention_with_stats(
     scale: float | None = None,
     sample: Tensor | None = None,
 ) -> AttentionStats:
-    """``window_attention``, with statistics of every head and the outputs of sampled maps.
+    """Compute ``window_attention`` with statistics of every head, and capture sampled maps.
 
     Arguments and errors are those of ``window_attention``, and ``sample``: (S,) int32 on the device
     of ``qkv``, the batch entries whose heads are captured. A negative index leaves its slot of
-    ``heads`` unwritten; on a GPU so does one past the batch, which the CPU refuses.
+    ``heads`` unwritten. So does an index past the batch on a GPU; the CPU rejects it.
 
     Returns:
         AttentionStats with lse (B, H, Y, X), the other statistics (B, H) over all windows of the
@@ -84,7 +84,7 @@ def window_attention_with_stats(
 
 
 def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a window; raise ValueError unless both are numbers from 1."""
+    """Return rows and columns of a window; raise ValueError unless both are positive integers."""
     both = window_size if isinstance(window_size, tuple | list) else (window_size, window_size)
     if len(both) != 2 or any(not isinstance(n, int) or n < 1 for n in both):
         raise ArgumentError(
@@ -94,7 +94,7 @@ def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a window; raise ValueError unless the kernels run it."""
+    """Return rows and columns of a window; raise ValueError if a kernel cannot compute it."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 6 or qkv.shape[3] != 3:
         raise ArgumentError(f"qkv must be (B, Y, X, 3, H, D), got {tuple(qkv.shape)}")
@@ -108,7 +108,7 @@ def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _decomposition(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
-    """Return (B, Y, X, H, D) by PyTorch's attention between two copies."""
+    """Compute (B, Y, X, H, D) with PyTorch's attention, between two copies."""
     batch, y, x, _, heads, dim = qkv.shape
     rows, cols = window
     tiled = qkv.unflatten(2, (x // cols, cols)).unflatten(1, (y // rows, rows)).transpose(2, 3)

@@ -1,9 +1,9 @@
 """Triton backward of window attention: one packed gradient, deterministic, without atomics.
 
-Sizes: as in forward.py. A window that fits one tile takes one launch: a program owns a head of a
-window and computes the softmax and delta = sum(P * dP) again, so that neither the output nor the
-log-sum-exp is read. Larger windows take two, with P from the log-sum-exp: programs that own ROWS
-rows of a head write dQ and delta, then programs that own COLS columns write dK and dV.
+Sizes as in forward.py. A window that fits one tile needs one launch: a program owns a head of a
+window and recomputes the softmax and delta = sum(P * dP), so that neither the output nor the
+log-sum-exp is read. Larger windows need two launches, with P from the log-sum-exp: programs that
+own ROWS rows of a head write dQ and delta, then programs that own COLS columns write dK and dV.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -25,10 +25,9 @@ from .forward import (
     token_offsets,
 )
 
-# In one launch; other windows take two. The scores and their gradients take the registers of four
-# warps.
+# Windows that need one launch. The scores and their gradients fill the registers of four warps.
 TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
-# A program of the first launch owns rows, of the second columns.
+# Programs of the first launch own rows, those of the second own columns.
 TILED_TILES = Tiles("window_tiled_backward", *LARGE_WINDOWS, num_stages=1)
 
 
@@ -47,7 +46,7 @@ def window_bwd_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write dqkv (B, Y, X, 3, H, D) of windows that fit BLOCK tokens."""
+    """Write dqkv (B, Y, X, 3, H, D) for windows of at most BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
@@ -138,8 +137,9 @@ def window_bwd_rows_kernel(
         if q.dtype == tl.float32:
             row_sum += tl.sum(p, axis=1)  # (ROWS,)
     if q.dtype == tl.float32:
-        # The log-sum-exp is rounded, so a row of P misses 1 by its last bit: without the quotient
-        # dP - delta keeps as much of a dP that it should cancel. Half precision errs by more.
+        # The log-sum-exp is rounded, so that a row of P does not sum to exactly 1. Without the
+        # quotient, dP - delta keeps that fraction of a dP that it should cancel. In half precision
+        # other rounding errors dominate.
         delta /= row_sum
     tl.store(delta_ptr + map_rows, delta, mask=inside)
     dq = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -196,7 +196,7 @@ def window_bwd_cols_kernel(
         rows = token_offsets(row, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
         q = load_tokens(qkv_view.ptr, start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
         rows = token_offsets(row, do_view.stride_y, do_view.stride_x, WINDOW_X, ROWS)
-        # Rows outside the window have no gradient: they add nothing below.
+        # Rows outside the window are loaded as zeros and add nothing below.
         do = load_tokens(do_view.ptr, do_start + rows, seen, D, BLOCK_D)  # (ROWS, BLOCK_D)
         map_rows = map_start + token_offsets(row, size_x, 1, WINDOW_X, ROWS)
         lse = tl.load(lse_ptr + map_rows, mask=seen, other=0.0)  # (ROWS,)

@@ -1,9 +1,9 @@
 """Triton forward of window attention: output, statistics and the capture of sampled maps.
 
 Sizes: B batch, Y by X map, H heads, D head dimension, N tokens of a window, S sampled maps.
-Mapping: one program owns ROWS rows of a head of a window; it walks over the keys with the
-online softmax, which for windows of up to COLS tokens is one step. Heads of windows are counted by
-map, window and head, so that neighbours read neighbouring memory.
+Mapping: one program owns ROWS rows of a head of a window. It walks over the keys with the online
+softmax, which is one step for windows of up to COLS tokens. Programs are ordered by map, window and
+head, so that neighbours read neighbouring memory.
 """
 
 # pyright: reportOperatorIssue=false
@@ -26,10 +26,10 @@ from .._triton import (
     units,
 )
 
-# Rows and columns of a tile of scores of one head of a window, cut to the window. In half precision
-# a window of up to 64 tokens is one tile. A program has one head: Triton gives warps whole heads,
-# of which several would compute the same one. Each warp has 16 rows.
-WHOLE_WINDOWS = (  # of kernels that fill the registers of four warps
+# ROWS and COLS are the size of a tile of scores, reduced to the window. In half precision, a window
+# of up to 64 tokens is one tile. A program has one head: with several, Triton assigns whole heads
+# to warps, and several warps would compute the same one. Each warp has 16 rows.
+WHOLE_WINDOWS = (  # for kernels that fill the registers of four warps
     rule(dim=32, tokens=64, ROWS=64, COLS=64, num_warps=4),
     rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=8),
 )
@@ -63,13 +63,13 @@ def find_head(index, H, windows_y, windows_x):
 
 @triton.jit
 def head_offset(view, b, y, x, h):
-    """Return how far a head of the window whose first token is at ``y`` and ``x`` lies."""
+    """Return the offset of a head of the window whose first token is at ``y`` and ``x``."""
     return b * view.stride_b + y * view.stride_y + x * view.stride_x + h * view.stride_h
 
 
 @triton.jit
 def token_offsets(start, stride_y, stride_x, WINDOW_X: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (BLOCK,): how far tokens from ``start`` on lie from their window's first."""
+    """Return the offsets of tokens from ``start`` on relative to their window's first, (BLOCK,)."""
     tokens = start + tl.arange(0, BLOCK)
     y, x = (tokens // WINDOW_X).to(tl.int64), (tokens % WINDOW_X).to(tl.int64)
     return y * stride_y + x * stride_x
@@ -129,7 +129,7 @@ def window_fwd_kernel(
     out_b, wy, wx, h = find_head(tl.program_id(0) // num_tiles, H, windows_y, windows_x)
     b = out_b
     if CAPTURE:
-        # One head to a program, so that one that is not wanted leaves at once.
+        # A program has one head, so that those of an unwanted entry return at once.
         b = tl.load(sample_ptr + out_b).to(tl.int64)
         if (b < 0) | (b >= B):
             return
@@ -143,8 +143,8 @@ def window_fwd_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.zeros([ROWS], tl.float32) + float("-inf")
     row_sum = tl.zeros([ROWS], tl.float32)
-    row_centred = tl.zeros([ROWS], tl.float32)  # sum of p (s - row_max): the entropy without
-    row_square = tl.zeros([ROWS], tl.float32)  # cancelling two large numbers; and sum of p^2
+    row_centred = tl.zeros([ROWS], tl.float32)  # sum of p (s - row_max): no large terms cancel
+    row_square = tl.zeros([ROWS], tl.float32)  # sum of p^2
 
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
@@ -154,7 +154,7 @@ def window_fwd_kernel(
         if STATS and N % COLS == 0:
             s = scaled(s, factor)  # (ROWS, COLS)
         else:
-            # Only an entropy minds, and what a mask chose is not joined with a subtraction.
+            # Only the entropy needs a rounded product, and the compiler does not fuse a masked one.
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
         p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
@@ -163,7 +163,7 @@ def window_fwd_kernel(
         v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         acc *= alpha[:, None]
         if CAPTURE:
-            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+            # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p * SHIFT, v.dtype)
             acc += product_of_parts(high, middle, low, v)  # (ROWS, BLOCK_D)
         else:
@@ -186,6 +186,6 @@ def window_fwd_kernel(
         sums = sums_of_rows(
             row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
         )
-        # (B, H, tiles of every window): joined, the entropy is still to be divided by the rows.
+        # (B, H, tiles of every window): ``join`` divides the means by the number of rows.
         part = ((b * H + h) * windows_y + wy) * windows_x + wx
         store_part(parts_ptr, sums, part * num_tiles + tile, 1, nats(q.dtype))

@@ -1,16 +1,16 @@
 """Gluon backward of softmax attention for short sequences on Ampere: two programs own a head.
 
-Sizes: B batch, H heads, N tokens, D head dimension, T tokens after the last whole tile of 64,
-filled up. Both programs are of one launch. The first keeps K and V in shared memory: one tile of
-rows after the other gives dQ. The second keeps Q and dO: one tile of keys after the other gives dK
-and dV. A warp owns 16 or 32 rows of a tile, so that P and dS go from accumulators to the left
-operand of the next product within registers; left operands come straight from global memory in the
-product's own layout. Up to 16 tokens after the last whole tile are COLS columns of a product, where
-8 cost an eighth of a tile; P and dS then pass through memory that has been read for the last time.
-Every element is written once, without atomics: the result is bitwise deterministic.
+Sizes: B batch, H heads, N tokens, D head dimension, T rows of a buffer for the tokens after the
+last whole tile of 64. Both programs belong to one launch. The first keeps K and V in shared memory:
+tiles of rows give dQ. The second keeps Q and dO: tiles of keys give dK and dV. A warp owns 16 or 32
+rows of a tile, so that P and dS go from accumulators to the left operand of the next product within
+registers; left operands are loaded straight from global memory. Up to 16 tokens after the last
+whole tile are the COLS columns of transposed products, of which 8 cost an eighth of a tile. P and
+dS then pass through buffers that are no longer read. Every element is written once, without
+atomics: the result is bitwise deterministic.
 
-Written in Gluon because Triton's language stores K a second time where its transpose is an operand,
-and gives the warps of a product columns of it.
+The kernel is written in Gluon because Triton's language stores K twice if its transpose is an
+operand, and splits a product between warps by columns.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -56,8 +56,9 @@ from .gluon_tiles import (
     visible_tiles,
 )
 
-# For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries. ``BLOCK`` is
-# rows of a tile, or keys, 16 or 32 of a warp; ``STEP`` how many keys, or rows, it sees at a time.
+# For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
+# ``BLOCK`` is the rows, or keys, of a tile, 16 or 32 per warp; ``STEP`` is the keys, or rows, of
+# one step.
 TILES = Tiles(
     "ampere_backward",
     rule(dim=16, tokens=256, BLOCK=64, num_warps=2, maxnreg=168),
@@ -85,15 +86,15 @@ def _rows_segment(
     STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of a tile what STEPS times STEP keys in a buffer give."""
+    """Add the contribution of STEPS * STEP keys in a buffer to dQ of a tile of rows."""
     MMA: gl.constexpr = dq.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     for n in gl.static_range(STEPS):
         k_step, v_step = k.slice(n * STEP, STEP), v.slice(n * STEP, STEP)
         zero = gl.zeros([q.shape[0], STEP], gl.float32, MMA)
-        s = mma(q, k_step.permute((1, 0)).load(RIGHT), zero)
-        dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)
+        s = mma(q, k_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
+        dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
         cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
         rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
         dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
@@ -101,8 +102,10 @@ def _rows_segment(
             ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
         else:
             ds = gl.exp2(s * factor - lse) * (dp - delta)
+        # Masking dS instead of P is enough: dQ needs no other product of P.
         ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
         store_ds(mask[4], ds, rows, cols, N)
+        # dS goes from the accumulator to the left operand within registers.
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
     return dq
 
@@ -112,7 +115,7 @@ def _keys_segment(
     dk, dv, k, v, q, do, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
     STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV of a tile what STEPS times STEP rows in a buffer give."""
+    """Add the contribution of STEPS * STEP rows in a buffer to dK and dV of a tile of keys."""
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -121,14 +124,15 @@ def _keys_segment(
         q_step, do_step = q.slice(n * STEP, STEP), do.slice(n * STEP, STEP)
         lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
         zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
-        s = mma(k, q_step.permute((1, 0)).load(RIGHT), zero)
-        dp = mma(v, do_step.permute((1, 0)).load(RIGHT), zero)
-        keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+        s = mma(k, q_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): S^T
+        dp = mma(v, do_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): dP^T
+        keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]  # (keys, 1)
         rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
         if mask[0] is not None:
             p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
         else:
             p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+        # Keys at and past ``limit`` are not masked here: the caller discards their dK and dV.
         p = masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
         dp, weight = behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
@@ -143,11 +147,12 @@ def _describe_rows(
     max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Write dO, the log-sum-exp and delta = sum(dO O) of rows to shared memory."""
+    """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
     ROWS: gl.constexpr = do_tile.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
     do = do * lost[:, None]
     out = load_in_layout(out_ptr, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
     do_tile.store(placed(do.to(do_tile.dtype), ORDERED))
@@ -162,13 +167,14 @@ def _rows(
     ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Return Q and dO of rows as left operands, the log-sum-exp and delta of each."""
+    """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    # As in ``_describe_rows``; the sum over dimensions is within the four threads of a row.
     wide = do.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
     delta = gl.convert_layout(gl.sum(wide * out.to(gl.float32), 1), OWN)
     return q, wide.to(do.dtype), lse, delta
@@ -176,7 +182,7 @@ def _rows(
 
 @gluon.jit
 def _turned(tile, x):
-    """Write (64, COLS) over a tile that has been read for the last time; return where."""
+    """Store (64, COLS) over a tile that is no longer read; return the view of it."""
     COLS: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // COLS, COLS // 8, [1, 0])
     view = reinterpret(tile, [64 * tile.shape[1] // COLS, COLS], LAYOUT).slice(0, 64)
@@ -189,13 +195,14 @@ def _rows_in_columns(
     dq, q, do, k, v, k_tile, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Add to dQ (D, COLS) of the rows in columns what up to 64 keys give.
+    """Add the contribution of up to 64 keys to dQ^T (D, COLS) of the rows in columns.
 
-    ``k`` and ``v`` are those keys as left operands, ``k_tile`` their buffer, ``tile`` one to spare.
+    ``k`` and ``v`` are those keys as left operands, ``k_tile`` is their buffer, and ``tile`` is a
+    buffer that may be overwritten.
     """
     MMA: gl.constexpr = dq.type.layout
     COLS: gl.constexpr = q.shape[1]
-    zero = gl.zeros([64, COLS], gl.float32, MMA)
+    zero = gl.zeros([64, COLS], gl.float32, MMA)  # keys by rows
     cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
     if mask[0] is not None:
@@ -204,13 +211,14 @@ def _rows_in_columns(
         p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
     dp = mma(v, do, zero)
     dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
-    ds = p * (dp - delta[None, :])
+    ds = p * (dp - delta[None, :])  # (64, COLS)
     ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
     store_ds(mask[4], ds, rows, cols, N)
+    # K^T (D, keys) goes to registers first: dS may be stored over the buffer of K.
     left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
-    barrier()
+    barrier()  # all warps have loaded K^T
     ds = _turned(tile, ds)
-    barrier()
+    barrier()  # dS of all warps is stored
     return mma(left, ds.slice(0, k_tile.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
 
 
@@ -219,10 +227,10 @@ def _keys_in_columns(
     dk, dv, k, v, q, do, q_tile, do_tile, p_tile, ds_tile, lse, delta, first, start, factor, N,
     mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Add to dK and dV (D, COLS) of the keys in columns what up to 64 rows give.
+    """Add the contribution of up to 64 rows to dK^T and dV^T (D, COLS) of the keys in columns.
 
-    ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` their buffers,
-    ``p_tile`` and ``ds_tile`` two to spare.
+    ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` are their buffers,
+    and ``p_tile`` and ``ds_tile`` are buffers that may be overwritten.
     """
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -239,11 +247,12 @@ def _keys_in_columns(
     p = masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
     dp = mma(do, v, zero)
     dp, weight = behind_dropout(dp, p, dropout, rows, cols)
-    ds = p * (dp - delta[:, None])
+    ds = p * (dp - delta[:, None])  # (64, COLS)
+    # Q^T and dO^T, (D, rows), go to registers first: P and dS may be stored over their buffers.
     left_q, left_do = q_tile.permute((1, 0)).load(LEFT), do_tile.permute((1, 0)).load(LEFT)
-    barrier()
+    barrier()  # all warps have loaded Q^T and dO^T
     p, ds = _turned(p_tile, weight), _turned(ds_tile, ds)
-    barrier()
+    barrier()  # P and dS of all warps are stored
     dv = mma(left_do, p.slice(0, ROWS).load(RIGHT), dv)
     dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
     return dk, dv
@@ -293,6 +302,7 @@ def _ampere_bwd_kernel(
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HIDES: gl.constexpr = lengths_ptr is not None
     TAIL: gl.constexpr = FULL * 64
+    # Programs 2 h and 2 h + 1 own head h.
     h = gl.program_id(0) // 2
     h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
     q_ptr = head_start(q_view, b_64, h_64)
@@ -313,7 +323,7 @@ def _ampere_bwd_kernel(
     end = N
     if COLS > 0:
         end = full * 64
-    # The first program of a head keeps K and V here, the second Q and dO.
+    # The first program of a head keeps K and V in these buffers, the second Q and dO.
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     qs, dos = ks, vs
@@ -322,6 +332,7 @@ def _ampere_bwd_kernel(
         v_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
         q_tail, do_tail = k_tail, v_tail
     if gl.program_id(0) % 2 == 0:
+        # First program: dQ.
         for n in gl.static_range(FULL):
             copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
             copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
@@ -330,6 +341,7 @@ def _ampere_bwd_kernel(
             copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
         commit_copies()
         dq_ptr = head_start(dq_view, b_64, h_64)
+        # Wait for K and V of all threads. The loop over tiles only reads them, without barriers.
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
@@ -338,6 +350,7 @@ def _ampere_bwd_kernel(
                 max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
+            # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
             seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
@@ -358,6 +371,7 @@ def _ampere_bwd_kernel(
                 )  # fmt: skip
             store_product_rows(dq_ptr, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
         if COLS > 0:
+            # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
             lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
             q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
@@ -368,15 +382,17 @@ def _ampere_bwd_kernel(
                 gl.float32
             )
             do_t = do_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
-            delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))
+            delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))  # (COLS,)
             do_t = do_t.to(DTYPE)
             dq_t = gl.zeros([D, COLS], gl.float32, MMA)
             for i in range(full):
+                # These are the last reads of K: dS is stored over its tile.
                 k, v = ks.index(i), vs.index(i)
                 dq_t = _rows_in_columns(
                     dq_t, q_t, do_t, k.load(LEFT), v.load(LEFT), k, k, lse_t, delta_t, TAIL,
                     i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
                 )  # fmt: skip
+            # The last keys have a buffer of T rows, but a left operand has 64: it is loaded again.
             k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
             v_left = load_left(v_ptr, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
             dq_t = _rows_in_columns(
@@ -385,6 +401,7 @@ def _ampere_bwd_kernel(
             )  # fmt: skip
             store_columns(dq_ptr, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
     else:
+        # Second program: dK and dV.
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
@@ -395,6 +412,8 @@ def _ampere_bwd_kernel(
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
         for n in range(full):
+            # dO is not copied but loaded, since delta needs it in registers; Q is in flight
+            # meanwhile.
             _describe_rows(
                 dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
                 out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
@@ -406,6 +425,7 @@ def _ampere_bwd_kernel(
             )  # fmt: skip
         dk_ptr = head_start(dk_view, b_64, h_64)
         dv_ptr = head_start(dv_view, b_64, h_64)
+        # Wait for Q, dO, the log-sum-exp and delta of all threads.
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
@@ -415,6 +435,8 @@ def _ampere_bwd_kernel(
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
             start, seen = 0, 0
             if CAUSAL:
+                # Under a causal mask the loop starts at the diagonal, whose tiles are masked; later
+                # tiles of rows see all of these keys.
                 start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
                 for i in range(start, seen):
                     dk, dv = _keys_segment(
@@ -432,15 +454,19 @@ def _ampere_bwd_kernel(
                     N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
                 )  # fmt: skip
             if HIDES:
+                # Hidden keys were loaded as zeros, and P of a zero score may overflow: discard
+                # their rows.
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
             store_product_rows(dk_ptr, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
             store_product_rows(dv_ptr, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
         if COLS > 0:
+            # The last keys as columns: S and dP (64, COLS), and dK^T and dV^T (D, COLS).
             k_t = load_columns(k_ptr, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
             v_t = load_columns(v_ptr, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
+            # Under a causal mask no row of a whole tile sees the last keys.
             if not CAUSAL:
                 for i in range(full):
                     q, do = qs.index(i), dos.index(i)
@@ -493,7 +519,8 @@ def prepare(
         STEP=tile["STEP"],
         BLOCK=tile["BLOCK"],
         WARPS=tile.options["num_warps"],
-        # By prediction: up to 256 tokens of 32 copies of 4 bytes cost more than they save.
+        # Predicted: up to 256 tokens with 32 dimensions, 4-byte copies cost more than wide loads
+        # and stores save.
         ORDERED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

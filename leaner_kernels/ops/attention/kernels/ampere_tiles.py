@@ -1,12 +1,13 @@
-"""What the kernels in Gluon for Ampere share: rows read and stored in the layouts of ``mma``.
+"""Helpers of the Gluon kernels for Ampere: rows loaded and stored in the layouts of ``mma``.
 
-A warp owns 16 rows of a tile, so that what a product gives becomes the left operand of the next
-within registers. Left operands come straight from global memory.
+A warp owns 16 rows of a tile, so that the result of a product becomes the left operand of the next
+within registers. Left operands are loaded straight from global memory.
 
-In the layout of a product a thread holds two neighbouring elements of every eight, so that rows are
-read and stored 4 bytes at a time, half a sector of each. Where ORDERED, the dimensions of a head
-stand in another order on chip, within 32 (``element_at``): what a thread holds of a row is then 16
-bytes side by side. Products sum over them in any order; results are stored in their own.
+In the layout of a product, a thread holds two neighbouring elements of every eight: rows are loaded
+and stored 4 bytes at a time, and half of each sector is unused. With ORDERED, the dimensions of a
+head are permuted on chip within groups of 32 (``element_at``), so that a thread holds 16 contiguous
+bytes of a row. The order does not matter to products that sum over the dimensions; results are
+stored in their natural order.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -19,21 +20,25 @@ from ..._gluon import copy_async, gl, gluon
 
 @gluon.constexpr_function
 def copied(D, WARPS, ORDERED=False):
-    """Return the layout in which threads copy rows, 16 bytes each, or 4 in another order."""
+    """Return the layout of asynchronous copies: 16 bytes per thread, or 4 with ORDERED."""
+    # Two neighbours stay together in the permutation: 4 bytes are the widest possible copy.
     if ORDERED:
         return gl.BlockedLayout([1, 2], [64 // D, D // 2], [WARPS, 1], [1, 0])
+    # Each thread copies eight elements, 16 bytes; a warp copies 256 elements.
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def in_memory(D):
-    """Return the layout of rows in shared memory, which ldmatrix reads either way unhindered."""
+    """Return a layout of shared memory that ldmatrix reads without conflicts, transposed or not."""
     return gl.SwizzledSharedLayout(8, 64 // D if D < 64 else 1, min(D // 8, 8), [1, 0])
 
 
 @gluon.constexpr_function
 def sixteen_bytes(ROWS, D, WARPS):
-    """Return the layout of rows in their own order that holds what a left operand holds."""
+    """Return the layout, in natural order, whose threads own the elements of a left operand."""
+    # Register bases beyond the first 16 bytes: groups of 32 dimensions, row + 8, more tiles of
+    # rows.
     groups = [[0, 32 << i] for i in range((D // 32).bit_length() - 1)]
     more = [[16 * WARPS << i, 0] for i in range((ROWS // (16 * WARPS)).bit_length() - 1)]
     warps = [[16 << i if 16 << i < ROWS else 0, 0] for i in range(WARPS.bit_length() - 1)]
@@ -48,16 +53,19 @@ def sixteen_bytes(ROWS, D, WARPS):
 
 @gluon.jit
 def element_at(places, ORDERED: gl.constexpr):
-    """Return which elements of a row stand at places on chip."""
+    """Return the elements of a row that lie at the given places on chip."""
     if ORDERED:
+        # Within 32: bits 1 and 2 of a place, the lane, become bits 3 and 4 of the element, and vice
+        # versa. A lane then holds eight neighbouring elements.
         places = (places & ~30) | ((places & 6) << 2) | ((places & 24) >> 2)
+        # Bit 0 stays, which the compiler cannot see through the bits above.
         places = gl.max_contiguous(gl.multiple_of(places, 2), 2)
     return places
 
 
 @gluon.jit
 def placed(x, ORDERED: gl.constexpr):
-    """Return (rows, D) in the order on chip, from that of memory, or the other way."""
+    """Permute (rows, D) from the order of memory to that on chip; the map is its own inverse."""
     ROWS: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     if ORDERED:
@@ -67,7 +75,7 @@ def placed(x, ORDERED: gl.constexpr):
 
 @gluon.jit
 def head_start(view, b, h):
-    """Return where head ``h`` of batch entry ``b`` starts, both 64-bit."""
+    """Return a pointer to head ``h`` of batch entry ``b``; both indices are 64-bit."""
     return view.ptr + (b * view.stride_b + h * view.stride_h)
 
 
@@ -76,16 +84,17 @@ def load_in_layout(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return (ROWS, D) rows from ``start`` on, zero from ``end`` on, in the order of memory."""
+    """Load rows from ``start`` on as (ROWS, D), zero from ``end`` on, in the order of memory."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
-    return gl.load(ptrs, mask=(start + rows < end)[:, None], other=0.0)
+    return gl.load(ptrs, mask=(start + rows < end)[:, None], other=0.0)  # (ROWS, D)
 
 
 @gluon.jit
 def moved(x):
-    """Return ``x`` in other registers: ptxas would move what 16 bytes brought at each use."""
+    """Copy ``x`` to other registers, once; otherwise ptxas would do so at each use."""
+    # The grid has two axes: this index is always 0, which the compiler does not know.
     nothing = gl.program_id(2).to(gl.int16).to(x.dtype, bitcast=True)
     return gl.inline_asm_elementwise(
         "or.b32 $0, $1, $2;", "=r,r,r", [x, gl.full_like(x, nothing)], dtype=x.dtype, is_pure=True,
@@ -98,9 +107,11 @@ def load_left(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
     LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Return rows as a left operand, in the order on chip."""
+    """Load rows as a left operand, in the order on chip."""
     if ORDERED:
         OWN: gl.constexpr = sixteen_bytes(ROWS, D, WARPS)
+        # 16-byte loads of the elements that the thread owns as a left operand: the permutation and
+        # the conversion rename registers.
         x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, OWN)
         x = moved(gl.convert_layout(placed(x, True), LEFT))
     else:
@@ -113,18 +124,18 @@ def load_columns(
     ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
-    """Return (D, ROWS): rows from ``start`` on as columns, zero from ``end`` on."""
+    """Load rows from ``start`` on as the columns of (D, ROWS), zero from ``end`` on."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-    dims = element_at(gl.arange(0, D, gl.SliceLayout(1, LAYOUT)), ORDERED)
+    dims = element_at(gl.arange(0, D, gl.SliceLayout(1, LAYOUT)), ORDERED)  # (D,)
     ptrs = ptr + start * STRIDE + (rows[None, :] * STRIDE + dims[:, None])
-    return gl.load(ptrs, mask=(start + rows < end)[None, :], other=0.0)
+    return gl.load(ptrs, mask=(start + rows < end)[None, :], other=0.0)  # (D, ROWS)
 
 
 @gluon.jit
 def store_product_rows(
     ptr, STRIDE: gl.constexpr, x, start, end, WARPS: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """Store (rows, D) in the layout of a product, those before ``end``."""
+    """Store rows before ``end`` of (rows, D), the result of a product."""
     x = x.to(ptr.dtype.element_ty)
     if ORDERED:
         OWN: gl.constexpr = sixteen_bytes(x.shape[0], x.shape[1], WARPS)
@@ -138,7 +149,7 @@ def store_product_rows(
 
 @gluon.jit
 def store_columns(ptr, STRIDE: gl.constexpr, x, start, end, ORDERED: gl.constexpr):
-    """Store (D, rows) in the layout of a product as rows, those before ``end``."""
+    """Store the columns of (D, rows), the result of a product, as rows before ``end``."""
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     dims = element_at(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)), ORDERED)
@@ -150,7 +161,7 @@ def store_columns(ptr, STRIDE: gl.constexpr, x, start, end, ORDERED: gl.constexp
 def copy_rows(
     shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr, ORDERED: gl.constexpr
 ):
-    """Start to copy rows into shared memory, zeros from ``end`` on."""
+    """Start an asynchronous copy of rows into shared memory; write zeros from ``end`` on."""
     rows = gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT))
     dims = element_at(gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT)), ORDERED)
     ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])

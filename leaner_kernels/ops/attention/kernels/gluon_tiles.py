@@ -1,9 +1,12 @@
-"""What the kernels in Gluon share: tiles of 64 rows, copied and stored.
+"""Helpers of the Gluon kernels: tiles of 64 rows, row statistics, masks, dropout, backward steps.
 
-Those for Hopper are written in Gluon because Triton's language unrolls a tuple of resident tiles:
-the addresses and descriptors of all products then stay in registers, and spill. For the same reason
-loops over tiles have a trip count that the compiler does not know, the strides of rows are
-constants, and addresses are found anew where they are needed.
+The Hopper kernels are written in Gluon because Triton's language unrolls a tuple of resident tiles.
+The addresses and wgmma descriptors of all products then stay live in registers, and spill. For the
+same reason the trip counts of loops over tiles are run-time values, row strides are constants, and
+addresses are recomputed where they are used.
+
+A tail is the tokens after the last whole tile, where they are few: they are the T columns of a
+transposed product, which costs less than another tile of 64 rows.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -19,7 +22,7 @@ from ..call import GluonView
 
 @gluon.jit
 def here(x):
-    """Return ``x``; the compiler cannot find it ahead of a loop, to stay in registers."""
+    """Return ``x`` unchanged; stop the compiler from hoisting it out of a loop."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -27,11 +30,13 @@ def here(x):
 
 @gluon.jit
 def own_head(view, GROUP: gl.constexpr = 1):
-    """Return where this program's head starts, which GROUP query heads share.
+    """Return a pointer to this program's head, which GROUP query heads share.
 
-    In its entry of the batch, or at ``view.first``. It is computed anew at each use: kept from one
-    to the next, the addresses of all tensors would fill registers.
+    It points into this program's batch entry, or to token ``view.first`` of a varlen batch. The
+    address is recomputed at each use: kept live, the addresses of all tensors would fill registers.
     """
+    # Impure inline assembly: the compiler cannot merge these reads of the program's index, nor
+    # hoist them out of a loop.
     h = gl.inline_asm_elementwise(
         "mov.u32 $0, %ctaid.x;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -43,6 +48,7 @@ def own_head(view, GROUP: gl.constexpr = 1):
         b = here(view.first)
     if GROUP > 1:
         h = h // GROUP
+    # Offsets between heads are 64-bit, offsets within one head 32-bit (``_fits_gluon``).
     return view.ptr + (b.to(gl.int64) * view.stride_b + h.to(gl.int64) * view.stride_h)
 
 
@@ -51,9 +57,9 @@ def fetch_rows(
     shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
     GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Start to copy rows from ``start`` on into shared memory; with MASK, zeros from ``end`` on.
+    """Start an asynchronous copy of rows from ``start`` on; with MASK, write zeros from ``end`` on.
 
-    In one piece: Triton 3.6 puts a barrier between the slices of a copy.
+    The copy is not sliced: Triton 3.6 puts a barrier between the slices of a copy.
     """
     WIDTH: gl.constexpr = shared.shape[1]
     rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
@@ -63,6 +69,7 @@ def fetch_rows(
         + start * view.stride_n
         + (rows[:, None] * view.stride_n + dims[None, :])
     )
+    # Masked elements are written as zeros: products read whole tiles.
     if MASK or D < WIDTH:
         copy_async(shared, ptrs, mask=(start + rows < end)[:, None] & (dims < D)[None, :])
     else:
@@ -74,10 +81,10 @@ def left_rows(
     view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
     ROWS: gl.constexpr = 64, GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Return rows, of a left operand say, zeros from ``end`` on."""
+    """Load rows into registers, such as those of a left operand; zeros from ``end`` on."""
     rows = here(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    inside = (start + rows < end)[:, None]
+    inside = (start + rows < end)[:, None]  # (ROWS, 1)
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
     ptrs = (
@@ -85,7 +92,7 @@ def left_rows(
         + start * view.stride_n
         + (rows[:, None] * view.stride_n + dims[None, :])
     )
-    return gl.load(ptrs, mask=inside, other=0.0)
+    return gl.load(ptrs, mask=inside, other=0.0)  # (ROWS, WIDTH)
 
 
 @gluon.jit
@@ -93,7 +100,7 @@ def fetch_tiles(
     tiles, view, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
     GROUP: gl.constexpr = 1,
 ):  # fmt: skip
-    """Start to copy all whole tiles of a head."""
+    """Start asynchronous copies of all whole tiles of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     for i in gl.static_range(COUNT):
@@ -104,14 +111,18 @@ def fetch_tiles(
 def put_rows(
     view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Store a tile of rows by way of shared memory; with MASK, those before ``end``."""
+    """Store a tile of rows through shared memory; with MASK, only the rows before ``end``."""
     WIDTH: gl.constexpr = stage.shape[1]
+    # 128 threads store 8 elements, 16 bytes, each.
     STEP: gl.constexpr = 1024 // WIDTH
+    # In the layout of a product a thread holds two neighbouring elements. Shared memory regroups
+    # them into the 16-byte vectors of LAYOUT.
     stage.store(x.to(stage.dtype))
     rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
     for i in gl.static_range(stage.shape[0] // STEP):
+        # A part is (STEP, WIDTH).
         part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
         if D < WIDTH:
@@ -124,7 +135,7 @@ def put_rows(
 
 @gluon.jit
 def turned_rows(x, stage, LAYOUT: gl.constexpr):
-    """Return a tile of rows as its threads store it, by way of shared memory."""
+    """Convert a tile of rows to the layout of its store through shared memory."""
     stage.store(x.to(stage.dtype))
     return stage.load(LAYOUT)
 
@@ -133,7 +144,7 @@ def turned_rows(x, stage, LAYOUT: gl.constexpr):
 def put_own(
     view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Store a tile of rows as its threads hold them; with MASK, those before ``end``."""
+    """Store a tile of rows in its own layout; with MASK, only the rows before ``end``."""
     rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
@@ -148,14 +159,17 @@ def put_own(
 
 @gluon.constexpr_function
 def exchanged_layout(block_dim):
-    """Return the layout of 64 rows whose threads hold 16 bytes of a row side by side.
+    """Return a layout of 64 rows in which a thread holds 16 contiguous bytes of a row.
 
-    Each warp has the rows that it has of a product: between the two layouts no data leaves it.
+    A warp owns the same 16 rows as in the layout of a product, so that a conversion between the two
+    moves data only within a warp.
     """
+    # The register bases: eight neighbouring elements, 16 bytes of half precision.
     eight = [[0, 1], [0, 2], [0, 4]]
     if block_dim == 16:
         held, lanes = eight, [[0, 8], [1, 0], [2, 0], [4, 0], [8, 0]]
     else:
+        # The lanes of a row cover 32 elements; the other registers are row + 8 and wider heads.
         held = [*eight, [8, 0], *([0, n] for n in (32, 64) if n < block_dim)]
         lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(held, lanes, [[16, 0], [32, 0]], [], [64, block_dim])
@@ -163,14 +177,14 @@ def exchanged_layout(block_dim):
 
 @gluon.jit
 def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store a tile of rows in ``exchanged_layout``; with MASK, those before ``end``."""
+    """Store a tile of rows in ``exchanged_layout``; with MASK, only the rows before ``end``."""
     x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
     put_own(view, x, start, end, D, MASK, LAYOUT)
 
 
 @gluon.jit
 def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store (dims, rows) as rows from ``start`` on, those before ``end``."""
+    """Store a transposed tile (dims, rows) as rows from ``start`` on; skip rows from ``end`` on."""
     dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
     ptrs = own_head(view) + (rows[None, :] * view.stride_n + dims[:, None])
@@ -188,22 +202,24 @@ def from_token(view, first):
 
 @gluon.jit
 def number_of_keys(lengths_ptr, M):
-    """Return how many keys this program's entry of the batch sees."""
+    """Return the number of keys that are visible in this program's batch entry, from 1 to M."""
     limit = M
     if lengths_ptr is not None:
+        # Lengths are not checked on the host: clamping keeps accesses inside the tensor.
         limit = gl.minimum(gl.maximum(gl.load(lengths_ptr + gl.program_id(1)), 1), M)
     return limit
 
 
 @gluon.jit
 def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
-    """Return the log-sum-exp of rows in base 2, inf where not ``inside``, and what it lost.
+    """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
-    SCALED gives it in units of scores: what ``exponents_of`` subtracts from them. Beside a large
-    maximum the log of the sum is rounded away: P is then too large by a factor, which belongs into
-    dO, and with it into delta.
+    The log-sum-exp is inf where not ``inside``, so that P = 0. With SCALED it is in units of the
+    scores, as ``exponents_of`` subtracts it. Beside a large maximum, the log of the sum is rounded
+    away. P is then off by a factor, which the caller applies to dO, and through dO to delta.
     """
-    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)
+    # Pairs (maximum, log of the sum), as ``put_max_log_sum`` wrote them; the second is in nats.
+    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)  # (rows,)
     log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
     if SCALED:
         lse = row_max + log_sum * (1.0 / factor)
@@ -216,16 +232,20 @@ def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
 
 @gluon.jit
 def own_sum(x):
-    """Return (rows, 4): of each row what each of four threads holds."""
+    """Sum each row over the elements of a thread: (rows, 4) partial sums of four threads."""
+    # A row of a product lies with four threads, each with two of every eight columns. Summing
+    # within threads alone needs no shuffles in the loop over keys; ``joined`` adds the four later.
     COLS: gl.constexpr = x.shape[1]
     return gl.sum(gl.sum(x.reshape([x.shape[0], COLS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def own_parts(x):
-    """Return tensors (rows, 4): of each row what each of four threads holds, one at a time."""
+    """Split rows into tensors (rows, 4), each with one element of each of a row's four threads."""
     ROWS: gl.constexpr = x.shape[0]
     COUNT: gl.constexpr = x.shape[1] // 8
+    # Halve the columns of a thread until each tensor holds one: splits move no data between
+    # threads.
     even, odd = x.reshape([ROWS, COUNT, 4, 2]).split()
     parts = (even, odd)
     for n in gl.static_range(3):
@@ -241,7 +261,7 @@ def own_parts(x):
 
 @gluon.jit
 def own_products(total, x, y):
-    """Add to (rows, 4) the own sums of x y: a multiply-add each, where ``own_sum`` takes three."""
+    """Add ``own_sum(x * y)`` to (rows, 4) with one multiply-add per element."""
     xs, ys = own_parts(x), own_parts(y)
     for i in gl.static_range(x.shape[1] // 4):
         total = gl.fma(
@@ -254,15 +274,15 @@ def own_products(total, x, y):
 
 @gluon.jit
 def joined(x, LAYOUT: gl.constexpr):
-    """Return (rows,) sums of what ``own_sum`` left apart."""
+    """Sum the four partial sums of ``own_sum`` for each row: (rows,)."""
     return gl.convert_layout(gl.sum(x, 1), LAYOUT)
 
 
 @gluon.jit
 def correct(do_tile, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by what ``row_statistics`` returns."""
+    """Multiply rows of dO in shared memory by the factor that ``row_statistics`` returns."""
     rows = start + gl.arange(0, do_tile.shape[0], gl.SliceLayout(1, LAYOUT))
-    do = do_tile.load(LAYOUT)
+    do = do_tile.load(LAYOUT)  # (rows, D)
     _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
     do_tile.store((do.to(gl.float32) * lost[:, None]).to(do.dtype))
 
@@ -271,11 +291,13 @@ def correct(do_tile, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.c
 def visible_tiles(
     full, limit, first, BLOCK: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr
 ):
-    """Return how many tiles of keys all of BLOCK rows see whole, and how many some row sees."""
+    """Return how many tiles of keys every row sees in full, and how many at least one row sees."""
+    # Tiles before the first number need no mask; those from there to the second are masked.
     seen, last = full, full
     if HIDES:
         seen, last = gl.minimum(limit // 64, full), gl.minimum((limit + 63) // 64, full)
     if CAUSAL:
+        # The diagonal crosses the tiles of keys from the first of these rows to the last.
         seen, last = gl.minimum(seen, first // 64), gl.minimum(last, (first + BLOCK) // 64)
     return seen, last
 
@@ -285,17 +307,18 @@ def visible_tiles(
 
 @gluon.jit
 def no_sums(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the sums of no rows: largest score, entropy, squares of P, of the output, maxima."""
+    """Return sums of zero rows: largest score, entropy, squares of P and of the output, maxima."""
     zero = gl.zeros([ROWS], gl.float32, LAYOUT)
     return gl.full([ROWS], float("-inf"), gl.float32, LAYOUT), zero, zero, zero, zero
 
 
 @gluon.jit
 def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
-    """Return the sums of rows, of which those not ``inside`` add nothing; exponents in base 2.
+    """Return the sums of rows, with zeros for rows not ``inside``; exponents are in base 2.
 
-    What they are made of, ``sums_of_rows`` of ``ops/_epilogue.py`` tells.
+    ``sums_of_rows`` of ``ops/_epilogue.py`` describes the arguments.
     """
+    # H = log(sum e) - sum(e log e) / sum(e), with the maximum as pivot of all exponents.
     entropy = gl.log(row_sum) - LN_2 * row_centred / row_sum
     square = row_square / (row_sum * row_sum)
     return sums_of_entropies(row_max, entropy, square, out_square, inside)
@@ -303,27 +326,27 @@ def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
 
 @gluon.jit
 def sums_of_entropies(row_max, entropy, square, out_square, inside):
-    """Return the sums of rows whose entropies and squares are known."""
+    """Return the sums of rows from their entropies and squares."""
     row_max = gl.where(inside, row_max, float("-inf"))
     return (
         row_max,
         gl.where(inside, entropy, 0.0),
         gl.where(inside, square, 0.0),
         gl.where(inside, out_square, 0.0),
-        # A row that sees no key counts as 0.
+        # A row without a visible key counts as 0.
         gl.where(row_max == float("-inf"), 0.0, row_max),
     )
 
 
 @gluon.jit
 def with_output(sums, out_square):
-    """Return sums of rows of P with the squares of the output, which were summed up apart."""
+    """Return the sums of P with ``out_square``, which was summed separately."""
     return sums[0], sums[1], sums[2], out_square, sums[4]
 
 
 @gluon.jit
 def add_sums(sums, others):
-    """Return both together."""
+    """Combine two tuples of sums."""
     largest = gl.maximum(sums[0], others[0])
     square, out_square = sums[2] + others[2], sums[3] + others[3]
     return largest, sums[1] + others[1], square, out_square, sums[4] + others[4]
@@ -331,7 +354,7 @@ def add_sums(sums, others):
 
 @gluon.jit
 def reduce_sums(sums, AXIS: gl.constexpr = 0):
-    """Return the sums over rows."""
+    """Reduce the sums over rows."""
     largest, entropy = gl.max(sums[0], AXIS), gl.sum(sums[1], AXIS)
     square, out_square = gl.sum(sums[2], AXIS), gl.sum(sums[3], AXIS)
     return largest, entropy, square, out_square, gl.sum(sums[4], AXIS)
@@ -339,13 +362,14 @@ def reduce_sums(sums, AXIS: gl.constexpr = 0):
 
 @gluon.jit
 def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
-    """Store the statistics of a head, whose sums are complete, into (statistics, B, H).
+    """Store the statistics of a head with complete sums into (statistics, B, H).
 
-    ``scale`` is what scores are still to be multiplied by; ``inside`` may be None.
+    ``scale`` multiplies the maxima of the scores; ``inside`` may be None.
     """
+    # The caller passes a pointer to the first statistic; each is (B, H).
     ptr += head
     step = num_heads.to(gl.int64)
-    # A maximum passes nan over; a sum does not, and a diverged model must show.
+    # A maximum ignores nan and a sum propagates it; a diverged model must show.
     diverged = sums[1] != sums[1]
     gl.store(ptr, gl.where(diverged, float("nan"), sums[0] * scale), mask=inside)
     gl.store(ptr + step, sums[1] / num_rows, mask=inside)
@@ -356,16 +380,16 @@ def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
 
 
 # --- Masks and dropout, for scores in any layout --------------------------------------------------
-# ``rows`` and ``cols`` number the scores and broadcast against each other: (R, 1) and (1, C), or,
-# of scores whose rows are columns of a product, (1, R) and (C, 1).
+# ``rows`` and ``cols`` are the indices of the scores, and broadcast against each other: (R, 1) and
+# (1, C), or, in a transposed product, (1, R) and (C, 1).
 
 
 @gluon.jit
 def load_mask(ptr, stride_n, stride_m, rows, cols, N):
-    """Return what a head's mask has for scores, 0 outside.
+    """Load the mask of a head for a tile of scores, 0 outside.
 
-    A stride of rows that is None is 0, of a mask over keys: each of them is then loaded once, and
-    the tile broadcasts to the scores.
+    A row stride of None stands for 0, as in a mask over keys: each key is then loaded once, and the
+    tile broadcasts to the scores.
     """
     ptrs, inside = ptr + cols * stride_m, cols < N
     if stride_n is not None:
@@ -378,19 +402,21 @@ def masked(
     s, tile, scale, rows, cols, limit, HIDDEN: gl.constexpr, HIDES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return scores, ``HIDDEN`` where anything hides a key from a row; or so P or dS, with 0.
+    """Replace scores of hidden keys by ``HIDDEN``: -inf for scores, 0 for P or dS.
 
-    Every kind of mask is applied here and nowhere else. ``tile`` is what a mask has for these
-    scores, or None: a boolean one hides; another is added to ``scale`` times the scores, in one
-    rounding, and its most negative number hides as -inf does (see ``biased``). With ``HIDES`` keys
-    from ``limit`` on are hidden.
+    Every kind of mask is applied here and nowhere else. ``tile`` is the mask of these scores, or
+    None. A boolean mask hides keys. An additive mask is added to ``scale`` times the scores with a
+    single rounding; its most negative number hides a key, as -inf does (see ``biased``). With
+    ``HIDES``, keys from ``limit`` on are hidden.
     """
     if tile is not None:
         if tile.dtype == gl.uint8:
             s = gl.where(tile != 0, s, HIDDEN)
         else:
             bias = tile.to(gl.float32)
-            s = gl.fma(s, scale, gl.where(bias < -1e38, HIDDEN, bias))
+            # One multiply-add, so that the backward recomputes exactly the scores whose maximum the
+            # forward stored.
+            s = gl.fma(s, scale, gl.where(bias < -1e38, HIDDEN, bias))  # (rows, cols)
     if HIDES:
         s = gl.where(cols < limit, s, HIDDEN)
     if CAUSAL:
@@ -403,28 +429,31 @@ def wait_for_scores(
     s, PENDING: gl.constexpr, mask, rows, cols, N, limit, HIDES: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return scores of wgmma, ``masked``; a tile of a mask is loaded meanwhile.
+    """Wait for scores of wgmma and return them ``masked``; load the tile of a mask meanwhile.
 
-    ``mask`` is its view, and what multiplies scores before it is added. ``PENDING`` products that
-    were started since are still under way.
+    ``mask`` is the view of the mask, and the factor of the scores before it is added. The
+    ``PENDING`` products that were started after the scores may stay in flight.
     """
     tile = None
     if mask[0].ptr is not None:
         view = mask[0]
         head = own_head(GluonView(view.ptr, view.stride_b, view.stride_h, view.stride_n, None))
         tile = load_mask(head, view.stride_n, view.stride_m, rows, cols, N)
+    # wgmma groups complete in order: with at most PENDING left, the scores are done.
     s = warpgroup_mma_wait(PENDING, [s])
     return masked(s, tile, mask[1], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
 
 
 @gluon.jit
 def kept(seed_ptr, threshold, head, rows, cols):
-    """Return which scores dropout keeps, of a head counted over all entries; see ``keep_tile``."""
+    """Return which scores dropout keeps; ``head`` counts over all entries. See ``keep_tile``."""
     seed = gl.load(seed_ptr)
     k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     zero = (rows * 0 + cols * 0).to(gl.uint32)
     c0, c1 = zero + cols.to(gl.uint32), zero + rows.to(gl.uint32)
     c2, c3 = zero + head.to(gl.uint32), zero
+    # Philox 4x32 with ten rounds, as tl.philox computes it, and the same counter as ``keep_tile``:
+    # (column, row, head, 0). The mask depends on no tile size.
     for _ in gl.static_range(10):
         high, low = gl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
         c2, c3 = gl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1, c0 * 0xD2511F53
@@ -435,9 +464,9 @@ def kept(seed_ptr, threshold, head, rows, cols):
 
 @gluon.jit
 def dropped(dp, p, dropout, rows, cols):
-    """Return dP behind dropout and, less the factor of what is kept, P.
+    """Apply dropout to dP and to P; P is left without the factor 1 / (1 - p).
 
-    ``dropout`` is a seed's pointer, the threshold, the head and the factor.
+    ``dropout`` holds the pointer of the seed, the threshold, the head and that factor.
     """
     if dropout[0] is not None:
         keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
@@ -447,43 +476,45 @@ def dropped(dp, p, dropout, rows, cols):
 
 @gluon.jit
 def note_kept(words, keep):
-    """Write which of 64 x 64 scores are kept into shared memory: (2, rows), 32 keys a word."""
-    bits = keep.to(gl.int32).reshape([64, 2, 32])
+    """Pack which of 64 x 64 scores are kept into shared memory: (2, rows) words of 32 keys."""
+    bits = keep.to(gl.int32).reshape([64, 2, 32])  # (rows, 2, 32)
     INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, bits.type.layout))
-    bits = bits << gl.arange(0, 32, INNER)[None, None, :]
-    words.store(gl.sum(bits, 2).permute((1, 0)))
+    bits = bits << gl.arange(0, 32, INNER)[None, None, :]  # key i of a word is bit i
+    words.store(gl.sum(bits, 2).permute((1, 0)))  # (2, rows)
 
 
 @gluon.jit
 def kept_before(words, LAYOUT: gl.constexpr):
-    """Return what ``note_kept`` wrote as (keys, rows), for a tenth of what finding it costs."""
+    """Unpack ``note_kept`` as (keys, rows); a tenth of the cost of running Philox again."""
     APART: gl.constexpr = gl.zeros([64, 64], gl.int32, LAYOUT).reshape([2, 32, 64]).type.layout
     INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, APART))
-    bits = words.load(gl.SliceLayout(1, APART))[:, None, :]
-    bits = bits >> gl.arange(0, 32, INNER)[None, :, None]
+    bits = words.load(gl.SliceLayout(1, APART))[:, None, :]  # (2, 1, 64): words, then rows
+    bits = bits >> gl.arange(0, 32, INNER)[None, :, None]  # (2, 32, 64)
     return gl.convert_layout((bits & 1).reshape([64, 64]), LAYOUT) != 0
 
 
 @gluon.jit
 def pivot_of(row_max, factor, MASKED: gl.constexpr, SCALED: gl.constexpr = False):
-    """Return what ``exponents_of`` subtracts: 0 of a row that sees no key yet.
+    """Return the pivot that ``exponents_of`` subtracts; 0 for a row without a visible key so far.
 
-    Without a mask every row sees the first key, so that no maximum is infinite.
+    Without a mask every row sees the first key, so that every maximum is finite.
     """
     pivot = row_max
     if not SCALED:
-        # Rounded by itself, and not where it is subtracted.
+        # An explicit fma rounds the product here: the compiler cannot fuse it into the subtraction.
         pivot = gl.fma(row_max, factor, 0.0)
     if MASKED:
+        # -inf - (-inf) would be nan.
         pivot = gl.where(row_max == float("-inf"), 0.0, pivot)
     return pivot
 
 
 @gluon.jit
 def exponents_of(s, pivot, factor, SCALED: gl.constexpr):
-    """Return exponents of scores less what broadcasts: one instruction unless a mask is added.
+    """Return the base-2 exponents of scores less ``pivot``: one multiply-add, unless SCALED.
 
-    Scores may then be so large that a maximum's product, rounded, is many exponents off.
+    With an additive mask, scores may be so large that the rounded product of a maximum is off by
+    many exponents. The difference is then taken first, and is exact at the maximum.
     """
     exponent = s * factor - pivot
     if SCALED:
@@ -493,7 +524,7 @@ def exponents_of(s, pivot, factor, SCALED: gl.constexpr):
 
 @gluon.jit
 def shift_of(row_max, pivot, factor, SCALED: gl.constexpr):
-    """Return by how much exponents change where the maximum of a row does, 0 where it does not."""
+    """Return the change of exponents from one row maximum to the next; 0 if it stayed the same."""
     shift = gl.fma(row_max, factor, 0.0) - pivot
     if SCALED:
         shift = (row_max - pivot) * factor
@@ -502,7 +533,7 @@ def shift_of(row_max, pivot, factor, SCALED: gl.constexpr):
 
 @gluon.jit
 def divisor_of(row_sum, MASKED: gl.constexpr):
-    """Return what rows are divided by."""
+    """Return the divisor of rows: their sums, or 1 for a row without a visible key."""
     if MASKED:
         row_sum = gl.where(row_sum == 0, 1.0, row_sum)
     return row_sum
@@ -512,16 +543,16 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 def put_max_log_sum(
     ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
 ):
-    """Store what the backward needs of rows; return the log of the sum, 0 of one that sees none.
+    """Store the maximum of each row and the log of its sum, for the backward; return the latter.
 
-    Of a row that sees no key: 0 and inf.
+    For a row without a visible key, 0 and inf are stored, and 0 is returned.
     """
     unseeing = row_max == float("-inf")
     if MASKED:
         row_max = gl.where(unseeing, 0.0, row_max)
     log_sum = gl.log(divisor)
     if not SCALED:
-        # What rounding the pivot lost goes to the sum.
+        # The sum takes up the rounding error of the pivot, which the second fma gives exactly.
         log_sum -= gl.fma(row_max, factor, -gl.fma(row_max, factor, 0.0)) * LN_2
     stored = log_sum
     if MASKED:
@@ -533,7 +564,7 @@ def put_max_log_sum(
 
 @gluon.jit
 def behind_dropout(dp, p, dropout, rows, cols):
-    """Return dP and P behind dropout of (pointer to a seed, threshold, head, factor)."""
+    """Apply ``dropout`` (pointer of the seed, threshold, head, factor) to dP and to P."""
     weight = p
     if dropout[0] is not None:
         keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
@@ -543,9 +574,9 @@ def behind_dropout(dp, p, dropout, rows, cols):
 
 @gluon.jit
 def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
-    """Return probabilities of products that ``mask`` hides or is added to.
+    """Compute probabilities from products under ``mask``.
 
-    It is a pointer, strides of row and column, a scale, and where its gradient is stored.
+    ``mask`` is a pointer, the strides of rows and columns, a scale, and the pointer of dS.
     """
     tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
     s = masked(s, tile, mask[3], rows, cols, N, float("-inf"), False, False)
@@ -554,7 +585,7 @@ def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
 
 @gluon.jit
 def store_ds(ptr, ds, rows, cols, N):
-    """Store the gradient of a head's scores, where a mask wants it."""
+    """Store dS of a head, if an additive mask requires its gradient."""
     if ptr is not None:
         gl.store(ptr + (rows * N + cols), ds, mask=(rows < N) & (cols < N))
 
@@ -564,10 +595,11 @@ def store_ds(ptr, ds, rows, cols, N):
 
 @gluon.jit
 def start_products(left, dp_left, right, dp_right, zero):
-    """Start left right^T and dp_left dp_right^T: scores and dP.
+    """Start the products left right^T and dp_left dp_right^T: scores and dP.
 
-    Of queries and keys, or, turned, of keys and queries.
+    The operands are queries and keys, or, for transposed scores, keys and queries.
     """
+    # ``zero`` lends its layout alone: use_acc=False writes the accumulator without reading it.
     s = warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(dp_left, dp_right.permute((1, 0)), zero, use_acc=False, is_async=True)
     return s, dp
@@ -578,21 +610,24 @@ def rows_step(
     dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
     SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Add to dQ of a tile what a tile of keys gives."""
+    """Add the contribution of a tile of keys to dQ of a tile of rows."""
     SCORES: gl.constexpr = zero.type.layout
-    s, dp = start_products(q, do, k, v, zero)
+    s, dp = start_products(q, do, k, v, zero)  # both (64, 64): rows by keys
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    # dP is still in flight: P is computed under it.
     s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-    p = gl.exp2(exponents_of(s, lse, factor, SCALED))
+    p = gl.exp2(exponents_of(s, lse, factor, SCALED))  # (64, 64)
     dp = warpgroup_mma_wait(0, [dp])
     if dropout[0] is not None:
         keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
         note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta)
+    # Masking dS instead of P is enough here: dQ needs no other product of P.
     ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
     store_ds(ds_ptr, ds, queries, keys, N)
+    # dS goes from the accumulator to the left operand within registers.
     dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
@@ -602,13 +637,13 @@ def keys_step(
     dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
     SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
 ):  # fmt: skip
-    """Add to dK and dV of a tile what a tile, or a tail, of rows gives; return dS (keys, rows).
+    """Add what a tile or tail of rows contributes to dK and dV of a tile; return dS (keys, rows).
 
-    Keys from ``limit`` on, unless it is None, are hidden; without it the caller hides them.
+    Keys from ``limit`` on are hidden. If ``limit`` is None, the caller hides them.
     """
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    s, dp = start_products(k, v, q, do, zero)
+    s, dp = start_products(k, v, q, do, zero)  # both (64, rows): keys by rows
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
     s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
@@ -616,12 +651,15 @@ def keys_step(
     p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
     weight = p
     if dropout[0] is not None:
+        # The first pass kept the bits of whole tiles; those of a tail are drawn again.
         if q.shape[0] == 64:
             keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
         else:
             keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
         weight = gl.where(keep, p, 0.0)
+    # dV needs only P, so its product starts while dP is still in flight.
     dv = warpgroup_mma(gl.convert_layout(weight.to(do.dtype), LEFT), do, dv, is_async=True)
+    # dP is older than dV: with one group left, dP is done and dV still runs.
     dp = warpgroup_mma_wait(1, [dp])
     if dropout[0] is not None:
         dp = gl.where(keep, dp * dropout[3], 0.0)

@@ -1,11 +1,11 @@
 """Gluon backward of softmax attention for short sequences on Hopper: a program owns a head.
 
-Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). Two passes
-in one launch, each with two operands resident in shared memory. First K and V: one tile of rows
-after the other gives dQ, and what the rows add to dK and dV of the tail is summed on the way,
-turned (D, T). Then Q and dO: one tile of keys after the other gives dK and dV. P and dS go from
-accumulators to the left operand of the next product within registers. Every element is written
-once, without atomics: the result is bitwise deterministic.
+Sizes: B batch, H heads, N tokens, D head dimension, T columns of a tail (gluon_tiles.py). A launch
+makes two passes, each with two operands resident in shared memory. The first keeps K and V: tiles
+of rows give dQ, and their contributions to dK and dV of the tail are summed on the way, transposed
+(D, T). The second keeps Q and dO: tiles of keys give dK and dV. P and dS go from accumulators to
+the left operand of the next product within registers. Every element is written once, without
+atomics: the result is bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -56,12 +56,13 @@ from .gluon_tiles import (
 )
 from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
 
-# Beside a log-sum-exp that is smaller, what float32 cuts off of it shows in no half precision.
+# The rounding error of a smaller log-sum-exp in float32 is invisible in half precision.
 LARGE_LSE = gl.constexpr(1024.0)
 
-# For as many rows as keys; beyond 256 tokens for at least 264 heads of all entries.
-# ``IN_REGISTERS`` keeps a tile of Q and dO, then of K and V, in registers, the next one on its way:
-# more programs fit on an SM, and its loops have no barrier. With a tail in columns they are shared.
+# For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
+# ``IN_REGISTERS`` keeps a tile of Q and dO, then of K and V, in registers while the next is being
+# loaded: more programs fit on an SM, and the loops have no barriers. With a tail, these tiles stay
+# in shared memory.
 _ALL = "dropout", "mask", "varlen"
 TILES = Tiles(
     "hopper_backward",
@@ -82,7 +83,7 @@ def _load_rows(
     do_view, out_view, max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return 64 rows of dO and of the output, their log-sum-exp and what that has lost."""
+    """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
     do = left_rows(do_view, start, end, D, WIDTH, LAYOUT)
     out = left_rows(out_view, start, end, D, WIDTH, LAYOUT)
     rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -92,10 +93,11 @@ def _load_rows(
 
 @gluon.jit
 def _describe_rows(lses, deltas, loaded):
-    """Write the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the first."""
+    """Store the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the former."""
     do, out, lse, lost = loaded
     lses.store(lse)
     deltas.store(gl.sum(do.to(gl.float32) * out.to(gl.float32), 1) * lost)
+    # Rows past the end have inf, and must not count as large.
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
 
 
@@ -103,14 +105,14 @@ def _describe_rows(lses, deltas, loaded):
 def _left_pair(
     one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Return a tile of rows of two tensors, as left operands."""
+    """Load a tile of rows of two tensors as left operands."""
     one = left_rows(one_view, start, end, D, WIDTH, LAYOUT)
     return one, left_rows(other_view, start, end, D, WIDTH, LAYOUT)
 
 
 @gluon.jit
 def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
-    """Return rows of dO in registers times what ``row_statistics`` returns."""
+    """Multiply rows of dO in registers by the factor that ``row_statistics`` returns."""
     rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
     _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
     return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
@@ -167,6 +169,7 @@ def _hopper_bwd_kernel(
     head = gl.program_id(1) * H + gl.program_id(0)
     M, full_keys, most = N, full, full
     if VARLEN:
+        # The programs past the last sequence zero the gradients of tokens that no sequence owns.
         if gl.program_id(1) >= B:
             lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
             fill_gradients(
@@ -177,6 +180,7 @@ def _hopper_bwd_kernel(
         first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
         first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
         full, full_keys = (N + 63) // 64, (M + 63) // 64
+        # N and M are now the tokens of this sequence; ``most`` keeps the tiles of the longest.
         q_view, dq_view = from_token(q_view, first_row), from_token(dq_view, first_row)
         do_view, out_view = from_token(do_view, first_row), from_token(out_view, first_row)
         k_view, dk_view = from_token(k_view, first_key), from_token(dk_view, first_key)
@@ -190,13 +194,14 @@ def _hopper_bwd_kernel(
     mask = mask_view, scale
     if seed_ptr is not None:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        # A bit for each score: the first pass writes the bits, and the second reads them.
         keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
         dropout = seed_ptr, threshold, head, keep_scale, keeps, most
         if VARLEN or lengths_ptr is not None:
-            for n in range(most * most):  # the first pass does not visit all
+            for n in range(most * most):  # the first pass skips hidden tiles
                 keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
-    # Resident are first K and V, then, in the same memory, Q and dO. Of the other two a tile is
-    # here, of Q and of K perhaps in registers, while the next is on its way.
+    # K and V are resident first, and then Q and dO in the same memory. One tile of the other two is
+    # in ``q_tile`` and ``do_tile``, or in registers, while the next is being loaded.
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     if not IN_REGISTERS:
@@ -231,10 +236,13 @@ def _hopper_bwd_kernel(
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
         fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
         fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+    # One group: the copies run while delta is computed below.
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
-    # Of a causal varlen batch a tile of keys may look for a tile of rows that is not there.
+    # In a causal varlen batch, a tile of keys may be past the last tile of rows. The statistics of
+    # such rows are written too: a log-sum-exp of inf makes P zero.
     if IN_REGISTERS:
+        # Loads run one tile ahead of the sums that need them.
         following_rows = _load_rows(
             do_view, out_view, max_log_sum_ptr, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
         )
@@ -250,19 +258,23 @@ def _hopper_bwd_kernel(
                 do_view, out_view, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
             )
         largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
-    is_large = gl.max(largest, 0) > LARGE_LSE
+    is_large = gl.max(largest, 0) > LARGE_LSE  # the same in all warps
     wait_copies(0)
     if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
         if is_large:
             barrier()
             correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+    # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
     fence_async_shared()
     barrier()
 
+    # First pass, over tiles of rows: dQ, and the contributions of these rows to the tail's keys.
     for tile in range(0, full):
         first = tile * 64
         if IN_REGISTERS:
             q_tile, do_tile = following
+            # Loaded under the loop over keys; past the last tile these are zeros, which nothing
+            # reads.
             following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
             if is_large:
                 do_tile = _corrected(do_tile, max_log_sum_ptr, first, N, factor, SCALED)
@@ -281,6 +293,7 @@ def _hopper_bwd_kernel(
                     dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                     limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
+        # The tail's keys: P and dS (64, T). Under a causal mask none of these rows sees them.
         if T > 0 and not CAUSAL:
             s, dp = start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
@@ -291,22 +304,26 @@ def _hopper_bwd_kernel(
             dp = warpgroup_mma_wait(0, [dp])
             dp, weight = dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
+            # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(weight.to(DTYPE))
             ds_tail.store(ds)
+            # Its left operand is in registers: it may start ahead of the fence.
             dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
             fence_async_shared()
             barrier()
+            # dK^T = Q^T dS and dV^T = dO^T P, both (D, T).
             dk_t = warpgroup_mma(q_tile.permute((1, 0)), ds_tail, dk_t, is_async=True)
             dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         if IN_REGISTERS:
             put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
         else:
-            barrier()
+            barrier()  # all warps are done with Q, dO, P and dS of this tile
             if tile + 1 < full:
                 fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
-            # What is stored waits for the fence, which would wait for it; not so in a varlen batch,
-            # whose addresses take the registers.
+            # dQ is staged in the buffer of dO, which no product reads any more. Its store comes
+            # after the fence, which would wait for it. A varlen batch stores at once: its addresses
+            # leave no registers to keep dQ in.
             if VARLEN:
                 put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
             else:
@@ -316,7 +333,7 @@ def _hopper_bwd_kernel(
                 commit_copies()
                 wait_copies(0)
                 if is_large:
-                    barrier()
+                    barrier()  # ``correct`` reads what other threads copied
                     correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
                 fence_async_shared()
                 barrier()
@@ -324,7 +341,8 @@ def _hopper_bwd_kernel(
                 put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
 
     if T > 0:
-        # The tail's rows, in columns: dQ turned; and what they add to dK and dV of the tail.
+        # The tail's rows as columns: dQ^T (D, T), and their contributions to dK and dV of the tail.
+        # The tail's Q and dO replace its K and V, which now fill the tiles of Q and dO to 64 rows.
         q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
         fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
         fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
@@ -341,6 +359,7 @@ def _hopper_bwd_kernel(
         lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
         delta_t = deltas.index(full).slice(0, T)
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+        # S^T and dP^T (64, T): the keys of a tile by the tail's rows.
         for n in gl.static_range(FULL):
             s_t, dp_t = start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
@@ -350,14 +369,16 @@ def _hopper_bwd_kernel(
             dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
             ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
-            # By turns: the warps meet once before one of the two is written again.
+            # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
+            # again has passed the barrier of the other, and all warps had read this one by then.
             turn = tails.index(n % 2)
             turn.store(ds_t.to(DTYPE))
             fence_async_shared()
             barrier()
             dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), turn, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
-        barrier()
+        barrier()  # all warps are done with dS of the tiles before
+        # The tail's keys with the tail's rows, the last contribution to all three gradients.
         s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
@@ -374,8 +395,9 @@ def _hopper_bwd_kernel(
         dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
         dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
-        barrier()
+        barrier()  # all warps are done with K and V, and with the tiles of Q and dO
 
+    # Second pass, over tiles of keys: Q and dO take the place of K and V.
     qs, dos = ks, vs
     if IN_REGISTERS:
         barrier()  # all warps are done with K and V
@@ -390,11 +412,13 @@ def _hopper_bwd_kernel(
     wait_copies(0)
     if is_large:
         barrier()
+        # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
         for i in range(full):
             correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     if T > 0:
+        # Stored after the fence, which would have waited for these stores.
         put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
         put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
         if seed_ptr is not None:
@@ -409,6 +433,7 @@ def _hopper_bwd_kernel(
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
         if CAUSAL:
+            # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = keys_step(
                 dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
@@ -427,7 +452,9 @@ def _hopper_bwd_kernel(
                 LEFT, False,
             )[:2]  # fmt: skip
         if seed_ptr is not None:
+            # Once for the finished sum, not for each P.
             dv *= keep_scale
+        # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their rows.
         if HIDES:
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
@@ -435,6 +462,8 @@ def _hopper_bwd_kernel(
             put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
             put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
         else:
+            # dK and dV are staged in the buffers of K and V of this tile, and stored after the
+            # fence; the next tile is copied meanwhile.
             dk_rows = turned_rows(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
                 fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
@@ -462,12 +491,13 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32.
 
-    In a varlen batch the tensors are (T, H, D), and the gradients contiguous.
+    In a varlen batch the tensors are (T, H, D), and the gradients are contiguous.
     """
     others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
     dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
     heads, tokens, varlen = arguments["H"], arguments["N"], call.sequences is not None
-    # With two of these a tail spills; dS, which goes with a mask, is stored by whole rows alone.
+    # A tail spills in calls with two of these. dS, which comes with a mask, makes two: it is stored
+    # by the loops over whole tiles alone.
     crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
     full, tail = tiles_and_tail(tokens, () if crowded or varlen else hopper_tails(dim))
     arguments |= dict(

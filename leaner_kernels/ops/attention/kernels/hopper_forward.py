@@ -1,10 +1,10 @@
 """Gluon forward of softmax attention for short sequences on Hopper: a program owns a head.
 
-Sizes: B batch, H query heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). K
-and V stay in shared memory; one tile of query rows after the other passes over them with the online
-softmax, while the next is on its way; the tail's rows stand in columns and see all keys at once.
-Sums of a row are kept by the thread, and joined at the end. The statistics of a head are complete
-in its program.
+Sizes: B batch, H query heads, N tokens, D head dimension, T columns of a tail (gluon_tiles.py). K
+and V stay in shared memory. Tiles of query rows pass over them one after the other with the online
+softmax, while the next tile is being copied. The rows of the tail are the columns of transposed
+products, and see all keys at once. Each thread keeps its own partial sums of a row, which are added
+at the end. The statistics of a head are complete in its program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -57,8 +57,8 @@ from .gluon_tiles import (
     wait_for_scores,
 )
 
-# For as many rows as keys and at least 264 heads of all entries. ``PAIRED`` passes two tiles of
-# rows over the keys together; without a tail in columns, mask or dropout.
+# For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
+# passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
 _SHARED = ("shared",)
 _ALL = "dropout", "mask", "shared"
 TILES = Tiles(
@@ -97,7 +97,7 @@ STATISTICS_TILES = Tiles(
 
 @gluon.jit
 def _start_scores(left, right, zero):
-    """Start left right^T; ``left`` may be in registers."""
+    """Start the product left right^T; ``left`` is in shared memory or in registers."""
     if not isinstance(left, gl.shared_memory_descriptor):
         left = gl.convert_layout(left, gl.DotOperandLayout(0, zero.type.layout, 2))
     return warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -108,7 +108,7 @@ def _start_step(
     state, s, v, first, start, limit, factor, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Let a tile of rows see the keys of scores ``s``; the product with V is then under way."""
+    """Update the online softmax with scores (64, keys); leave the product with V in flight."""
     acc, row_max, row_sum, centred, square = state
     SCORES: gl.constexpr = s.type.layout
     MASKED: gl.constexpr = MASK != "none"
@@ -116,7 +116,8 @@ def _start_step(
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
     cols = gl.arange(0, v.shape[0], gl.SliceLayout(0, SCORES))
-    # Bits 1 and 2 of a column are the lane's; the rest is a constant of the comparison.
+    # Bits 1 and 2 of a column depend on the lane, its other bits on the register alone. With the
+    # lane's bits moved to the other side, the masks compare with compile-time constants.
     known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
     rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
     end = limit - start - lanes
@@ -124,24 +125,32 @@ def _start_step(
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     pivot = pivot_of(new_max, factor, MASKED, SCALED)
     shift = shift_of(row_max, pivot, factor, SCALED)
+    # Exponents are in base 2, with log2 e in ``factor``: exp2 is one instruction.
     alpha = gl.exp2(shift)
     pivot = gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
     exponent = exponents_of(s, pivot, factor, SCALED)
     p = gl.exp2(exponent)
+    # The sums so far were relative to the old maximum.
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weight = p
     if dropout[0] is not None:
         rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
         keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
         weight = gl.where(keep, p, 0.0)
+    # P goes from the accumulator to the left operand within registers. Dropout affects this product
+    # only: the sums below are of P itself.
     left = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    # Stays in flight: the sums of the statistics are computed under it.
     acc = warpgroup_mma(left, v, acc, is_async=True)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
     if STATS:
         shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
+        # Finite, since a first step would compute row_sum * shift = 0 * -inf = nan. Likewise below,
+        # where P is 0 for a hidden key.
         shift = gl.maximum(shift, -1e30)
         if HIDES or CAUSAL or MASKED:
             exponent = gl.maximum(exponent, -1e30)
+        # sum(p * exponent): its exponents move by ``shift`` with the maximum.
         centred = alpha * (centred + row_sum * shift)
         centred = own_products(centred, p, exponent)
         square = own_products(alpha * alpha * square, p, p)
@@ -154,7 +163,7 @@ def step(
     state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
     HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Let a tile of rows see a tile, or a tail, of keys."""
+    """Update the online softmax of a tile of rows with a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
     s = _start_scores(q, k, zero)
     cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
@@ -170,14 +179,17 @@ def step(
 def paired_step(
     state, next_state, q, next_q, k, v, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
 ):
-    """Let two tiles of rows see a tile of keys whole, products of one under the other's softmax."""
+    """Update two tiles of rows with a tile of keys; products of one overlap the other's softmax."""
     s, next_s = _start_scores(q, k, zero), _start_scores(next_q, k, zero)
+    # In flight: both scores. The first are done when one group is left.
     s = warpgroup_mma_wait(1, [s])
     state = _start_step(state, s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    # In flight: the second scores and the first product with V, which may stay.
     next_s = warpgroup_mma_wait(1, [next_s])
     next_state = _start_step(
         next_state, next_s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
     )
+    # In flight: both products with V. The next step rescales their accumulators.
     acc, next_acc = warpgroup_mma_wait(0, [state[0], next_state[0]])
     state = acc, state[1], state[2], state[3], state[4]
     return state, (next_acc, next_state[1], next_state[2], next_state[3], next_state[4])
@@ -188,7 +200,7 @@ def _turned_scores(
     s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
     SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """Return (keys, rows) scores of the tail's rows; see ``wait_for_scores``."""
+    """Wait for transposed scores (keys, rows) of the tail's rows; see ``wait_for_scores``."""
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
     return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
@@ -234,7 +246,7 @@ def _hopper_fwd_kernel(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     STORE: gl.constexpr = exchanged_layout(BLOCK_D)
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
-    # With a scale of its own, where one is added: the scores are then scaled from the start.
+    # An additive mask is added to scaled scores. All others are scaled in their exponents.
     mask = mask_view, scale
     MASKED: gl.constexpr = mask_view.ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
@@ -245,8 +257,9 @@ def _hopper_fwd_kernel(
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
-    # Beside a tail, rows of Q go straight to registers, the next ones where the last product has
-    # read these: what is resident then leaves room for one program more, and no loop has barriers.
+    # With a tail, rows of Q are loaded straight into registers, the next tile as soon as the last
+    # product has read the current one. This saves the buffer of Q, which leaves room for another
+    # program on the SM, and the barriers of the loop over tiles.
     if T > 0:
         q_rows = left_rows(q_view, 0, N, D, BLOCK_D, STORE)
     else:
@@ -259,7 +272,7 @@ def _hopper_fwd_kernel(
     fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
-        if not CAUSAL:  # Unread, it would be given the memory of another buffer.
+        if not CAUSAL:  # Unread here, it would be allocated over another buffer.
             k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
             fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
@@ -273,9 +286,12 @@ def _hopper_fwd_kernel(
     head = gl.program_id(1) * H + gl.program_id(0)
     dropout = seed_ptr, threshold, head
     row_stats = head.to(gl.int64) * N
+    # All copies so far must land: Q, K and V. A thread waits for its own copies, orders them before
+    # wgmma's reads of shared memory with the fence, and the barrier does so for all threads.
     wait_copies(0)
     fence_async_shared()
     barrier()
+    # Partial sums of rows, one for each of a row's four threads.
     OWN: gl.constexpr = own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
@@ -283,11 +299,14 @@ def _hopper_fwd_kernel(
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
         if T > 0:
+            # Moves data within a warp only: no barrier is needed.
             q = gl.convert_layout(q_rows, LEFT)
         else:
             q = q_tile.load(LEFT)
             if PAIRED:
                 next_q = next_q_tile.load(LEFT)
+            # All warps hold this tile of Q in registers: its buffer is free for the next, whose
+            # copy runs under the whole loop over keys.
             barrier()
             if tile + AT_ONCE < full:
                 fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
@@ -296,11 +315,14 @@ def _hopper_fwd_kernel(
             commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
+        # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         if PAIRED:
             next_state = state
             second = first + 64
             next_seen, next_last = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            # Three ranges of keys: both tiles of rows see them in full, then the second alone does,
+            # then a mask hides some from the second.
             for i in range(seen):
                 state, next_state = paired_step(
                     state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
@@ -329,12 +351,16 @@ def _hopper_fwd_kernel(
                     state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
                     mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
                 )  # fmt: skip
+        # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
         if T > 0 and not CAUSAL:
             s = _start_scores(q, k_tail, zero_t)
             cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
             rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
             s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
         if T > 0:
+            # The scores above were the last product to read Q: load the next rows under the softmax
+            # and the product with V. After the last tile these are the tail's keys, for the tail's
+            # rows.
             if tile + 1 < full:
                 q_rows = left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
             else:
@@ -346,7 +372,8 @@ def _hopper_fwd_kernel(
             )  # fmt: skip
             state = warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
         if T == 0:
-            # Ahead of what is stored: the fence would wait for it.
+            # The next tile of Q must land before its registers are loaded. This comes before the
+            # stores below, since the fence would wait for them.
             wait_copies(0)
             fence_async_shared()
             barrier()
@@ -356,6 +383,7 @@ def _hopper_fwd_kernel(
         for n in gl.static_range(AT_ONCE):
             acc, row_max, row_sum, centred, square = states[n]
             start = first + n * 64
+            # Only now do the four threads of a row add their partial sums.
             divisor = divisor_of(joined(row_sum, ROWS), MASKED)
             acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
             put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
@@ -374,23 +402,29 @@ def _hopper_fwd_kernel(
     if STATS:
         sums = reduce_sums(sums)
     if T > 0:
-        # The tail's rows, in columns, see all keys at once. P goes where K was.
+        # The tail's rows as columns: S^T = K Q^T (keys, T) of all tiles is held in registers, and
+        # the softmax needs no running maximum. P^T is stored over K, which has been read by then.
         started, scores = (), ()
         for i in gl.static_range(FULL):
             started = started + (_start_scores(ks.index(i), q_tail, zero_t),)  # noqa: RUF005
+        # The loop left the tail's keys in ``q_rows``, zeros past the last.
         last_k = gl.convert_layout(q_rows, gl.DotOperandLayout(0, TAIL, 2))
         started = started + (_start_scores(last_k, q_tail, zero_t),)  # noqa: RUF005
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
+            # FULL + 1 products were started in order; the i-th is done when FULL - i are left.
             s_t = _turned_scores(
                 started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
                 HIDES or i == FULL, CAUSAL and i == FULL,
             )  # fmt: skip
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
+        # The reduction over keys crosses warps, which therefore have all finished their scores
+        # before P overwrites K.
         max_t = gl.max(top_t, 0)
         pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
         turns = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TURNED)
+        # Sums within a thread, (64, T): they are added over the keys at the end.
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL + 1):
             exponent = exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
@@ -404,12 +438,14 @@ def _hopper_fwd_kernel(
                 rows = (full * 64 + gl.arange(0, T, COLS))[None, :]
                 p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
             turns.index(i).store(p.to(DTYPE))
+        # P^T of all warps must be visible to wgmma, which reads it as the right operand.
         fence_async_shared()
         barrier()
-        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)  # out^T = V^T P^T
         for i in gl.static_range(FULL):
             v = vs.index(i).permute((1, 0))
             acc_t = warpgroup_mma(v, turns.index(i), acc_t, is_async=True)
+        # The tail has T keys, not 64: the rest of this tile of P is not read.
         turn = turns.index(FULL).slice(0, T)
         acc_t = warpgroup_mma(v_tail.permute((1, 0)), turn, acc_t, is_async=True)
         acc_t = warpgroup_mma_wait(0, [acc_t])
@@ -442,11 +478,11 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
+    With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
-    # Beside a mask, columns of a tail would spill where heads are wider than 64.
+    # With a mask, the scores of a tail would spill for heads wider than 64.
     wide = arguments["BLOCK_D"] > 64 and call.attn_mask is not None
     full, tail = tiles_and_tail(tokens, () if wide else hopper_tails(arguments["BLOCK_D"]))
     paired = tile.constexprs.get("PAIRED", False)

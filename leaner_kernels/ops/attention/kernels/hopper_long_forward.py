@@ -1,9 +1,9 @@
 """Gluon forward of softmax attention for long sequences on Hopper: a program owns 128 rows.
 
-Sizes: B batch, H query heads, N tokens, D head dimension, S programs of a head. K and V pass by in
-tiles of 64 keys, each read once for two tiles of rows: it is computed with while the next is on its
-way, and the products of one tile of rows run under the softmax of the other. The sums of a head's
-statistics are left in S parts, as the kernel for any length leaves them.
+Sizes: B batch, H query heads, N tokens, D head dimension, S programs of a head. K and V are read in
+tiles of 64 keys, once for two tiles of rows. The next tile is copied while one is in use, and the
+products of one tile of rows run under the softmax of the other. The sums of a head's statistics are
+left in S parts, as in online_forward.py.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -37,8 +37,8 @@ from .hopper_forward import paired_step, step
 
 ROWS = 128  # of a program
 
-# For as many rows as keys and at least 264 heads of all entries, which hopper_forward.py has no
-# room for. Without statistics PyTorch's attention is faster.
+# For calls with as many rows as keys and at least 264 heads over all batch entries, whose K and V
+# do not fit on chip as in hopper_forward.py. Without statistics, PyTorch's attention is faster.
 STATISTICS_TILES = Tiles(
     "hopper_long_forward_statistics",
     rule(dim=64, takes=("padded_dim", "shared"), maxnreg=255),
@@ -51,10 +51,13 @@ def _next_tile(
     ks, vs, k_view, v_view, i, last, limit, D: gl.constexpr, LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Wait for tile ``i`` of keys, start to copy the one after it, and return K and V."""
+    """Wait for tile ``i`` of keys, start copying the next one, and return K and V."""
+    # One group is in flight, tile ``i``. The fence orders it before wgmma's reads.
     wait_copies(0)
     fence_async_shared()
-    barrier()  # all warps are done with the tile before, whose place is filled again
+    # All threads have copied tile ``i``, and all warps are done with tile ``i - 1``: their products
+    # were waited for. Its buffer is filled again below.
+    barrier()
     if i + 1 < last:
         other = (i + 1) & 1
         fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
@@ -89,9 +92,10 @@ def _hopper_long_fwd_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
-    mask, dropout = (mask_view, scale), (None,)  # calls with one go to online_forward.py
-    qs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
-    ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
+    # Calls with a mask or dropout go to online_forward.py.
+    mask, dropout = (mask_view, scale), (None,)
+    qs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two tiles of rows
+    ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two buffers, used alternately
     vs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     limit = number_of_keys(lengths_ptr, N)
@@ -99,13 +103,15 @@ def _hopper_long_fwd_kernel(
     first = gl.program_id(2) * 128
     head = gl.program_id(1) * H + gl.program_id(0)
     row_stats = head.to(gl.int64) * N
-    # Tiles of keys that all of these rows see whole, and those that some row sees.
+    # Tiles of keys before ``seen`` are visible to all 128 rows, those before ``last`` to some row.
     seen, last = visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
     for n in gl.static_range(2):
         fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
     fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
     fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
     commit_copies()
+    # Q must land before it is loaded into registers, where it stays as the left operand. No fence:
+    # ordinary loads read it.
     wait_copies(0)
     barrier()
     q = qs.index(0).load(gl.DotOperandLayout(0, OUT, 2))
@@ -115,9 +121,11 @@ def _hopper_long_fwd_kernel(
     acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
     state = acc, gl.full([64], float("-inf"), gl.float32, ROW), none, none, none
     next_state = state
+    # The first call waits for nothing: tile 0 landed with Q.
     for i in range(seen):
         k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
         state, next_state = paired_step(state, next_state, q, next_q, k, v, zero, factor, True, ROW)
+    # Tiles that a mask or a length cuts: one tile of rows after the other.
     for i in range(seen, last):
         k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
         state = step(
@@ -134,6 +142,7 @@ def _hopper_long_fwd_kernel(
         start = first + n * 64
         divisor = joined(row_sum, ROW)
         acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+        # Q is in registers, so that its buffer may stage the output.
         put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
         rows = start + gl.arange(0, 64, ROW)
         inside = rows < N
@@ -144,6 +153,7 @@ def _hopper_long_fwd_kernel(
         norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
         centred, square = joined(centred, ROW), joined(square, ROW)
         sums = add_sums(sums, sums_of_rows(row_max, divisor, centred, square, norm, inside))
+    # ``join`` adds the parts of a head up in a fixed order.
     part = head.to(gl.int64) * gl.num_programs(2) + gl.program_id(2)
     store_part(parts_ptr, sums, part, N, scale)
 
@@ -158,7 +168,7 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and lse (B, H, N).
 
-    It leaves the parts of the statistics, (B, H, S, NUM_SUMS).
+    The launch also writes the parts of the statistics, (B, H, S, NUM_SUMS).
     """
     batch, heads, tokens, _ = call.query.shape
     programs = triton.cdiv(tokens, ROWS)

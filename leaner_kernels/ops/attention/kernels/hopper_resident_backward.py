@@ -1,11 +1,11 @@
 """Gluon backward of softmax attention on Hopper for heads whose Q, K, V and dO fit on chip.
 
-Sizes: B batch, H heads, N tokens, D head dimension, T tokens of a tail (gluon_tiles.py). A program
+Sizes: B batch, H heads, N tokens, D head dimension, T columns of a tail (gluon_tiles.py). A program
 owns a head and copies each of the four into shared memory once: no loop waits for memory, and delta
-= sum(dO O) takes dO from there. The first pass, over tiles of rows, computes dQ; the second, over
-tiles of keys, dK and dV. dQ, dK and dV of a tail, turned (D, T), are summed on the way from the
-scores that the passes compute anyway. Every element is written once, without atomics: the result is
-bitwise deterministic.
+= sum(dO O) reads dO from there. The first pass, over tiles of rows, computes dQ; the second, over
+tiles of keys, computes dK and dV. dQ, dK and dV of a tail, transposed (D, T), are summed on the way
+from the scores that the passes compute anyway. Every element is written once, without atomics: the
+result is bitwise deterministic.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -48,7 +48,7 @@ from .gluon_tiles import (
     wait_for_scores,
 )
 
-# For as many rows as keys. Up to these lengths two programs or more fit on an SM.
+# For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
 TILES = Tiles(
     "hopper_resident_backward",
     rule(dim=32, tokens=128, maxnreg=128),
@@ -63,7 +63,7 @@ def _load_rows(
     out_view, max_log_sum_ptr, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
     D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return rows of the output, their log-sum-exp and what that has lost."""
+    """Load rows of the output; return them with the results of ``row_statistics``."""
     out = left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
@@ -72,7 +72,7 @@ def _load_rows(
 
 @gluon.jit
 def _describe_rows(do_rows, lses, deltas, loaded):
-    """Write the log-sum-exp and delta = sum(dO O) of rows, and dO times what the former lost."""
+    """Store the log-sum-exp and delta = sum(dO O) of rows, and dO times the former's factor."""
     out, lse, lost = loaded
     do = do_rows.load(out.type.layout).to(gl.float32) * lost[:, None]
     do_rows.store(do.to(do_rows.dtype))
@@ -123,7 +123,7 @@ def _hopper_resident_bwd_kernel(
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = (None,)  # calls with one go to hopper_backward.py
+    dropout = (None,)  # calls with dropout go to hopper_backward.py
     mask = mask_view, scale
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -135,7 +135,7 @@ def _hopper_resident_bwd_kernel(
     limit = number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
 
-    # dO is copied first, and O loaded: delta is computed while Q, K and V are on their way.
+    # dO is copied first, and O is loaded: delta is computed while Q, K and V are being copied.
     for n in gl.static_range(FULL):
         fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
     if T > 0:
@@ -150,7 +150,7 @@ def _hopper_resident_bwd_kernel(
         tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
         fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
-    commit_copies()
+    commit_copies()  # first group: dO
     loaded = ()
     for n in gl.static_range(TILES):
         rows = _load_rows(
@@ -158,7 +158,7 @@ def _hopper_resident_bwd_kernel(
             BLOCK_D, BLOCKED,
         )  # fmt: skip
         loaded = loaded + (rows,)  # noqa: RUF005
-    barrier()  # keeps the loads of O ahead of the copies
+    barrier()  # keeps the loads of O before the copies in program order
     for n in gl.static_range(FULL):
         fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
         fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
@@ -167,8 +167,9 @@ def _hopper_resident_bwd_kernel(
         fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
         fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
         fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
-    commit_copies()
-    wait_copies(1)  # for dO, of which a thread reads what it copied
+    commit_copies()  # second group: Q, K and V
+    # dO has landed when one group is left. No barrier: a thread reads back only what it copied.
+    wait_copies(1)
     if T > 0:
         lse_tail, delta_tail = lses.index(FULL).slice(0, T), deltas.index(FULL).slice(0, T)
         _describe_rows(do_tail, lse_tail, delta_tail, loaded[FULL])
@@ -178,11 +179,12 @@ def _hopper_resident_bwd_kernel(
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
     for n in gl.static_range(FULL):
         _describe_rows(dos.index(n), lses.index(n), deltas.index(n), loaded[n])
+    # Q, K and V of all threads, and the corrected dO, must be visible to wgmma in all warps.
     wait_copies(0)
     fence_async_shared()
     barrier()
 
-    # Tiles of rows: their dQ, and what they add to dK and dV of the tail.
+    # Tiles of rows: their dQ, and their contributions to dK and dV of the tail.
     for tile in range(0, full):
         first = tile * 64
         q, do = qs.index(tile), dos.index(tile)
@@ -190,25 +192,32 @@ def _hopper_resident_bwd_kernel(
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         if T > 0 and not CAUSAL:
+            # The tail's keys come first: P and dS (64, T). Under a causal mask none of these rows
+            # sees them.
             s, dp = start_products(q, do, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
             s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            # dP is still in flight.
             p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
             p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
             ds = p * (dp - gl.convert_layout(delta, TAIL))
             store_ds(ds_ptr, ds, queries, keys, N)
             ds = ds.to(DTYPE)
+            # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(p.to(DTYPE))
             ds_tail.store(ds)
+            # Its left operand is in registers: it may start ahead of the fence.
             dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
             fence_async_shared()
             barrier()
+            # dK^T = Q^T dS and dV^T = dO^T P, both (D, T).
             dk_t = warpgroup_mma(q.permute((1, 0)), ds_tail, dk_t, is_async=True)
             dv_t = warpgroup_mma(do.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        # Tiles that every row sees in full, then those that a mask cuts.
         for i in range(seen):
             dq = rows_step(
                 dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
@@ -224,7 +233,8 @@ def _hopper_resident_bwd_kernel(
             barrier()  # all warps are done with P and dS of the tail
         put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
 
-    # Tiles of keys: their dK and dV, and what they add to dQ of the tail.
+    # Tiles of keys: their dK and dV, and their contributions to dQ of the tail. No barrier between
+    # the passes: Q, K, V and dO are only read.
     for tile in range(0, full):
         first = tile * 64
         k, v = ks.index(tile), vs.index(tile)
@@ -238,15 +248,18 @@ def _hopper_resident_bwd_kernel(
             keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
             queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             store_ds(ds_ptr, ds, queries, keys, N)
-            # By turns: the warps meet once before one of the two is written again.
+            # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
+            # again has passed the barrier of the other, and all warps had read this one by then.
             turn = tails.index(tile & 1)
             turn.store(ds.to(DTYPE))
             fence_async_shared()
             barrier()
+            # dQ^T = K^T dS^T, (D, T).
             dq_t = warpgroup_mma(k.permute((1, 0)), turn, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         start = 0
         if CAUSAL:
+            # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = keys_step(
                 dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
@@ -258,13 +271,16 @@ def _hopper_resident_bwd_kernel(
                 first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )[:2]  # fmt: skip
         if HIDES:
+            # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their
+            # rows.
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
         put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
 
     if T > 0:
-        # The tail's keys with the tail's rows. A left operand of 64 rows comes from registers.
+        # The tail's keys with the tail's rows. The buffers of the tail hold T rows, but a left
+        # operand has 64: it is loaded into registers, with zeros past the last token.
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
         k_tile = left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
         v_tile = left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
@@ -282,6 +298,8 @@ def _hopper_resident_bwd_kernel(
         ds_tail.store(ds.to(DTYPE))
         fence_async_shared()
         barrier()
+        # P^T and dS^T were stored as (keys, rows): dK and dV sum over rows, and read their
+        # transpose.
         own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
         dq_t = warpgroup_mma(k_tail.permute((1, 0)), ds_tail.slice(0, T), dq_t, is_async=True)
         dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
@@ -309,7 +327,7 @@ def prepare(
     arguments = arguments_of(_hopper_resident_bwd_kernel, call, others)
     tails = hopper_tails(arguments["BLOCK_D"])
     if call.attn_mask is not None:
-        tails = tails[:1]  # beside a mask a tail of 32 spills
+        tails = tails[:1]  # with a mask, a tail of 32 spills
     full, tail = tiles_and_tail(tokens, tails)
     arguments |= dict(
         **tile.options,

@@ -1,9 +1,9 @@
 """Triton backward of softmax attention: one launch, no atomics, bitwise deterministic.
 
-Sizes as in online_forward.py. Mapping: the first programs own a tile of key columns each, and walk
-over the query rows of every head of their group (dK, dV); the others own a tile of query rows and
-walk over the keys (dQ, and dS where an additive mask wants its gradient). Each element is written
-by exactly one program. delta = sum(dO * O) is recomputed from the tiles at hand.
+Sizes as in online_forward.py. Mapping: the first programs own one tile of key columns each, and
+walk over the query rows of every head of their group (dK, dV). The others own one tile of query
+rows each, and walk over the keys (dQ, and dS if an additive mask requires its gradient). Each
+element is written by exactly one program. delta = sum(dO * O) is recomputed from loaded tiles.
 """
 
 # pyright: reportArgumentType=false
@@ -42,7 +42,7 @@ from .scores import (
     visible_rows,
 )
 
-# The same takes registers as in the forward.
+# The same features need registers as in the forward.
 _SIMPLE = "softcap", "unaligned", "varlen"
 _ALL = "dropout", "mask", "padded_dim", "scale", *_SIMPLE
 TILES = Tiles(
@@ -84,7 +84,7 @@ def _load_do(
     do_ptr, out_ptr, start, stride_do_n, stride_out_n, N,
     BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Return dO and delta of a tile of query rows."""
+    """Load dO of a tile of query rows; return it with delta = sum(dO * O)."""
     do = load_rows(do_ptr, start, stride_do_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
     out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
     return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
@@ -95,9 +95,11 @@ def _gradient_tile(
     exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Return the dropped-out P, and dS, of one tile of exponents, both float32."""
+    """Compute P after dropout, and dS, from one tile of exponents, both float32."""
     p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
+    # With Z the mask of dropout over 1 - p: O = (P Z) V, dP = (dO V^T) Z, and dS = P (dP - delta),
+    # where P has no dropout.
     dropped = p
     if seed_ptr is not None:
         rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
@@ -150,9 +152,10 @@ def _attention_bwd_kernel(
     num_row_tiles = tl.cdiv(N, BLOCK_M)
     num_kv_heads = H // GROUP
     pid = tl.program_id(0)
+    # The two kinds of programs share one launch, so that neither waits for the other to finish.
     num_col_programs = B * num_kv_heads * num_col_tiles
     if starts_ptr is not None:
-        # The programs past the last sequence see to the tokens that no sequence owns.
+        # The programs past the last sequence zero the gradients of tokens that no sequence owns.
         num_owners = num_col_programs + B * H * num_row_tiles
         spare, num_spare = pid - num_owners, tl.num_programs(0) - num_owners
         if spare >= 0:
@@ -162,8 +165,9 @@ def _attention_bwd_kernel(
             )  # fmt: skip
             return
     if pid < num_col_programs:
+        # dK and dV of BLOCK_N columns of a key head, summed over its GROUP query heads: no atomics.
         tile = pid % num_col_tiles
-        kv = pid // num_col_tiles % num_kv_heads
+        kv = pid // num_col_tiles % num_kv_heads  # the key head; ``h`` below is a query head
         b = pid // num_col_tiles // num_kv_heads
         b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
         row_b, col_b, num_rows, num_cols, limit = extents(
@@ -172,6 +176,7 @@ def _attention_bwd_kernel(
         col_start = tile * BLOCK_N
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
+        # Rows at and past ``limit`` are zeros: padded keys may hold nan.
         k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -197,6 +202,7 @@ def _attention_bwd_kernel(
                     q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
                     softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
                 )  # fmt: skip
+                # Rows past the last have a log-sum of inf, so that P = 0.
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
                     max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
@@ -206,14 +212,17 @@ def _attention_bwd_kernel(
                     exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                     keep_scale, BLOCK_M, BLOCK_N,
                 )  # fmt: skip
+                # P is rounded to the dtype of the inputs, as in the forward, and so is dS.
                 dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
                 ds = ds if softcap is None else ds * slope
                 dk = add_product(dk, tl.trans(ds.to(q.dtype)), q)
+        # ``scale`` multiplies the finished sum once; dS itself is of the scores after scaling.
         dk_start = head_of(dk_view, col_b, kv_64)
         dv_start = head_of(dv_view, col_b, kv_64)
         store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
         store_rows(dv_start, dv, col_start, dv_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
     else:
+        # dQ of BLOCK_M rows of a query head.
         tile = (pid - num_col_programs) % num_row_tiles
         h = (pid - num_col_programs) // num_row_tiles % H
         b = (pid - num_col_programs) // num_row_tiles // H
@@ -242,6 +251,7 @@ def _attention_bwd_kernel(
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
         begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
+        # A tile past the end of its sequence visits no key, and stores nothing.
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
         # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
@@ -257,6 +267,7 @@ def _attention_bwd_kernel(
                 exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
                 keep_scale, BLOCK_M, BLOCK_N,
             )  # fmt: skip
+            # An additive mask comes after the softcap: its gradient is dS without the slope.
             unbounded = ds if softcap is None else ds * slope
             dq = add_product(dq, unbounded.to(k.dtype), k)
             if ds_ptr is not None:
@@ -281,8 +292,9 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
-    ds (B, H, N, M) is float32, and zero on entry: tiles that no row may see are never visited.
-    In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients contiguous.
+    ds (B, H, N, M) is float32 and must be zero on entry: tiles that are hidden from every row are
+    never visited. In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients
+    are contiguous.
     """
     arguments = online_arguments(call)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]

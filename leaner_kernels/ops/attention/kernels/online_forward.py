@@ -2,11 +2,11 @@
 
 Sizes: B batch, H query heads, N query rows, M key columns, D head dimension, S sampled entries,
 T row tiles. Mapping: one program owns one tile of query rows of one head and walks over the keys
-with the online softmax, so that any N, M fits. In a varlen batch B counts the sequences, N and M
-are the longest, and a program works where its sequence lies.
+with the online softmax, so that N and M may have any size. In a varlen batch, B counts the
+sequences, N and M are the largest lengths, and a program works on its sequence alone.
 
-Capture is a specialisation of its own, launched over the S sampled entries beside the ordinary
-launch: as a branch it would tax the registers of every program.
+Capture is a separate specialisation, launched over the S sampled entries in addition to the
+ordinary launch: as a branch it would cost registers in every program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -51,8 +51,8 @@ from .scores import (
 )
 
 # A mask, dropout, a scale that is not positive, a head dimension that does not fill its tile and
-# the capture of sampled entries take registers: they get smaller tiles. A varlen batch takes a few
-# more for addresses.
+# the capture of sampled entries need registers, so that these calls get smaller tiles. A varlen
+# batch needs a few more for addresses.
 _SIMPLE = "softcap", "unaligned", "varlen"
 _CAPTURE = "capture", "padded_dim", "varlen"
 _ALL = "capture", "dropout", "mask", "padded_dim", "scale", *_SIMPLE
@@ -149,17 +149,19 @@ def _attention_fwd_kernel(
     STATS: tl.constexpr,
     CAPTURE: tl.constexpr,
 ):
+    # Tiles of one head are neighbours in the grid: they read the same K and V from the cache.
     num_tiles = tl.cdiv(N, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
     out_b = tl.program_id(0) // num_tiles // H
     h = tl.program_id(0) // num_tiles % H
     b = out_b
     if CAPTURE:
+        # Slot ``out_b`` holds entry ``b``; an index outside the batch leaves its slot unwritten.
         b = tl.load(sample_ptr + out_b)
         if (b < 0) | (b >= B):
             return
     elif starts_ptr is not None:
-        # The programs past the last sequence see to the tokens that no sequence owns.
+        # The programs past the last sequence fill the tokens that no sequence owns.
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
             num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL)
@@ -177,9 +179,12 @@ def _attention_fwd_kernel(
     row_b, col_b, num_rows, num_cols, limit = extents(
         starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
     )
+    # Row statistics are (B, H, N), or (H, T) in a varlen batch.
     lse_start = (b_64 * H + h) * N
     if starts_ptr is not None:
         lse_start = h_64 * TOKENS + row_b
+        # A grid for the longest sequence: other tiles are past the end. With statistics a tile
+        # still writes its part, of no rows.
         if not STATS and not CAPTURE and first >= num_rows:
             return
     k_ptr = head_of(k_view, col_b, kv_64)
@@ -195,9 +200,10 @@ def _attention_fwd_kernel(
     q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # The sums below are relative to the running maximum.
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p log(p row_sum): the entropy without
-    row_square = tl.zeros([BLOCK_M], tl.float32)  # cancelling two large numbers; and sum of p^2
+    row_centred = tl.zeros([BLOCK_M], tl.float32)  # sum of p * exponent: no large terms cancel
+    row_square = tl.zeros([BLOCK_M], tl.float32)  # sum of p^2
 
     for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
@@ -206,44 +212,48 @@ def _attention_fwd_kernel(
             BLOCK_N, CAUSAL, MASK, SCALED, False, True,
         )  # fmt: skip
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
-        # A row that has seen no key yet has no maximum to subtract.
+        # A row without a visible key so far has a maximum of -inf, and -inf - (-inf) is nan.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
         shift = (row_max - pivot) * factor
         exponent = (s - pivot[:, None]) * factor  # (BLOCK_M, BLOCK_N)
         if CAPTURE and q.dtype == tl.float16:
-            # Up to 2^15 instead of 1: what P's second part rounds is then no subnormal number.
+            # P is up to 2^15 instead of 1, so that the remainder in its second part stays normal.
             exponent += 15.0
         alpha = exponential(shift, q.dtype)  # (BLOCK_M,)
         p = exponential(exponent, q.dtype)  # (BLOCK_M, BLOCK_N)
         if STATS:
+            # No 0 * inf: row_sum is 0 before the first visible key, and p is 0 where s is -inf.
             shift = tl.where(row_max == float("-inf"), 0.0, shift)
             centred = tl.where(s == float("-inf"), 0.0, exponent)
+            # With a new maximum, every exponent moves by ``shift``, every p by ``alpha``.
             row_centred = alpha * (row_centred + row_sum * shift) + tl.sum(p * centred, axis=1)
             row_square = alpha * alpha * row_square + tl.sum(p * p, axis=1)
         row_sum = alpha * row_sum + tl.sum(p, axis=1)
         row_max = new_max
+        # Dropout comes after the sums: statistics and the divisor are of P itself.
         if seed_ptr is not None:
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
         v = load_rows(v_ptr, start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         if CAPTURE:
-            # P rounded once moves a condition number of 1e5 by a tenth or more (docs/kappa.md).
+            # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p, v.dtype)  # (BLOCK_M, BLOCK_N) each
             acc = acc * alpha[:, None] + product_of_parts(high, middle, low, v)
         else:
             acc = add_product(acc * alpha[:, None], p.to(v.dtype), v)
 
+    # A row without a visible key gets an output of 0.
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
     if q.dtype == tl.float32:
-        # The backward's delta comes from the output: what a fast division is off by, two units, it
-        # would keep of a dP that it should cancel.
+        # The backward computes delta from the output, and subtracts it from dP. The error of a fast
+        # division, two units in the last place, would remain where the two should cancel.
         normaliser = tl.div_rn(tl.zeros_like(divisor) + keep_scale, divisor)  # (BLOCK_M,)
     else:
         normaliser = keep_scale / divisor
     a = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
     if CAPTURE:
         if starts_ptr is not None:
-            # Every slot is as long as the longest sequence may be.
+            # Every slot has the length of the longest sequence: zeros follow the others.
             a = tl.where((rows < num_rows)[:, None], a, 0.0)
         out_start = head_of(out_view, out_b.to(tl.int64), h_64)
         store_rows(out_start, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
@@ -257,10 +267,11 @@ def _attention_fwd_kernel(
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
-        # A row that sees no key has p = 0 everywhere: no entropy, no norm.
+        # A row without a visible key has p = 0 everywhere, and adds no entropy and no norm.
         sums = sums_of_rows(
             row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
         )
+        # Maxima of unscaled scores are scaled as they are stored.
         rest = 1.0 if SCALED else scale
         store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
@@ -275,8 +286,8 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), lse is written too, and the parts of
-    the statistics, (B, H, T, NUM_SUMS) of T row tiles. In a varlen batch the tensors are (T, H, D),
+    With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), it also writes lse and the parts of the
+    statistics, (B, H, T, NUM_SUMS) for T row tiles. In a varlen batch the tensors are (T, H, D),
     max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
     arguments = online_arguments(call)
@@ -298,9 +309,10 @@ def prepare(
 
 
 def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -> Launch:
-    """Return the launch that writes heads (S, N, H * D) float32 of the entries of ``sample``.
+    """Return the launch that writes heads (S, N, H * D) float32 of the entries in ``sample``.
 
-    ``sample`` is contiguous. In a varlen batch N is the longest sequence: zeros follow the others.
+    ``sample`` is contiguous. In a varlen batch N is the longest sequence; shorter ones are padded
+    with zeros.
     """
     arguments = online_arguments(call)
     heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]

@@ -1,4 +1,4 @@
-"""What the forward and the backward kernels share: one tile of scores."""
+"""Helpers of the forward and backward Triton kernels: one tile of scores, masks and extents."""
 
 from typing import Any
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
 from ..call import Call, sequence_arguments, shared_arguments
 
-# Of a varlen batch: they fill what no sequence owns, and leave at once where there is nothing.
+# Extra programs of a varlen batch: they fill the tokens that no sequence owns, and return at once
+# where there are none.
 SPARE_PROGRAMS = 128
 FILL = tl.constexpr(1024)  # elements at a time
 
@@ -19,7 +20,7 @@ FILL = tl.constexpr(1024)  # elements at a time
 def find_sequence(starts_ptr, b, num_tokens, longest):
     """Return the first token of sequence ``b``, as int64, and the number of its tokens.
 
-    Nobody has checked the values: clamped, they lead to no access outside the tensors.
+    The values are not checked on the host. Clamping keeps every access inside the tensors.
     """
     start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), num_tokens)
     stop = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), num_tokens)
@@ -28,9 +29,10 @@ def find_sequence(starts_ptr, b, num_tokens, longest):
 
 @triton.jit
 def extents(starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS):
-    """Return of batch entry, or sequence, ``b``: where rows and columns start, and their numbers.
+    """Return where the rows and columns of batch entry or sequence ``b`` start, and their numbers.
 
-    Last comes how many columns are no padding. A start is an entry, or in a varlen batch a token.
+    The last result is the number of columns that are not padding. A start is the index of a batch
+    entry, or, in a varlen batch, of a token.
     """
     row_b, col_b, num_rows, num_cols = b.to(tl.int64), b.to(tl.int64), N, M
     if starts_ptr is not None:
@@ -41,7 +43,7 @@ def extents(starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
 
 @triton.jit
 def mask_start(mask_view, b, h, MASK: tl.constexpr):
-    """Return where the mask of a head starts, if there is one."""
+    """Return a pointer to the mask of a head; without a mask, the pointer of the view."""
     ptr = mask_view.ptr
     if MASK != "none":
         ptr = head_of(mask_view, b, h)
@@ -54,13 +56,16 @@ def fill_outside(
 ):
     """Write ``value`` to the tokens of (groups, num_tokens, width) that no sequence owns.
 
-    ``num_programs`` programs share the work; where the sequences fill the batch there is none.
-    ``lanes`` (FILL,) counts from 0; Gluon gives it a layout.
+    ``num_programs`` programs share the work, which is empty if the sequences fill the batch.
+    ``lanes`` is (FILL,), counting from 0; Gluon gives it a layout.
     """
+    # tokens before the sequences
     first = tl.minimum(tl.maximum(tl.load(starts_ptr), 0), num_tokens).to(tl.int64)
     last = tl.minimum(tl.maximum(tl.load(starts_ptr + num_sequences), first), num_tokens)
     owned = (last - first) * width
     outside = num_tokens.to(tl.int64) * width - owned
+    # Sequences lie end to end, so that the tokens outside are before the first and after the last:
+    # ``local`` skips the owned span between the two.
     for start in range(program.to(tl.int64) * FILL, groups * outside, num_programs * FILL):
         index = start + lanes  # (FILL,)
         group, local = index // outside, index % outside
@@ -104,7 +109,7 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
 
 
 def online_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments by name of a kernel that walks over any length."""
+    """Return the arguments, by name, of a kernel that walks over sequences of any length."""
     left, right = call.window
     return dict(
         **shared_arguments(call, call.sequences),
@@ -122,19 +127,20 @@ def score_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     SCALED: tl.constexpr, RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Return (BLOCK_M, BLOCK_N) scores, masked, and what their gradient is of that of products.
+    """Return masked scores (BLOCK_M, BLOCK_N), and their derivative with respect to the products.
 
-    Scaled where ``SCALED`` or where a mask is added; see ``exponent_factor``. Without a ``softcap``
-    (None) the second is 1, and nobody reads it. The rest is as ``mask_scores`` takes it.
+    Scores are scaled with ``SCALED`` or an additive mask; see ``exponent_factor``. Without a
+    ``softcap`` (None) the derivative is 1 and unused. The other arguments are those of
+    ``mask_scores``.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
     slope, mask_scale = 1.0, scale
     if softcap is not None:
-        # As in ``biased`` the order is written out.
+        # Each rounding is explicit, as in ``biased``: the backward must recompute the same bits.
         bounded, slope = tanh(tl.fma(s, scale, 0.0) * (1.0 / softcap))
         s, mask_scale = tl.fma(bounded, softcap, 0.0), 1.0
     elif SCALED and MASK != "additive":
-        s = tl.fma(s, scale, 0.0)
+        s = tl.fma(s, scale, 0.0)  # rounded here, not fused with a later subtraction
     s = mask_scores(
         s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M,
         BLOCK_N, CAUSAL, MASK, RESIDENT, RAGGED,
@@ -144,14 +150,15 @@ def score_tile(
 
 @triton.jit
 def tanh(x):
-    """Return the hyperbolic tangent, and its derivative, of float32.
+    """Return the hyperbolic tangent of float32, and its derivative.
 
-    Relative error: 2e-7, 4e-7 with a GPU's exp2, which is off by 2^-22. Near 0 the quotient would
-    cancel, so there it is an odd polynomial, whose largest relative error is least (1.5e-8).
+    The relative error is at most 2e-7, or 4e-7 with a GPU's exp2, which is off by 2^-22. Near 0,
+    where the quotient would cancel, a minimax odd polynomial is used (relative error 1.5e-8).
     """
     size = tl.abs(x)
     e = tl.exp2(size * (-2.0 * LOG2_E))  # at most 1
-    reciprocal = 1.0 / (1.0 + e)
+    reciprocal = 1.0 / (1.0 + e)  # between 1/2 and 1: no overflow
+    # With e = exp(-2 |x|): tanh |x| = (1 - e) / (1 + e), and its derivative 4 e / (1 + e)^2.
     far = (1.0 - e) * reciprocal
     square = x * x
     p = tl.fma(square, 0.0172413936, -0.0530454532)
@@ -166,15 +173,17 @@ def mask_scores(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
     RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of scores (BLOCK_M, BLOCK_N), -inf where anything hides a key from a row.
+    """Return a tile of scores (BLOCK_M, BLOCK_N) with -inf wherever a key is hidden from a row.
 
-    Every kind of mask is applied here and nowhere else. ``mask_ptr`` is where the mask of this head
-    starts, ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden,
-    which a tile that is not ``RAGGED`` does not reach. ``band`` is (left, right, keys less rows): a
-    window, aligned bottom right, whose sides may be None, as of ``RESIDENT`` tiles (segments.py).
+    Every kind of mask is applied here and nowhere else. ``mask_ptr`` points to the mask of this
+    head; ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden; a
+    tile that is not ``RAGGED`` ends before ``limit``. ``band`` is (left, right, keys - rows): a
+    window aligned to the bottom right. Each side may be None; both are for ``RESIDENT`` tiles
+    (segments.py).
     """
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if MASK != "none":
+        # Only the start of the tile is a 64-bit offset.
         mask_ptr += tl.cast(row_start, tl.int64) * mask_view.stride_n
         mask_ptr += tl.cast(col_start, tl.int64) * mask_view.stride_m
         ptrs = mask_ptr + rows[:, None] * mask_view.stride_n + cols[None, :] * mask_view.stride_m
@@ -182,8 +191,8 @@ def mask_scores(
         tile = tl.load(ptrs, mask=inside, other=0)  # (BLOCK_M, BLOCK_N)
         s = tl.where(tile != 0, s, float("-inf")) if MASK == "boolean" else biased(s, scale, tile)
     if CAUSAL and RESIDENT:
-        # Where all scores of a row are in registers, one bound for each row takes 83 registers
-        # instead of 99; in a loop over tiles it takes 139 instead of 128 (sm_80).
+        # One bound per row replaces two comparisons. With all scores of a row in registers this
+        # takes 83 registers instead of 99; in a loop over tiles, 139 instead of 128 (sm_80).
         last = row_start - col_start + rows  # (BLOCK_M,), of this tile's columns
         last = tl.minimum(last, limit - col_start - 1) if RAGGED else last
         s = tl.where(cols[None, :] <= last[:, None], s, float("-inf"))
@@ -192,6 +201,7 @@ def mask_scores(
         if CAUSAL:
             seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
         if band[0] is not None:
+            # the first visible column of row 0 of the tile, from its first column
             lowest = _inside_tile(row_start + (band[2] - band[0]) - col_start)
             seen = seen & (cols[None, :] >= lowest + rows[:, None])
         if band[1] is not None:
@@ -203,7 +213,7 @@ def mask_scores(
 
 @triton.jit
 def _inside_tile(distance):
-    """Return a distance in 32 bits, cut off where it is longer than any tile."""
+    """Return a distance in 32 bits, clamped to values beyond any tile."""
     return tl.minimum(tl.maximum(distance, -65536), 65536).to(tl.int32)
 
 
@@ -211,11 +221,12 @@ def _inside_tile(distance):
 def visible_cols(
     row_start, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr
 ):
-    """Return from and to where columns are seen by rows of a tile, from a tile's first on."""
+    """Return the range of columns that rows of a tile may see, starting at a tile of columns."""
     start, end = 0, limit
     if CAUSAL:
-        end = tl.minimum(limit, row_start + BLOCK_M)
+        end = tl.minimum(limit, row_start + BLOCK_M)  # the last row sees the most
     if band[0] is not None:
+        # The first row reaches furthest left, and the last row, below, furthest right.
         start = (tl.maximum(row_start + (band[2] - band[0]), 0) // BLOCK_N * BLOCK_N).to(tl.int32)
     if band[1] is not None:
         end = tl.maximum(tl.minimum(row_start + BLOCK_M + (band[2] + band[1]), end), 0).to(tl.int32)
@@ -227,11 +238,13 @@ def visible_rows(
     col_start, num_rows, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Return from and to where rows see columns of a tile, from a tile's first on."""
-    # Rows above the diagonal see none of these columns; nor does any row see a hidden tile.
+    """Return the range of rows that may see columns of a tile, starting at a tile of rows."""
+    # Rows above the diagonal see none of these columns, and no row sees a tile of padding.
     start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
     end = tl.where(col_start < limit, num_rows, 0)
     if band[1] is not None:
+        # Rows of a window that see these columns: the bounds of ``visible_cols`` solved for the
+        # row.
         start = (tl.maximum(col_start - (band[2] + band[1]), start) // BLOCK_M * BLOCK_M).to(
             tl.int32
         )
@@ -243,11 +256,11 @@ def visible_rows(
 
 @triton.jit
 def biased(s, scale, tile):
-    """Return products, scaled, with a tile of an additive mask added in one rounding.
+    """Scale products and add a tile of an additive mask, with a single rounding.
 
-    The most negative finite number hides, as -inf does. Beside large numbers every bit counts: the
-    backward must find again the scores whose maximum the forward wrote, so the order is written out
-    and not left to a compiler.
+    The most negative finite number hides a key, as -inf does. The backward must recompute exactly
+    the scores whose maximum the forward stored, since beside large numbers every bit counts. The
+    rounding is therefore explicit and not left to the compiler.
     """
     bias = tile.to(tl.float32)
     return tl.fma(s, scale, tl.where(bias < -1e38, float("-inf"), bias))
@@ -255,28 +268,28 @@ def biased(s, scale, tile):
 
 @triton.jit
 def exponent_factor(scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the positive factor that makes exponents, for ``exponential``, of scores.
+    """Return the positive factor from differences of scores to exponents of ``exponential``.
 
-    Scores are scaled from the start (``SCALED``) where a mask is added to them, where a softcap
-    bounds them, or where the scale does not keep their order. It multiplies what is left of a score
-    when the maximum of its row is subtracted: that of the maximum itself is then 0 however a
-    compiler fuses products and sums.
+    Scores are already scaled (``SCALED``) if a mask is added to them, a softcap bounds them, or the
+    scale does not preserve their order. The factor multiplies a score less the
+    maximum of its row, so that the exponent of the maximum is 0 however a compiler fuses products
+    and sums.
     """
     return units(DTYPE) if SCALED else scale * units(DTYPE)
 
 
 @triton.jit
 def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
-    """Return the log-sum-exp of rows in nats, -inf where the maximum of the scores is."""
+    """Return the log-sum-exp of rows in nats; -inf where the maximum is -inf."""
     return (row_max if SCALED else row_max * scale) + tl.log(divisor)
 
 
 @triton.jit
 def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
-    """Store what the backward subtracts from the scores of a row, and from their exponents.
+    """Store the maximum of each row and the log of its sum, for the backward.
 
-    Their sum, the log-sum-exp, would lose the second beside a large first. A row that sees no key
-    gets 0 and inf: exp(-inf - inf) = 0, so it contributes nothing.
+    Their sum, the log-sum-exp, would round away the second beside a large first. A row without a
+    visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing.
     """
     ptrs = ptr + (start + rows) * 2  # (BLOCK_M,)
     tl.store(ptrs, pivot, mask=inside)
@@ -285,8 +298,8 @@ def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
 
 @triton.jit
 def load_max_log_sum(ptr, start, rows, inside, DTYPE: tl.constexpr):
-    """Return the two as stored, the second in ``units``; 0 and inf where not ``inside``."""
+    """Load what ``store_max_log_sum`` stored, the sum in ``units``; 0 and inf if not ``inside``."""
     ptrs = ptr + (start + rows) * 2
-    row_max = tl.load(ptrs, mask=inside, other=0.0)
+    row_max = tl.load(ptrs, mask=inside, other=0.0)  # (BLOCK_M,)
     log_sum = tl.load(ptrs + 1, mask=inside, other=float("inf"))
     return row_max, log_sum * units(DTYPE)

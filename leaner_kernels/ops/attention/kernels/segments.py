@@ -1,10 +1,10 @@
-"""Whole rows of scores in registers: what the resident forward and backward kernels share.
+"""Whole rows of scores in registers, for the Triton kernels whose program owns a head.
 
-The keys of a head are cut into segments whose sizes are powers of two, 197 = 128 + 64 + 16 (208),
-so that a row of scores is a handful of tiles with hardly any padding. K and V are loaded once,
-stay in shared memory, and every row tile of the head passes over them. Exponentials are in base 2,
-with the change of base folded into the scale. In float32 that costs a bit of every probability
-(docs/kernels.md), so these kernels take half precision only.
+The keys of a head are cut into segments whose sizes are powers of two, such as 197 = 128 + 64 + 16
+(208), so that a row of scores is a few tiles with little padding. K and V are loaded once and stay
+in shared memory; every tile of rows of the head passes over them. Exponentials are in base 2, with
+the change of base folded into the scale. In float32 that costs one bit of every probability
+(docs/kernels.md), so these kernels are for half precision only.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -20,7 +20,7 @@ from .scores import score_tile
 
 
 def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
-    """Return (start, size) of segments that hold the keys: powers of two, 16 to ``largest``.
+    """Return the (start, size) of segments that cover the keys: powers of two, 16 to ``largest``.
 
     >>> cut(197, 128)
     ((0, 128), (128, 64), (192, 16))
@@ -43,7 +43,7 @@ def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
 def load_segments(
     ptr, stride_n, limit, SEGMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Return a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
+    """Load a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
     for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
         tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, SEGMENTS[i][1], D, BLOCK_D)
@@ -53,7 +53,7 @@ def load_segments(
 
 @triton.jit
 def zero_tile(ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Return (ROWS, COLS) float32; Triton 3.6 takes no element of a tuple as part of a shape."""
+    """Return (ROWS, COLS) float32 zeros; Triton 3.6 rejects tuple elements in a shape."""
     return tl.zeros([ROWS, COLS], tl.float32)
 
 
@@ -62,12 +62,13 @@ def score_segments(
     q, ks, row_start, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores of a row tile as a tuple, -inf where hidden, and the maximum of each row.
+    """Return the scores of a tile of rows as a tuple, -inf where hidden, and the row maxima.
 
-    They are not scaled, unless an additive mask is added to them; see ``exponent_factor``.
-    Unless it is ``RAGGED``, keys are missing in the last segment only.
+    Scores are unscaled, unless an additive mask is added to them; see ``exponent_factor``. Without
+    ``RAGGED``, only the last segment has columns past the last key.
     """
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # The maximum of a row is known before the first exponential: no running maximum is needed.
     scores = ()
     for i in tl.static_range(len(SEGMENTS)):  # ks[i]: (size, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, size)

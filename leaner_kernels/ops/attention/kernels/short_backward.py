@@ -1,13 +1,14 @@
 """Triton backward of softmax attention for short sequences: a program owns a head, one launch.
 
-Sizes as in short_forward.py. Mapping: one program owns one head; Q and dO stay on chip, dQ
-accumulates in registers, and tiles of keys pass by, each of which completes its dK and dV. Every
-element is written once, by one program, without atomics: the result is bitwise deterministic.
+Sizes as in short_forward.py. Mapping: one program owns one head. Q and dO stay on chip, and dQ
+accumulates in registers. The program walks over tiles of keys, each of which completes its dK and
+dV. Every element is written once, by one program, without atomics: the result is bitwise
+deterministic.
 
-Where one tile holds all keys the softmax and delta = sum(P * dP) are computed again, so that seven
-tensors move. Otherwise the row statistics come from the forward: the maximum and the log of the
-sum, and delta = sum(dO * O). Walking over row tiles instead, with K and V resident, needs neither,
-but holds dK and dV in registers, twice the accumulators, and compiles to twice the instructions
+If one tile holds all keys, the softmax and delta = sum(P * dP) are recomputed, so that seven
+tensors move. Otherwise the forward provides the maximum of each row and the log of its sum, and
+delta is sum(dO * O). A loop over tiles of rows with K and V resident would need neither, but it
+keeps dK and dV in registers, twice the accumulators, and compiles to twice the instructions
 (docs/kernels.md).
 """
 
@@ -27,7 +28,7 @@ from ..call import Call, shared_arguments, view_of
 from .scores import exponent_factor, load_max_log_sum, mask_start, score_tile
 from .segments import cut, load_segments, zero_tile
 
-# ``BLOCK`` is keys of a tile; Q and dO are cut into segments as K and V are in short_forward.py.
+# ``BLOCK`` is the keys of a tile. Q and dO are cut into segments as K and V in short_forward.py.
 _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
 TILES = Tiles(
@@ -163,6 +164,7 @@ def _short_bwd_kernel(
     factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
     qs = load_segments(q_ptr, q_view.stride_n, N, SEGMENTS, D, BLOCK_D)
     dos = load_segments(do_ptr, do_view.stride_n, N, SEGMENTS, D, BLOCK_D)
+    # Tuples with one element for each segment of rows.
     dqs = ()  # tuple of (size, BLOCK_D)
     new_dos = ()  # tuple of (size, BLOCK_D)
     pivots = ()  # tuple of (size,)
@@ -174,10 +176,11 @@ def _short_bwd_kernel(
             row_max, log_sum = load_max_log_sum(  # (size,) each
                 max_log_sum_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
-            # Registers hold one number of the two. What its rounding changes of P, beside a huge
-            # maximum, is put right in dO, which everywhere else is rounded to what it was.
+            # One register per row holds the sum of the two. Its rounding error, which matters
+            # beside a huge maximum, is a factor of P, and is corrected in dO; elsewhere it is 1.
             pivot = row_max + log_sum * (1.0 / factor)  # (size,)
             rest = tl.exp2((pivot - row_max) * factor - log_sum)
+            # Rows past the last: P is 0, and their dO must not become nan.
             rest = tl.where(pivot == float("inf"), 1.0, rest)
             do = (dos[i].to(tl.float32) * rest[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
@@ -195,6 +198,7 @@ def _short_bwd_kernel(
         k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         v = load_rows(v_ptr, first, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
         cols = first + tl.arange(0, BLOCK_N)
+        # These sums are complete after one pass over the segments of rows.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         new_dqs = ()
@@ -213,9 +217,10 @@ def _short_bwd_kernel(
                 pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
                 p = tl.exp2((s - pivot[:, None]) * factor)
                 row_sum = tl.sum(p, axis=1)  # (size,)
-                # A row that saw no key, and a row outside the matrix, contributes nothing.
+                # A row without a visible key, or past the last, contributes nothing.
                 divisor = tl.where((row_sum == 0) | (rows >= N), float("inf"), row_sum)
                 p *= (1.0 / divisor)[:, None]
+                # dP is already behind dropout: delta = sum(P dP) equals sum(dO O).
                 delta = tl.sum(p * dp, axis=1)  # (size,)
             else:
                 p = tl.exp2((s - pivots[i][:, None]) * factor)
@@ -228,11 +233,13 @@ def _short_bwd_kernel(
             if seed_ptr is not None:
                 p = tl.where(keep, p * keep_scale, 0.0)
             dv = tl.dot(tl.trans(p.to(v.dtype)), dos[i], dv, input_precision=PRECISION)
+            # As in the forward, products of half precision with float32 sums.
             narrow = ds.to(k.dtype)
             dk = tl.dot(tl.trans(narrow), qs[i], dk, input_precision=PRECISION)
             dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
+        # ``scale`` multiplies the finished sum once.
         store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, BLOCK_N, D, BLOCK_D)
         store_rows(dv_ptr, dv, first, dv_view.stride_n, M, BLOCK_N, D, BLOCK_D)
     for i in tl.static_range(len(SEGMENTS)):

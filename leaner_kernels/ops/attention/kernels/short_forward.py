@@ -1,10 +1,9 @@
 """Triton forward of softmax attention for short sequences: a program owns a head, K and V resident.
 
 Sizes: B batch, H query heads, N query rows, M key columns, D head dimension. Mapping: one program
-owns one head (or every PARTS-th row tile of it, where there are few heads); K and V stay in shared
-memory, a whole row of scores is in registers at once (segments.py), and the softmax is computed as
-it is written, without a running maximum. The statistics of a head are therefore complete in its
-program.
+owns one head, or, if heads are few, every PARTS-th tile of its rows. K and V stay in shared memory.
+A whole row of scores is in registers at once (segments.py), and the softmax is computed by its
+definition, without a running maximum. The statistics of a head are complete in its program.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -25,11 +24,11 @@ from ..call import Call, shared_arguments, view_of
 from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
-# ``BLOCK`` is rows of a tile; K and V are cut into segments of at most ``largest_segment`` for the
-# most tokens of a rule, so that a rule is one kernel to compile and not one for each length.
+# ``BLOCK`` is the rows of a tile. K and V are cut into segments of at most ``largest_segment``, for
+# the most tokens of a rule, so that one compiled kernel serves every length of the rule.
 _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
-_AMPERE = 80, 86  # on Hopper and in other calls of more tokens kernels for any length are as fast
+_AMPERE = 80, 86  # elsewhere, online_forward.py is as fast for more tokens
 _FEW = (
     rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=1),
     rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=2),
@@ -95,6 +94,7 @@ def _short_fwd_kernel(
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
+    # Programs of one head are neighbours: they read the same K and V from the cache.
     head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     b, h = head // H, head % H
@@ -105,6 +105,8 @@ def _short_fwd_kernel(
     limit = visible_keys(lengths_ptr, b, M)
     k_start = head_of(k_view, b_64, kv_64)
     v_start = head_of(v_view, b_64, kv_64)
+    # Loaded once; the loop over tiles of rows reads them again and again. Keys past ``limit`` are
+    # zeros.
     ks = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
     vs = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
     factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
@@ -118,8 +120,9 @@ def _short_fwd_kernel(
             q, ks, first, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS, BLOCK_M, CAUSAL, MASK,
             RAGGED,
         )  # fmt: skip
-        # A row that sees no key has no maximum to subtract.
+        # A row without a visible key has a maximum of -inf, and -inf - (-inf) is nan.
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max)  # (BLOCK_M,)
+        # The maximum is final: no sum below is ever rescaled.
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         row_centred = tl.zeros([BLOCK_M], tl.float32)
@@ -129,14 +132,17 @@ def _short_fwd_kernel(
             p = tl.exp2(exponent)
             row_sum += tl.sum(p, axis=1)  # (BLOCK_M,)
             if stats_ptr is not None:
+                # 0 * -inf would be nan.
                 centred = tl.where(exponent == float("-inf"), 0.0, exponent)
                 row_centred += tl.sum(p * centred, axis=1)
                 row_square += tl.sum(p * p, axis=1)
+            # Dropout comes after the sums: statistics and the divisor are of P itself.
             if seed_ptr is not None:
                 cols = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
                 p = tl.where(keep, p, 0.0)
             acc = tl.dot(p.to(vs[i].dtype), vs[i], acc, input_precision=PRECISION)
+        # A row without a visible key gets an output of 0.
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
         store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
@@ -165,11 +171,11 @@ def prepare(
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
+    With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, rows, _ = call.query.shape
     segments = cut(tile["tokens"], tile["largest_segment"])
-    parts = 1  # with statistics, which a program then sees all of
+    parts = 1  # with statistics: one program then has all rows of a head
     if stats is None:
         parts = split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = dict(
@@ -182,12 +188,12 @@ def prepare(
         PARTS=parts,
         BLOCK_M=tile["BLOCK"],
         SEGMENTS=segments,
-        # Elsewhere only the last segment has columns that are no ks.
+        # Otherwise only the last segment has columns past the last key.
         RAGGED=call.key_lengths is not None or call.key.shape[2] <= segments[-1][0],
     )
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)
 
 
 def split(heads: int, row_tiles: int) -> int:
-    """Return over how many programs the row tiles of a head are spread: enough to fill a GPU."""
+    """Return how many programs share the row tiles of a head, enough of them to fill a GPU."""
     return min(row_tiles, max(1, _tiles.ENOUGH_PROGRAMS // heads))

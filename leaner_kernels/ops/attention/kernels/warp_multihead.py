@@ -1,17 +1,17 @@
 """Gluon kernels of softmax attention for up to 16 tokens: a warp owns neighbouring heads.
 
 Sizes: B batch, H heads, N tokens, D head dimension. Mapping: a warp owns HEADS heads of one
-sequence, WIDTH = HEADS * D columns side by side in memory; where heads lie apart, as in a
-contiguous (B, H, N, D), it owns one. The columns are loaded once, as pairs in 32-bit words and in
-the layout of a product, in tiles of 16 rows by 16 columns, whose borders are not those of the
-heads: for its scores a head takes the tiles that it touches, with zeros for columns of others, and
-its results go into its own columns. What must be turned is exchanged between lanes. Nothing passes
-through shared memory, no warp waits for another, and the backward computes softmax and delta =
-sum(P * dP) again from Q, K, V and dO alone.
+sequence, which are WIDTH = HEADS * D neighbouring columns in memory. If heads are not neighbours,
+as in a contiguous (B, H, N, D), it owns one. The columns are loaded once, as pairs in 32-bit words
+and in the layout of a product, in tiles of 16 rows by 16 columns. Heads may share a tile: the
+scores of a head use every tile that it touches, with zeros in the columns of other heads, and its
+results are written to its own columns. Transposed operands are exchanged between lanes. Nothing
+passes through shared memory, no warp waits for another, and the backward recomputes softmax and
+delta = sum(P * dP) from Q, K, V and dO alone.
 
-Every tile has a leading axis for the warps of a program; ``owners`` counts those of all programs
-that own heads. The order of columns within a tile is free in a sum over them, and in a result that
-is stored in the same order.
+Every tile has a leading axis for the warps of a program; ``owners`` is the number of warps, over
+all programs, that own heads. The order of columns within a tile does not matter to a sum over them,
+nor to a result that is stored in the same order.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
@@ -32,7 +32,7 @@ from ..._triton import LN_2, LOG2_E
 from ..call import Call, arguments_of
 from .gluon_tiles import masked, reduce_sums, store_statistics, sums_of_entropies, with_output
 
-# HEADS are the most of a warp.
+# HEADS is the largest number of heads per warp.
 _RULES = (
     rule(dim=16, tokens=16, takes=("padded_dim", "unaligned"), HEADS=4, num_warps=4),
     rule(dim=32, tokens=16, takes=("padded_dim", "unaligned"), HEADS=2, num_warps=4),
@@ -45,7 +45,7 @@ BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES)
 
 @gluon.jit
 def _axes(LAYOUT: gl.constexpr, COLS: gl.constexpr):
-    """Return this program's warps, counted over all programs, and rows and columns of a tile."""
+    """Return this program's warps, counted over all programs, and a tile's rows and columns."""
     WARPS: gl.constexpr = gl.num_warps()
     warps = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     rows = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
@@ -55,7 +55,7 @@ def _axes(LAYOUT: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def _number_of_keys(lengths_ptr, warp, owners, N: gl.constexpr, GROUPS: gl.constexpr):
-    """Return how many keys the sequences of these warps have: N, or like ``warp``."""
+    """Return the number of visible keys per warp: N, or a tensor of the shape of ``warp``."""
     limit = N
     if lengths_ptr is not None:
         limit = gl.load(lengths_ptr + warp // GROUPS, mask=warp < owners, other=1)
@@ -68,10 +68,11 @@ def _load(
     view, lengths_ptr, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
     GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return tiles of words (WARPS, 16, 8), zero outside."""
+    """Load tiles of 32-bit words (WARPS, 16, 8), two elements each; zero outside."""
     WIDTH: gl.constexpr = HEADS * D
     warp, rows, cols = _axes(LAYOUT, 8)
     entry, group = (warp // GROUPS).to(gl.int64), (warp % GROUPS).to(gl.int64)
+    # Rows start at even elements (``_pairs_elements``), so that strides are halved exactly.
     words = view.ptr.to(gl.pointer_type(gl.int32), bitcast=True)
     words += entry * (view.stride_b // 2) + group * (HEADS * view.stride_h // 2)
     inside = warp < owners  # (WARPS, 1, 1)
@@ -80,6 +81,7 @@ def _load(
     tiles = ()
     for start in gl.static_range(0, WIDTH // 2, 8):
         within = inside
+        # The last tile may be wider than the heads.
         if start + 8 > WIDTH // 2:
             within = within & (cols < WIDTH // 2 - start)
         tile = gl.load(words + (rows * (view.stride_n // 2) + (start + cols)), mask=within, other=0)
@@ -92,7 +94,7 @@ def _store(
     view, tiles, scale, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Store, scaled, tiles whose columns are in the order of ``_for_sum_over_rows``."""
+    """Scale and store tiles whose columns are in the order of ``_for_sum_over_rows``."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = HEADS * D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
@@ -104,6 +106,7 @@ def _store(
     if N < 16:
         inside = inside & (rows < N)
     for c in gl.static_range(len(tiles)):
+        # Columns come as eight even ones, then eight odd ones: interleave them again.
         x = (tiles[c] * scale).to(view.ptr.dtype.element_ty).reshape([WARPS, 16, 2, 8])
         x = gl.convert_layout(x.permute((0, 1, 3, 2)).reshape([WARPS, 16, 16]), LAYOUT)
         within = inside
@@ -114,7 +117,7 @@ def _store(
 
 @gluon.jit
 def _pairs(words, DTYPE: gl.constexpr):
-    """Return (WARPS, 16, 8, 2): both elements of each word."""
+    """Split words into both of their elements: (WARPS, 16, 8, 2)."""
     low = words.to(gl.int16).to(DTYPE, bitcast=True)  # (WARPS, 16, 8)
     high = (words >> 16).to(gl.int16).to(DTYPE, bitcast=True)
     return gl.join(low, high)
@@ -125,18 +128,20 @@ def _of_head(
     words, TILE: gl.constexpr, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Return (WARPS, 16, 16) for a sum over columns, zero outside of a head.
+    """Return an operand (WARPS, 16, 16) of a sum over columns, zero outside of a head.
 
-    Two words that follow one another are of one thread.
+    Neighbouring words belong to one thread, so that the permutation moves no data.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = words.type.layout
     _, _, cols = _axes(LAYOUT, 8)
+    # The head's first word in this tile; negative if the head starts in an earlier one.
     FIRST: gl.constexpr = HEAD * D // 2 - TILE * 8
     if FIRST > 0:
         words = gl.where(cols >= FIRST, words, 0)
     if FIRST + D // 2 < 8 and HEAD + 1 < HEADS:
         words = gl.where(cols < FIRST + D // 2, words, 0)
+    # A permutation of the columns: the same for both operands, so that the sum is unchanged.
     pairs = _pairs(words, DTYPE).reshape([WARPS, 16, 4, 2, 2]).permute((0, 1, 3, 2, 4))
     return pairs.reshape([WARPS, 16, 16])
 
@@ -146,10 +151,11 @@ def _scores(
     lefts, rights, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """Return (WARPS, 16, 16): x y^T of a head, of tiles of words."""
+    """Return x y^T of a head, (WARPS, 16, 16), from tiles of words."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
+    # the tiles that it touches
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
         x = gl.convert_layout(_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
         y = _of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
@@ -159,9 +165,9 @@ def _scores(
 
 @gluon.jit
 def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
-    """Return right operands of tiles of words: the even columns, then the odd ones.
+    """Return tiles of words as right operands of a sum over rows: even columns, then odd ones.
 
-    Lanes exchange words that were not loaded so.
+    Lanes exchange the words of tiles that were loaded in another layout.
     """
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
@@ -175,9 +181,10 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
-    """Put a x into the columns from a head's first on, of the tiles that it touches.
+    """Write the product a x to the tiles that a head touches, from its first column on.
 
-    What the next heads own there they put by turns, so that no head adds to the numbers of another.
+    Columns of later heads are overwritten by those heads in turn, so that no head adds to the
+    results of another.
     """
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     _, _, cols = _axes(MMA, 16)
@@ -187,6 +194,8 @@ def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr)
         total = sums[c]
         if c >= HEAD * D // 16 and c * 16 < HEAD * D + D:
             total = mma(a, lefts[c], gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA))
+            # Keep the columns of earlier heads. Column j of the product is element j % 8 * 2, or
+            # one more.
             if c * 16 < HEAD * D:
                 total = gl.where(cols % 8 * 2 >= HEAD * D - c * 16, total, sums[c])
         totals = totals + (total,)  # noqa: RUF005
@@ -217,7 +226,7 @@ def _put_pairs(
 
 @gluon.jit
 def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.constexpr):
-    """Return head number HEAD of each warp, and whether there is one, (WARPS,) each."""
+    """Return the index of head HEAD of each warp, and whether it exists, (WARPS,) each."""
     WARPS: gl.constexpr = gl.num_warps()
     warp = gl.program_id(0) * WARPS + gl.arange(0, WARPS, LAYOUT)
     return warp.to(gl.int64) * HEADS + HEAD, warp < owners
@@ -241,7 +250,7 @@ def _sums_of_head(
 def _square_of_head(
     tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
 ):  # fmt: skip
-    """Return (WARPS,): the sum of a head's squares in tiles as ``_put`` leaves them."""
+    """Return the sum of squares of a head in the tiles of ``_put``, (WARPS,)."""
     _, rows, cols = _axes(MMA, 16)
     squares = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
@@ -255,7 +264,7 @@ def _square_of_head(
 def _store_sums(
     stats_ptr, sums, square, owners, scale, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Store the statistics of a head of each warp."""
+    """Store the statistics of one head of each warp."""
     LAYOUT: gl.constexpr = square.type.layout
     head, exists = _owned_heads(LAYOUT, owners, HEAD, HEADS)
     sums = with_output(sums, square)
@@ -286,6 +295,7 @@ def _warp_multihead_fwd_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
+    # Only keys and values are cut at a sequence's length; rows past N are zeros.
     qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
     ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_ROWS)
@@ -295,25 +305,29 @@ def _warp_multihead_fwd_kernel(
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     head_sums = ()
+    # Every row sees the first key, so that each maximum is finite and each sum positive.
     for h in gl.static_range(HEADS):
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         row_max = gl.max(s, 2)  # (WARPS, 16)
+        # An explicit fma rounds the product here, not where it is subtracted.
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
         row_sum = gl.sum(p, 2)  # (WARPS, 16)
         p *= (1.0 / row_sum)[:, :, None]
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
-        # What rounding the pivot lost goes to the sum.
+        # The sum takes up the rounding error of the pivot, which the second fma gives exactly.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
         _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
         if stats_ptr is not None:
+            # 0 * -inf would be nan.
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
             sums = _sums_of_head(
                 lse_ptr, row_max, log_sum, entropies, gl.sum(p * p, 2), scale, owners, h, N, HEADS
             )
             head_sums = head_sums + (sums,)  # noqa: RUF005
+    # One store for all heads of the warp: whole rows of WIDTH columns.
     _store(out_view, outs, 1.0, owners, N, D, HEADS, GROUPS)
     if stats_ptr is not None:
         for h in gl.static_range(HEADS):
@@ -348,6 +362,7 @@ def _warp_multihead_bwd_kernel(
     ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
     dos = _load(do_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)
     vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
+    # dQ = dS K, dK = dS^T Q and dV = P^T dO sum over rows of these operands.
     q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
     do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
@@ -356,12 +371,14 @@ def _warp_multihead_bwd_kernel(
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
+        # P again, by the arithmetic of the forward.
         s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
         s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
         dp = _scores(dos, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
+        # delta = sum(P dP): the output need not be read.
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
         dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
         dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
@@ -374,12 +391,13 @@ def _warp_multihead_bwd_kernel(
 def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
     batch, heads, _, dim = call.query.shape
     views = call.query, call.key, call.value, *tensors.values()
-    # Heads that do not lie side by side have a warp each.
+    # Heads that are not neighbours in memory get one warp each.
     most = tile["HEADS"] if all(t.stride(1) == dim for t in views) else 1
     of_warp = max(n for n in range(1, most + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
     arguments = arguments_of(kernel, call, tensors)
+    # Strides are compile-time constants: addresses need few registers.
     for name, value in arguments.items():
         if name.endswith("_view"):
             arguments[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
@@ -396,7 +414,7 @@ def prepare_forward(
 ) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
-    With ``stats`` (statistics, B, H), also those and lse (B, H, N).
+    With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     arguments = _arguments(_warp_multihead_fwd_kernel, tile, call, {"out": out})
     arguments |= {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
