@@ -174,6 +174,8 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
                     ),
                 }
             )
+    names = list(STEPS.values())
+    lines.sort(key=lambda line: (names.index(line["training step"].split(",")[0]), line["called"]))
     return pd.DataFrame(lines)
 
 
