@@ -64,5 +64,5 @@ def test_the_fastest_that_has_a_time_wins() -> None:
 def test_without_a_gpu_it_says_so() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit, match="no CUDA GPU"):
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
         tune.main(["--case", "vit_base"])
