@@ -1,5 +1,6 @@
 """Links of the documents lead somewhere, and their commands name what exists."""
 
+import importlib
 import re
 import shlex
 import subprocess
@@ -130,3 +131,32 @@ def test_commands_use_flags_that_their_programs_have():
         flags = [word.partition("=")[0] for word in words[start + 1 :] if word.startswith("--")]
         unknown += [(page, command, flag) for flag in flags if not re.search(rf"{flag}\b", text)]
     assert not unknown
+
+
+# What a command names that is neither bundled nor generated; such a run plans on random items.
+ELSEWHERE = re.compile(r"^(/|hf:|FOLDER|tinystories$|[\w.]+\.csv$)")
+NEEDS_FILES = "--pretrained", "--checkpoint", "aclImdb", "--resume"
+
+
+def planned() -> list[tuple[str, ...]]:
+    """Return the script and the arguments of every training command, each once."""
+    plans = set()
+    for _, command in commands():
+        words = shlex.split(command)
+        script = next((n for n, word in enumerate(words) if word.startswith("train/")), None)
+        if script is None or any(need in command for need in NEEDS_FILES):
+            continue
+        plan = ["synthetic" if ELSEWHERE.match(word) else word for word in words[script:]]
+        if "--recipe" in plan and plan[0] == "train/vit.py":  # random items are not augmented
+            plan += ["--crop", "0.08", "--flip", "--rand-augment", "none", "--erase", "0"]
+        plans.add(tuple(word for word in plan if word != "--dry-run"))
+    return sorted(plans)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", planned(), ids=" ".join)
+def test_training_commands_plan_a_run(plan, tmp_path, capsys):
+    script = importlib.import_module(plan[0].removesuffix(".py").replace("/", "."))
+    script.main([*plan[1:], "--dry-run", "--out", str(tmp_path / "run")])
+    assert "as flags: " in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
