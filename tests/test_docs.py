@@ -27,13 +27,13 @@ def text_of(page: Path) -> str:
 @cache
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as forges and mkdocs make them."""
-    found: set[str] = set()
+    known: set[str] = set()
     for heading in re.findall(r"^#{1,6} (.+)$", text_of(page), re.MULTILINE):
         words = re.sub(r"[^\w\s-]", "", re.sub(r"[`*]", "", heading).lower())
         anchor = re.sub(r"\s", "-", words.strip())
         numbered = (f"{anchor}{f'-{n}' * (n > 0)}" for n in range(99))
-        found.add(next(name for name in numbered if name not in found))
-    return found
+        known.add(next(name for name in numbered if name not in known))
+    return known
 
 
 def commands() -> list[tuple[str, str]]:
