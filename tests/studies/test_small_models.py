@@ -64,13 +64,23 @@ def test_a_run_is_of_its_seed_and_learns(tmp_path) -> None:
 
 
 def test_lists_are_items_that_their_model_takes(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(train_small, "SIZES", {"train": 8, "dev": 2, "test": 4})
+    monkeypatch.setattr(train_small, "SIZES", {"train": 40, "dev": 2, "test": 4})
     monkeypatch.setattr(train_small, "CACHE", tmp_path)
     task = train_small.lists()
     model = train_small.build(train_small.arguments(["--task", "listops", "--out", "-"]))
-    logits, targets = task.scores(model, task.pick(np.arange(5)))
-    assert logits.shape == (5, 1 + len(listops.SYMBOLS))
+    tokens, values = task.pick(np.arange(36, 41))  # past the last list: the last five
+    logits, targets = task.scores(model, (tokens, values))
+    assert logits.shape == (len(targets), 1 + len(listops.SYMBOLS))
+    assert len(tokens) == 5 < len(targets)
     assert set(targets.tolist()) <= set(range(1, 11))  # the ids of digits
+    assert (tokens == listops.IDS["]"]).equal(values > 0)
+    assert not (tokens == listops.IDS["[SM"]).any()
+    lengths = (tokens > 0).sum(1).tolist()
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] == tokens.shape[1]
+    held_out, whole = task.held_out
+    assert (whole > 0).sum(1).tolist() == [1] * 4
+    assert whole.argmax(1).equal((held_out > 0).sum(1) - 1)
 
 
 def runs_of(losses: dict[str, float], **others: float) -> list[dict]:

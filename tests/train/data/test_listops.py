@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,20 @@ def drawn_as_published(rng: random.Random, depth: int = 1) -> int:
 def test_labels_are_the_values_of_the_lists(limits, count):
     corpus = drawn(count, limits, seed=3)
     assert [value(decode(corpus[i])) for i in range(count)] == corpus.labels.tolist()
+
+
+def test_each_list_in_a_list_has_its_value_at_its_bracket():
+    corpus = drawn(200, replace(SHORT, operators=3), seed=3)
+    for tokens in map(corpus.__getitem__, range(len(corpus))):
+        text = decode(tokens).split()
+        assert "[SM" not in text
+        for end, found in enumerate(listops.inner_values(tokens)):
+            expected, begin = 0, end
+            if text[end] == "]":
+                while text[begin : end + 1].count("]") != sum(t[0] == "[" for t in text[begin:end]):
+                    begin -= 1
+                expected = 1 + value(" ".join(text[begin : end + 1]))
+            assert found == expected
 
 
 @pytest.mark.parametrize("limits", [ListLimits(), SHORT, ListLimits(2, 3, 3, 6)])

@@ -47,6 +47,7 @@ class ListLimits:
         max_args: of an operator, from 2.
         min_length: tokens that a sequence exceeds.
         max_length: tokens that it stays under.
+        operators: so many of ``OPERATORS``, the first ones.
 
     Raises:
         ValueError: limits that no sequence is within.
@@ -56,6 +57,7 @@ class ListLimits:
     max_args: int = 10
     min_length: int = 500
     max_length: int = 2000
+    operators: int = len(OPERATORS)
 
     def __post_init__(self):
         longest = 1
@@ -125,15 +127,39 @@ def _node(uniform: Callable[[], float], depth: int, limits: ListLimits, tokens: 
         digit = int(10 * uniform())
         tokens.append(1 + digit)
         return digit
-    operator = int(len(OPERATORS) * uniform())
+    operator = int(limits.operators * uniform())
     tokens.append(_FIRST_OPERATOR + operator)
     count = 2 + int((limits.max_args - 1) * uniform())
-    values = sorted(_node(uniform, depth + 1, limits, tokens) for _ in range(count))
+    values = [_node(uniform, depth + 1, limits, tokens) for _ in range(count)]
     tokens.append(_END)
     if len(tokens) >= limits.max_length:
         raise _TooLongError
+    return _apply(operator, values)
+
+
+def _apply(operator: int, values: list[int]) -> int:
+    values, count = sorted(values), len(values)
     middle = (values[(count - 1) // 2] + values[count // 2]) // 2
     return (values[0], values[-1], middle, sum(values) % 10)[operator]
+
+
+def inner_values(tokens: bytes | np.ndarray) -> np.ndarray:
+    """Return the id of the value of each list at its closing bracket, 0 elsewhere: (tokens,) uint8.
+
+    The last one is the value of the whole list.
+    """
+    values = np.zeros(len(tokens), np.uint8)
+    open_lists: list[tuple[int, list[int]]] = [(0, [])]
+    for place, token in enumerate(bytes(tokens)):
+        if _FIRST_OPERATOR <= token < _END:
+            open_lists.append((token - _FIRST_OPERATOR, []))
+            continue
+        value = token - 1
+        if token == _END:
+            value = _apply(*open_lists.pop())
+            values[place] = 1 + value
+        open_lists[-1][1].append(value)
+    return values
 
 
 def read(folder: Path) -> dict[str, Corpus]:
