@@ -46,13 +46,12 @@ def _spread() -> tuple[Arm, ...]:
 
 def _cuts() -> tuple[Arm, ...]:
     layers = ("--depth", "8", "--mlp-ratio", "2", "--heads", "3", "--head-dim")
-    arms = [Arm("whole", "cuts", 0, (*layers, "32"))]
+    arms = [Arm("whole", "whole", 0, (*layers, "32"))]
     for share, (late, uniform) in CUTS.items():
         narrowed = {"late": (0, 0, 0, 0, *late), "uniform": uniform * 2}
         dims = {name: [32 - cut for cut in cuts] for name, cuts in narrowed.items()}
         arms += [
-            Arm(f"{name}-{share}", "cuts", share, (*layers, _joined(of)))
-            for name, of in dims.items()
+            Arm(f"{name}-{share}", name, share, (*layers, _joined(of))) for name, of in dims.items()
         ]
     return tuple(arms)
 
@@ -136,7 +135,7 @@ _PARTS = {
         _spread(),
         5,
         _decide_spread,
-        ("arm", "held-out loss"),
+        None,
     ),
     "cuts": (
         "Does it cost less to narrow the heads of later layers?",

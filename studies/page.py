@@ -4,9 +4,8 @@ python -m studies.page
 """
 
 import argparse
-import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, mean, median_high
 from typing import Any
@@ -16,6 +15,8 @@ from tabulate import tabulate
 from studies import (
     allocation,
     depth_for_heads,
+    kappa_against_heads,
+    kappa_and_loss,
     planner,
     printed_memory,
     printed_tables,
@@ -25,9 +26,10 @@ from studies.runner import RESULTS, ROOT, table
 from studies.study import Claim, Study, judged
 
 PAGE = ROOT / "docs" / "studies.md"
-STUDIES = ("kappa_against_heads", "kappa_and_loss")
-# Studies in parts, which have one figure.
-PARTED = {"depth_for_heads": depth_for_heads.STUDIES, "allocation": allocation.STUDIES}
+ON_KAPPA = kappa_against_heads.STUDY, kappa_and_loss.STUDY
+ON_DEPTH = tuple(depth_for_heads.STUDIES.values())  # which have one figure, of costs
+ON_HEADS = tuple(allocation.STUDIES.values())
+STUDIES = (*ON_KAPPA, *ON_DEPTH, *ON_HEADS)
 COSTS = {  # of a run: what it is called, and its unit
     "params": ("parameters, millions", 1e6),
     "train_flops": ("FLOPs of the training, 10¹²", 1e12),
@@ -41,14 +43,10 @@ END = "<!-- studies end -->"
 
 def text() -> str:
     """Return the page, with what stands between its markers rendered anew."""
-    parts = [BEGIN + "\n"]
-    for name in STUDIES:
-        study: Study = importlib.import_module(f"studies.{name}").STUDY
-        found = read(name)
-        if found is not None:
-            parts.append(_section(study, found))
-    for name, studies in PARTED.items():
-        parts += _parted(name, studies)
+    parts = [BEGIN + "\n", *_sections(ON_KAPPA), *_sections(ON_DEPTH)]
+    if any(read(study.name) for study in ON_DEPTH):
+        parts.append("![held-out loss against its costs](images/study-depth_for_heads.png)\n")
+    parts += _sections(ON_HEADS)
     parts.append(planner.section())
     gap = read(theorem_gap.NAME)
     if gap is not None:
@@ -67,19 +65,23 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _parted(name: str, studies: Mapping[str, Study]) -> list[str]:
-    """Return a section for each part that has results, and the figure of them all."""
-    results = {part: read(study.name) for part, study in studies.items()}
-    sections = [_section(studies[p], found, plot="") for p, found in results.items() if found]
-    if sections:
-        sections.append(f"![held-out loss against its costs](images/study-{name}.png)\n")
-    return sections
+def figure_of(study: Study) -> Path | None:
+    """Return the path of a study's figure, if it has one."""
+    name = "depth_for_heads" if study in ON_DEPTH else study.name
+    return PAGE.parent / "images" / f"study-{name}.png" if study.axes else None
 
 
-def _section(study: Study, found: dict[str, Any], plot: str | None = None) -> str:
-    scale = study.scales[found["scale"]]
-    if plot is None:
-        plot = f"![{study.axes[1]} against {study.axes[0]}](images/study-{study.name}.png)"
+def _sections(studies: Sequence[Study]) -> Iterator[str]:
+    """Yield a section for each study that has results."""
+    for study in studies:
+        if found := read(study.name):
+            yield _section(study, found)
+
+
+def _section(study: Study, found: dict[str, Any]) -> str:
+    scale, plot = study.scales[found["scale"]], []
+    if study.axes and study not in ON_DEPTH:
+        plot = [f"![{study.axes[1]} against {study.axes[0]}](images/{figure_of(study).name})"]
     runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
     seconds = mean(run["seconds"] for run in found["runs"])
     machine = found["machine"]
@@ -95,14 +97,13 @@ def _section(study: Study, found: dict[str, Any], plot: str | None = None) -> st
         f"{machine['processor']}; commit {found['commit']['hash'][:12]}, "
         f"torch {found['versions']['torch']}"
     )
+    about = {"Claimed": study.claims, "Measured": study.metric, "Run": f"{ran}."}
+    about |= {"Rule": study.rule}
     parts = [
         f"## {study.question}",
-        f"**Claimed.** {study.claims}",
-        f"**Measured.** {study.metric}",
-        f"**Run.** {ran}.",
-        f"**Rule.** {study.rule}",
+        "\n".join(f"- **{word}.** {text}" for word, text in about.items()),
         table(_claims(found), "github"),
-        *([plot] if plot else []),
+        *plot,
         _by_arm(study, found),
         *reruns,
         f"**Not shown.** {study.not_shown}",
@@ -203,15 +204,13 @@ def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the plots."""
     argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
-    for name in STUDIES:
-        found = read(name)
-        if found is not None:
-            study = importlib.import_module(f"studies.{name}").STUDY
-            draw(study, found, PAGE.parent / "images" / f"study-{name}.png")
-    for name, studies in PARTED.items():
-        results = {part: read(study.name) for part, study in studies.items()}
-        if known := {part: found for part, found in results.items() if found}:
-            draw_costs(known, PAGE.parent / "images" / f"study-{name}.png")
+    for study in (*ON_KAPPA, *ON_HEADS):
+        path, found = figure_of(study), read(study.name)
+        if path and found:
+            draw(study, found, path)
+    parts = {part: read(study.name) for part, study in depth_for_heads.STUDIES.items()}
+    if known := {part: found for part, found in parts.items() if found}:
+        draw_costs(known, figure_of(ON_DEPTH[0]))
     PAGE.write_text(text(), encoding="utf-8")
 
 

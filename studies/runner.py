@@ -87,7 +87,7 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
         "claims": [asdict(claim) for claim in claims],
     }
-    text = json.dumps(found, indent=1) + "\n"
+    text = as_json(found)
     (out / "results.json").write_text(text)
     if args.record:
         (RESULTS / f"{name}.json").write_text(text)
@@ -111,6 +111,13 @@ def table(claims: Sequence[Claim], kind: str = "simple") -> str:
         rows.append((claim.claim, effect, f"{p:.2g}", verdict))
     headers = ("claim", "effect, 95% interval", "p", "verdict")
     return tabulate(rows, headers, kind, disable_numparse=True)
+
+
+def as_json(found: Mapping[str, Any]) -> str:
+    """Return a study's results as JSON, a line for each run."""
+    head = json.dumps({name: of for name, of in found.items() if name != "runs"}, indent=1)
+    runs = ",\n".join(f"  {json.dumps(run)}" for run in found["runs"])
+    return f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -149,20 +156,20 @@ class _Run:
         return [sys.executable, script, *flags, "--resume", "auto", "--out", str(self.folder(out))]
 
     def measures(self, out: Path) -> dict[str, Any]:
-        """Return what the run left, beside its arm and seed."""
+        """Return what the run left, beside its arm and seed, in seven digits."""
         summary = json.loads((self.folder(out) / "summary.json").read_text())
         lines = (self.folder(out) / "kappa_probe.jsonl").read_text().splitlines()
         probes: dict[int, list[float | None]] = {}
         for row in map(json.loads, lines):
             probes.setdefault(row["step"], []).append(row["kappa"])
         last = probes[max(probes)]
-        return {
+        found = {
             "arm": self.arm.name,
             "seed": self.seed,
             "kappa": _geometric_mean(last),
             "unresolved": last.count(None),
             "kappa_at_first": _geometric_mean(probes[0]),
-            "kappa_of_layers": last,
+            "kappa_of_layers": [k if k is None else float(f"{k:.4g}") for k in last],
             "held_out_loss": summary["held_out_loss"],
             "held_out_accuracy": summary.get("held_out_accuracy"),
             "params": summary["params"],
@@ -170,6 +177,7 @@ class _Run:
             **{name: summary[name] for name in COSTS if name in summary},
             "versions": {"torch": summary["torch"]},
         }
+        return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in found.items()}
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float:

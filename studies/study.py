@@ -121,7 +121,7 @@ class Study:
         not_shown: what it cannot tell.
         scales: by name, such as "cpu" and "paper".
         decide: tests its claims on runs.
-        axes: names of what varies and of what is measured, for the plot.
+        axes: names of what varies and of what is measured, for the plot; None without one.
         measure: of a run, plotted.
         doubling: whether what varies is plotted by its logarithm.
         command: that runs it; by default its module is its name.
@@ -135,7 +135,7 @@ class Study:
     not_shown: str
     scales: Mapping[str, Scale]
     decide: Callable[[Sequence[Measured], Scale], list[Claim]]
-    axes: tuple[str, str]
+    axes: tuple[str, str] | None
     measure: str = "kappa"
     doubling: bool = False
     command: str = ""
