@@ -71,7 +71,7 @@ def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
     def claim(words: str, effects: np.ndarray) -> Claim:
         return Claim.of_seeds(words, effects, stats.above_zero(effects), unit)
 
-    within = f"within {MARGIN:g} {unit}"
+    within = f"within {MARGIN:g} {'% of the loss' if task == 'python' else 'point'}"
     twins = np.log10(stats.table(runs, (ORIGINAL, AGAIN), "held_out_loss"))
     return [
         claim(f"lean is no worse than the original ({within})", gain(LEAN, ORIGINAL) + MARGIN),

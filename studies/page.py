@@ -90,7 +90,11 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         for scale in ("", *(f"{name}-" for name in study.scales))
         for path in sorted(RESULTS.glob(f"{study.name}-{scale}from-*.json"))
     ]
-    reruns = [_rerun(json.loads(path.read_text()), found) for path in again]
+    others = [json.loads(path.read_text()) for path in again]
+    # Those of another scale stand beside the claims.
+    elsewhere = [
+        claim for other in others if other["scale"] != found["scale"] for claim in _claims(other)
+    ]
     ran = (
         f"{arms} arms of {found['seeds']} seeds, `{scale.script} {' '.join(scale.flags)}`: "
         f"{runs} runs, {machine['jobs']} at once, {seconds:.0f} s each on one core of "
@@ -102,10 +106,10 @@ def _section(study: Study, found: dict[str, Any]) -> str:
     parts = [
         f"## {study.question}",
         "\n".join(f"- **{word}.** {text}" for word, text in about.items()),
-        table(_claims(found), "github"),
+        table(_claims(found), "github", elsewhere),
         *plot,
-        _by_arm(study, found),
-        *reruns,
+        _by_group(study, found) or _by_arm(study, found),
+        *(_rerun(other, found) for other in others),
         f"**Not shown.** {study.not_shown}",
     ]
     return "\n\n".join(parts) + "\n"
@@ -113,6 +117,20 @@ def _section(study: Study, found: dict[str, Any]) -> str:
 
 def _claims(found: dict[str, Any]) -> list[Claim]:
     return [Claim(**claim) for claim in found["claims"]]
+
+
+def _by_group(study: Study, found: dict[str, Any]) -> str | None:
+    """Return the mean losses, a row a group, if the same is varied in each of several groups."""
+    groups: dict[str, dict[float, str]] = {}
+    for arm in study.scales[found["scale"]].arms:
+        losses = [run["held_out_loss"] for run in found["runs"] if run["arm"] == arm.name]
+        groups.setdefault(arm.group, {})[arm.x] = f"{mean(losses):.4f}"
+    varied = [*map(tuple, groups.values())]
+    if study.axes is None or len(varied) < 2 or len({*varied}) > 1:
+        return None
+    rows = [(group, *losses.values()) for group, losses in groups.items()]
+    headers = (f"held-out loss by {study.axes[0]}", *varied[0])
+    return tabulate(rows, headers, "github", disable_numparse=True)
 
 
 def _by_arm(study: Study, found: dict[str, Any]) -> str:
@@ -136,7 +154,7 @@ def _by_arm(study: Study, found: dict[str, Any]) -> str:
 
 
 def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
-    """Return how the verdicts of other seeds compare; of another scale, also its claims."""
+    """Return how the verdicts of other seeds compare."""
     before, after = (
         {claim.claim: verdict for claim, _, verdict in judged(_claims(results))}
         for results in (original, other)
@@ -148,14 +166,13 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
     ]
     alike = f"{len(after) - len(differ)} of {len(after)} verdicts are the same"
     text = f"**Again** with seeds from {other['first_seed']}"
-    if other["scale"] == original["scale"]:
-        return f"{text}: " + "; ".join([alike, *differ]) + "."
-    seconds = mean(run["seconds"] for run in other["runs"])
-    text += (
-        f", `--scale {other['scale']}`, {other['machine']['jobs']} at once, {seconds:.0f} s each "
-        f"(Python {other['versions']['python']}, torch {other['versions']['torch']}): "
-    )
-    return text + "; ".join([alike, *differ]) + ".\n\n" + table(_claims(other), "github")
+    if other["scale"] != original["scale"]:
+        seconds = mean(run["seconds"] for run in other["runs"])
+        text += (
+            f", `--scale {other['scale']}`, {other['machine']['jobs']} at once, {seconds:.0f} s "
+            f"each (Python {other['versions']['python']}, torch {other['versions']['torch']})"
+        )
+    return f"{text}: " + "; ".join([alike, *differ]) + "."
 
 
 def draw(study: Study, found: dict[str, Any], path: Path) -> None:

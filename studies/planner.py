@@ -5,6 +5,7 @@ python -m studies.planner
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +48,9 @@ def _of_runs(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _correlation(values: np.ndarray, loss: np.ndarray) -> float:
-    """Return Spearman's correlation over arms, of means over (seeds, arms)."""
+    """Return Spearman's correlation over arms, of means over (seeds, arms); nan without ranks."""
+    if np.ptp(values) == 0:
+        return math.nan
     means = np.exp(np.log(np.abs(values)).mean(axis=0)) * np.sign(values[0])
     return float(spearmanr(means, loss.mean(axis=0)).statistic)
 
@@ -60,7 +63,7 @@ def section() -> str:
             of["study"],
             of["arms"],
             of["seeds"],
-            *("{:.2f} [{:.2f}, {:.2f}]".format(*of[ranking]) for ranking in RANKS),
+            *(_shown(of[ranking]) for ranking in RANKS),
         )
         for of in found
     ]
@@ -70,14 +73,22 @@ def section() -> str:
         "seeds; 1 where the ranking puts the model of the lowest held-out loss first. The interval "
         "is by resampling seeds."
     )
-    better = sum(of["parameters"][0] > of["κ before training"][0] for of in found)
-    worse = sum(of["parameters"][0] < of["κ before training"][0] for of in found)
+    above, below = (
+        [sum(sign * of[ranking][edge] > 0 for of in found) for ranking in RANKS]
+        for sign, edge in ((1, 1), (-1, 2))
+    )
     verdict = (
-        f"**Found.** In {better} of {len(found)} the number of parameters ranks better than κ "
-        f"before training, in {worse} worse. So `models.plan` lists what fits by parameters, and "
-        "shows κ beside them: it cannot tell which of two models of one size will be better."
+        f"**Found.** Of {len(found)} studies the interval is above 0 in {above[0]} for κ before "
+        f"training (below 0 in {below[0]}), in {above[1]} for κ after it ({below[1]}) and in "
+        f"{above[2]} for the number of parameters ({below[2]}). What can be known before training "
+        "does not tell which of two models will be better, so `models.plan` lists what fits by "
+        "parameters and shows κ beside them as a fact, not as a rank."
     )
     return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
+
+
+def _shown(correlation: tuple[float, float, float]) -> str:
+    return "–" if math.isnan(correlation[0]) else "{:.2f} [{:.2f}, {:.2f}]".format(*correlation)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

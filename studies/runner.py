@@ -103,14 +103,19 @@ def main_of(module: str, option: str, studies: Mapping[str, Study]) -> None:
     main(studies[chosen.name or next(iter(studies))], others)
 
 
-def table(claims: Sequence[Claim], kind: str = "simple") -> str:
-    """Return claims, effects and verdicts as a table."""
-    rows = []
-    for claim, p, verdict in judged(claims):
-        effect = f"{claim.effect:.3g} [{claim.low:.3g}, {claim.high:.3g}] {claim.unit}"
-        rows.append((claim.claim, effect, f"{p:.2g}", verdict))
+def table(claims: Sequence[Claim], kind: str = "simple", again: Sequence[Claim] = ()) -> str:
+    """Return claims, effects and verdicts as a table, beside those of a repetition if given."""
+    rows = [(claim.claim, _effect(claim), f"{p:.2g}", v) for claim, p, v in judged(claims)]
     headers = ("claim", "effect, 95% interval", "p", "verdict")
+    if again:
+        repeated = [(_effect(claim), verdict) for claim, _, verdict in judged(again)]
+        rows = [(*row, *more) for row, more in zip(rows, repeated, strict=True)]
+        headers += ("again", "verdict")
     return tabulate(rows, headers, kind, disable_numparse=True)
+
+
+def _effect(claim: Claim) -> str:
+    return f"{claim.effect:.3g} [{claim.low:.3g}, {claim.high:.3g}] {claim.unit}"
 
 
 def as_json(found: Mapping[str, Any]) -> str:
