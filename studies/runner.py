@@ -32,8 +32,9 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         description=study.question,
         epilog="Arguments after -- are passed to every run: -- --data /data/imagenet.",
     )
+    smallest = next(iter(study.scales))
     parser.add_argument(
-        "--scale", choices=list(study.scales), default="cpu", help="size of the study (cpu)"
+        "--scale", choices=list(study.scales), default=smallest, help=f"size ({smallest})"
     )
     parser.add_argument("--first-seed", type=int, default=0, help="number added to every seed (0)")
     parser.add_argument("--jobs", type=int, help="number of runs at once (2; on a GPU 8)")

@@ -119,7 +119,7 @@ class Study:
         metric: what is measured.
         rule: what decides, beside ``Claim.verdict``.
         not_shown: what it cannot tell.
-        scales: by name, such as "cpu" and "paper".
+        scales: by name, such as "cpu" and "paper", the smallest first.
         decide: tests its claims on runs.
         axes: names of what varies and of what is measured, for the plot; None without one.
         measure: of a run, plotted.

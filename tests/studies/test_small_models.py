@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaner_kernels.nn import ManyHeadAttention
-from studies import allocation, depth_for_heads, planner, train_small
+from studies import allocation, depth_for_heads, figures, planner, train_small
 from studies.study import Arm, judged
 from train.data.longrange import listops
 
@@ -46,6 +46,23 @@ def test_arms_that_are_compared_have_as_wide_attention(part: str) -> None:
             assert width[f"late-{share}"] / width["whole"] == pytest.approx(
                 1 - share / 100, abs=5e-3
             )
+
+
+@pytest.mark.parametrize(("figure", "points"), [("3", 17), ("4", 15), ("5", 6), ("8", 7), ("9", 7)])
+def test_a_figure_compares_its_points_with_the_original(figure: str, points: int) -> None:
+    scale = figures.STUDIES[figure].scales["paper"]
+    original, *others, again = scale.arms
+    assert len(others) == points
+    assert again.flags == original.flags
+    assert all(arm.flags == ("--model", arm.name) for arm in others)
+    accuracy = {arm.name: 0.5 for arm in scale.arms} | {others[0].name: 0.48}
+    runs = [
+        {"arm": name, "seed": seed, "held_out_accuracy": share + seed * place * 1e-5}
+        for place, (name, share) in enumerate(accuracy.items())
+        for seed in range(3)
+    ]
+    claims = judged(figures.STUDIES[figure].decide(runs, scale))
+    assert [verdict for *_, verdict in claims[:-1]] == ["fails", *["holds"] * (points - 1)]
 
 
 def test_a_run_is_of_its_seed_and_learns(tmp_path) -> None:
