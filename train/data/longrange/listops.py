@@ -65,6 +65,7 @@ class ListLimits:
             longest = 2 + self.max_args * longest
         shortest = max(self.min_length + 1, 4)
         fits = shortest <= min(longest, self.max_length - 1)
+        fits = fits and 1 <= self.operators <= len(OPERATORS)
         if self.max_args < 2 or self.min_length < 1 or not fits:
             raise ValueError(f"limits must leave room for a list, got {self}")
 
