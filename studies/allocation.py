@@ -135,7 +135,7 @@ _PARTS = {
         _spread(),
         5,
         _decide_spread,
-        None,
+        ("heads late (-1), uniform (0), early (1) or narrowing (2)", "held-out loss"),
     ),
     "cuts": (
         "Does it cost less to narrow the heads of later layers?",
