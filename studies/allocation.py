@@ -171,7 +171,9 @@ def _study(part: str) -> Study:
             "Student's paired test over seeds, one-sided; p corrected after Holm over the claims "
             "of the part."
         ),
-        not_shown="Models of up to a million parameters, on one text, for minutes, at one rate.",
+        not_shown=(
+            "Models of up to a million parameters, on one text, for minutes, at one learning rate."
+        ),
         scales={
             "cpu": Scale(SCRIPT, _TASK, arms, seeds=seeds, seconds=120),
             "gpu15": Scale(SCRIPT, (*_TASK, *_ON_GPU), arms, seeds=seeds, jobs=8),

@@ -65,10 +65,10 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def figure_of(study: Study) -> Path | None:
-    """Return the path of a study's figure, if it has one."""
+def figure_of(study: Study) -> Path:
+    """Return the path of a study's figure."""
     name = "depth_for_heads" if study in ON_DEPTH else study.name
-    return PAGE.parent / "images" / f"study-{name}.png" if study.axes else None
+    return PAGE.parent / "images" / f"study-{name}.png"
 
 
 def _sections(studies: Sequence[Study]) -> Iterator[str]:
@@ -80,7 +80,7 @@ def _sections(studies: Sequence[Study]) -> Iterator[str]:
 
 def _section(study: Study, found: dict[str, Any]) -> str:
     scale, plot = study.scales[found["scale"]], []
-    if study.axes and study not in ON_DEPTH:
+    if study not in ON_DEPTH:
         plot = [f"![{study.axes[1]} against {study.axes[0]}](images/{figure_of(study).name})"]
     runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
     seconds = mean(run["seconds"] for run in found["runs"])
@@ -126,7 +126,7 @@ def _by_group(study: Study, found: dict[str, Any]) -> str | None:
         losses = [run["held_out_loss"] for run in found["runs"] if run["arm"] == arm.name]
         groups.setdefault(arm.group, {})[arm.x] = f"{mean(losses):.4f}"
     varied = [*map(tuple, groups.values())]
-    if study.axes is None or len(varied) < 2 or len({*varied}) > 1:
+    if len(varied) < 2 or len({*varied}) > 1:
         return None
     rows = [(group, *losses.values()) for group, losses in groups.items()]
     headers = (f"held-out loss by {study.axes[0]}", *varied[0])
@@ -222,9 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the plots."""
     argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
     for study in (*ON_KAPPA, *ON_HEADS):
-        path, found = figure_of(study), read(study.name)
-        if path and found:
-            draw(study, found, path)
+        if found := read(study.name):
+            draw(study, found, figure_of(study))
     parts = {part: read(study.name) for part, study in depth_for_heads.STUDIES.items()}
     if known := {part: found for part, found in parts.items() if found}:
         draw_costs(known, figure_of(ON_DEPTH[0]))

@@ -121,7 +121,7 @@ class Study:
         not_shown: what it cannot tell.
         scales: by name, such as "cpu" and "paper", the smallest first.
         decide: tests its claims on runs.
-        axes: names of what varies and of what is measured, for the plot; None without one.
+        axes: names of what varies and of what is measured, for the plot.
         measure: of a run, plotted.
         doubling: whether what varies is plotted by its logarithm.
         command: that runs it; by default its module is its name.
@@ -135,7 +135,7 @@ class Study:
     not_shown: str
     scales: Mapping[str, Scale]
     decide: Callable[[Sequence[Measured], Scale], list[Claim]]
-    axes: tuple[str, str] | None
+    axes: tuple[str, str]
     measure: str = "kappa"
     doubling: bool = False
     command: str = ""

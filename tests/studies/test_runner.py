@@ -172,5 +172,4 @@ def test_recorded_claims_follow_from_the_recorded_runs(monkeypatch, study):
     assert [v for *_, v in judged(again)] == [v for *_, v in judged(recorded)]
     plan = {(arm.name, arm.first_seed + n) for arm in study.scales["cpu"].arms for n in range(99)}
     assert {(run["arm"], run["seed"]) for run in found["runs"]} <= plan
-    path = page.figure_of(study)
-    assert path is None or path.exists()
+    assert page.figure_of(study).exists()
