@@ -182,16 +182,35 @@ def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYO
     put_own(view, x, start, end, D, MASK, LAYOUT)
 
 
+@gluon.constexpr_function
+def turned_layout(block_dim, columns):
+    """Return a layout (dims, rows) in which a thread holds 16 contiguous bytes of a row.
+
+    A warp owns the same 16 of every 64 dims as in the layout of a product; see ``exchanged_layout``.
+    """
+    held, lanes = [[1, 0], [2, 0], [4, 0]], [[8, 0]]
+    for n in (1, 2, 4, 8, 16):
+        if n < columns:
+            (lanes if len(lanes) < 5 else held).append([0, n])
+    lanes += [[0, 0]] * (5 - len(lanes))
+    if block_dim > 64:
+        held.append([64, 0])
+    warps = [[n, 0] if n < block_dim else [0, 0] for n in (16, 32)]
+    return gl.DistributedLinearLayout(held, lanes, warps, [], [block_dim, columns])
+
+
 @gluon.jit
-def put_columns(view, x, start, end, D: gl.constexpr, LAYOUT: gl.constexpr):
+def put_columns(view, x, start, end, D: gl.constexpr):
     """Store a transposed tile (dims, rows) as rows from ``start`` on; skip rows from ``end`` on."""
-    dims = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
-    rows = start + gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    LAYOUT: gl.constexpr = turned_layout(x.shape[0], x.shape[1])
+    x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
+    dims = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = start + here(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)))
     ptrs = own_head(view) + (rows[None, :] * view.stride_n + dims[:, None])
     inside = (rows < end)[None, :]
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
-    gl.store(ptrs, x.to(view.ptr.dtype.element_ty), mask=inside)
+    gl.store(ptrs, x, mask=inside)
 
 
 @gluon.jit
@@ -211,6 +230,15 @@ def number_of_keys(lengths_ptr, M):
 
 
 @gluon.jit
+def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
+    """Return pointers to the pair of each row, (rows, 2), and the mask for them."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    which = gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))[None, :]
+    ptrs = ptr + (gl.convert_layout(rows, ROWS)[:, None] * 2 + which)
+    return ptrs, gl.convert_layout(inside, ROWS)[:, None] & (which >= 0)
+
+
+@gluon.jit
 def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
@@ -219,8 +247,12 @@ def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
     away. P is then off by a factor, which the caller applies to dO, and through dO to delta.
     """
     # Pairs (maximum, log of the sum), as ``put_max_log_sum`` wrote them; the second is in nats.
-    row_max = gl.load(ptr + rows * 2, mask=inside, other=0.0)  # (rows,)
-    log_sum = gl.load(ptr + rows * 2 + 1, mask=inside, other=float("inf")) * LOG2_E
+    LAYOUT: gl.constexpr = gl.join(rows, rows).type.layout
+    ptrs, pairs_inside = _pairs_of(ptr, rows, inside, LAYOUT)
+    row_max, log_sum = gl.load(ptrs, mask=pairs_inside, other=0.0).split()
+    row_max = gl.convert_layout(row_max, rows.type.layout)  # (rows,)
+    log_sum = gl.convert_layout(log_sum, rows.type.layout)
+    log_sum = gl.where(inside, log_sum, float("inf")) * LOG2_E
     if SCALED:
         lse = row_max + log_sum * (1.0 / factor)
         lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
@@ -557,8 +589,10 @@ def put_max_log_sum(
     stored = log_sum
     if MASKED:
         stored = gl.where(unseeing, float("inf"), log_sum)
-    gl.store(ptr + rows * 2, row_max, mask=inside)
-    gl.store(ptr + rows * 2 + 1, stored, mask=inside)
+    both = gl.join(row_max, stored)  # (rows, 2): one store of 8 bytes
+    LAYOUT: gl.constexpr = both.type.layout
+    ptrs, inside = _pairs_of(ptr, rows, inside, LAYOUT)
+    gl.store(ptrs, both, mask=inside)
     return log_sum
 
 

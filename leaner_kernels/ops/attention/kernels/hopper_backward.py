@@ -419,11 +419,11 @@ def _hopper_bwd_kernel(
     barrier()
     if T > 0:
         # Stored after the fence, which would have waited for these stores.
-        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
-        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
+        put_columns(dq_view, dq_t * scale, full * 64, N, D)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D)
         if seed_ptr is not None:
             dv_t *= keep_scale
-        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
+        put_columns(dv_view, dv_t, full * 64, N, D)
     for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:

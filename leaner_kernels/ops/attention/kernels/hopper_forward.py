@@ -451,7 +451,7 @@ def _hopper_fwd_kernel(
         acc_t = warpgroup_mma_wait(0, [acc_t])
         divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        put_columns(out_view, acc_t, full * 64, N, D, TAIL)
+        put_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
         log_sum_t = put_max_log_sum(

@@ -305,9 +305,9 @@ def _hopper_resident_bwd_kernel(
         dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
         dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
-        put_columns(dq_view, dq_t * scale, full * 64, N, D, TAIL)
-        put_columns(dk_view, dk_t * scale, full * 64, N, D, TAIL)
-        put_columns(dv_view, dv_t, full * 64, N, D, TAIL)
+        put_columns(dq_view, dq_t * scale, full * 64, N, D)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D)
+        put_columns(dv_view, dv_t, full * 64, N, D)
 
 
 def prepare(

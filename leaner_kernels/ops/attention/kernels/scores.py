@@ -291,9 +291,9 @@ def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
     Their sum, the log-sum-exp, would round away the second beside a large first. A row without a
     visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing.
     """
-    ptrs = ptr + (start + rows) * 2  # (BLOCK_M,)
-    tl.store(ptrs, pivot, mask=inside)
-    tl.store(ptrs + 1, tl.where(unseeing, float("inf"), tl.log(divisor)), mask=inside)
+    both = tl.join(pivot, tl.where(unseeing, float("inf"), tl.log(divisor)))  # (BLOCK_M, 2)
+    ptrs = ptr + ((start + rows)[:, None] * 2 + tl.arange(0, 2)[None, :])
+    tl.store(ptrs, both, mask=inside[:, None])
 
 
 @triton.jit
