@@ -222,7 +222,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
     settings = architecture.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
     name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
-    name = f"{settings.model}{architecture.suffix(settings)}-{name}"
+    name = f"{settings.model}-{name}"
     identity: dict[str, str] = {}
     if settings.data == "synthetic":
         vocab_size = known or 32_768
@@ -256,7 +256,7 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
     own = _own(settings, vocab_size)
-    settings, build, built, facts = architecture.planned(
+    build, built, facts = architecture.planned(
         settings, model, own, dropout=settings.dropout, most_masked=settings.mask_rate
     )
     # Only the masked tokens get logits.
@@ -353,8 +353,8 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
     items, held_out = glue.open_task(settings.glue, wanted, tokenizer, settings.context)
     known = settings.vocab_size or model.sizes.get("vocab_size")
     own, dropout = _own(settings, tokenizer.model_size(known)), {"dropout": settings.dropout}
-    _, _, headless, _ = architecture.planned(settings, model, own, **dropout)
-    settings, build, built, facts = architecture.planned(
+    _, headless, _ = architecture.planned(settings, model, own, **dropout)
+    build, built, facts = architecture.planned(
         settings, model, own, **dropout, num_classes=wanted.classes
     )
     # The head is new, and nothing else.
@@ -383,8 +383,6 @@ def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
             "vocab_size": built.vocab_size,
         },
         derive=lambda means: metrics.derive(wanted, means),
-        kept=metrics.KEPT,
-        measure=lambda items: metrics.ranked(wanted, items),
         start=lambda model: pretrained.load(model, fresh),
         about={"task": "sentences", "classes": wanted.names},
         identity={
@@ -434,9 +432,7 @@ def _score_task(
     model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]
 ) -> dict[str, Tensor]:
     tokens, lengths, labels, parts = batch
-    logits = model(tokens, lengths)
-    values = metrics.item_values(task, logits, labels, parts)
-    return values | metrics.kept_of(task, logits, labels, parts)
+    return metrics.item_values(task, model(tokens, lengths), labels, parts)
 
 
 def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -471,7 +467,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in ("glue", "checkpoint"):
             if getattr(settings, name) is None:
                 raise ValueError(f"--finetune glue needs --{name}")
-        for name in ("seeds", "kappa_penalty", "control"):
+        for name in ("seeds", "kappa_penalty"):
             if getattr(settings, name) != getattr(BertSettings, name):
                 raise ValueError(
                     f"--finetune glue does not support --{name.replace('_', '-')}: leave it out"

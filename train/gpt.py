@@ -195,7 +195,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     context = settings.context or model.sizes["sequence_length"]
     settings = dataclasses.replace(settings, context=context)
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
-    name = f"{settings.model}{architecture.suffix(settings)}-{settings.data if bundled else 'text'}"
+    name = f"{settings.model}-{settings.data if bundled else 'text'}"
     known = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
@@ -226,7 +226,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         if prompt > context and settings.samples:
             about["prompt_cut_to_the_context"] = f"the last {context} of {prompt} tokens"
         about |= {f"unigram_{name}": value for name, value in trivial.items()} | chosen
-    settings, build, built, facts = architecture.planned(
+    build, built, facts = architecture.planned(
         settings,
         model,
         {"vocab_size": vocab_size, "sequence_length": settings.context},
@@ -335,12 +335,12 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
             generator=torch.Generator(device).manual_seed(settings.seed),
         )
         start = 0 if settings.prompt else 1
-        return {"samples": [legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
+        return {"samples": [_legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
 
     return sample
 
 
-def legible(text: str) -> str:
+def _legible(text: str) -> str:
     """Replace what a terminal would obey; a model that has learned little writes any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 

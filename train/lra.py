@@ -25,7 +25,7 @@ from train.config import architecture, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.config.flags import flag
-from train.data.longrange import listops, pathfinder
+from train.data.longrange import listops
 from train.data.longrange.corpus import SPLITS
 from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import GENERATED, TASKS, Shape, open_task
@@ -48,7 +48,7 @@ class LraSettings(flags.Settings):
     """What one run on a long-range task does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("task", "sizes", "data_seed", "length", "upstream_dev"),
+        *("task", "sizes", "data_seed", "length"),
         *("attention", "landmarks", "conv", "init"),
     )
     OWN_GROUP: ClassVar[str] = "long-range tasks"
@@ -72,7 +72,7 @@ class LraSettings(flags.Settings):
     data: str | None = flag(
         None,
         str,
-        "folder of the published files, or generated, for listops and pathfinder only",
+        "folder of the published files, or generated, for listops only",
     )
     attention: str | None = flag(
         None,
@@ -97,17 +97,12 @@ class LraSettings(flags.Settings):
     sizes: tuple[int, ...] | None = flag(
         None,
         _sizes,
-        "number of items to generate for training, development and test: 96000,2000,2000",
+        "number of lists to generate for training, development and test: 96000,2000,2000",
     )
-    data_seed: int = flag(0, flags.count, "seed of the generated items, independent of --seed")
-    cache: str = flag("runs/data", str, "folder that caches generated items")
+    data_seed: int = flag(0, flags.count, "seed of the generated lists, independent of --seed")
+    cache: str = flag("runs/data", str, "folder that caches generated lists")
     length: int | None = flag(
         None, flags.positive, "tokens to read of each text; the rest is cut off"
-    )
-    upstream_dev: bool = flag(
-        False,
-        None,
-        "select the best weights for --task text on its test reviews, as the published code does",
     )
 
 
@@ -129,7 +124,6 @@ SMALL = {
 }
 
 _PLAIN: dict[str, Any] = {
-    "data": GENERATED,
     "attention": "nystrom",
     "conv": 0,
     "init": "matrix",
@@ -196,7 +190,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     "pathfinder": _PUBLISHED
     | {
         "model": "nystromformer_pathfinder",
-        "sizes": tuple(pathfinder.SIZES[split] for split in SPLITS),
         "batch_size": 256,
         "steps": 62_400,
         "warmup": 312 / 62_400,
@@ -231,7 +224,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
     settings = architecture.sized(settings, model)
     _check(settings, shape, length, model.sizes)
-    settings, build, built, facts = architecture.planned(
+    build, built, facts = architecture.planned(
         settings,
         model,
         {"num_classes": shape.classes, "pairs": shape.pairs},
@@ -249,7 +242,6 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         limits=QUICK_LIMITS if settings.recipe == "quick" else ListLimits(),
         seed=settings.data_seed,
         cache=settings.cache,
-        upstream_dev=settings.upstream_dev,
     )
     epochs = _EVALUATE[key] / max(1, len(items.train) // settings.batch_size)
     settings = settings.filled({"eval_every": epochs})
@@ -262,14 +254,13 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         **{f"baseline_{rule}": share for rule, share in items.baselines.items()},
     }
     task = engine.Task(
-        name=settings.model + architecture.suffix(settings),
+        name=settings.model,
         unit="pairs" if shape.pairs else "sequences",
         build=build,
         train=items.train,
         held_out=items.dev,
         test=items.test,
         best_of="accuracy",
-        kept=("label", "prediction"),
         loss=lambda model, batch, _seed: F.cross_entropy(_logits(model, batch), batch[-1]),
         score=_score,
         flops_per_item=built.flops_per_sequence(length),
@@ -295,7 +286,8 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, str]:
             f"{task} and {settings.data or GENERATED}"
         )
     key = task if name == "paper" else name
-    recipe = RECIPES[key] | {"task": task, "eval_every": None}
+    data = {"data": GENERATED} if task == "listops" else {}
+    recipe = RECIPES[key] | data | {"task": task, "eval_every": None}
     return flags.fill(settings, name, recipe), key
 
 
@@ -334,8 +326,6 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     return {
         "loss": F.cross_entropy(logits, labels, reduction="none"),
         "accuracy": logits.argmax(dim=1) == labels,
-        "label": labels,
-        "prediction": logits.argmax(dim=1),
     }
 
 

@@ -232,7 +232,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         ),
         sources=sources,
     )
-    settings, build, built, facts = architecture.planned(
+    build, built, facts = architecture.planned(
         settings,
         model,
         {"num_classes": images.classes},
@@ -254,7 +254,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     folder = settings.data if settings.data in NAMES else "images"
 
     task = engine.Task(
-        name=f"{settings.model}{architecture.suffix(settings)}-{folder}",
+        name=f"{settings.model}-{folder}",
         unit="images",
         build=build,
         train=images.train,

@@ -14,17 +14,11 @@ from PIL import Image
 from leaner_kernels.monitor import __main__ as monitor
 from tests.security.refusals import refusal
 from tests.train.launch import ROOT
-from tests.train.trained import train_vit
-from train import lra, predict, vit
+from train import lra, vit
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
 SIZES = "--model vit_digits --heads 2 --depth 1 --head-dim 8 --img-size 16 --patch-size 4"
 QUICK = "--batch-size 2 --steps 1 --workers 0 --eval-every 0 --kappa-every 0"
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    return train_vit(tmp_path_factory.mktemp("runs") / "run")
 
 
 @pytest.fixture
@@ -73,7 +67,7 @@ def bombs():
     }
 
 
-def readers(trained, folder, picture):
+def readers(folder, picture):
     """Return the commands that decode a picture, each with a folder that holds it."""
     for name in "ab":
         (folder / "classes" / name).mkdir(parents=True)
@@ -87,30 +81,29 @@ def readers(trained, folder, picture):
     out = ["--out", folder / "out"]
     return {
         "monitor": (monitor.main, "test_vit", "--random-weights", "--data", picture),
-        "predict": (predict.main, trained, picture),
         "lra": (lra.main, "--task", "pathfinder", "--data", folder / "pf", "--dry-run", *out),
         "vit": (vit.main, "--data", folder / "classes", *SIZES.split(), *QUICK.split(), *out),
     }
 
 
-def test_postscript_starts_no_program_in_any_reader(trained, tmp_path, ghostscript, capsys):
+def test_postscript_starts_no_program_in_any_reader(tmp_path, ghostscript, capsys):
     picture = tmp_path / "cat.png"
     picture.write_bytes(POSTSCRIPT)
     with Image.open(picture) as image, pytest.raises((OSError, subprocess.CalledProcessError)):
         image.load()  # what a decoder of all formats would do
     assert ghostscript.exists()
     ghostscript.unlink()
-    for name, (main, *words) in readers(trained, tmp_path, picture).items():
+    for name, (main, *words) in readers(tmp_path, picture).items():
         line = refusal(capsys, main, *words)
         assert "no readable image" in line, (name, line)
         assert not ghostscript.exists(), name
 
 
 @pytest.mark.parametrize("ending", ["png", "webp", "ppm", "jpg"])
-def test_a_bomb_is_one_line_in_every_reader(trained, tmp_path, capsys, ending):
+def test_a_bomb_is_one_line_in_every_reader(tmp_path, capsys, ending):
     picture = tmp_path / f"bomb.{ending}"
     picture.write_bytes(bombs()[ending])
-    for name, (main, *words) in readers(trained, tmp_path, picture).items():
+    for name, (main, *words) in readers(tmp_path, picture).items():
         line = refusal(capsys, main, *words)
         assert "no readable image" in line, (name, line)
         assert line.isprintable(), (name, line)

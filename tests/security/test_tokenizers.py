@@ -1,13 +1,11 @@
-"""A tokeniser that was made to do harm ends in one line: wherever one is read."""
+"""A tokeniser that was made to do harm ends in one line."""
 
 import json
 
 import pytest
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from tests.train.trained import gpt, letters, run, train_text
-from train import predict
 
 
 @pytest.fixture(scope="module")
@@ -20,15 +18,6 @@ def trained(tmp_path_factory):
 def kept(path):
     with safe_open(path, "pt") as file:
         return json.loads(file.metadata()["tokenizer"])
-
-
-def with_tokenizer(path, out, tokenizer):
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        about = file.metadata()
-    text = tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer)
-    save_file(tensors, out, metadata=about | {"tokenizer": text})
-    return out
 
 
 def numbered(tokenizer, number):
@@ -51,7 +40,6 @@ def merging_what_is_not_there(tokenizer):
 
 
 CHANGES = {
-    "a number above the model's": lambda t: numbered(t, 300),
     "a number of four billion": lambda t: numbered(t, 2**32 - 1),
     "a number past 32 bits": lambda t: numbered(t, 2**40),
     "a number below 0": lambda t: numbered(t, -1),
@@ -68,17 +56,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tokenizer_kept_with_weights_ends_in_one_line(trained, tmp_path, capsys, change):
-    path = with_tokenizer(trained, tmp_path / "w.safetensors", CHANGES[change](kept(trained)))
-    with pytest.raises(SystemExit) as refused:
-        predict.main([str(path), "--prompt", "abc"])
-    shown = capsys.readouterr().err + str(refused.value)
-    assert str(path) in shown
-    assert "Traceback" not in shown
-    assert len(shown.strip().splitlines()[-1]) < 500
-
-
-@pytest.mark.parametrize("change", ["a number of four billion", "no end", "nothing", "no JSON"])
 def test_a_tokenizer_that_is_given_ends_in_one_line(trained, tmp_path, capsys, change):
     tokenizer = CHANGES[change](kept(trained))
     path = tmp_path / "tokenizer.json"

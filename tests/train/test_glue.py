@@ -13,7 +13,7 @@ from tokenizers import models, pre_tokenizers
 from tests.train.glue_files import WORDS, write_task
 from train.data.text import Tokenizer
 from train.glue import TASKS, open_task, table
-from train.glue.metrics import derive, item_loss, item_values, spearman
+from train.glue.metrics import derive, item_loss, item_values
 from train.glue.rows import GlueSplit, Sentences, encode
 
 pytest.importorskip("pyarrow", reason="pyarrow is not installed")
@@ -171,16 +171,6 @@ def test_a_data_set_of_the_hub_is_the_same_as_its_files(tmp_path, monkeypatch):
             assert torch.equal(ours, theirs)
     with pytest.raises(ValueError, match="'rte' not found"):
         open_task(f"hf:{tmp_path}", TASKS["rte"], words(), 128)
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("values", [3, 1000])
-def test_ranks_correlate_as_those_of_scipy(seed, values):
-    draw = np.random.default_rng(seed)
-    x, y = draw.integers(0, values, 200).astype(float), draw.integers(0, values, 200)
-    y = y + x * (seed - 1)
-    assert spearman(x, y) == pytest.approx(stats.spearmanr(x, y).statistic, abs=1e-12)
-    assert spearman(x, np.ones(200)) == 0
 
 
 def test_files_that_are_not_glue_are_refused_in_one_line(tmp_path):

@@ -23,7 +23,7 @@ from tests.train.published import (
 )
 from train import lra
 from train.config import flags
-from train.data.longrange.files import read_cifar, read_reviews
+from train.data.longrange.files import read_cifar
 from train.data.longrange.listops import ListLimits
 from train.data.longrange.tasks import baseline
 from train.loop import train as loop
@@ -187,15 +187,6 @@ def test_text_is_bytes_after_the_padding(tmp_path):
     assert task.facts["baseline_constant_class"] == 0.5
 
 
-def test_text_can_choose_weights_as_upstream_does_and_reads_longer(tmp_path):
-    write_reviews(tmp_path, 4)
-    flags_of = ["--task", "text", "--data", tmp_path / "aclImdb", "--batch-size", 2]
-    task, _ = task_of(*flags_of, "--upstream-dev", "--length", 4000)
-    assert [len(part) for part in (task.train, task.held_out, task.test)] == [8, 8, 8]
-    assert task.train.__getitems__([(0, 0)])[0].shape == (1, 4096)
-    assert len(read_reviews(tmp_path, 5, upstream_dev=True)["train"][0]) == 5
-
-
 def test_pairs_are_read_once_and_batched_together(tmp_path):
     write_pairs(tmp_path, ["alpha", "b'beta'", "gamma " * 900, "delta"])
     task, _ = task_of("--task", "retrieval", "--data", tmp_path, "--batch-size", 2)
@@ -239,7 +230,7 @@ def test_a_pickle_that_is_not_the_published_one_is_not_opened(tmp_path, small_ci
     small_cifar(tmp_path, 2)
     batch = tmp_path / "cifar-10-batches-py" / "data_batch_3"
     batch.write_bytes(pickle.dumps({"data": Trap(str(tmp_path / "ran")), "labels": [1]}))
-    with pytest.raises(ValueError, match=r"published .*data_batch_3: another MD5") as error:
+    with pytest.raises(ValueError, match="must contain CIFAR-10's published files") as error:
         read_cifar(tmp_path)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ran").exists()
@@ -295,8 +286,6 @@ def test_what_does_not_fit_is_refused(few, args, message):
         (["--task", "text", "--data", ".", "--model", "nystromformer_listops"], "of 257 tokens"),
         (["--heads", "2,2,2", "--depth", "2"], "--heads must be one value or one per layer, got 3"),
         (["--batch-size", "9", "--accum", "2"], "--batch-size must be .* got 9"),
-        (["--control", "depth", "--heads", "2"], "--control sets the sizes itself"),
-        (["--control", "heads"], "cannot match .* within 3%"),
         (["--kappa-penalty", "1"], "--kappa-penalty needs sequences without padding"),
     ],
 )

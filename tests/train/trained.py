@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from tests.train.launch import TINY
 from train import bert, gpt, vit
@@ -43,15 +41,4 @@ def train_text(script, folder: Path, *args: object) -> Path:
     return out
 
 
-def write_pictures(folder: Path) -> list[Path]:
-    """Write three digits as pictures, light on dark."""
-    folder.mkdir()
-    with np.load(Path(vit.__file__).parent / "data" / "images" / "digits.npz") as arrays:
-        pixels = (arrays["images"][:3].astype(float) * 255 / 16).astype("uint8")
-    paths = [folder / f"{place}.png" for place in range(3)]
-    for path, each in zip(paths, pixels):
-        Image.fromarray(each).save(path)
-    return paths
-
-
-__all__ = ["bert", "gpt", "letters", "run", "train_text", "train_vit", "write_pictures"]
+__all__ = ["bert", "gpt", "letters", "run", "train_text", "train_vit"]

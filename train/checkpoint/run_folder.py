@@ -34,13 +34,13 @@ _MARK = "launch"
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
-    *("model", "heads", "depth", "head_dim", "mlp_ratio", "control"),
+    *("model", "heads", "depth", "head_dim", "mlp_ratio"),
     *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
 )
 # Of these, and of the scripts', those that say which items there are.
 _CHOOSE_DATA = (
     *("data", "documents", "text_column", "validation", "max_density"),
-    *("glue", "tasks", "task", "sizes", "data_seed", "length", "upstream_dev"),
+    *("glue", "tasks", "task", "sizes", "data_seed", "length"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")

@@ -1,17 +1,4 @@
-"""Architectures to train: the rows of the paper, small models, and sizes from flags.
-
-``--control`` trains a model of a lean model's size that spends its parameters differently.
-A lean row changes several things at once: fewer layers, in some rows a narrower feed-forward, more
-heads. To tell their effects apart, all arms share the lean row's embedding, input, heads of class
-attention and number of parameters within 3%, and one base: the lean row's depth, half of its
-feed-forward's width, the original row's heads. One size of the base then grows until the parameters
-are used up:
-
-- ``depth``: the number of layers; in a model of stages, of the stage that has most of them.
-- ``mlp``: the width of the feed-forward, in steps of 1/32 of the model's.
-- ``heads``: the number of heads, each as wide as the lean row's, so that attention widens; in a
-  model of stages, in the lean row's proportion.
-"""
+"""Architectures to train: the rows of the paper, small models, and sizes from flags."""
 
 import dataclasses
 import inspect
@@ -190,9 +177,6 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
     return Architecture(row.architecture, channels | row.config)
 
 
-# How far an arm of ``--control`` may be from the lean row's parameters.
-TOLERANCE = 0.03
-
 _Settings = TypeVar("_Settings", bound=Settings)
 
 
@@ -221,22 +205,12 @@ def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settin
     return settings, dataclasses.replace(architecture, sizes=sizes)
 
 
-def sized(settings: _Settings, model: Architecture) -> _Settings:
-    """Return the settings with the model's sizes, unless ``--control`` is to find them.
+def sized(settings: _Settings, architecture: Architecture) -> _Settings:
+    """Return the settings with the model's sizes where none were given.
 
     Raises:
-        ValueError: sizes that do not fit the model, or beside ``--control``.
+        ValueError: sizes that do not fit the model.
     """
-    if settings.control is None:
-        return _sized(settings, model)
-    sizes = [name for name in flags.SIZES if getattr(settings, name)]
-    if sizes:
-        flag = sizes[0].replace("_", "-")
-        raise ValueError(f"--control sets the sizes itself: leave out --{flag}")
-    return settings
-
-
-def _sized(settings: _Settings, architecture: Architecture) -> _Settings:
     settings = dataclasses.replace(
         settings, mlp_ratio=settings.mlp_ratio or architecture.sizes["mlp_ratio"]
     )
@@ -314,24 +288,19 @@ def _shown(values: Sequence[Any]) -> str:
 
 
 def planned(
-    settings: _Settings, model: Architecture, own: dict[str, Any], **more: Any
-) -> tuple[_Settings, Callable[[], Model], Model, dict[str, Any]]:
-    """Return the settings, what builds the model, one without memory, and facts of it.
+    settings: Settings, model: Architecture, own: dict[str, Any], **more: Any
+) -> tuple[Callable[[], Model], Model, dict[str, Any]]:
+    """Return what builds the model, one without memory, and facts of it.
 
     Args:
         settings: from ``sized``.
-        model: the one that they name; ``--control`` puts one of its arms in its place.
+        model: the one that they name.
         own: what the script gives every model beside its sizes, such as its classes.
         **more: what it gives this one alone, such as its dropout.
 
     Raises:
-        ValueError: as ``arm``, or sizes that do not fit each other or the kernels of this GPU.
+        ValueError: sizes that do not fit each other or the kernels of this GPU.
     """
-    compared = {}
-    if settings.control is not None:
-        model, params = arm(settings.model, settings.control, model, **own)
-        settings = _sized(settings, model)
-        compared = {"control": settings.control, "params_of_the_lean_model": params["lean"]}
     sizes = arguments(settings, model) | own | more
     build = partial(model.build, **sizes)
     with torch.device("meta"):
@@ -341,7 +310,6 @@ def planned(
     attention = built.attention_modules().values()
     facts = _uneven(attention, settings.head_dim) | {
         "model": settings.model,
-        **compared,
         "params": built.num_params(),
         "recipe": settings.recipe,
         "depth": settings.depth,
@@ -350,7 +318,7 @@ def planned(
         "head_dim": [a.head_dim for a in attention],
         "head_convention": built.head_convention,
     }
-    return settings, build, built, facts
+    return build, built, facts
 
 
 def _uneven(layers: Iterable[nn.Module], head_dims: Sequence[Any]) -> dict[str, str]:
@@ -364,103 +332,3 @@ def _uneven(layers: Iterable[nn.Module], head_dims: Sequence[Any]) -> dict[str, 
         if width == dim // heads
     ]
     return {"warning": "; ".join(uneven)} if uneven else {}
-
-
-def suffix(settings: Settings) -> str:
-    """Return what distinguishes the runs of arms in names."""
-    return "" if settings.control is None else f"-{settings.control}"
-
-
-def arm(
-    name: str, control: str, model: Architecture, **built: Any
-) -> tuple[Architecture, dict[str, int]]:
-    """Return the model of one arm, and how many parameters the lean one and it have.
-
-    Args:
-        name: of a lean row, such as ``"vit_base_lean"``, or of a script's own model.
-        control: ``"depth"``, ``"mlp"`` or ``"heads"``.
-        model: of that name.
-        **built: what both are built with beside their sizes.
-
-    Raises:
-        ValueError: no lean model, or no whole number comes within 3% of its parameters.
-    """
-    lean, row = model.sizes, papers.names().get(name)
-    if row is None:
-        original = {"heads": _half(lean["heads"]), "head_dim": lean["head_dim"]}
-    elif row.variant == "lean":
-        original = (papers.ROWS | papers.PRESETS)[row.row, "original"].config
-    else:
-        raise ValueError(f"--control needs a lean --model such as vit_base_lean, got {name!r}")
-
-    def count(sizes: dict[str, Any]) -> int:
-        with torch.device("meta"):
-            return model.build(**(sizes | built)).num_params()
-
-    base = lean | {
-        "heads": original["heads"],
-        "head_dim": original["head_dim"],
-        "mlp_ratio": lean["mlp_ratio"] / 2,
-    }
-    if model.family in ("xcit", "volo"):
-        base["class_heads"] = _last(lean["heads"])
-    grow = {"depth": _deeper, "mlp": _wider, "heads": _more_heads}[control]
-    target = count(lean)
-    sizes = _closest(lambda size: base | grow(lean, size), count, target)
-    reached = count(sizes)
-    if abs(reached - target) > TOLERANCE * target:
-        raise ValueError(
-            f"--control {control} cannot match the {target:,} parameters of {name} within "
-            f"{TOLERANCE:.0%}, the closest model has {reached:,}: choose another --control"
-        )
-    return dataclasses.replace(model, sizes=sizes), {"lean": target, control: reached}
-
-
-def _closest(
-    sizes_of: Callable[[int], dict[str, Any]], count: Callable[[dict[str, Any]], int], target: int
-) -> dict[str, Any]:
-    """Return the sizes whose count is closest to the target, of all that grow with a number."""
-    above = 1
-    while count(sizes_of(above)) < target:
-        above *= 2
-    below = above // 2
-    while above - below > 1:
-        middle = (below + above) // 2
-        if count(sizes_of(middle)) < target:
-            below = middle
-        else:
-            above = middle
-    return min(
-        (sizes_of(size) for size in (below, above) if size),
-        key=lambda sizes: abs(count(sizes) - target),
-    )
-
-
-def _deeper(lean: dict[str, Any], layers: int) -> dict[str, Any]:
-    if "depth" in lean:
-        return {"depth": layers}
-    depths = list(lean["depths"])
-    depths[depths.index(max(depths))] = layers
-    return {"depths": depths}
-
-
-def _wider(_lean: dict[str, Any], steps: int) -> dict[str, Any]:
-    return {"mlp_ratio": steps / 32}
-
-
-def _more_heads(lean: dict[str, Any], most: int) -> dict[str, Any]:
-    """``most`` heads, in the stage that has most of them."""
-    heads, head_dim = lean["heads"], lean["head_dim"]
-    if isinstance(heads, int):
-        own = lean["embed_dim"] // heads if head_dim == "split" else head_dim
-        return {"heads": most, "head_dim": own}
-    own = [width // h for width, h in zip(lean["embed_dims"], heads)]
-    return {"heads": [max(1, round(h * most / max(heads))) for h in heads], "head_dim": own}
-
-
-def _last(heads: int | list[int]) -> int:
-    return heads if isinstance(heads, int) else heads[-1]
-
-
-def _half(heads: int | list[int]) -> int | list[int]:
-    return max(1, heads // 2) if isinstance(heads, int) else [max(1, h // 2) for h in heads]

@@ -21,8 +21,6 @@ HeadDim = int | Literal["split"]
 
 # Three ways to give the length of a run.
 BUDGETS = ("epochs", "steps", "tokens")
-# What --control finds, and what is then not to be given.
-SIZES = ("heads", "depth", "allocation", "head_dim", "mlp_ratio")
 
 
 def number(
@@ -148,13 +146,6 @@ class Settings:
         None,
         _per_layer(_head_dim),
         "width of a head, or split for width // heads; one value, or one per layer (from --model)",
-    )
-    control: str | None = flag(
-        None,
-        str,
-        "train a control with the parameter count of the lean --model, spent on depth, MLP width "
-        "or number of heads instead",
-        choices=("depth", "mlp", "heads"),
     )
     mlp_ratio: float | None = flag(
         None,
@@ -347,7 +338,7 @@ class Settings:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             name = field.name.replace("_", "-")
-            if value == field.default or (self.control and field.name in SIZES):
+            if value == field.default:
                 continue
             if isinstance(value, bool):
                 flags.append(f"--{name}" if value else f"--no-{name}")

@@ -6,16 +6,13 @@ the mean over its items is a mean over all divided by that of the mass.
 """
 
 import math
-from collections.abc import Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from train.glue.tasks import GlueTask
 
-KEPT = ("part", "label", "prediction")  # of each item
 _MOMENTS = ("x", "y", "xx", "yy", "xy")  # of predictions x and labels y
 
 
@@ -50,41 +47,6 @@ def item_values(task: GlueTask, logits: Tensor, labels: Tensor, parts: Tensor) -
         mine = (parts == part).double()
         values |= {name + ending: each * mine for name, each in counted.items()}
     return values
-
-
-def kept_of(task: GlueTask, logits: Tensor, labels: Tensor, parts: Tensor) -> dict[str, Tensor]:
-    """Return what is kept of each item, (B,): arguments as ``item_values`` takes them."""
-    prediction = logits.float().squeeze(1) if task.is_regression else logits.argmax(dim=1)
-    return {"part": parts, "label": labels, "prediction": prediction}
-
-
-def ranked(task: GlueTask, items: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return the measures that no means of items give: Spearman's correlation of numbers.
-
-    Args:
-        task: what is scored.
-        items: what is kept of all items, (items,) by name.
-    """
-    if not task.is_regression:
-        return {}
-    return {"spearman": spearman(items["prediction"], items["label"])}
-
-
-def spearman(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the rank correlation of two variables, (items,); 0 where one is constant.
-
-    Of equal values each has the mean of their ranks.
-    """
-    x, y = (_ranks(values) for values in (x, y))
-    products = (x, y, x * x, y * y, x * y)
-    return pearson(*(float(values.mean()) for values in products))
-
-
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    # Ranks around 0: the variance is not a difference of large numbers.
-    ranks = np.cumsum(counts) - (counts - 1) / 2 - (len(values) + 1) / 2
-    return ranks[inverse]
 
 
 def derive(task: GlueTask, means: dict[str, float]) -> dict[str, float]:

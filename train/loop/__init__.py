@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from train.data.loader import DataSet
@@ -28,8 +27,6 @@ class Task:
         facts: what else to show and keep, such as parameters and heads.
         repeats: how often an epoch takes an item.
         tokens_per_item: of a training item of language; throughput then counts tokens too.
-        kept: names of values of ``score`` that are kept of each item, and have no mean.
-        measure: makes measures of what is kept of all items, (items,) by name.
         derive: makes measures that are no means of items, such as F1, from the means of the scores.
         best_of: the score of the held-out items that chooses the best weights: "loss", of which
             the smallest is best, or one whose largest is.
@@ -58,8 +55,6 @@ class Task:
     repeats: int = 1
     tokens_per_item: int | None = None
     derive: Callable[[dict[str, float]], dict[str, float]] | None = None
-    kept: tuple[str, ...] = ()
-    measure: Callable[[Mapping[str, np.ndarray]], dict[str, float]] | None = None
     best_of: str = "loss"
     test: DataSet | None = None
     start: Callable[[nn.Module], None] | None = None

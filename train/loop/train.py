@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -296,7 +295,7 @@ def evaluate(run: Run) -> dict[str, float]:
     if data is None:
         return {}
     run.progress.settling = run.progress.step
-    own = score(run, data, "held_out")
+    own = score(run, data)
     scores = {f"held_out_{name}": value for name, value in own.items()}
     if run.average.weights:
         with run.average.in_place():
@@ -314,14 +313,8 @@ def offer(run: Run, scores: dict[str, float]) -> None:
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
-def score(run: Run, data: DataSet, kept_as: str | None = None) -> dict[str, float]:
-    """Return the scores of a data set; raises StoppedError on all ranks when one must stop.
-
-    Args:
-        run: whose model is scored.
-        data: the items.
-        kept_as: what the file is called that gets the predictions of all items, if there are any.
-    """
+def score(run: Run, data: DataSet) -> dict[str, float]:
+    """Return the scores of a data set; raises StoppedError on all ranks when one must stop."""
     return evaluation.score(
         run.task,
         run.model,
@@ -331,18 +324,7 @@ def score(run: Run, data: DataSet, kept_as: str | None = None) -> dict[str, floa
         workers=data_workers(run),
         bad_samples=run.bad_samples,
         before_batch=partial(raise_if_stopped, run),
-        keep=None if kept_as is None else partial(keep_predictions, run, kept_as),
     )
-
-
-def keep_predictions(run: Run, name: str, items: dict[str, np.ndarray]) -> None:
-    """Write what is kept of each item as a CSV, in the place of the evaluation before."""
-    columns = [values.tolist() for values in items.values()]
-    rows = [",".join(items), *(",".join(map(repr, row)) for row in zip(*columns))]
-    try:
-        run.report.keep({f"predictions_{name}.csv": "\n".join([*rows, ""])})
-    except OSError as error:
-        run.report.log(f"predictions not saved: {error.strerror or error}")
 
 
 def raise_if_stopped(run: Run) -> None:
@@ -410,7 +392,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
     if task.test is not None:
         best = run.best
         with best.in_place():
-            test = {f"test_{name}": value for name, value in score(run, task.test, "test").items()}
+            test = {f"test_{name}": value for name, value in score(run, task.test).items()}
             if best.step is not None:
                 best.keep(best.step, best.scores, metadata_of(run, best.step, best.scores | test))
     summary = summary_of(run, totals, held_out, test, finished)

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from train import bert, export, gpt, lra, predict, vit
+from train import bert, export, gpt, lra, vit
 from train.bert import BertSettings
 from train.config import flags
 from train.gpt import GptSettings
@@ -48,7 +48,6 @@ def test_help_has_every_flag_once_in_a_group(script, capsys):
     [
         (vit, ()),
         (vit, ("--heads", "16", "--depth", "7", "--compile", "--skip-limit", "3")),
-        (vit, ("--data", "synthetic", "--model", "vit_base_lean", "--control", "heads")),
         (vit, (*DEIT, "--head-dim", "split")),
         (gpt, ("--heads", "4,2", "--depth", "2", "--tokens", "5000")),
         (bert, ("--heads", "2",)),
@@ -83,7 +82,6 @@ def test_a_dry_run_prints_the_recipe_as_flags(tmp_path, capsys):
     [
         *((script.main, ["--hedas", "8", "--depth", "2"], "--heads") for script in SCRIPTS),
         (vit.main, ["--kappa_every=5"], "--kappa-every"),
-        (predict.main, ["run", "--temprature", "0"], "--temperature"),
         (export.main, ["run", "out", "--lsat"], "--last"),
     ],
 )

@@ -1,12 +1,11 @@
-"""Presets fill in what no flag gives, and controls keep the size of the lean model."""
+"""Recipes fill in what no flag gives."""
 
 import json
 import re
 
 import pytest
 
-from models import papers
-from train import bert, gpt, lra, vit
+from train import vit
 from train.config import architecture, flags
 from train.vit import ImageSettings
 
@@ -21,21 +20,6 @@ TABLE_6 = {
     "rand_augment": "rand-m9-mstd0.5",
     "epochs": 300,
 }
-SETTINGS = {
-    vit: ImageSettings,
-    gpt: gpt.GptSettings,
-    bert: bert.BertSettings,
-    lra: lra.LraSettings,
-}
-# Of so few layers and heads that one more is too many.
-TOO_COARSE = {
-    ("xcit_digits", "depth"),
-    ("tnt_digits", "depth"),
-    ("nystromformer_small", "depth"),
-    ("nystromformer_small", "heads"),
-}
-# What the lean row shares with each arm, and what only the arm of a name changes.
-SHARED = ("image_size", "embed_dim", "embed_dims", "inner_dim", "inner_heads", "window")
 
 
 def settings(*args: object) -> ImageSettings:
@@ -55,77 +39,6 @@ def test_the_rate_of_deit_follows_the_batch_and_flags_come_first():
     assert ours.lr == pytest.approx(2.5e-4)
     assert (ours.mixup, ours.repeats, ours.erase, ours.ema) == (0, 1, 0.25, 0.99996)
     assert settings("--recipe", "deit", "--lr", 1e-3).lr == 1e-3
-
-
-def arm(name, control, classes):
-    """The arm of a model of images."""
-    model = architecture.find(name, architecture.DIGITS, architecture.VISION)
-    return architecture.arm(name, control, model, num_classes=classes)
-
-
-LEAN_ROWS = [f"{row}_lean" for row in ("vit_large", "tnt_base", "davit_base")]
-
-
-@pytest.mark.parametrize("control", ["depth", "mlp", "heads"])
-@pytest.mark.parametrize("name", LEAN_ROWS)
-def test_an_arm_has_the_size_of_the_lean_model_and_grows_one_thing(name, control):
-    lean = papers.names()[name]
-    original = papers.names()[lean.row].config
-    model, params = arm(name, control, 1000)
-    assert params["lean"] == lean.audited_params
-    built = model.build(**model.sizes, num_classes=1000, device="meta")
-    assert built.num_params() == params[control]
-    assert params[control] == pytest.approx(params["lean"], rel=0.03)
-    for size in SHARED:
-        assert model.sizes.get(size) == lean.config.get(size), size
-    depth = "depths" if model.stages else "depth"
-    grown = {
-        "depth": model.sizes[depth] != lean.config[depth],
-        "mlp": model.sizes["mlp_ratio"] != lean.config["mlp_ratio"] / 2,
-        "heads": model.sizes["heads"] != original["heads"],
-    }
-    assert grown == {each: each == control for each in grown}
-
-
-@pytest.mark.parametrize("control", ["depth", "mlp", "heads"])
-@pytest.mark.parametrize(
-    ("script", "args"),
-    [
-        *[(vit, ["--model", name]) for name in architecture.DIGITS],
-        (gpt, ["--data", "synthetic", "--model", "gpt_small"]),
-        (gpt, ["--data", "synthetic", "--model", "gpt2_tinystories_lean"]),
-        (bert, ["--data", "synthetic", "--model", "bert_small"]),
-        (lra, ["--sizes", "64,4,4"]),
-    ],
-)
-def test_every_script_has_arms_of_the_size_of_its_model(script, args, control, tmp_path):
-    if script is lra:
-        args = [*args, "--cache", str(tmp_path)]
-    kind = SETTINGS[script]
-    lean, _ = script.make_task(flags.parse("x", "", args, kind))
-    controlled = flags.parse("x", "", [*args, "--control", control], kind)
-    if (lean.facts["model"], control) in TOO_COARSE:
-        with pytest.raises(ValueError, match=r"cannot match .* within 3%"):
-            script.make_task(controlled)
-        return
-    task, filled = script.make_task(controlled)
-    assert task.name.startswith(f"{filled.model}-{control}")
-    assert task.facts["params_of_the_lean_model"] == lean.facts["params"]
-    assert task.facts["params"] == pytest.approx(lean.facts["params"], rel=0.03)
-    assert (filled.depth == lean.facts["depth"]) == (control != "depth")
-
-
-def test_arms_that_cannot_have_the_size_are_refused(monkeypatch):
-    monkeypatch.setattr("train.config.architecture.TOLERANCE", 0.001)
-    message = "--control depth cannot match the 39,403,854 .* within 0%, the closest model has "
-    with pytest.raises(ValueError, match=message):
-        arm("vit_base_lean", "depth", 78)
-
-
-@pytest.mark.parametrize("name", ["vit_base", "figure3_depth8_heads14"])
-def test_only_a_lean_model_has_arms(name):
-    with pytest.raises(ValueError, match=f"needs a lean --model .* got '{name}'"):
-        arm(name, "depth", 10)
 
 
 @pytest.mark.parametrize(

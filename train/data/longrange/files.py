@@ -5,12 +5,8 @@ Anthology Network as the Long-Range Arena's archive has them, CIFAR-10's Python 
 archive's ``pathfinder32``.
 """
 
-import hashlib
-import io
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -19,22 +15,17 @@ from leaner_kernels.monitor.pictures import decode
 from train.data.longrange.corpus import SPLITS, Corpus
 
 _GREY = np.array([0.2989, 0.5870, 0.1140], np.float32)
-# What a pickle of CIFAR-10 may name, as Python 2 and 3 write arrays.
-_OF_ARRAYS = {
-    *(("numpy", "dtype"), ("numpy", "ndarray"), ("_codecs", "encode")),
-    *((f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core")),
-}
 _HELD_OUT = 10  # of the training data, one in so many
 
 
-def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, Corpus]:
+def read_reviews(folder: Path, length: int) -> dict[str, Corpus]:
     """Read ``{train,test}/{pos,neg}/*.txt`` of aclImdb as bytes, labelled 1 and 0.
+
+    Every tenth training review is held out.
 
     Args:
         folder: aclImdb, or what holds it.
         length: bytes of a review that are read.
-        upstream_dev: choose weights on the test reviews, as the Long-Range Arena does, instead of
-            on every tenth training review, which is then not trained on.
 
     Raises:
         ValueError: no such reviews.
@@ -59,8 +50,6 @@ def read_reviews(folder: Path, length: int, *, upstream_dev: bool) -> dict[str, 
             )
         labels = [label for label, found in files.items() for _ in found]
         parts[part] = Corpus.of(texts, labels)
-    if upstream_dev:
-        return {"train": parts["train"], "dev": parts["test"], "test": parts["test"]}
     train, dev = held_out(parts["train"])
     return {"train": train, "dev": dev, "test": parts["test"]}
 
@@ -188,57 +177,26 @@ def read_cifar(folder: Path) -> dict[str, Corpus]:
         folder: ``cifar-10-batches-py``, or what holds it.
 
     Raises:
-        ValueError: its files are not there, or are not the published ones, by their MD5.
+        ValueError: its files are not there, or are not the published ones, by their MD5: they are
+            pickles, and no other is opened.
     """
     from torchvision.datasets import CIFAR10
 
-    root = folder if folder.name == CIFAR10.base_folder else folder / CIFAR10.base_folder
-    training, test = (
-        [_batch(root / name, md5) for name, md5 in files]
-        for files in (CIFAR10.train_list, CIFAR10.test_list)
+    root = folder.parent if folder.name == CIFAR10.base_folder else folder
+    try:
+        training, test = (CIFAR10(root, train=train) for train in (True, False))
+    except RuntimeError as error:
+        raise ValueError(
+            f"--data must contain CIFAR-10's published files, got {folder}: {error}"
+        ) from None
+    first = len(training) * (_HELD_OUT - 1) // _HELD_OUT
+    images, labels = training.data, training.targets
+    parts = (
+        (images[:first], labels[:first]),
+        (images[first:], labels[first:]),
+        (test.data, test.targets),
     )
-    images, labels = _joined(training)
-    first = len(labels) * (_HELD_OUT - 1) // _HELD_OUT
-    parts = (images[:first], labels[:first]), (images[first:], labels[first:]), _joined(test)
     return {split: Corpus.of(_grey(i), labels) for split, (i, labels) in zip(SPLITS, parts)}
-
-
-def _joined(batches: list[tuple[np.ndarray, list[int]]]) -> tuple[np.ndarray, list[int]]:
-    images = np.concatenate([images for images, _ in batches])
-    labels = [label for _, labels in batches for label in labels]
-    return images.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), labels
-
-
-def _batch(path: Path, md5: str) -> tuple[np.ndarray, list[int]]:
-    """Return the pixels, (B, 3072) uint8, and the classes of a published file."""
-    try:
-        content = read_file(path, DATA)
-    except OSError as error:
-        content, cause = b"", error.strerror
-    else:
-        cause = "another MD5"
-    if hashlib.md5(content, usedforsecurity=False).hexdigest() != md5:
-        raise ValueError(f"--data must contain CIFAR-10's published file {path}: {cause}")
-    # What is read is what was checked; and an MD5 can be made to fit, so the file may do nothing.
-    try:
-        batch = ArraysOnly(io.BytesIO(content), encoding="latin1").load()
-        return batch["data"].reshape(-1, 3072), list(batch["labels"])
-    except Exception as error:  # a forged one raises nearly anything
-        raise ValueError(f"--data {path} is not a batch of CIFAR-10: {error}") from None
-
-
-class ArraysOnly(pickle.Unpickler):
-    """Reads pickles of containers, numbers, text and numpy's arrays, which run nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return what makes an array.
-
-        Raises:
-            UnpicklingError: it is anything else.
-        """
-        if (module, name) not in _OF_ARRAYS:
-            raise pickle.UnpicklingError(f"a pickle of arrays must not name {module}.{name}")
-        return super().find_class(module, name)
 
 
 def _grey(images: np.ndarray) -> np.ndarray:

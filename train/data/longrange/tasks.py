@@ -1,4 +1,4 @@
-"""Open the five tasks by name, from published files or generated.
+"""Open the five tasks by name, from published files; ListOps is also generated.
 
 As published, every sequence is padded to the same power of two, bytes stand for text, and pixels,
 row by row, for images. One thing differs: the published code takes token 0 for padding wherever it
@@ -8,7 +8,6 @@ stands, so that in Image and Pathfinder it hides black pixels. Here every pixel 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from train.data.loader import Key
-from train.data.longrange import files, listops, pathfinder
+from train.data.longrange import files, listops
 from train.data.longrange.corpus import SPLITS, Corpus, load, save
 from train.data.longrange.listops import ListLimits
 from train.data.text.cache import build_once
@@ -26,6 +25,7 @@ _PUBLISHED = {
     "text": "the folder aclImdb",
     "retrieval": "the folder of new_aan_pairs.train.tsv",
     "image": "the folder cifar-10-batches-py",
+    "pathfinder": "a folder with metadata/*.npy, such as pathfinder32/curv_contour_length_14",
 }
 
 
@@ -63,9 +63,7 @@ TASKS = {
     "text": Shape(2, 257, ("negative", "positive"), shift=1),
     "retrieval": Shape(2, 257, ("no citation", "citation"), pairs=True, shift=1),
     "image": Shape(10, 256, _OF_CIFAR, pixels=32 * 32),
-    "pathfinder": Shape(
-        pathfinder.CLASSES, 256, ("not connected", "connected"), pixels=pathfinder.SIZE**2
-    ),
+    "pathfinder": Shape(2, 256, ("not connected", "connected"), pixels=32 * 32),
 }
 
 
@@ -140,35 +138,34 @@ class LongRange:
 
 def open_task(
     task: str,
-    data: str,
+    data: str | None,
     *,
     length: int | None,
     sizes: tuple[int, ...] | None,
     limits: ListLimits,
     seed: int,
     cache: str,
-    upstream_dev: bool,
 ) -> LongRange:
     """Open one of the five tasks.
 
     Args:
         task: one of ``TASKS``.
-        data: the published files' folder; or "generated", for ListOps and Pathfinder.
+        data: the published files' folder; or "generated", for ListOps.
         length: tokens that are read of an item of text; images have one for each pixel.
         sizes: of the generated splits; None where nothing is generated.
-        limits: of generated ListOps.
-        seed: of generated data.
-        cache: folder of generated data.
-        upstream_dev: choose the weights of Text on its test reviews, as published.
+        limits: of generated lists.
+        seed: of generated lists.
+        cache: folder of generated lists.
 
     Raises:
         ValueError: no such files, or damaged ones.
     """
-    folder, shape = Path(data), TASKS[task]
+    shape = TASKS[task]
+    if data in (None, GENERATED) and task in _PUBLISHED:
+        raise ValueError(f"--task {task} needs --data, {_PUBLISHED[task]}")
+    folder = Path(data)
     if data == GENERATED:
-        if task in _PUBLISHED:
-            raise ValueError(f"--task {task} needs --data, {_PUBLISHED[task]}")
-        corpora = _generated(task, dict(zip(SPLITS, sizes)), limits, seed, Path(cache))
+        corpora = _generated(dict(zip(SPLITS, sizes)), limits, seed, Path(cache))
     elif not folder.exists():
         raise ValueError(f"--data must be {GENERATED} or the folder of published files, got {data}")
     elif task == "retrieval":
@@ -176,7 +173,7 @@ def open_task(
     elif task == "listops":
         corpora = listops.read(folder)
     elif task == "text":
-        corpora = files.read_reviews(folder, length, upstream_dev=upstream_dev)
+        corpora = files.read_reviews(folder, length)
     else:
         corpora = (files.read_cifar if task == "image" else files.read_pathfinder)(folder)
     if shape.pairs:
@@ -200,16 +197,12 @@ def open_task(
 
 
 def _generated(
-    task: str, sizes: dict[str, int], limits: ListLimits, seed: int, cache: Path
+    sizes: dict[str, int], limits: ListLimits, seed: int, cache: Path
 ) -> dict[str, Corpus]:
     """Return the generated splits of a file in ``cache``, generated first if it is not there."""
-    if task == "listops":
-        generate, kind = partial(listops.generate, limits=limits), astuple(limits)
-    else:
-        generate, kind = pathfinder.generate, ()
-    name = "-".join(map(str, (task, "v2", *kind, "seed", seed, *sizes.values())))
-    path = build_once(f"{name}.npz", lambda path: save(path, generate(seed, sizes)), cache)
-    return load(path)
+    name = "-".join(map(str, ("listops", "v2", *astuple(limits), "seed", seed, *sizes.values())))
+    make = lambda path: save(path, listops.generate(seed, sizes, limits))  # noqa: E731
+    return load(build_once(f"{name}.npz", make, cache))
 
 
 def baseline(

@@ -145,28 +145,6 @@ def _errors_of_library(name: str) -> Iterator[None]:
         raise ValueError(f"--tokenizer {name} cannot be read: {cause}") from None
 
 
-def kept_tokenizer(text: str, name: str, vocab_size: int) -> Tokenizer:
-    """Return a tokeniser that was kept with weights.
-
-    Args:
-        text: of its tokenizer.json.
-        name: of the weights, for messages.
-        vocab_size: of the model that they are of.
-
-    Raises:
-        ValueError: it cannot be read, or has tokens that the model has not.
-    """
-    with _errors_of_library(name):
-        read = library.Tokenizer.from_str(text)
-    kept = Tokenizer(read, name)
-    if kept.vocab_size > vocab_size:
-        raise ValueError(
-            f"{name}: its tokeniser must have at most the {vocab_size:,} tokens of its model, got "
-            f"{kept.vocab_size:,}"
-        )
-    return kept
-
-
 def open_tokenizer(
     name: str,
     source: TextSource,
