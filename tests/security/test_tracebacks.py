@@ -80,9 +80,9 @@ def test_summaries_of_any_kind_are_shown_as_far_as_they_are_plain(tmp_path, fiel
     (run / "kappa.jsonl").write_text(json.dumps(GOOD) + "\n")
     for value in [*ODD, [[1]], {"lr": [[1]]}, {"lr": {"a": 1}}]:
         (run / "summary.json").write_text(json.dumps(SUMMARY | {field: value}))
-        shown(run, tmp_path)
+        page.main([str(run), "--out", str(tmp_path / "page.html")])
     (run / "summary.json").write_text(json.dumps(SUMMARY)[:-1] + f', "{field}": {LONG}}}')
-    shown(run, tmp_path)
+    page.main([str(run), "--out", str(tmp_path / "page.html")])
     assert read_summary(run / "summary.json")["settings"] == SUMMARY["settings"] or field
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
-from leaner_kernels.monitor.files import DATA, is_hidden, lines_of, open_file, read_file
+from leaner_kernels.monitor.files import (
+    DATA,
+    check_file,
+    is_hidden,
+    lines_of,
+    open_file,
+    read_file,
+)
 from leaner_kernels.monitor.pictures import decode
 from train.data.longrange.corpus import SPLITS, Corpus
 
@@ -184,8 +191,10 @@ def read_cifar(folder: Path) -> dict[str, Corpus]:
 
     root = folder.parent if folder.name == CIFAR10.base_folder else folder
     try:
+        for name, _ in (*CIFAR10.train_list, *CIFAR10.test_list):
+            check_file(root / CIFAR10.base_folder / name, DATA)
         training, test = (CIFAR10(root, train=train) for train in (True, False))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise ValueError(
             f"--data must contain CIFAR-10's published files, got {folder}: {error}"
         ) from None
