@@ -78,7 +78,7 @@ def test_links_lead_to_files_and_headings(page):
 def test_code_names_targets_and_scripts_that_exist(page):
     code = "\n".join(re.findall(r"```.*?```|`[^`\n]+`", page.read_text("utf-8"), re.DOTALL))
     assert set(re.findall(r"\bmake ([a-z][a-z-]*)", code)) <= make_targets()
-    scripts = re.findall(r"\b(?:train|bench|models|examples)/\w+\.(?:py|sh)\b", code)
+    scripts = re.findall(r"(?<!/)\b(?:train|bench|models|examples)/\w+\.(?:py|sh)\b", code)
     assert [script for script in scripts if not (ROOT / script).exists()] == []
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("leaner_kernels", "models", "train", "bench", "examples")
 # Ahead of every other finder, as scikit-build-core's editable installs are.

@@ -183,6 +183,7 @@ def test_a_trainer_that_is_interrupted_in_a_sampled_step_leaves_nothing(
     assert {row["step"] for row in rows_of(tmp_path, "kappa.1.jsonl")} >= {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed_at", [4, 6])
 def test_a_trainer_that_goes_on_has_each_row_once(tmp_path, resumed_at):
     pytest.importorskip("transformers")
@@ -332,6 +333,7 @@ def test_of_several_optimizers_of_lightning_each_step_counts(tmp_path):
     assert is_untouched(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_lightning_run_that_goes_on_has_each_row_once(tmp_path, accumulated):
     pytest.importorskip("lightning.pytorch")

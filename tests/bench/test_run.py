@@ -17,6 +17,8 @@ from bench.attention.cases import CASES
 from bench.attention.peers import peers_of
 from bench.catalogue import FIRST, IN_ORDER, ONE_OF_EACH, OVERVIEW
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SELECT = (
     "cpu_digits-forward or vit_base-forward-graph or cpu_kappa_2048x64-gram "

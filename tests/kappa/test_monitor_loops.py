@@ -235,6 +235,7 @@ def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
     assert monitor.flush() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
 def test_many_sampled_steps_keep_nothing(make: Callable[[], nn.Module]) -> None:
     model, x = make(), batch()[:1, :3]

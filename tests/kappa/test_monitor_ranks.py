@@ -18,6 +18,8 @@ from tests import two_ranks
 from tests.kappa.test_monitor import Model, batch
 from tests.kappa.test_monitor_foreign import SDPA, Attention, seeded
 
+pytestmark = pytest.mark.slow
+
 
 def one_step(monitor: KappaMonitor, model: nn.Module, rank: int) -> list[dict]:
     """Two micro-batches, other ones on each rank."""

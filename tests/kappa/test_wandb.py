@@ -1,7 +1,6 @@
 """A run of Weights & Biases keeps every sampled step, and all that others log to it."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,27 +9,9 @@ from torch import nn
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.nn import ManyHeadAttention
-from tests.wandb_runs import FakeRun, kept
+from tests.wandb_runs import FakeRun
 
 LAYERS = "first.0", "second"
-
-
-@pytest.fixture(params=["fake", "offline"])
-def run(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    if request.param == "fake":
-        yield FakeRun()
-        return
-    for name, value in {"MODE": "offline", "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
-    wandb = pytest.importorskip("wandb", reason="wandb, of the group dev, is not installed")
-    run = wandb.init(project="leaner", dir=tmp_path)
-    yield run
-    run.finish()
-
-
-def rows_and_axes(run: Any, folder: Path) -> tuple[list[dict], dict]:
-    run.finish()
-    return (run.rows, run.axes) if isinstance(run, FakeRun) else kept(folder)
 
 
 class Model(nn.Module):
@@ -74,24 +55,26 @@ def check(rows: list[dict], axes: dict, steps: list[int], layers: Any = LAYERS) 
     "log", [plain_log, log_with_the_step, log_with_a_step_far_ahead, log_nothing]
 )
 def test_a_run_keeps_every_sample_and_every_row_of_the_loop(
-    run: Any, log: Callable[[Any, int], None], tmp_path: Path
+    log: Callable[[Any, int], None],
 ) -> None:
     torch.manual_seed(0)
+    run = FakeRun()
     model, x = Model(), torch.randn(2, 5, 8)
     monitor = KappaMonitor(model, every=3, writer=run)
     for step in range(10):
         with monitor.step(step):
             model(x)
         log(run, step)
-    rows, axes = rows_and_axes(run, tmp_path)
-    check(rows, axes, [0, 3, 6, 9])
+    run.finish()
+    check(run.rows, run.axes, [0, 3, 6, 9])
     if log is not log_nothing:
-        assert [row["loss"] for row in rows if "loss" in row] == [*range(10)]
-        assert sum("rate" in row for row in rows) == 10
+        assert [row["loss"] for row in run.rows if "loss" in row] == [*range(10)]
+        assert sum("rate" in row for row in run.rows) == 10
 
 
-def test_a_run_keeps_samples_that_arrive_together(run: Any, tmp_path: Path) -> None:
+def test_a_run_keeps_samples_that_arrive_together() -> None:
     """On a GPU rows are late, and those of several steps are returned at once."""
+    run = FakeRun()
     monitor = KappaMonitor(Model(), writer=run)
     values = [
         {"step": step, "layer": layer, "kappa": 2.0, "entropy": 1.0, "reason": None}
@@ -102,6 +85,6 @@ def test_a_run_keeps_samples_that_arrive_together(run: Any, tmp_path: Path) -> N
     for step in range(3):
         monitor._write([row for row in values if row["step"] == step])
     run.log({"rate": 0.1}, step=2)
-    rows, axes = rows_and_axes(run, tmp_path)
-    check(rows, axes, [0, 1, 2])
-    assert [row.get("loss", row.get("rate")) for row in rows] == [0.0, None, 0.1]
+    run.finish()
+    check(run.rows, run.axes, [0, 1, 2])
+    assert [row.get("loss", row.get("rate")) for row in run.rows] == [0.0, None, 0.1]

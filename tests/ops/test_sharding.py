@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from leaner_kernels import attention
 from tests import two_ranks
 
+pytestmark = pytest.mark.slow
+
 
 class Separate(nn.Module):
     """Attention as models written elsewhere have it, with a projection for each of q, k and v."""

@@ -4,23 +4,19 @@ Each test would hang, or fill the memory, where one is read as a file is; a link
 """
 
 import os
-import shutil
 import signal
 import socket
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from PIL import Image
-from pyarrow import parquet
 
 from leaner_kernels.monitor import __main__ as monitor
-from leaner_kernels.monitor import page
 from leaner_kernels.monitor.files import check_file, lines_of, open_file, read_file
 from tests.security.refusals import refusal
 from tests.train.trained import bert, gpt, letters, train_text, train_vit
-from train import export, lra, vit
+from train import export, vit
 
 SMALL = ["--depth", 1, "--batch-size", 2, "--steps", 1, "--eval-every", 0]
 HEADS = ["--heads", 2, "--head-dim", 8]
@@ -129,82 +125,9 @@ def test_among_pictures_they_are_bad_samples(runs, tmp_path, capsys, kind):
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])
-@pytest.mark.parametrize("name", ["train-0.parquet", "train-0.tar", "README.md", "train.arrow"])
-def test_among_tables_of_pictures_they_are_refused(tmp_path, capsys, kind, name):
-    plant(tmp_path / "data" / name, kind)
-    labels = pa.table({"image": [None], "label": [0]})
-    parquet.write_table(labels, tmp_path / "data" / "val-0.parquet")
-    where = "hf:" if name == "README.md" else ""
-    line = refusal(
-        capsys, vit.main, "--data", f"{where}{tmp_path / 'data'}", *SIZES, *QUICK, *out(tmp_path)
-    )
-    assert name in line or "must have a split train" in line, line
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-@pytest.mark.parametrize("ending", [".txt", ".jsonl", ".csv", ".parquet"])
-def test_among_texts_they_are_refused(tmp_path, capsys, kind, ending):
-    bad = plant(tmp_path / "text" / f"bad{ending}", kind)
-    for script in (gpt, bert):
-        for data in (bad, bad.parent):
-            line = refusal(
-                capsys, script.main, "--data", data, "--tokenizer", "bytes", *TEXT, *out(tmp_path)
-            )
-            assert bad.name in line, line
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-def test_a_tokeniser_is_a_file(runs, tmp_path, capsys, kind):
-    bad = plant(tmp_path / "tokenizer.json", kind)
-    words = ["--data", runs / "letters.txt", "--tokenizer", bad, *TEXT, *out(tmp_path)]
-    assert "tokenizer" in refusal(capsys, gpt.main, *words)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-@pytest.mark.parametrize(
-    ("task", "name"),
-    [
-        ("text", "aclImdb/train/pos/0.txt"),
-        ("retrieval", "new_aan_pairs.train.tsv"),
-        ("listops", "basic_train.tsv"),
-        ("pathfinder", "metadata/0.npy"),
-        ("image", "cifar-10-batches-py/data_batch_1"),
-    ],
-)
-def test_in_the_long_range_tasks_they_are_refused(tmp_path, capsys, kind, task, name):
-    plant(tmp_path / "data" / name, kind)
-    (tmp_path / "data" / "aclImdb" / "train" / "neg").mkdir(parents=True, exist_ok=True)
-    (tmp_path / "data" / "aclImdb" / "train" / "neg" / "0.txt").write_text("words")
-    words = ["--task", task, "--data", tmp_path / "data", *LONG, *out(tmp_path)]
-    line = refusal(capsys, lra.main, *words)
-    assert Path(name).name in line, line
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
 def test_weights_are_a_file(runs, tmp_path, capsys, kind):
     for name in ("w.safetensors", "w.pt"):
         bad = plant(tmp_path / name, kind)
         words = ["--data", "digits", "--dry-run", "--pretrained", bad, *out(tmp_path)]
         assert bad.name in refusal(capsys, vit.main, *words)
         assert bad.name in refusal(capsys, export.main, bad, tmp_path / "o.safetensors")
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-@pytest.mark.parametrize("name", ["metrics.jsonl", "kappa.jsonl", "summary.json", "alarms.jsonl"])
-def test_in_the_folder_of_a_run_they_are_refused(runs, tmp_path, capsys, kind, name):
-    run = tmp_path / "run"
-    shutil.copytree(runs / "gpt" / "run", run)
-    plant(run / name, kind)
-    written = tmp_path / "page.html"
-    assert name in refusal(capsys, page.main, run, "--out", written)
-
-
-@pytest.mark.parametrize("kind", ["pipe", "endless"])
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_in_a_saved_model_they_are_refused(runs, tmp_path, capsys, kind, name):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "bert"}')
-    plant(folder / name, kind)
-    line = refusal(capsys, monitor.main, folder, "--data", runs / "letters.txt")
-    assert name in line, line

@@ -110,9 +110,7 @@ def pictures(count=8):
 @pytest.mark.parametrize(
     "labels",
     [
-        *([0.5] * 8, [True, False] * 4, [2**62, *[0] * 7], [2**20, *[0] * 7], [None] * 8),
-        *(["a", "b"] * 4, [[0], [1]] * 4, [{"a": 1}] * 8, [b"\0"] * 8, [float("nan")] * 8),
-        *([-1, *[0] * 7], [0, None] * 4),
+        *([0.5] * 8, [2**62, *[0] * 7], [2**20, *[0] * 7], ["a", "b"] * 4, [-1, *[0] * 7]),
     ],
     ids=str,
 )
@@ -129,13 +127,7 @@ def test_labels_are_numbers_of_classes(tmp_path, capsys, labels):
     [
         ("data.py", "raise SystemExit('ran')"),
         ("README.md", "---\nconfigs:\n- [x\n---\n"),
-        ("README.md", "---\nconfigs: 1\n---\n"),
-        ("README.md", "---\nconfigs:\n- config_name: 1\n  data_files: {}\n---\n"),
-        ("README.md", "---\ndataset_info: [1, {}]\n---\n"),
         ("dataset_dict.json", DEEP),
-        ("dataset_dict.json", '{"splits": 1}'),
-        ("dataset_infos.json", "[]"),
-        (".huggingface.yaml", "[x"),
     ],
 )
 @pytest.mark.parametrize("where", ["", "hf:"])
@@ -153,34 +145,6 @@ def test_files_about_a_data_set_are_one_line_or_unused(tmp_path, capsys, name, c
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("vit.py: error: --data "), line
     assert "ran" not in line.split()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        DEEP,
-        "[]",
-        "{}",
-        '{"model_type": []}',
-        '{"model_type": "\x1b[31m"}',
-        '{"model_type": "bert", "hidden_size": "x"}',
-        '{"model_type": "bert", "hidden_size": 3, "num_attention_heads": 0}',
-        '{"model_type": "bert", "num_hidden_layers": {"a": 1}}',
-        '{"model_type": "bert", "architectures": 1, "auto_map": {"AutoModel": 1}}',
-        '{"architecture": []}',
-        '{"architecture": "test_vit", "num_classes": "x"}',
-        '{"architecture": "test_vit", "model_args": {"depth": [1]}}',
-        '{"architecture": "test_vit", "pretrained_cfg": [1]}',
-        '{"architecture": "\x1b[31m"}',
-    ],
-)
-def test_configurations_of_any_kind_are_one_line(tmp_path, capsys, config):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(config)
-    (tmp_path / "0.png").write_bytes(png(8, 8))
-    line = refusal(capsys, monitor.main, tmp_path / "model", "--data", tmp_path / "0.png")
-    assert line.startswith("error: ")
-    assert line.isprintable()
 
 
 @pytest.mark.parametrize("name", ["settings", "about", "scores", "step", "tokenizer"])
@@ -218,13 +182,3 @@ def test_refusals_quote_no_escape_codes(tmp_path, capsys):
     ):
         line = refusal(capsys, main, *words)
         assert line.isprintable(), (main.__module__, line)
-
-
-@pytest.mark.parametrize("flag", ["--depth", "--heads", "--width", "--batch-size", "--img-size"])
-def test_numbers_of_any_size_are_one_line(tmp_path, capsys, flag):
-    for number in ("9" * 400, "9" * 5000, "9" * 30):
-        line = refusal(
-            capsys, vit.main, "--data", "synthetic", "--dry-run", flag, number,
-            "--out", tmp_path / "out",
-        )  # fmt: skip
-        assert line.startswith("vit.py: error: "), line

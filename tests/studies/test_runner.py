@@ -96,6 +96,7 @@ def test_a_dry_run_shows_the_cost_alone(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_study_that_is_stopped_goes_on_to_the_same_results(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     runner.main(STUDY, ["--out", str(whole)])

@@ -268,6 +268,7 @@ def work(rank: int, folder: Path) -> None:
     train_here(*UNEVEN, "--accum", 2, "--data", uneven(folder), "--out", folder / "two")
 
 
+@pytest.mark.slow
 def test_every_masked_token_counts_alike_in_any_micro_batch_and_on_any_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for accum in (1, 4, 16):

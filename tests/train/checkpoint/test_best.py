@@ -18,6 +18,8 @@ from train.loop import evaluation, parallel
 from train.loop import train as loop
 from train.loop.train import StoppedError
 
+pytestmark = pytest.mark.slow
+
 EPOCH = 4  # steps
 # Held-out losses of four evaluations: the second is the best, the third its equal.
 LOSSES = [0.5, 0.2, 0.2, 0.9]

@@ -14,6 +14,8 @@ import pytest
 from tests.train.launch import ROOT
 from train.loop.interrupt import Interrupt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:

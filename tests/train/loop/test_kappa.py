@@ -9,6 +9,8 @@ import pytest
 from tests.train.launch import TINY, rows, run, tensors_of, torchrun
 from train import bert, lra, vit
 
+pytestmark = pytest.mark.slow
+
 RUN = [*map(str, TINY), "--deterministic", "--steps", "6"]
 
 

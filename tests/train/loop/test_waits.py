@@ -25,6 +25,8 @@ from train.loop.optimizer import WeightAverage, make_optimizer
 from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
 
+pytestmark = pytest.mark.slow
+
 STEPS = ["--steps", 4, "--accum", 2, "--kappa-every", 0, "--ema", 0.9, "--batch-size", 4]
 CASES = {
     "vit": (vit, vit.ImageSettings, ["--mixup", 0.8, "--cutmix", 1.0, "--drop-path", 0.1]),

@@ -11,6 +11,8 @@ import pytest
 from tests.train.launch import ROOT
 from train.loop.watchdog import Watchdog
 
+pytestmark = pytest.mark.slow
+
 START = """
 import ctypes, threading, time
 from train.loop.watchdog import Watchdog
