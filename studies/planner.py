@@ -81,8 +81,8 @@ def section() -> str:
         f"**Found.** Of {len(found)} recorded runs the interval is above 0 in {above[0]} for κ "
         f"before training (below 0 in {below[0]}), in {above[1]} for κ after it ({below[1]}), "
         f"and in {above[2]} for the number of parameters ({below[2]}). What can be known "
-        "before training does not tell which of two models will be better, so `models.plan` "
-        "lists what fits by parameters and shows κ beside them as a fact, not as a rank."
+        "before training does not tell which of two models will be better, so nothing here "
+        "chooses a model by it."
     )
     return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
 
