@@ -1,5 +1,5 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
-# make test    set up .venv and run what a change is likely to break: ten minutes on two cores
+# make test    set up .venv and run what a change is likely to break: seven minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
 # make peers   put the tests of PyTorch, FlashAttention and timm to ours, all of them
 # make bench   run the benchmarks; without a GPU an overview of two minutes (BENCH_ARGS="-k NAME" selects rows)
@@ -81,7 +81,7 @@ test-rest: $(TEST_READY)
 	if [ $$(date +%s) -gt $(UNTIL) ]; then late="$$late $$part"; else $(MAKE) --no-print-directory $$part || exit; fi; done; \
 	test -z "$$late" || printf '\n== NOT RUN, for lack of time:%s\n' "$$late"
 
-BESIDE := training in several processes, kernels in float16 and rounding as on a GPU, on another BLAS routine, the bodies of the GPU's tests, compiled \
+BESIDE := training in several processes, kernels in float16, on another BLAS routine, the bodies of the GPU's tests, compiled \
 kernels executed, fuzzing, faults in short, hostile files, tests of others in short, ahead-of-time compiles, and the oldest \
 torch and Triton
 
@@ -105,7 +105,7 @@ test-interpreter: $(TEST_READY)
 
 # No result may hang on the routine that a BLAS picks for the processor: of two parts one takes Haswell's.
 test-interpreter-slow: $(TEST_READY)
-	$(call heading,kernels in the interpreter: float16; rounding as on a GPU; OpenBLAS's routines for Haswell)
+	$(call heading,kernels in the interpreter: float16, the rest of bfloat16; OpenBLAS's routines for Haswell)
 	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m slow
 
 test-gpu-bodies: $(TEST_READY)
@@ -118,10 +118,11 @@ test-compiled: $(TEST_READY)
 	$(call heading,compiled kernels executed in software)
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
 
-test-nightly: $(TEST_READY)
+test-nightly: $(TEST_READY) $(OLDEST_READY)
 	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow or nightly"
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
+	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 
 test-fuzz: $(TEST_READY)
 	$(call heading,fuzzing)
@@ -151,7 +152,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
 	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) $(OLDEST_CASES) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
 	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
-	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
+	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py -n $(WORKERS) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
 	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --gpus $(OLDEST_GPUS)
 
