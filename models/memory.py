@@ -323,11 +323,6 @@ class Ledger(TorchDispatchMode):
             if self._kinds[entry] == "temporaries":
                 self._kinds[entry] = kind
 
-    def now(self) -> Memory:
-        """Return what is alive."""
-        *_, last = self._history()
-        return Memory(**last)
-
     def peak(self) -> Memory:
         """Return what was alive when the most was."""
         return Memory(**max(self._history(), key=lambda held: sum(held.values())))

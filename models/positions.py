@@ -1,4 +1,4 @@
-"""Resize learned position embeddings to another image size or a longer text."""
+"""Resize learned position embeddings to another image size."""
 
 import math
 from collections.abc import Callable
@@ -16,18 +16,16 @@ def resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor]
     """Return what makes positions of one shape of those of another, None where there is nothing.
 
     Args:
-        kept: shape of positions that were learned: (N, D) of a text, (1, N, D) of patches with a
-            class token before them or without, or (1, Y, X, D) of a grid.
+        kept: shape of positions that were learned: (1, N, D) of patches with a class token before
+            them or without, or (1, Y, X, D) of a grid.
         shape: of those that are wanted.
 
     Returns:
-        Of a text a function that adds zeros; otherwise one that interpolates the grid, which must
-        be square where a shape does not say, as timm does.
+        A function that interpolates the grid, which must be square where a shape does not say, as
+        timm does.
     """
     if len(kept) != len(shape):
         return None
-    if len(shape) == 2 and kept[1] == shape[1]:
-        return lambda whole: F.pad(whole, (0, 0, 0, shape[0] - kept[0]))
     if len(shape) == 3 and kept[2] == shape[2]:
         # With a class token before them, or without.
         for first in (0, 1):

@@ -159,21 +159,16 @@ def _pickled(name: str, path: Path) -> Weights:
 def _of_timm(name: str, model: str) -> Weights:
     try:
         import timm
-        from huggingface_hub.utils import logging
         from timm.models import is_model_pretrained
     except ImportError:
         raise ValueError(f"--pretrained {name} needs the package timm: pip install timm") from None
     if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # else a line for every try to connect
     try:
         built = timm.create_model(model, pretrained=True)
     except (OSError, RuntimeError, ValueError) as error:
         cause = first_line(error)
         raise ValueError(f"--pretrained {name} cannot be downloaded: {cause}") from None
-    finally:
-        logging.set_verbosity(verbosity)
     return Weights(name, built.state_dict(), _sizes_of(built))
 
 
