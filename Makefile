@@ -1,5 +1,5 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
-# make test    set up .venv and run what a change is likely to break: seven minutes on two cores
+# make test    set up .venv and run what a change is likely to break: six minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
 # make peers   put the tests of PyTorch, FlashAttention and timm to ours, all of them
 # make bench   run the benchmarks; without a GPU an overview of two minutes (BENCH_ARGS="-k NAME" selects rows)
@@ -150,7 +150,7 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,import: oldest torch and Triton)
 	$(OLDEST)/bin/pytest tests/test_import.py
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
-	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) $(OLDEST_CASES) -k "$(OLDEST_KERNELS)" -m "not slow and not nightly"
+	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) $(OLDEST_CASES) -k "$(OLDEST_KERNELS)" -m "not nightly"
 	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
 	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py -n $(WORKERS) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)

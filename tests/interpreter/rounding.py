@@ -43,12 +43,6 @@ def _cases(pairs: list[tuple[torch.dtype, str]], *marks: pytest.MarkDecorator) -
 
 
 # Run a test in every dtype under each kind of rounding; the fixture is in conftest.py.
-in_every_arithmetic = pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    _cases(EXACT) + _cases(FLOAT16, pytest.mark.slow) + _cases(LIKE_A_GPU, pytest.mark.nightly),
-    indirect=["rounding"],
-)
-# The same in kernels that others also run in: in float32 first.
 in_float32_first = pytest.mark.parametrize(
     ("dtype", "rounding"),
     _cases(EXACT[:1])

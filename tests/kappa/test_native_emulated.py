@@ -32,6 +32,7 @@ def test_every_device_agrees_with_lapack(device: str, shape: tuple[int, ...]) ->
 SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 27_000}
 
 
+@pytest.mark.slow
 def test_what_exceeds_shared_memory_starts_in_global_memory() -> None:
     a = gaussian(1, 70, 70)
     expected, _ = solve_emulated(a, emulate("sm_90"))
@@ -102,6 +103,7 @@ def test_the_emulator_shows_a_missing_barrier(
     assert wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["sm_80", "sm_86"])
 def test_strides_and_lengths(device: str) -> None:
     whole = gaussian(4, 30, 50)

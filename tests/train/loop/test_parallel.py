@@ -74,6 +74,7 @@ def test_a_preset_trains_on_two_processes_at_a_hundredth_of_its_width(tmp_path):
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_on_how_many_gpus_a_model_fits(capsys, tmp_path):
     sizes = ["--model", "vit_1b", "--data", "synthetic", "--batch-size", 64]
     train_here(*sizes, "--ac", "full", "--dry-run", "--out", tmp_path / "run")
