@@ -184,10 +184,7 @@ def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYO
 
 @gluon.constexpr_function
 def turned_layout(block_dim, columns):
-    """Return a layout (dims, rows) in which a thread holds 16 contiguous bytes of a row.
-
-    A warp owns the same 16 of every 64 dims as in the layout of a product.
-    """
+    """Return a layout (dims, rows) like ``exchanged_layout``, of a transposed product."""
     held, lanes = [[1, 0], [2, 0], [4, 0]], [[8, 0]]
     for n in (1, 2, 4, 8, 16):
         if n < columns:
