@@ -66,15 +66,13 @@ class Weights:
             if weights[name].shape == tensor.shape:
                 continue
             resize = resizing(weights[name].shape, tensor.shape) if name in POSITIONS else None
-            if resize is not None:
-                weights[name] = resize(weights[name])
-            else:
+            if resize is None:
                 raise ValueError(
                     f"--pretrained {self.name}: {name} must have shape {tuple(tensor.shape)} as in "
                     f"the model, got {tuple(weights[name].shape)}"
                 )
-        heads = {name for name in weights if name.startswith(_HEADS)}
-        if unknown := [name for name in weights if name not in wanted and name not in heads]:
+            weights[name] = resize(weights[name])
+        if unknown := [n for n in weights if n not in wanted and not n.startswith(_HEADS)]:
             raise ValueError(
                 f"--pretrained {self.name} has a parameter {unknown[0]} that the model lacks"
             )
@@ -159,16 +157,21 @@ def _pickled(name: str, path: Path) -> Weights:
 def _of_timm(name: str, model: str) -> Weights:
     try:
         import timm
+        from huggingface_hub.utils import logging
         from timm.models import is_model_pretrained
     except ImportError:
         raise ValueError(f"--pretrained {name} needs the package timm: pip install timm") from None
     if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # else a line for every try to connect
     try:
         built = timm.create_model(model, pretrained=True)
     except (OSError, RuntimeError, ValueError) as error:
         cause = first_line(error)
         raise ValueError(f"--pretrained {name} cannot be downloaded: {cause}") from None
+    finally:
+        logging.set_verbosity(verbosity)
     return Weights(name, built.state_dict(), _sizes_of(built))
 
 
