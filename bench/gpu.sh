@@ -281,10 +281,12 @@ case $stage in
   compiled) timed "compiled" $total "(flex or compiled) and not ($whole)" bench ;;
   listops_seeds)
     total=510
-    # What is stopped keeps its checkpoint, and a seed that is finished is not trained again.
-    for model in nystromformer_listops_lean nystromformer_listops; do
-      part "$model, five seeds" $total python3 train/lra.py --task listops \
-        --model $model --seeds 5 --resume auto --out "$out/$model" --cache "$out/data"
+    # What is stopped keeps its checkpoint; a seed that is finished is only evaluated again.
+    for seed in 0 1 2 3 4; do
+      for model in nystromformer_listops_lean nystromformer_listops; do
+        part "$model, seed $seed" $total python3 train/lra.py --task listops --model $model \
+          --seed $seed --resume auto --out "$out/$model-$seed" --cache "$out/data"
+      done
     done
     ;;
 esac

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SHOWS = {
     "accelerate_kappa.py": r"(?ms)^step 20: loss \d.*^encoder\.layers\.1\.self_attn +8x4 +12 +\d",
     "bert_finetune.py": r"(?ms)'eval_accuracy'.*^step 25:.*\.3\.attention\.self +8x8 +32 +\d",
+    "glue.py": r"(?ms)^ +- +- +9\d\.\d +- .* 100\.0 +-  run\n.*48\.9 +78\.6  paper, lean$",
     "fast_inference.py": r"(?m)^ +compiled .* \d\.\de-0[5-9]\n +package .* \d\.\de-0[5-9]$",
     "kappa_layer_by_layer.ipynb": r"(?ms), random weights$.*^blocks\.11\.attn +6x64 +197 +\d",
     "nanogpt.py": r"(?ms)^step 10: loss \d\.\d+, κ \d+ \d+ \d+, .* s$.*^def ",
@@ -23,6 +24,7 @@ SHOWS = {
 SMALLER = {
     "accelerate_kappa.py": ["--steps", "21"],
     "bert_finetune.py": ["--epochs", "1"],
+    "glue.py": ["run", "--glue", ".", "--tasks", "stsb", "cola", "--epochs", "100"],
     "fast_inference.py": ["--seconds", "0.05"],
     "nanogpt.py": ["--steps", "10", "--every", "10"],
     "qk_clip.py": ["--steps", "16", "--threshold", "3"],
@@ -44,6 +46,28 @@ kappa, gaussian = axes.lines
 assert list(kappa.get_ydata()) == [row["kappa"] for row in rows]
 assert list(gaussian.get_ydata()) == [row["kappa_gaussian"] for row in rows]
 """
+
+
+def pretrain_and_write_glue(folder: Path) -> None:
+    """Pre-train a BERT for a step, and write two tasks whose labels the last word gives away."""
+    from datasets import Dataset
+
+    command = [sys.executable, str(EXAMPLES.parent / "train" / "bert.py"), "--out", "run"]
+    flags = ["--steps", "1", "--kappa-every", "0"]
+    subprocess.run([*command, *flags], cwd=folder, check=True, capture_output=True)
+    for task, columns, labels in (
+        ("stsb", ("sentence1", "sentence2"), [0.0, 2.5, 5.0]),
+        ("cola", ("sentence",), [0, 1]),
+    ):
+        (folder / task).mkdir()
+        for split in ("train", "validation"):
+            chosen = [labels[row % len(labels)] for row in range(24)]
+            texts = [
+                f"{'a cat sat'[: row % 7]} {'xyz'[labels.index(label)]}"
+                for row, label in enumerate(chosen)
+            ]
+            rows = {"label": chosen} | dict.fromkeys(columns, texts)
+            Dataset.from_dict(rows).to_parquet(folder / task / f"{split}-00000-of-00001.parquet")
 
 
 def output(path: Path, arguments: list[str], folder: Path) -> str:
@@ -73,6 +97,8 @@ def test_every_example_is_listed_and_tried():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHOWS)
 def test_an_example_runs_and_shows_what_it_promises(name, tmp_path):
+    if name == "glue.py":
+        pretrain_and_write_glue(tmp_path)
     shown = output(EXAMPLES / name, SMALLER.get(name, []), tmp_path)
     assert re.search(SHOWS[name], shown), shown
 

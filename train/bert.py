@@ -1,8 +1,9 @@
-"""Pre-train a BERT with any number of heads in each layer, and fine-tune it on GLUE.
+"""Pre-train a BERT with any number of heads in each layer.
 
 torchrun train/bert.py --heads 8 --depth 2
 torchrun train/bert.py --data my.txt
-torchrun train/bert.py --finetune glue --glue DIR --checkpoint runs/bert_small-pydoc-1
+
+``examples/glue.py`` fine-tunes what comes of it on GLUE.
 """
 
 import sys
@@ -15,30 +16,23 @@ if not __package__:  # as a script: from this checkout, ahead of an editable ins
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leaner_kernels.monitor.files import write_file
 from train.config import architecture, flags, own_text
 from train.loop import engine
-from train import glue
 from train.config.architecture import Architecture
-from train.glue import metrics, table
 from train.checkpoint.run_folder import begun_run
-from train.checkpoint.weights import Weights, open_weights
 from train.data.masking import IGNORED, Masked
 from train.loop import Task
 from train.config.flags import flag
 from train.data.text import NoiseTokens, Windows, open_text, tokenizers
-from train.data.text.cache import build_once
 from train.data.text.sources import find_source, size_of
 
 PROGRAM = "bert.py"
@@ -52,10 +46,7 @@ class BertSettings(own_text.TextSettings):
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *own_text.TextSettings.SAME_AFTER_RESUME,
         *("mask_rate", "max_density"),
-        *("finetune", "glue", "checkpoint", "tasks"),
     )
-    OWN_GROUP: ClassVar[str] = "text and GLUE"
-
     recipe: str | None = flag(
         None,
         str,
@@ -76,25 +67,6 @@ class BertSettings(own_text.TextSettings):
         None,
         flags.number(float, 0),
         "skip documents with more tokens per character than this; 0 keeps all",
-    )
-    finetune: str | None = flag(
-        None, str, "fine-tune a pre-trained model instead of pre-training", choices=("glue",)
-    )
-    glue: str | None = flag(
-        None,
-        str,
-        "data for --finetune: hf:nyu-mll/glue, or a folder with TASK/*.parquet",
-    )
-    checkpoint: str | None = flag(
-        None,
-        str,
-        "pre-trained model for --finetune: a run of this script, one of its checkpoints, or its "
-        "weights",
-    )
-    tasks: tuple[str, ...] | None = flag(
-        None,
-        lambda text: tuple(text.split(",")),
-        "GLUE tasks for --finetune, separated by commas: cola,rte; all if omitted",
     )
 
 
@@ -178,23 +150,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 
-# The settings for all eight tasks in github.com/JonasGeiping/cramming, GLUE_sane.
-GLUE: dict[str, Any] = {
-    "context": 128,
-    "batch_size": 16,
-    "epochs": 5.0,
-    "lr": 4e-5,
-    "schedule": "cosine",
-    "warmup": 0.1,
-    "betas": (0.9, 0.98),
-    "eps": 1e-6,
-    "weight_decay": 0.0,
-    "clip_grad": 0.0,
-    "dropout": 0.1,
-    "eval_every": 1.0,
-    "ckpt_every": 2000,
-}
-
 
 def _ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -204,15 +159,8 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
     """Return what to train, and the settings with every value filled in.
 
     Raises:
-        ValueError: no such model, data or checkpoint, or sizes that do not fit each other.
+        ValueError: no such model, data or tokeniser, or sizes that do not fit each other.
     """
-    return (_pretraining if settings.finetune is None else _finetuning)(settings)
-
-
-def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
-    for name in ("glue", "checkpoint", "tasks"):
-        if getattr(settings, name) is not None:
-            raise ValueError(f"--{name} needs --finetune glue")
     given, size, chosen = settings, None, {}
     if _recipe(settings) == "small":
         data = settings.data or "pydoc"
@@ -243,10 +191,6 @@ def _pretraining(settings: BertSettings) -> tuple[Task, BertSettings]:
         )
         if size is not None:
             settings, chosen = own_text.fitted(settings, given, text, size)
-        if settings.tokenizer != "bytes":
-            # A file that has it for as long as it is needed.
-            kept = build_once(f"tokenizer-{text.tokenizer.digest[:32]}.json", text.tokenizer.save)
-            settings = dataclasses.replace(settings, tokenizer=str(kept))
         vocab_size = text.tokenizer.model_size(known)
         about = text.facts(without=text.tokenizer.specials.values()) | chosen
         files, identity = text.tokenizer.files(), text.identity
@@ -341,140 +285,10 @@ def _over_masked(means: dict[str, float]) -> dict[str, float]:
     return {name: value / masked if masked else math.nan for name, value in means.items()}
 
 
-def _finetuning(settings: BertSettings) -> tuple[Task, BertSettings]:
-    """Return one task of GLUE to be fine-tuned on; ``settings.tasks`` names it."""
-    (wanted,) = glue.chosen(settings.tasks)
-    pretrained = open_weights(settings.checkpoint, "--checkpoint")
-    settings = _of_the_checkpoint(settings, pretrained)
-    settings = flags.fill(settings, "glue", GLUE)
-    model = architecture.find(settings.model, SMALL, ("bert",))
-    settings = architecture.sized(settings, model)
-    tokenizer = tokenizers.open_tokenizer(settings.tokenizer, None, specials=tokenizers.BERT)
-    items, held_out = glue.open_task(settings.glue, wanted, tokenizer, settings.context)
-    known = settings.vocab_size or model.sizes.get("vocab_size")
-    own, dropout = _own(settings, tokenizer.model_size(known)), {"dropout": settings.dropout}
-    _, headless, _ = architecture.planned(settings, model, own, **dropout)
-    build, built, facts = architecture.planned(
-        settings, model, own, **dropout, num_classes=wanted.classes
-    )
-    # The head is new, and nothing else.
-    fresh = {name for name, _ in built.named_parameters()}
-    fresh -= {name for name, _ in headless.named_parameters()}
-    from_where = {
-        "task": wanted.name,
-        "checkpoint": str(pretrained.path),
-        "pretraining_steps": pretrained.step,
-    }
-    task = Task(
-        name=f"{settings.model}-{wanted.name}",
-        unit="sentences",
-        build=build,
-        train=items,
-        held_out=held_out,
-        loss=lambda model, batch, _seed: _finetuning_loss(model, wanted, batch),
-        score=lambda model, batch: _score_task(model, wanted, batch),
-        flops_per_item=built.flops_per_sequence(items.mean_length()),
-        facts={
-            **from_where,
-            **facts,
-            **items.facts("training_sentences"),
-            **held_out.facts("held-out_sentences"),
-            "context": settings.context,
-            "vocab_size": built.vocab_size,
-        },
-        derive=lambda means: metrics.derive(wanted, means),
-        start=lambda model: pretrained.load(model, fresh),
-        about={"task": "sentences", "classes": wanted.names},
-        identity={
-            f"the tokeniser {settings.tokenizer}": tokenizer.digest,
-            f"the training set under {settings.glue}": items.digest,
-            f"the held-out set under {settings.glue}": held_out.digest,
-        },
-        files=tokenizer.files(),
-    )
-    return task, settings
-
-
-# What the checkpoint gives and no flag may.
-_FROM_CHECKPOINT = ("model", "heads", "depth", "head_dim", "mlp_ratio", "vocab_size")
-
-
-def _of_the_checkpoint(settings: BertSettings, pretrained: Weights) -> BertSettings:
-    """Return the settings with the model and the tokenizer of the run that was pre-trained."""
-    for name in _FROM_CHECKPOINT:
-        if getattr(settings, name) is not None:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--finetune uses the model of --checkpoint: leave out --{flag}")
-    saved = pretrained.settings
-    if "mask_rate" not in saved or saved.get("finetune") is not None:
-        raise ValueError(f"--checkpoint must be pre-trained by this script, got {pretrained.path}")
-    own = {name: _hashable(saved[name]) for name in _FROM_CHECKPOINT}
-    beside = pretrained.run / "tokenizer.json"
-    tokenizer = settings.tokenizer or (str(beside) if beside.exists() else saved["tokenizer"])
-    if tokenizer != "bytes" and not Path(tokenizer).exists():
-        raise ValueError(
-            f"--tokenizer must be the tokenizer.json of --checkpoint, got {tokenizer}, which does "
-            "not exist"
-        )
-    return dataclasses.replace(settings, data=settings.glue, tokenizer=tokenizer, **own)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _finetuning_loss(model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]) -> Tensor:
-    tokens, lengths, labels, _ = batch
-    return metrics.item_loss(task, model(tokens, lengths), labels).mean()
-
-
-def _score_task(
-    model: nn.Module, task: glue.GlueTask, batch: tuple[Tensor, ...]
-) -> dict[str, Tensor]:
-    tokens, lengths, labels, parts = batch
-    return metrics.item_values(task, model(tokens, lengths), labels, parts)
-
-
-def _sum_up(summaries: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Show the scores of all tasks beside the paper's, and write them to ``summary.json``."""
-    measures = {
-        name: {
-            key.removeprefix("held_out_"): value
-            for key, value in summary.items()
-            if key.startswith("held_out_")
-        }
-        for name, summary in summaries.items()
-    }
-    one = next(iter(summaries.values()))
-    Console(width=100).print(table.shown(measures, one["model"]))
-    about = ("model", "depth", "heads", "head_dim", "head_convention", "checkpoint")
-    whole = {
-        **{name: one[name] for name in about},
-        "glue": table.in_percent(measures),
-        "paper": {variant: table.printed(variant) for variant in ("original", "lean")},
-        "measures": measures,
-    }
-    write_file(folder / "summary.json", json.dumps(whole, indent=1) + "\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
-    """Pre-train or fine-tune a BERT; see ``--help``."""
+    """Pre-train a BERT; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__, argv, BertSettings, recipes=RECIPES)
-    if settings.finetune is None:
-        engine.main(PROGRAM, settings, make_task)
-        return
-    with flags.one_line_errors(PROGRAM):
-        for name in ("glue", "checkpoint"):
-            if getattr(settings, name) is None:
-                raise ValueError(f"--finetune glue needs --{name}")
-        for name in ("seeds", "kappa_penalty"):
-            if getattr(settings, name) != getattr(BertSettings, name):
-                raise ValueError(
-                    f"--finetune glue does not support --{name.replace('_', '-')}: leave it out"
-                )
-        tasks = glue.chosen(settings.tasks)
-    runs = {t.name: dataclasses.replace(settings, tasks=(t.name,)) for t in tasks}
-    engine.several(PROGRAM, runs, make_task, name="bert-glue", sum_up=_sum_up)
+    engine.main(PROGRAM, settings, make_task)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train a Nyströmformer with any number of heads in each layer on a task of the Long-Range Arena.
 
-torchrun train/lra.py --task listops --model nystromformer_listops_lean --seeds 5
+torchrun train/lra.py --task listops --model nystromformer_listops_lean
 """
 
 import sys
@@ -15,7 +15,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -234,7 +233,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
         init=settings.init,
         dropout=settings.dropout,
     )
-    items = _open(
+    items = open_task(
         settings.task,
         settings.data,
         length=settings.length,
@@ -289,10 +288,6 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, str]:
     data = {"data": GENERATED} if task == "listops" else {}
     recipe = RECIPES[key] | data | {"task": task, "eval_every": None}
     return flags.fill(settings, name, recipe), key
-
-
-# Runs with several seeds share the data.
-_open = lru_cache(maxsize=1)(open_task)
 
 
 def _check(settings: LraSettings, shape: Shape, length: int, sizes: Mapping[str, Any]) -> None:

@@ -8,7 +8,6 @@ import random
 import signal
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,6 @@ from tests.faults.campaign import kill, steps_done, wait_until
 from tests.faults.zygote import Ranks, Zygote
 from tests.train import launch
 from tests.train.launch import (
-    ROOT,
     SCRIPT,
     TINY,
     assert_same_run,
@@ -33,11 +31,6 @@ from train.checkpoint.checkpoints import find_damage
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
 RUN += ["--eval-every", 0.1]
 LAST = "step-00000040"
-LRA = str(ROOT / "train" / "lra.py")
-# Two runs in one launch, of lists that are made on the spot.
-SEEDS = ["--seeds", 2, "--sizes", "64,24,32", "--batch-size", 16, "--steps", 6, "--ckpt-every", 2]
-SEEDS += ["--heads", 2, "--depth", 1, "--head-dim", 8, "--kappa-every", 2, "--workers", 0]
-SEEDS += ["--keep", 9, "--deterministic"]
 
 
 @pytest.fixture(scope="module")
@@ -180,39 +173,6 @@ def test_sigterm_while_it_evaluates_loses_nothing(full, zygote, whole, witnessed
     assert "--resume auto continues" in ranks.finish()
     assert_stopped(out)
     assert_goes_on(zygote, out, whole)
-
-
-@pytest.fixture(scope="module")
-def seeds(full, zygote, tmp_path_factory) -> list[Any]:
-    """What the two runs of one launch are given."""
-    return [*SEEDS, "--cache", tmp_path_factory.mktemp("data")]
-
-
-@pytest.fixture(scope="module")
-def whole_seeds(zygote, seeds, tmp_path_factory) -> Path:
-    """Two runs in one launch, on two ranks, that nothing interrupts."""
-    folder = tmp_path_factory.mktemp("seeds")
-    Ranks(zygote, [*seeds, "--out", folder / "run"], folder / "log", 2, script=LRA).finish()
-    return folder / "run"
-
-
-@pytest.mark.parametrize("resume", ["none", "auto"])
-def test_runs_one_after_another_continue_where_torchrun_starts_them_again(
-    seeds, whole_seeds, tmp_path, monkeypatch, resume
-):
-    monkeypatch.setattr(launch, "SCRIPT", LRA)
-    out = tmp_path / "run"
-    how = [*torchrun(2), "--max-restarts=1"]
-    process = start(*seeds, "--resume", resume, "--out", out, torchrun=how)
-    wait_for((out / "seed-1" / "checkpoints" / "step-00000002").exists, process)
-    os.kill(pid_of_rank(0, process.pid), signal.SIGKILL)
-    done = finish(process)
-    assert done.returncode == 0, done.stderr
-    assert (out / "summary.json").exists()
-    # What is finished is passed over where the user asked for "auto", and else taken up at its end.
-    first, second = ((out / seed, whole_seeds / seed) for seed in ("seed-0", "seed-1"))
-    assert_same_run(*first, "step-00000006", resumed=resume == "none")
-    assert_same_run(*second, "step-00000006")
 
 
 def test_ranks_that_start_again_meet_also_where_one_is_late(full, tmp_path):

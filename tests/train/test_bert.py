@@ -1,6 +1,5 @@
 """train/bert.py: what is hidden from the model, how long it trains, and both its stages."""
 
-import json
 import math
 import os
 import shutil
@@ -11,13 +10,11 @@ import torch
 
 from models.bert import BERT
 from tests.train.forked import on_two_ranks
-from tests.train.glue_files import write_task
 from tests.train.launch import rows, whole_tensors
 from train import bert
 from train.checkpoint.weights import open_weights
 from train.config import flags
 from train.data.masking import IGNORED, Masked
-from train.glue import table
 from train.loop.schedule import budget_of, learning_rate
 
 SPECIALS = {"[PAD]": 0, "[SEP]": 1, "[MASK]": 2}
@@ -169,68 +166,16 @@ def test_a_run_that_stopped_while_its_batch_grew_goes_on_with_the_same_batches(
         assert torch.equal(value, whole[name]), name
 
 
-def test_fine_tuning_starts_from_the_encoder_and_sums_up_as_the_paper_does(pretrained, tmp_path):
-    write_task(tmp_path, "cola")
-    write_task(tmp_path, "stsb", rows=13)
-    tuned = tmp_path / "tuned"
-    run = ["--finetune", "glue", "--glue", tmp_path, "--checkpoint", pretrained, *QUICK]
-    run += ["--tasks", "stsb,cola", "--batch-size", 4, "--out", tuned]
-    # A rate of nothing: what is saved is what was loaded.
-    train_here(*run, "--steps", 1, "--lr", 0)
-    summary = json.loads((tuned / "summary.json").read_text())
-    assert list(summary["measures"]) == ["stsb", "cola"]
-    assert list(summary["glue"]) == list(table.TITLES)
-    assert summary["glue"]["cola"] == 100 * summary["measures"]["cola"]["matthews"]
-    assert summary["glue"]["mnli"] is summary["glue"]["glue"] is None
-    assert summary["paper"]["lean"]["rte"] == 55.3
-    (newest,) = (tuned / "cola" / "checkpoints").glob("step-*")
-    before = whole_tensors(sorted((pretrained / "checkpoints").glob("step-*"))[-1])["model"]
-    after = whole_tensors(newest)["model"]
-    assert sorted(after.keys() - before.keys()) == [
-        f"{m}.{p}" for m in ("head", "pooler") for p in ("bias", "weight")
-    ]
-    for name, value in before.items():
-        assert torch.equal(value, after[name]), name
-
-
-def refusal(capsys: pytest.CaptureFixture[str], *args: object) -> str:
-    """The one line with which the script refuses its arguments."""
-    with pytest.raises(SystemExit) as stopped:
-        train_here(*args)
-    assert stopped.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    return line
-
-
-def test_what_does_not_fit_is_refused_in_one_line(pretrained, tmp_path, capsys):
-    glue = ["--finetune", "glue", "--glue", tmp_path]
-    assert "--tasks needs --finetune glue" in refusal(capsys, "--tasks", "cola")
-    assert "--finetune glue needs --checkpoint" in refusal(capsys, *glue)
-    assert "got 'wnli'" in refusal(capsys, *glue, "--checkpoint", tmp_path, "--tasks", "wnli")
-    line = refusal(capsys, *glue, "--checkpoint", tmp_path / "no", "--out", tmp_path / "a")
-    assert "--checkpoint must be an intact checkpoint or a run with one" in line
-    line = refusal(capsys, *glue, "--checkpoint", pretrained, "--heads", 4, "--out", tmp_path / "b")
-    assert "--finetune uses the model of --checkpoint: leave out --heads" in line
-    gone = [*glue, "--checkpoint", pretrained, "--tokenizer", "gone.json", "--out", tmp_path / "d"]
-    assert "got gone.json, which does not exist" in refusal(capsys, *gone)
-    line = refusal(capsys, *glue, "--checkpoint", pretrained, "--out", tmp_path / "c")
-    assert "--glue must be hf:NAME or a folder with mnli/train-*.parquet" in line
-
-
 def test_weights_of_another_model_are_refused_by_name(pretrained):
-    checkpoint = open_weights(pretrained, "--checkpoint")
+    weights = open_weights(pretrained, "weights")
     sizes = {"vocab_size": 261, "sequence_length": 32, "embed_dim": 128, "heads": 2, "head_dim": 8}
-    with pytest.raises(ValueError, match=r"has no parameter blocks\.1\."):
-        checkpoint.load(BERT(**sizes, depth=2), set())
-    with pytest.raises(
-        ValueError,
-        match=r"mlp.fc1.weight must have shape \(256, 128\) as in the model, got \(512, 128\)",
+    for own, difference in (
+        ({"depth": 2}, r"has blocks\.1\.\S+ not, its model float32"),
+        ({"depth": 1, "mlp_ratio": 2.0}, r"float32 \(512, 128\), its model float32 \(256, 128\)"),
+        ({"depth": 1, "num_classes": 3}, r"has head\.bias not, its model float32 \(3,\)"),
     ):
-        checkpoint.load(BERT(**sizes, depth=1, mlp_ratio=2.0), set())
-    with pytest.raises(
-        ValueError, match=r"has a parameter token_embed.weight that the model lacks"
-    ):
-        checkpoint.load(BERT(**sizes, depth=1), {"token_embed.weight"})
+        with pytest.raises(ValueError, match=difference):
+            weights.load(BERT(**sizes | own))
 
 
 def test_the_scores_are_means_over_masked_tokens():

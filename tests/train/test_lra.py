@@ -1,4 +1,4 @@
-"""The script for long-range tasks: recipes, published files, several seeds, what it refuses."""
+"""The script for long-range tasks: recipes, published files, what it refuses."""
 
 import json
 import os
@@ -75,28 +75,6 @@ def test_without_flags_short_lists_are_learned(tmp_path, monkeypatch):
     assert [row["layer"] for row in summary["kappa"]] == ["blocks.0.attn"]
     evaluated = [r for r in rows(tmp_path / "run" / "metrics.jsonl") if "held_out_accuracy" in r]
     assert len(evaluated) > 1
-
-
-def test_several_seeds_are_summed_up(few, tmp_path, capsys):
-    lra.main([*few, "--seeds", "2", "--seed", "3", "--out", str(tmp_path / "runs")])
-    each = [
-        json.loads((tmp_path / "runs" / f"seed-{seed}" / "summary.json").read_text())
-        for seed in (3, 4)
-    ]
-    assert [run["settings"]["seed"] for run in each] == [3, 4]
-    assert each[0]["baseline_first_operator"] == each[1]["baseline_first_operator"]
-    whole = json.loads((tmp_path / "runs" / "summary.json").read_text())
-    scores = [run["test_accuracy"] for run in each]
-    assert whole["test_accuracy_of_each"] == scores
-    assert whole["test_accuracy"] == pytest.approx(sum(scores) / 2)
-    # Of two values, the standard error is half their difference.
-    error = abs(scores[0] - scores[1]) / 2
-    assert whole["test_accuracy_standard_error"] == pytest.approx(error)
-    assert whole["seeds"] == 2
-    said = capsys.readouterr().out
-    assert f"test accuracy: {whole['test_accuracy']:.2%}, standard error {error:.2%}" in said
-    assert f"baseline first operator: {whole['baseline_first_operator']:.2%}" in said
-    assert f"baseline constant class: {whole['baseline_constant_class']:.2%}" in said
 
 
 def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
@@ -292,7 +270,7 @@ def test_what_does_not_fit_is_refused(few, args, message):
 def test_sizes_that_do_not_fit_are_one_line_before_data_is_opened(
     args, message, monkeypatch, capsys, tmp_path
 ):
-    monkeypatch.setattr(lra, "_open", None)
+    monkeypatch.setattr(lra, "open_task", None)
     with pytest.raises(SystemExit, match="2"):
         lra.main([*args, "--out", str(tmp_path / "run")])
     said = capsys.readouterr().err

@@ -102,7 +102,7 @@ class BestWeights:
             return
         own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         weights = open_weights(self.path, "best weights")
-        weights.load(self.model, set())
+        weights.load(self.model)
         try:
             yield
         finally:

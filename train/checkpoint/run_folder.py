@@ -19,15 +19,12 @@ from typing import IO, Any
 from torch import distributed as dist
 
 from leaner_kernels.monitor.files import (
-    SETTINGS,
     check_folder,
     open_own,
-    parse_json,
-    read_file,
     write_file,
 )
-from train.checkpoint.checkpoints import newest_first, read_details
-from train.config.flags import BUDGETS, Settings
+from train.checkpoint.checkpoints import newest_first
+from train.config.flags import Settings
 from train.loop.parallel import World
 
 _MARK = "launch"
@@ -40,7 +37,7 @@ _SAME = (
 # Of these, and of the scripts', those that say which items there are.
 _CHOOSE_DATA = (
     *("data", "documents", "text_column", "validation", "max_density"),
-    *("glue", "tasks", "task", "sizes", "data_seed", "length"),
+    *("task", "sizes", "data_seed", "length"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
@@ -208,36 +205,6 @@ def _check_unchanged(path: Path, saved: Any, now: Mapping[str, str]) -> None:
                 f"--resume {path}: {name} has changed since the run began: restore it, or give "
                 "another --out"
             )
-
-
-def summary_if_finished(
-    settings: Settings, identity: Mapping[str, str], world: World
-) -> dict[str, Any] | None:
-    """Return the summary of a run that was as long, of the same model on the same data.
-
-    Every rank calls it, and has rank 0's answer.
-
-    Raises:
-        ValueError: there is one, and its data has changed. On every rank.
-    """
-    return _from_main_process(world, lambda: _summary_if_finished(settings, identity))
-
-
-def _summary_if_finished(settings: Settings, identity: Mapping[str, str]) -> dict[str, Any] | None:
-    try:
-        done = parse_json(read_file(Path(settings.out) / "summary.json", SETTINGS))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(done, dict) or not isinstance(done.get("settings"), dict):
-        return None
-    now = json.loads(json.dumps(settings.as_json()))
-    same = (*BUDGETS, *_SAME, *settings.SAME_AFTER_RESUME)
-    then = now | done["settings"]  # of a version with fewer flags
-    if any(then[name] != now[name] for name in same):
-        return None
-    for checkpoint in newest_first(Path(settings.out) / "checkpoints")[:1]:
-        _check_unchanged(checkpoint, read_details(checkpoint).get("identity"), identity)
-    return done
 
 
 def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:

@@ -62,7 +62,7 @@ class Info:
         family: key of ``models.papers.MODELS``.
         arguments: of the family's constructor.
         settings: of the run, as JSON types.
-        task: "images", "next token", "masked token", "sentences" or "long range".
+        task: "images", "next token", "masked token" or "long range".
         classes: names of the classes, in the order of the logits; empty where there are none.
         image_size: pixels a side; None of a model of text.
         channels: of a picture.
@@ -168,11 +168,6 @@ class Weights:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
 
-    @property
-    def run(self) -> Path:
-        """The folder of the run, where its tokenizer is."""
-        return self.path.parent.parent if self.path.is_dir() else self.path.parent
-
     def read(self, names: list[str]) -> dict[str, Tensor]:
         """Return tensors by name, whole, on the host.
 
@@ -227,44 +222,33 @@ class Weights:
             ) from None
         return info
 
-    def load(self, model: nn.Module, fresh: set[str]) -> None:
-        """Put the weights into a model, sharded or not, on every rank.
-
-        Args:
-            model: of the architecture that was saved, but for its head.
-            fresh: names of the parameters that keep the values they have.
+    def check(self, own: Mapping[str, Tensor]) -> None:
+        """Check that they are tensor by tensor those of a model; ``own``: its state.
 
         Raises:
-            ValueError: there are not the other parameters, or in other shapes.
+            ValueError: one has another shape or dtype, is missing or is unknown.
         """
-        wanted = {n: w for n, w in model.state_dict().items() if n not in fresh}
-        for name, weight in wanted.items():
-            kept = self.shapes.get(name)
-            if kept is None:
-                raise ValueError(f"{self.flag} {self.path} has no parameter {name}")
-            if kept != weight.shape:
+        for name in sorted(own.keys() | self.shapes.keys()):
+            theirs = self.dtypes.get(name), self.shapes.get(name)
+            ours = (own[name].dtype, tuple(own[name].shape)) if name in own else (None, None)
+            if theirs != ours:
                 raise ValueError(
-                    f"{self.flag} {self.path}: {name} must have shape {tuple(weight.shape)} as in "
-                    f"the model, got {kept}"
+                    f"{self.path} has {printable(name)} {_of(*theirs)}, its model {_of(*ours)}"
                 )
-        if unknown := sorted(self.shapes.keys() - wanted.keys()):
-            raise ValueError(
-                f"{self.flag} {self.path} has a parameter {unknown[0]} that the model lacks"
-            )
-        parts = {name: part_of(tensor) for name, tensor in wanted.items()}
-        for name, part in parts.items():
-            if self.dtypes[name] != part.local.dtype:
-                raise ValueError(
-                    f"{self.flag} {self.path}: {name} must be {part.local.dtype} as in the model, "
-                    f"got {self.dtypes[name]}"
-                )
-        if self.path.is_dir():
-            # Every rank reads its own share and needs no other for that.
-            load_tensors(self.path, {f"model.{name}": part for name, part in parts.items()})
-            return
+
+    def load(self, model: nn.Module) -> None:
+        """Put the weights of a file into a model of their architecture, sharded or not.
+
+        Every rank calls it.
+
+        Raises:
+            ValueError: they are not those of the model, by name, shape and dtype.
+        """
+        own = model.state_dict()
+        self.check(own)
         with torch.no_grad():
-            for name, part in parts.items():
-                fill(part, self.read([name])[name])
+            for name, weight in own.items():
+                fill(part_of(weight), self.read([name])[name])
 
 
 def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
@@ -469,13 +453,7 @@ def check_tensors(weights: Weights, info: Info) -> None:
     except (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{where}: {_line(error)}") from None
     own = built.state_dict()
-    for name in sorted(own.keys() | weights.shapes.keys()):
-        theirs = weights.dtypes.get(name), weights.shapes.get(name)
-        ours = (own[name].dtype, tuple(own[name].shape)) if name in own else (None, None)
-        if theirs != ours:
-            raise ValueError(
-                f"{weights.path} has {printable(name)} {_of(*theirs)}, its model {_of(*ours)}"
-            )
+    weights.check(own)
     computed = sum(b.numel() for name, b in built.named_buffers() if name not in own)
     if computed > _COMPUTED:
         raise ValueError(

@@ -115,7 +115,7 @@ class Settings:
         "out": "run folder, checkpoints, evaluation",
         "skip_limit": "faults and alarms",
         "kappa_every": "condition number κ",
-        "seeds": "runs and logs",
+        "tensorboard": "logs",
     }
     OWN_GROUP: ClassVar[str] = "of this script"
 
@@ -317,9 +317,6 @@ class Settings:
         0.0,
         number(float, 0, 1e30),
         "weight of the conditioning penalty on attention blocks in the loss; 0 disables it",
-    )
-    seeds: int = flag(
-        1, positive, "number of runs, with consecutive seeds from --seed, whose mean is reported"
     )
     tensorboard: bool = flag(False, None, "write TensorBoard events to the run folder")
     wandb: str | None = flag(None, str, "log metrics to this Weights & Biases project")

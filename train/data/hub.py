@@ -32,19 +32,18 @@ def library(wanted: str) -> Any:
     return datasets
 
 
-def load(name: str, config: str | None = None, *, flag: str = "--data") -> Any:
+def load(name: str, config: str | None = None) -> Any:
     """Return the splits of a data set by name, each a ``datasets.Dataset``.
 
     Args:
         name: on the Hub, or of a folder of its files or of what ``save_to_disk`` wrote.
         config: one of several that it has.
-        flag: that gave the name, for messages.
 
     Raises:
         ValueError: no package ``datasets``, or no such data set.
     """
-    datasets = library(f"{flag} {name}")
-    with errors_of_datasets(f"{flag} {name}"):
+    datasets = library(f"--data {name}")
+    with errors_of_datasets(f"--data {name}"):
         if Path(name).is_dir():
             check_below(name)
         if (Path(name) / "dataset_dict.json").is_file():

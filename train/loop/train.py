@@ -41,11 +41,8 @@ class StoppedError(Exception):
     """A signal requests this rank or another to stop."""
 
 
-def train(run: Run) -> dict[str, Any] | None:
+def train(run: Run) -> None:
     """Train to the last step or until a signal, and sum up.
-
-    Returns:
-        The summary, or None after a signal.
 
     Raises:
         DivergedError: too many steps in a row with a loss or gradient that is not finite.
@@ -56,18 +53,11 @@ def train(run: Run) -> dict[str, Any] | None:
         meter = Meter(run.world, flops_per_item=3 * run.task.flops_per_item, bf16=bf16)
         try:
             held_out = train_steps(run, meter) or evaluate(run)
-            summary, is_saved = finish(run, meter, held_out)
+            finish(run, meter, held_out)
         except StoppedError:
             report_stop(run)
-            return None
         finally:
             run.kappa.cancel()
-        # A signal that came too late to stop this run still stops what would follow it.
-        stopped = any_rank_must_stop(run)
-        if run.report.is_main_process and not is_saved:
-            step = run.progress.step
-            raise SystemExit(f"finished at step {step}, but nothing of it could be saved")
-        return None if stopped else summary
 
 
 @dataclass
@@ -372,12 +362,8 @@ def report_stop(run: Run) -> None:
     run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
 
 
-def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str, Any], bool]:
-    """Test and export the weights, and sum up.
-
-    Returns:
-        The summary, and whether the end of the run is on disk; of interest on rank 0 alone.
-    """
+def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
+    """Test and export the weights, and sum up; raise SystemExit where nothing could be saved."""
     task, model = run.task, run.model
     run.kappa.probe(run.progress.step)
     totals = meter.totals()
@@ -405,7 +391,9 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> tuple[dict[str
             run.report.log(f"best weights ({run.best.path.name}): {reached}")
         last = _reached(run.progress.step, held_out)
         run.report.log(f"last weights (model.safetensors): {last}")
-    return summary, is_saved
+    elif run.report.is_main_process:
+        step = run.progress.step
+        raise SystemExit(f"finished at step {step}, but nothing of it could be saved")
 
 
 def _reached(step: int, held_out: dict[str, float]) -> str:

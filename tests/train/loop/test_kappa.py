@@ -1,4 +1,4 @@
-"""What a run measures of kappa, a probe and a penalty; and runs with several seeds."""
+"""What a run measures of kappa, a probe and a penalty."""
 
 import json
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.launch import TINY, rows, run, tensors_of, torchrun
-from train import bert, lra, vit
+from train import lra, vit
 
 pytestmark = pytest.mark.slow
 
@@ -90,11 +90,6 @@ def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
     [
         (lra.main, ["--kappa-penalty", "1"], "needs sequences without padding"),
         (
-            bert.main,
-            ["--finetune", "glue", "--seeds", "2"],
-            "--finetune glue does not support --seeds",
-        ),
-        (
             vit.main,
             ["--model", "xcit_digits", "--kappa-penalty", "1"],
             "no attention module between tokens",
@@ -104,10 +99,6 @@ def test_a_penalty_lowers_kappa_and_is_written_beside_the_loss(tmp_path):
     ],
 )
 def test_what_cannot_be_is_one_line(tmp_path, capsys, main, args, message):
-    folder = tmp_path / "x"
-    folder.mkdir()
-    if main is bert.main:
-        args = [*args, "--glue", str(folder), "--checkpoint", str(folder)]
     with pytest.raises(SystemExit, match="2"):
         main([*args, "--out", str(tmp_path / "run")])
     error = capsys.readouterr().err

@@ -228,7 +228,7 @@ def _table(paths: list[Path], suffix: str, column: str) -> Documents:
 def _of_hub(name: str, column: str) -> tuple[list[Any], Documents]:
     """Return what identifies the split ``train`` of a data set, and a column of it."""
     name, _, config = name.partition(":")
-    splits = hub.load(name, config or None, flag="--data")
+    splits = hub.load(name, config or None)
     if "train" not in splits:
         raise ValueError(f"--data hf:{name} must have a split train, got {', '.join(splits)}")
     table = splits["train"]
