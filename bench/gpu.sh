@@ -233,7 +233,7 @@ case $stage in
     timed "inference" 120 "model_vit_base and (inference or one_image)" "${networks[@]}"
     ;;
   crossover)
-    part "crossover" 150 python3 -m bench.crossover_sweep "$out/crossover.json" --seconds 130
+    part "crossover" 150 python3 -m bench.crossover --sweep "$out/crossover.json" --seconds 130
     ;;
   rows)
     part "memory of every row" $total bash -c 'python3 -m bench.memory --json >"$1"' memory "$out/memory.json"
@@ -267,7 +267,7 @@ case $stage in
     read -ra cases <<<"${narrow:-vit_base bert davit_stage1}"
     narrow=
     part "Nsight Compute" 140 ncu --profile-from-start off --clock-control none --set full -f -o "$out/$run" \
-      python3 -m bench.launch_once "${cases[@]}"
+      python3 -m bench.shape --profile "${cases[@]}"
     # The report itself is tens of megabytes: what is read of it is text.
     if [ -s "$out/$run.ncu-rep" ]; then
       timeout 30 ncu -i "$out/$run.ncu-rep" --page details >"$out/$run.details.log"

@@ -13,14 +13,11 @@ A forward and backward are eight calls in one graph, whose fixed cost they share
 call, the least of many rounds: other work on the machine only adds.
 """
 
-import argparse
-import json
 import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import leaner_kernels
-from bench.harness import machine
+from bench.harness import command
 from leaner_kernels.ops import _tiles
 
 CALLS = 8
@@ -212,7 +209,7 @@ def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser("bench.host_time", __doc__)
     parser.add_argument(
         "--seconds", type=float, default=30, help="duration of the measurement in seconds (30)"
     )
@@ -229,9 +226,7 @@ def main() -> None:
             {"call": name, "pass": kind, "ours_us": ours, "pytorch_us": theirs}
             for (name, kind), (ours, theirs) in least.items()
         ]
-        facts = {"machine": machine.facts(), "commit": machine.commit()}
-        facts |= {"datetime": datetime.now(UTC).isoformat()}
-        args.gpu.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        command.write(args.gpu, rows, **command.origin())
 
 
 if __name__ == "__main__":

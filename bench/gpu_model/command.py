@@ -12,7 +12,6 @@ The time of the whole case is predicted from the machine code, with what its war
 where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections import Counter
@@ -30,6 +29,7 @@ from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from bench.gpu_model.machine_code import MachineCode, Runs
+from bench.harness.command import parser as parser_of
 from leaner_kernels.ops import _tiles
 
 DIRECTIONS = "forward", "statistics", "backward"
@@ -190,11 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
     every = *CASES, *VISION_CASES, *OPERATOR_CASES
     cases = {case.name: case for case in every if case.device == "cuda"}
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.gpu_model", __doc__)
     parser.add_argument(
         "case", choices=cases, metavar="CASE", help=f"case to simulate: {', '.join(cases)}"
     )
