@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from bench.catalogue import IN_ORDER, OVERVIEW, peers_of, problem_of
+from bench.attention.catalogue import peers_of, problem_of
+from bench.catalogue import IN_ORDER, OVERVIEW
 from bench.harness import machine
 from bench.harness.checked import Checked, Current
 from bench.harness.machine import ROOT

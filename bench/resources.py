@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.catalogue import OPERATOR_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
     Launch,
@@ -43,16 +42,12 @@ def cuda_cases() -> list[AttentionCase]:
 
 
 def table_cases() -> list[AnyCase]:
-    """Return the cases of every operator that the kernels run.
-
-    Of ``bench.attention.operators`` those whose kernels differ.
-    """
-    cases = [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
+    """Return the cases that the kernels run; of other operators those whose kernels differ."""
     different: dict[Any, AnyCase] = {}
     for case in OPERATOR_CASES:
         if case.device == "cuda":
             different.setdefault((case.op, case.compiled_for), case)
-    return [*cases, *different.values()]
+    return [*cuda_cases(), *different.values()]
 
 
 def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:

@@ -21,9 +21,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches
 from bench.gpu_model.compile_ahead import recorded
 from bench.gpu_model.launches import AnyCase
@@ -210,12 +209,10 @@ def tune(problem: TileProblem) -> Iterator[Trial]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, tune and print."""
     parser = command.parser("bench.tune", __doc__)
-    every: tuple[AnyCase, ...] = *CASES, *VISION_CASES, *OPERATOR_CASES
     takes = {
-        case.name: case
-        for case in every
-        if case.device == "cuda"
-        and not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
+        name: case
+        for name, case in ON_GPU.items()
+        if not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
     }
     parser.add_argument(
         "--case",

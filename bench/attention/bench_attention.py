@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, peers_of
+from bench.attention.catalogue import ATTENTION_CASES, peers_of
+from bench.catalogue import ONE_OF_EACH
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, attempt, each_row, one_call
 

@@ -1,6 +1,7 @@
 """Peers of softmax attention, as data: a name, and a builder of the callable."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,11 @@ BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
+}
+FLASH_ATTN = {
+    "flash_attn_2": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute",
 }
 SAMPLES = {
     "leaner_stats": None,
@@ -62,10 +68,6 @@ def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
-def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
-    return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
-
-
 def every_backend(sdpa: Build, layout: str = "heads") -> dict[str, Peer]:
     """Return PyTorch's attention with the backend that it chooses, and with each by name."""
     forced = {
@@ -95,12 +97,19 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
     }
 
 
-def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
-
-    return run
+def operator_peers(
+    leaner: Build, leaner_stats: Callable[..., Any], eager: Build, others: dict[str, Peer]
+) -> dict[str, Peer]:
+    """Return the peers of an operator: ours, with statistics too, the paper's code, and others."""
+    return {
+        "leaner": Peer(leaner, "packed", ours=True),
+        **every_sample(leaner_stats, "packed"),
+        "eager": Peer(eager, "packed"),
+        **others,
+        "eager_compiled": Peer(
+            lambda case, device: compiled(eager(case, device), device), "packed"
+        ),
+    }
 
 
 def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
@@ -179,19 +188,12 @@ def _flash_attn_varlen(
     module: str, case: AttentionCase, device: torch.device
 ) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
+    function, ends = found(module, "flash_attn_varlen_func"), {}
+    for side in "qk":
+        ends |= {f"cu_seqlens_{side}": case.offsets(device), f"max_seqlen_{side}": case.tokens}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(
-            q,
-            k,
-            v,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=case.tokens,
-            max_seqlen_k=case.tokens,
-            causal=case.causal,
-        )
+        out = function(q, k, v, **ends, causal=case.causal)
         return out[0] if isinstance(out, tuple) else out
 
     return run
@@ -214,22 +216,6 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     _self_attention(case)
     options = {"causal": case.causal, "window_size": case.window_size}
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
-
-
-def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    _self_attention(case)
-    size = case.head_dim, case.dtype
-    if case.causal or case.window or size != (64, torch.float16) or case.tokens > 512:
-        raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
-    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
-    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
-
-    def run(qkv: Tensor) -> Tensor:
-        out = fmha.apply(qkv.flatten(0, 1), ends, 0.0, case.tokens, True, False)
-        return out.view(case.batch, case.tokens, case.heads, case.head_dim)
-
-    return run
 
 
 def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
@@ -282,29 +268,28 @@ PEERS = {
     "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
     "eager": Peer(_eager),
     "flex": Peer(_flex),
-    "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),
+    **{
+        name: Peer(partial(_flash_attn, module), layout="tokens")
+        for name, module in FLASH_ATTN.items()
+    },
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
-    "apex_fmha": Peer(_apex_fmha, layout="packed"),
-    "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
-    "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
     "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),
     "leaner_varlen_stats": Peer(_leaner_varlen_stats, "varlen", ours=True, ragged=True),
     "leaner_padded": Peer(_leaner_attention, ours=True, ragged=True),
     "sdpa_padded": Peer(_sdpa, ragged=True),
-    "sdpa_cudnn_padded": _forced(SDPBackend.CUDNN_ATTENTION, ragged=True),
-    "sdpa_efficient_padded": _forced(SDPBackend.EFFICIENT_ATTENTION, ragged=True),
-    "sdpa_jagged": Peer(_sdpa_jagged, "jagged", ragged=True),
+    **{
+        f"{name}_padded": replace(peer, ragged=True)
+        for name, peer in every_backend(_sdpa).items()
+        if name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
+    },
     "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
     "eager_padded": Peer(_eager, ragged=True),
     "flex_document": Peer(_flex_document, "varlen", ragged=True),
-    "flash_attn_2_varlen": Peer(partial(_flash_attn_varlen, "flash_attn"), "varlen", ragged=True),
-    "flash_attn_3_varlen": Peer(
-        partial(_flash_attn_varlen, "flash_attn_interface"), "varlen", ragged=True
-    ),
-    "flash_attn_4_varlen": Peer(
-        partial(_flash_attn_varlen, "flash_attn.cute"), "varlen", ragged=True
-    ),
+    **{
+        f"{name}_varlen": Peer(partial(_flash_attn_varlen, module), "varlen", ragged=True)
+        for name, module in FLASH_ATTN.items()
+    },
 }
 
 

@@ -14,15 +14,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import command, machine_code, units
 from bench.gpu_model.command import Prediction
 from bench.gpu_model.compile_ahead import compile_launch
+from bench.gpu_model.launches import AnyCase
 from bench.harness.command import parser as parser_of
 from bench.harness.command import write
 
-AnyCase = AttentionCase | VisionCase
 DIRECTIONS = "forward", "backward"
 BYTES, UNKNOWN = "bytes", "unknown"
 
@@ -92,7 +92,7 @@ def rows(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file; progress goes to standard error."""
-    cases = [c for c in (*CASES, *VISION_CASES) if c.device == "cuda"]
+    cases = [case for name, case in ON_GPU.items() if not name.startswith("nystrom")]  # slow
     parser = parser_of("bench.gpu_model.predictions", __doc__)
     parser.add_argument("output", type=Path, help="JSON file to write")
     modelled = tuple(units.MODELS)

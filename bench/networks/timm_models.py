@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bench.attention.vision_peers import cross_covariance
+from bench.attention.vision import cross_covariance
 from bench.harness.peers import AbsentError, found
 
 # What timm calls our arguments, where it has another word.

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from bench import resources
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.vision import CASES as VISION_CASES
+from bench.attention.vision import VisionCase
 from bench.gpu_model import compile_ahead
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 
@@ -161,7 +162,6 @@ def test_the_command_writes_what_holds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resources, "CASES", (CASE,))
-    monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "OPERATOR_CASES", ())
     monkeypatch.setattr(resources, "IN_TABLE", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
