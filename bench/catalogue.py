@@ -3,8 +3,7 @@
 from bench.attention.catalogue import ATTENTION_CASES
 from bench.harness.steps import STEP_CASES
 from bench.kappa.spectra import MATRIX_CASES
-from bench.networks.language_cases import LANGUAGE_CASES
-from bench.networks.vision_cases import MODEL_CASES
+from bench.networks.cases import PAPER_CASES
 
 # What bench/gpu.sh checks before anything is timed: a shape of each kind of attention.
 ONE_OF_EACH = (
@@ -20,7 +19,7 @@ FIRST = (
     *("language_gpt2_tinystories_original", "language_gpt2_tinystories_lean"),
     *("bert", "gpt2_64", "vit_large"),
 )
-REGISTERED = (*MATRIX_CASES, *MODEL_CASES, *ATTENTION_CASES, *LANGUAGE_CASES, *STEP_CASES)
+REGISTERED = (*MATRIX_CASES, *PAPER_CASES, *ATTENTION_CASES, *STEP_CASES)
 IN_ORDER = sorted(
     REGISTERED,
     key=lambda case: FIRST.index(case.name) if case.name in FIRST else len(FIRST),

@@ -8,14 +8,14 @@ import torch
 
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
-from bench.networks import models as networks
-from bench.networks.language_cases import IGNORED, LANGUAGE_CASES, losses, mean_loss
-from bench.networks.language_gate import LanguageModels
-from bench.networks.language_peers import TRANSFORMERS, transformers_model
+from bench.networks import gate
+from bench.networks.cases import IGNORED, PAPER_CASES, losses, mean_loss
+from bench.networks.gate import LanguageModels
+from bench.networks.peers import TRANSFORMERS, transformers_model
 
 CPU = torch.device("cpu")
-BY_NAME = {case.name: case for case in LANGUAGE_CASES}
-ON_GPU = [case for case in LANGUAGE_CASES if case.device == "cuda"]
+BY_NAME = {case.name: case for case in PAPER_CASES if case.kind == "language"}
+ON_GPU = [case for case in BY_NAME.values() if case.device == "cuda"]
 
 
 def models_of(row):
@@ -34,7 +34,7 @@ def test_our_model_passes(models):
 def test_our_compiled_model_passes(monkeypatch):
     """With a backend that a CPU has time for."""
     eager = partial(torch.compile, backend="eager")
-    monkeypatch.setattr(networks, "compiled", lambda function, device, mode: eager(function))
+    monkeypatch.setattr(gate, "compiled", lambda function, device, mode: eager(function))
     assert 0 <= models_of("crammed_bert").check("leaner_compiled") <= 1
 
 
