@@ -1,7 +1,6 @@
 """The measured models: every row of the paper, equal to timm's before they are timed."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -42,12 +41,6 @@ def test_timms_model_of_a_widened_row_has_its_parameters(name):
 def test_what_timm_cannot_widen_is_absent(architecture):
     with pytest.raises(AbsentError, match="splits its width, and head_dim is 16"):
         timm_model(architecture, {"head_dim": 16})
-
-
-def test_without_timm_the_models_are_absent(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm.layers", None)
-    with pytest.raises(AbsentError, match=r"timm\.layers cannot be imported"):
-        VisionModels(BY_NAME["cpu_model_vit_original"])
 
 
 @pytest.fixture(scope="module")
