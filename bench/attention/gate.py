@@ -45,7 +45,7 @@ class AttentionProblem(Problem):
     def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
         return lay_out(self.case, tensors, layout)
 
-    def _reference(self, *leaves: Tensor) -> Tensor:
+    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
         visible = self.case.visible(self.device)
         if self.case.padded or self.case.ragged:
             visible = visible[self.entries]

@@ -21,7 +21,6 @@ from bench.attention.cases import Case
 from bench.attention.gate import checked_entries
 from bench.attention.peers import eager_attention, every_backend, operator_peers
 from bench.harness.gate import Problem
-from bench.harness.peers import Peer
 
 ITERATIONS = 6
 
@@ -160,7 +159,7 @@ class NystromProblem(Problem):
     """
 
     names = "out", "dqkv"
-    formula = staticmethod(composition)
+    apart = "softmax"
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         case = self.case
@@ -179,27 +178,9 @@ class NystromProblem(Problem):
         """The batch entries that are checked."""
         return checked_entries(self.case, self.device)
 
-    def _reference(self, *leaves: Tensor) -> Tensor:
-        return self.formula(self.case, *leaves)
-
-    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
-        """As ``Problem``; a peer of exact attention is held to that."""
-        return (self.exact if peer.layout == "softmax" else super()).check(peer, function)
-
-    @cached_property
-    def exact(self) -> Problem:
-        """The same tensors with the truth about exact attention."""
-        return ExactProblem(self.case, self.device, copies=1)
-
-
-class ExactProblem(NystromProblem):
-    """The tensors of a ``NystromCase`` and their exact softmax attention."""
-
-    formula = staticmethod(softmax_attention)
-
-    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
-        """As ``Problem``."""
-        return Problem.check(self, peer, function)
+    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
+        formula = softmax_attention if apart else composition
+        return formula(self.case, *leaves)
 
 
 PROBLEM = NystromProblem

@@ -385,7 +385,7 @@ class VisionProblem(Problem):
             tensors = [cut(self.case, t).contiguous() for t in tensors]
         return super()._lay_out(tensors, layout)
 
-    def _reference(self, *leaves: Tensor) -> Tensor:
+    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
         return eager(self.case, *leaves)
 
     def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -183,18 +183,23 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
     return False
 
 
-def counted(execution: Execution) -> dict[Key, float]:
-    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
+    """Yield the counts of each instruction that ptxas keeps."""
     program = execution.program
-    warps = execution.programs * execution.warps
-    found: Counter[Key] = Counter()
-    for instruction, statement, n in zip(
+    for instruction, statement, counts in zip(
         program.code, program.kernel.statements, execution.counts, strict=True
     ):
-        operation = program.operation_names[instruction.operation]
-        if name := kept(operation):
+        if name := kept(program.operation_names[instruction.operation]):
             file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            found[key_of(name, file, statement.line)] += n.executed
+            yield key_of(name, file, statement.line), counts
+
+
+def counted(execution: Execution) -> dict[Key, float]:
+    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+    warps = execution.programs * execution.warps
+    found: Counter[Key] = Counter()
+    for key, counts in kept_counts(execution):
+        found[key] += counts.executed
     return {key: n / warps for key, n in found.items()}
 
 

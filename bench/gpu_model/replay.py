@@ -6,11 +6,9 @@ it cycle by cycle: four schedulers, the units of each, shared memory and a part 
 L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
 """
 
-import ctypes
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +107,6 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     replayed = min(programs, most)
     finished = np.zeros(replayed)
     waited_at = np.zeros(len(steps))
-    real = ctypes.POINTER(library.real)
     job = library.Replay(
         steps=steps,
         trace=trace.ctypes.data,
@@ -128,8 +125,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
         tail=model.wgmma_tail,
         queue=model.shared_queue,
         tensor_queue=model.wgmma_queue,
-        finished=finished.ctypes.data_as(real),
-        waited_at=waited_at.ctypes.data_as(real),
+        finished=finished.ctypes.data,
+        waited_at=waited_at.ctypes.data,
     )
     if not executor.replay(job):
         raise ValueError("its warps wait for each other at barriers")
@@ -174,15 +171,10 @@ def work_of(
 
 def accesses(execution: Execution) -> dict[Key, Access]:
     """Return what instructions of each kind and line moved, on average."""
-    program = execution.program
     totals: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for instruction, statement, n in zip(
-        program.code, program.kernel.statements, execution.counts, strict=True
-    ):
-        name = machine_code.kept(program.operation_names[instruction.operation])
-        if name and n.executed and (n.wavefronts or n.sectors):
-            file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            total = totals[machine_code.key_of(name, file, statement.line)]
+    for key, n in machine_code.kept_counts(execution):
+        if n.executed and (n.wavefronts or n.sectors):
+            total = totals[key]
             total[0] += n.executed
             total[1] += n.wavefronts
             total[2] += units.SECTOR * n.sectors

@@ -204,7 +204,7 @@ def test_exact_attention_is_held_to_itself_and_is_no_nystrom_attention():
 def test_landmarks_differ_so_that_every_iteration_counts(monkeypatch):
     case = small("nystrom")
     problem = problem_of(case, CPU, copies=1)
-    assert problem.truth
+    assert problem.truth(False)
     monkeypatch.setattr(nystrom, "ITERATIONS", nystrom.ITERATIONS - 1)
     with pytest.raises(WrongError, match=r"^out is off by"):
         problem.check(Peer(None, "packed"), partial(composition, case))
