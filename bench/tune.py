@@ -26,7 +26,7 @@ from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches
 from bench.gpu_model.compile_ahead import recorded
 from bench.gpu_model.launches import AnyCase
-from bench.gpu_model.machine_code import looped_spills
+from bench.gpu_model.machine_code import disassemble
 from bench.harness import clock, command
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Rule, Tile, rule
@@ -180,7 +180,7 @@ def try_tile(
         results = [t.clone() for t in runs[0].results]
         registers = max(getattr(one, "n_regs", 0) for one in runs[0].compiled)
         for one in runs[0].compiled:
-            if getattr(one, "n_spills", 0) and looped_spills(one.asm["cubin"]):
+            if getattr(one, "n_spills", 0) and disassemble(one.asm["cubin"]).looped_spills():
                 return Trial(kernel, name, tile, None, registers, "spills in a loop"), None
         for result, expected in zip(results, truth or (), strict=bool(truth)):
             error = (result.float() - expected.float()).abs().max()

@@ -86,7 +86,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     """
     executor = library.load()
     model = units.MODELS[gpu.capability]
-    share = units.share(gpu)
+    # An SM's part of the bandwidth of memory, where all of them want some.
+    memory_bytes = gpu.bytes_per_s * units.ATTAINED_BYTES / (gpu.num_sms * gpu.sustained_hz)
     accessed = [_access(one, work.accesses) for one in work.code.instructions]
     programs = int(-(-work.programs // gpu.num_sms))
     kinds = min(len(work.traces), programs)
@@ -115,11 +116,11 @@ def time(work: Work, gpu: units.GPU) -> Timing:
         warps=work.warps,
         residents=min(work.programs_per_sm, replayed),
         programs=replayed,
-        cache_bytes=share.cache_bytes,
-        dram_bytes=share.memory_bytes,
+        cache_bytes=model.cache_bytes,
+        dram_bytes=memory_bytes,
         cache_latency=model.cache_latency,
         dram_latency=model.memory_latency,
-        saved=work.memory_bytes / work.programs / share.memory_bytes,
+        saved=work.memory_bytes / work.programs / memory_bytes,
         barrier=model.barrier,
         start=model.start,
         tail=model.wgmma_tail,
