@@ -113,30 +113,29 @@ def operator_peers(
 
 
 def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
-    """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
-    if not case.causal and not case.padded:  # a window comes with causality
+    """Return the case's visible scores as FlexAttention wants them: computed, not looked up.
+
+    Sequences of a ragged case lie in one row of tokens.
+    """
+    if not case.causal and not case.padded and not case.ragged:  # a window comes with causality
         return None
     lengths = case.key_lengths(device)
+    documents = torch.arange(case.batch, device=device)
+    documents = documents.repeat_interleave(lengths) if case.ragged else None
 
     def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        inside = col >= 0 if lengths is None else col < lengths[b]
+        inside = col >= 0
+        if documents is not None:
+            inside = documents[row] == documents[col]
+        elif lengths is not None:
+            inside = col < lengths[b]
         inside = inside & (row >= col) if case.causal else inside
         return inside & (row - col <= case.window) if case.window else inside
 
+    if documents is not None:
+        return create_block_mask(seen, None, None, *[len(documents)] * 2, device=device)
     batch = None if lengths is None else case.batch
     return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
-
-
-def flex_document_mask(case: AttentionCase, device: torch.device) -> BlockMask:
-    """Return the visible scores of all sequences of a ragged case in one row of tokens."""
-    lengths = case.key_lengths(device)
-    document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
-
-    def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        same = document[row] == document[col]
-        return same & (row >= col) if case.causal else same
-
-    return create_block_mask(seen, None, None, len(document), len(document), device=device)
 
 
 def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
@@ -150,7 +149,7 @@ def _flex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _flex_document(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    compiled, mask = _compiled_flex(device), flex_document_mask(case, device)
+    compiled, mask = _compiled_flex(device), flex_mask(case, device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -218,11 +217,6 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
-def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
-    return partial(leaner_kernels.attention, is_causal=case.causal, **options)
-
-
 def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
@@ -233,36 +227,33 @@ def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., T
     return run
 
 
-def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _self_attention(case)
-    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
-    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, **options)
-
-
-def _leaner_stats(
-    case: AttentionCase, device: torch.device, sample: Tensor | None
+def _leaner(
+    name: str, case: AttentionCase, device: torch.device, sample: Tensor | None = None
 ) -> Callable[..., Tensor]:
-    options = {"is_causal": case.causal, "key_lengths": case.key_lengths(device), "sample": sample}
-    options["window_size"] = case.window_size
-    return lambda q, k, v: leaner_kernels.attention_with_stats(q, k, v, **options).out
-
-
-def _leaner_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
-    return lambda q, k, v: leaner_kernels.attention_varlen(q, k, v, *ends, **options)
-
-
-def _leaner_varlen_stats(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
-    return lambda q, k, v: leaner_kernels.attention_varlen_with_stats(q, k, v, *ends, **options).out
+    """Return a public function; ``sample`` is of those with statistics."""
+    function, options = getattr(leaner_kernels, name), {"is_causal": case.causal}
+    if "varlen" in name:
+        ends = case.offsets(device), case.tokens
+    else:
+        ends = ()
+        options |= {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
+    if "packed" in name:
+        _self_attention(case)
+    if sample is not None:
+        options["sample"] = sample
+    if name.endswith("_with_stats"):
+        return lambda q, k, v: function(q, k, v, *ends, **options).out
+    if ends:
+        return lambda q, k, v: function(q, k, v, *ends, **options)
+    return partial(function, **options)
 
 
 PEERS = {
-    "leaner_attention": Peer(_leaner_attention, ours=True),
+    "leaner_attention": Peer(partial(_leaner, "attention"), ours=True),
     # The operator below it, which never calls a library.
     "leaner_kernel": Peer(_leaner_kernel, ours=True),
-    "leaner_packed": Peer(_leaner_packed, layout="packed", ours=True),
-    **every_sample(_leaner_stats, "heads"),
+    "leaner_packed": Peer(partial(_leaner, "attention_qkvpacked"), "packed", ours=True),
+    **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
     **every_backend(_sdpa),
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
     "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
@@ -274,9 +265,14 @@ PEERS = {
     },
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
-    "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),
-    "leaner_varlen_stats": Peer(_leaner_varlen_stats, "varlen", ours=True, ragged=True),
-    "leaner_padded": Peer(_leaner_attention, ours=True, ragged=True),
+    **{
+        name: Peer(partial(_leaner, function), layout, ours=True, ragged=True)
+        for name, function, layout in (
+            ("leaner_varlen", "attention_varlen", "varlen"),
+            ("leaner_varlen_stats", "attention_varlen_with_stats", "varlen"),
+            ("leaner_padded", "attention", "heads"),
+        )
+    },
     "sdpa_padded": Peer(_sdpa, ragged=True),
     **{
         f"{name}_padded": replace(peer, ragged=True)

@@ -84,11 +84,11 @@ class Library:
         widths = (self._library.operand_width(operation, k) for k in itertools.count())
         return tuple(itertools.takewhile(bool, widths))
 
-    def run(self, job: Job) -> bool:
+    def run(self, job: Any) -> bool:
         """Execute; return False where the job's ``error`` holds why it ended early."""
         return self._library.run_job(ctypes.byref(job)) == 0
 
-    def replay(self, job: Replay) -> bool:
+    def replay(self, job: Any) -> bool:
         """Time the programs of an SM; return False where they come to no end."""
         return self._library.replay(ctypes.byref(job)) == 0
 

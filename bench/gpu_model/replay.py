@@ -9,7 +9,7 @@ L2 and memory for all four, barriers, cp.async and wgmma, with as many programs 
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -213,7 +213,7 @@ def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
 
 
 def _fill(
-    step: library.Step,
+    step: Any,
     one: MachineInstruction,
     access: Access,
     dram: float,

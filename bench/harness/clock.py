@@ -120,6 +120,11 @@ def rounds_of(
     return run_round, max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
 
 
+def median(benchmark: Any) -> float:
+    """Return the median of what was recorded; not a number with --benchmark-disable."""
+    return benchmark.stats.stats.median if benchmark.stats else float("nan")
+
+
 def record(benchmark: Any, clock: Clock, *timed: Any) -> Callable[[], Any]:
     """Let pytest-benchmark, whose timer is ``clock``, record ``rounds_of``; return the round."""
     run_round, rounds = rounds_of(clock, *timed)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from bench.harness import clock, counters, machine
-from bench.harness.checked import Row, attempt, each_row
+from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
 from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
 from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of, whose
@@ -63,22 +63,17 @@ def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
     for stage in case.stages
     for name in peers_of(case)
 )
-def test_model(row, benchmark, current, unmeasured, seconds_left):
+def test_model(row, benchmark, current, attempt):
     case = row.case
-    with attempt(unmeasured, seconds_left, row):
+    with attempt(row) as info:
         models = current.use(case, models_of)
-        budget_used = models.check(row.name, row.what)
-        info = measure(row, benchmark, models)
-    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
-        return
-    if case.kind == "language" and not row.ours:
-        info["differs"] = differences(case.architecture, whose(row.name))
-    benchmark.extra_info.update(
-        **row.facts(),
-        kind=case.kind,
-        stage=row.what,
-        printed_memory_gb=case.entry.printed.get("memory_gb"),
-        budget_used=budget_used,
-        **{f"{case.item}s_per_s": case.items(row.what) / benchmark.stats.stats.median},
-        **info,
-    )
+        info.update(
+            kind=case.kind,
+            stage=row.what,
+            printed_memory_gb=case.entry.printed.get("memory_gb"),
+            budget_used=models.check(row.name, row.what),
+            **measure(row, benchmark, models),
+        )
+        info[f"{case.item}s_per_s"] = case.items(row.what) / clock.median(benchmark)
+        if case.kind == "language" and not row.ours:
+            info["differs"] = differences(case.architecture, whose(row.name))

@@ -9,7 +9,7 @@ import torch
 from bench.attention import nystrom, vision
 from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import peers_of, problem_of
-from bench.attention.gate import AttentionProblem, outside
+from bench.attention.gate import AttentionProblem
 from bench.attention.nystrom import CASES, composition, softmax_attention
 from bench.attention.peers import eager_attention
 from bench.attention.vision import VisionCase
@@ -63,27 +63,6 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
     fractions = judge(function, layout, case)
     assert tuple(fractions) == AttentionProblem.names
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["heads", "varlen"])
-def test_a_right_peer_passes_on_sequences_of_different_lengths(layout, causal):
-    case = replace(CASE, lengths=LENGTHS, causal=causal)
-
-    def alone(q, k, v):
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril() if causal else None
-        return eager_attention(q, k, v, seen, case.scale).transpose(0, 1)
-
-    def function(q, k, v):
-        if layout == "heads":
-            out = eager_attention(q, k, v, case.visible(CPU), case.scale)
-            return out.masked_fill(outside(case, CPU), 7.0)  # rows that do not count
-        sequences = zip(*(t.split(LENGTHS) for t in (q, k, v)), strict=True)
-        return torch.cat([alone(*one) for one in sequences])
-
-    fractions = judge(function, layout, case)
-    assert all(fraction <= 0.5 for fraction in fractions.values())
 
 
 def test_a_neighbour_that_is_seen_is_refused():
