@@ -151,39 +151,37 @@ def _hidden(config: Mapping[str, Any]) -> int:
     return int(config["embed_dim"] * config["mlp_ratio"])
 
 
-def bert(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``BertForMaskedLM``; two layers of its feed-forward have the weights of our three."""
-    settings = found("transformers", "BertConfig")(
+def _masked(name: str, config: Mapping[str, Any], **own: Any) -> nn.Module:
+    """Return transformers' masked language model of our sizes, with settings of its own."""
+    settings = found("transformers", f"{name}Config")(
         vocab_size=config["vocab_size"],
         hidden_size=config["embed_dim"],
         num_hidden_layers=config["depth"],
         num_attention_heads=config["heads"],
-        intermediate_size=_hidden(config) * 3 // 4,
         max_position_embeddings=config["sequence_length"],
-        type_vocab_size=1,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **own,
         **SDPA,
     )
-    return MaskedModel(found("transformers", "BertForMaskedLM")(settings))
+    return MaskedModel(found("transformers", f"{name}ForMaskedLM")(settings))
+
+
+def bert(config: Mapping[str, Any]) -> nn.Module:
+    """Return ``BertForMaskedLM``; two layers of its feed-forward have the weights of our three."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    hidden = _hidden(config) * 3 // 4
+    return _masked("Bert", config, intermediate_size=hidden, type_vocab_size=1, **dropout)
 
 
 def modernbert(config: Mapping[str, Any]) -> nn.Module:
     """Return ``ModernBertForMaskedLM``, gated and without biases as ours, all attention global."""
-    special = ("pad", "bos", "eos", "cls", "sep")
-    settings = found("transformers", "ModernBertConfig")(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["embed_dim"],
-        num_hidden_layers=config["depth"],
-        num_attention_heads=config["heads"],
+    return _masked(
+        "ModernBert",
+        config,
         intermediate_size=_hidden(config) // 2,
-        max_position_embeddings=config["sequence_length"],
         layer_types=["full_attention"] * config["depth"],
         sparse_prediction=True,
-        **{f"{name}_token_id": 0 for name in special},
-        **SDPA,
+        **{f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")},
     )
-    return MaskedModel(found("transformers", "ModernBertForMaskedLM")(settings))
 
 
 def gpt2(config: Mapping[str, Any]) -> nn.Module:
@@ -197,13 +195,10 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
         n_head=1,
         n_inner=_hidden(config),
         activation_function="relu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         tie_word_embeddings=False,
         loss_type="ForCausalLM",
-        bos_token_id=0,
-        eos_token_id=0,
+        **{f"{name}_token_id": 0 for name in ("bos", "eos")},
         **SDPA,
     )
     model = found("transformers", "GPT2LMHeadModel")(settings)
