@@ -1,23 +1,10 @@
-"""List all cases in order, and the peers and checks of those of attention."""
+"""List all cases in the order in which they are measured."""
 
-from typing import Any
-
-import torch
-
-from bench.attention import peers
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.gate import AttentionProblem
-from bench.attention.operators import MODULES, OPERATOR_CASES, OperatorCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
-from bench.attention.vision_peers import VISION_PEERS, VisionProblem
-from bench.harness.gate import Problem
-from bench.harness.peers import Peer
+from bench.attention.catalogue import ATTENTION_CASES
 from bench.harness.steps import STEP_CASES
 from bench.kappa.spectra import MATRIX_CASES
-from bench.networks.language_cases import LANGUAGE_CASES
-from bench.networks.vision_cases import MODEL_CASES
+from bench.networks.cases import PAPER_CASES
 
-ATTENTION_CASES: tuple[Any, ...] = (*CASES, *VISION_CASES, *OPERATOR_CASES)
 # What bench/gpu.sh checks before anything is timed: a shape of each kind of attention.
 ONE_OF_EACH = (
     *("vit_base", "xcit_m", "volo_d3_outlook", "davit_channel3", "davit_window3"),
@@ -32,7 +19,7 @@ FIRST = (
     *("language_gpt2_tinystories_original", "language_gpt2_tinystories_lean"),
     *("bert", "gpt2_64", "vit_large"),
 )
-REGISTERED = (*MATRIX_CASES, *MODEL_CASES, *ATTENTION_CASES, *LANGUAGE_CASES, *STEP_CASES)
+REGISTERED = (*MATRIX_CASES, *PAPER_CASES, *ATTENTION_CASES, *STEP_CASES)
 IN_ORDER = sorted(
     REGISTERED,
     key=lambda case: FIRST.index(case.name) if case.name in FIRST else len(FIRST),
@@ -52,21 +39,3 @@ OVERVIEW = (
     r"cpu_kappa_(2048x64|512x512)-.*",
     r"cpu_vit_step-every-50",
 )
-
-
-def peers_of(case: AttentionCase | VisionCase | OperatorCase) -> dict[str, Peer]:
-    """Return all peers that a case is put to, by name."""
-    if isinstance(case, AttentionCase):
-        return peers.peers_of(case)
-    if isinstance(case, VisionCase):
-        return VISION_PEERS[case.op]
-    return MODULES[case.op].PEERS
-
-
-def problem_of(case: Any, device: torch.device, copies: int) -> Problem:
-    """Return the tensors of a case, ``copies`` sets of them, with what checks a peer on them."""
-    if isinstance(case, AttentionCase):
-        return AttentionProblem(case, device, copies)
-    if isinstance(case, VisionCase):
-        return VisionProblem(case, device, copies)
-    return MODULES[case.op].PROBLEM(case, device, copies)

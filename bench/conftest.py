@@ -4,15 +4,19 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import pytest
 import torch
 
-from bench.catalogue import IN_ORDER, OVERVIEW, peers_of, problem_of
+from bench.attention.catalogue import peers_of, problem_of
+from bench.catalogue import IN_ORDER, OVERVIEW
 from bench.harness import machine
-from bench.harness.checked import Checked, Current
+from bench.harness.checked import Checked, Current, Row, first_line
+from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
+from bench.harness.peers import REFUSALS, AbsentError
 
 BENCH = ROOT / "bench"
 COLUMNS = ["median", "iqr", "min", "rounds"]
@@ -112,30 +116,43 @@ def current() -> Current:
 
 
 @pytest.fixture
-def unmeasured(request) -> Callable[..., NoReturn]:
-    """A function that records why a row has no number, and ends its test.
+def attempt(request, benchmark) -> Callable[[Row], Any]:
+    """Check and time a row inside, whose result takes what the dictionary holds at the end.
 
-    Statuses: ``absent`` (the peer is missing or refuses the case) and ``not run`` (no time left)
-    skip the test; ``wrong`` (it failed the correctness gate) fails it.
+    What gets no number ends its test, with the reason recorded: ``absent`` (the peer is missing or
+    refuses the case) and ``not run`` (no time left) skip it; ``wrong`` (it failed the correctness
+    gate) fails it.
     """
+    config = request.config
 
-    def record(status: str, reason: str, **row: str) -> NoReturn:
-        entry = {**row, "status": status, "reason": reason}
-        if entry not in request.config.stash[UNMEASURED]:
-            request.config.stash[UNMEASURED].append(entry)
+    def end(status: str, reason: str, row: Row) -> NoReturn:
+        entry = {"case": row.case.name, "peer": row.name, "status": status, "reason": reason}
+        if entry not in config.stash[UNMEASURED]:
+            config.stash[UNMEASURED].append(entry)
         if status == "wrong":
             raise pytest.fail.Exception(reason, pytrace=False) from None
         raise pytest.skip.Exception(f"{status}: {reason}") from None
 
-    return record
+    @contextmanager
+    def attempt(row: Row) -> Iterator[dict[str, Any]]:
+        what = " ".join(word for word in (row.what, row.mode) if word)
+        limit = config.getoption("--bench-seconds")
+        if limit is not None and time.monotonic() - config.stash[STARTED] >= limit:
+            end("not run", f"{what}: the time of --bench-seconds was spent", row)
+        info: dict[str, Any] = {}
+        try:
+            yield info
+        except AbsentError as absent:
+            end("absent", str(absent), row)
+        except WrongError as wrong:
+            end("wrong", str(wrong), row)
+        except REFUSALS as error:
+            if row.ours:
+                raise
+            end("absent", f"refuses {what or 'the case'}: {first_line(error)}", row)
+        benchmark.extra_info.update(row.facts() | info)
 
-
-@pytest.fixture
-def seconds_left(request) -> float:
-    """How much of ``--bench-seconds`` is left; infinite without a limit."""
-    budget = request.config.getoption("--bench-seconds")
-    spent = time.monotonic() - request.config.stash[STARTED]
-    return float("inf") if budget is None else budget - spent
+    return attempt
 
 
 def pytest_benchmark_generate_machine_info(config):

@@ -1,27 +1,169 @@
-"""Write the rules that dispatch `attention` to PyTorch where it was measured to be faster.
+"""Find where PyTorch's attention is faster than ours, and write the rules that dispatch to it.
 
-    python -m bench.crossover FILE...    # of bench.crossover_sweep, all of one GPU
+    python -m bench.crossover --sweep FILE   # on a GPU, about two minutes; writes JSON
+    python -m bench.crossover FILE...        # of one GPU; replaces its rules in library.toml
 
-replaces the rules of that GPU in ``leaner_kernels/ops/attention/library.toml``: for dense and
-varlen calls, causal or not, alone or with a backward, and every head dimension, the runs of
-measured lengths at which PyTorch wins by more than the spread between two runs. A run that reaches
-the longest has no end. Between a length that PyTorch wins and the next that it loses, ours is
-called.
+The sweep times self-attention in bfloat16 without mask, lengths and dropout, dense and varlen
+(sequences of one length, end to end), forward alone and with its backward: our kernel beside what
+everybody has, ``scaled_dot_product_attention`` with the backend that it chooses and
+``torch.nn.attention.varlen``.
+
+The rules, in ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
+dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
+runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
+that it loses, ours is called.
 """
 
-import argparse
 import json
+import multiprocessing
 import re
 import sys
+import time
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import leaner_kernels  # noqa: F401  (registers the operators)
+from bench.harness import clock, command
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
 SPREAD = 1.03  # two runs of one kernel differ by as much
+DEVICE = "cuda"
+HEADS, TOKENS_OF_A_BATCH = 16, 2**15
+SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
+COMPILING = 10  # processes that fill Triton's cache beforehand
+REPLAYS, SECONDS = 7, 0.002
+
+
+class Shape(NamedTuple):
+    """Self-attention of 16 heads over as many sequences as make 32,768 tokens."""
+
+    kind: str  # dense or varlen
+    head_dim: int
+    causal: bool
+    tokens: int
+
+    @property
+    def batch(self) -> int:
+        """How many sequences."""
+        return max(1, TOKENS_OF_A_BATCH // self.tokens)
+
+
+def _shapes() -> Iterator[Shape]:
+    """Yield every shape, the most telling first: a run on borrowed time may end anywhere."""
+    causal = False, True
+    for dim, lengths in (
+        (64, (197, 224, 256, 320, 384, *LONG)),
+        (32, (256, 384, *LONG)),
+        (48, (197, 256, 384, *LONG)),
+        (128, (*SHORT, 256, 384, *LONG)),
+        (80, (*SHORT, 256, 384, *LONG)),
+        (96, (*SHORT, 256, 384, *LONG)),
+        (16, (512, 1024, 2048)),
+    ):
+        yield from (Shape("dense", dim, *sizes) for sizes in product(causal, lengths))
+        if dim in (32, 64, 128):
+            yield from (Shape("varlen", dim, *sizes) for sizes in product(causal, OF_VARLEN))
+
+
+SHAPES = tuple(_shapes())
+
+
+def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]:
+    """Return what is compared, by name, and its tensors: q, k, v and the output's gradient."""
+    _, dim, causal, tokens = shape
+    dense = shape.kind == "dense"
+    size = (shape.batch, HEADS, tokens, dim) if dense else (shape.batch * tokens, HEADS, dim)
+    tensors = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    if dense:
+        params = None, 0.0, causal, dim**-0.5, 0.0, -1, -1
+        kernel = torch.ops.leaner_kernels.attention
+        return {
+            "ours": lambda q, k, v: kernel(q, k, v, None, None, *params)[0],
+            "library": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
+        }, tensors
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts = torch.arange(shape.batch + 1, device=DEVICE, dtype=torch.int32) * tokens
+    starts, longest = (starts, starts), (tokens, tokens)
+    window = (-1, 0) if causal else (-1, -1)
+    kernel = torch.ops.leaner_kernels.attention_varlen
+    params = None, *longest, 0.0, causal, dim**-0.5, -1, -1
+    return {
+        "ours": lambda q, k, v: kernel(q, k, v, *starts, *params)[0],
+        "library": lambda q, k, v: varlen_attn(q, k, v, *starts, *longest, window_size=window),
+    }, tensors
+
+
+def gradients(forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
+    """Run forward and backward."""
+    return torch.autograd.grad(forward(), leaves, grad)
+
+
+def run_once(shapes: Sequence[Shape]) -> None:
+    """Compile our kernels of some shapes, which leaves them in Triton's cache on the disk."""
+    for shape in shapes:
+        functions, (*leaves, grad) = calls(shape)
+        leaves = [t.requires_grad_() for t in leaves]
+        gradients(partial(functions["ours"], *leaves), leaves, grad)
+    torch.cuda.synchronize()
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the median seconds of a call, of CUDA graphs that replay it."""
+    timer = clock.Clock(DEVICE)
+    torch.cuda.synchronize()  # the inputs were made on another stream
+    with torch.cuda.stream(clock.capture_stream()):
+        once = clock.seconds(call, timer, rounds=1)
+        timer.calls = max(1, min(50, round(SECONDS / once)))
+        run = clock.graph_round(lambda _: call(), [None], timer.calls)
+        return clock.seconds(run, timer, REPLAYS)
+
+
+def measure_shape(shape: Shape) -> dict[str, Any]:
+    """Return the microseconds of a shape; a library that refuses it has None."""
+    functions, (*leaves, grad) = calls(shape)
+    leaves = [t.requires_grad_() for t in leaves]
+    row: dict[str, Any] = {**shape._asdict(), "batch": shape.batch, "heads": HEADS}
+    outs = {}
+    for name, function in functions.items():
+        try:
+            outs[name] = function(*leaves).detach()
+            forward = partial(function, *leaves)
+            row[f"{name}_forward"] = 1e6 * seconds(forward)
+            row[f"{name}_both"] = 1e6 * seconds(partial(gradients, forward, leaves, grad))
+        except RuntimeError as error:
+            row[f"{name}_forward"] = row[f"{name}_both"] = None
+            row[f"{name}_refuses"] = str(error).splitlines()[0][:120]
+    if len(outs) == 2:
+        row["difference"] = (outs["ours"].float() - outs["library"].float()).abs().max().item()
+    return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+
+
+def sweep(path: Path, limit: float) -> None:
+    """Write the rows of all shapes as they come, until ``limit`` seconds are over."""
+    began = time.monotonic()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(COMPILING, context) as pool:
+        list(pool.map(run_once, [SHAPES[i::COMPILING] for i in range(COMPILING)]))
+    origin, rows = command.origin(), []
+    for shape in SHAPES:
+        if time.monotonic() - began > limit:
+            sys.stdout.write(f"{len(SHAPES) - len(rows)} shapes not reached\n")
+            break
+        rows.append(measure_shape(shape))
+        sys.stdout.write(f"{json.dumps(rows[-1])}\n")
+        sys.stdout.flush()
+        command.write(path, rows, **origin)
 
 
 def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
@@ -39,7 +181,7 @@ def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
         except OSError as error:
             raise SystemExit(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path}: not written by bench.crossover_sweep ({error!r})") from None
+            raise SystemExit(f"{path}: not written by bench.crossover ({error!r})") from None
     if len(gpus) > 1:
         raise SystemExit(f"all files must be of one GPU, got compute capabilities {sorted(gpus)}")
     return int(gpus.pop().replace(".", "")), rows
@@ -98,14 +240,28 @@ def without(part: str, capability: int) -> str:
     return part.replace(f"capabilities = {gpus}", f"capabilities = {left}", 1)
 
 
+def replace_rules(results: Sequence[Path], output: Path) -> None:
+    """Write the rules of a measured GPU in the place of those that it had."""
+    capability, rows = read(results)
+    source = ", ".join(f"bench/results/{path.name}" for path in results)
+    new = section(capability, source, list(rules(rows)))
+    head, *parts = re.split(r"(?m)^(?=\[\[gpus\]\])", output.read_text("utf-8"))
+    kept = [other for part in parts if (other := without(part, capability))]
+    output.write_text("\n\n".join(part.strip() for part in (head, new, *kept)) + "\n", "utf-8")
+    sys.stdout.write(f"{output}: rules of compute capability {capability} written\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Read the files, write the rules."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.crossover",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Sweep, or read the files and write the rules."""
+    parser = command.parser("bench.crossover", __doc__)
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of --sweep")
+    parser.add_argument("--sweep", type=Path, metavar="FILE", help="time every shape, into FILE")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=150,
+        help="with --sweep, start no new shape after this many seconds (150)",
     )
-    parser.add_argument("results", nargs="+", type=Path, help="JSON files of bench.crossover_sweep")
     parser.add_argument(
         "-o",
         "--output",
@@ -114,15 +270,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="file of rules to update (leaner_kernels/ops/attention/library.toml)",
     )
     options = parser.parse_args(arguments)
-    capability, rows = read(options.results)
-    source = ", ".join(f"bench/results/{path.name}" for path in options.results)
-    text = options.output.read_text("utf-8")
-    new = section(capability, source, list(rules(rows)))
-    sections = re.split(r"(?m)^(?=\[\[gpus\]\])", text)
-    kept = [other for part in sections[1:] if (other := without(part, capability))]
-    parts = (part.strip() for part in (sections[0], new, *kept))
-    options.output.write_text("\n\n".join(parts) + "\n", "utf-8")
-    sys.stdout.write(f"{options.output}: rules of compute capability {capability} written\n")
+    if bool(options.results) == bool(options.sweep):
+        parser.error("give either --sweep FILE or the files of a sweep")
+    if options.sweep:
+        command.need_gpu("bench.crossover --sweep")
+        sweep(options.sweep, options.seconds)
+    else:
+        replace_rules(options.results, options.output)
 
 
 if __name__ == "__main__":

@@ -205,15 +205,14 @@ for file in tests/gpu/test_*.py; do
     *) operator_tests+=("$file") ;;
   esac
 done
-networks=(bench/networks/bench_models.py bench/networks/bench_language.py)
 whole="training and (model_vit_base or crammed_bert or gpt2_tinystories)"
 
 case $stage in
   training)
     native_library
-    timed "whole steps" 75 "$whole and not compiled" "${networks[@]}"
-    compile_ahead "compiled ahead" 80 "$whole and compiled and not modernbert" "${networks[@]}"
-    timed "whole steps, compiled" 75 "$whole and compiled and not modernbert" "${networks[@]}"
+    timed "whole steps" 75 "$whole and not compiled" bench/networks
+    compile_ahead "compiled ahead" 80 "$whole and compiled and not modernbert" bench/networks
+    timed "whole steps, compiled" 75 "$whole and compiled and not modernbert" bench/networks
     timed "monitored steps" 45 "vit_base_lean_step" bench/kappa/bench_kappa.py
     ;;
   first)
@@ -229,11 +228,11 @@ case $stage in
     timed "benchmarks" $total "not flex and not compiled" bench/attention bench/kappa
     ;;
   inference)
-    compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" "${networks[@]}"
-    timed "inference" 120 "model_vit_base and (inference or one_image)" "${networks[@]}"
+    compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" bench/networks
+    timed "inference" 120 "model_vit_base and (inference or one_image)" bench/networks
     ;;
   crossover)
-    part "crossover" 150 python3 -m bench.crossover_sweep "$out/crossover.json" --seconds 130
+    part "crossover" 150 python3 -m bench.crossover --sweep "$out/crossover.json" --seconds 130
     ;;
   rows)
     part "memory of every row" $total bash -c 'python3 -m bench.memory --json >"$1"' memory "$out/memory.json"
@@ -267,7 +266,7 @@ case $stage in
     read -ra cases <<<"${narrow:-vit_base bert davit_stage1}"
     narrow=
     part "Nsight Compute" 140 ncu --profile-from-start off --clock-control none --set full -f -o "$out/$run" \
-      python3 -m bench.launch_once "${cases[@]}"
+      python3 -m bench.shape --profile "${cases[@]}"
     # The report itself is tens of megabytes: what is read of it is text.
     if [ -s "$out/$run.ncu-rep" ]; then
       timeout 30 ncu -i "$out/$run.ncu-rep" --page details >"$out/$run.details.log"
@@ -276,7 +275,7 @@ case $stage in
     fi
     ;;
   models)
-    timed "models" $total "not compiled and not ($whole)" "${networks[@]}"
+    timed "models" $total "not compiled and not ($whole)" bench/networks
     ;;
   compiled) timed "compiled" $total "(flex or compiled) and not ($whole)" bench ;;
   listops_seeds)

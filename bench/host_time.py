@@ -13,14 +13,11 @@ A forward and backward are eight calls in one graph, whose fixed cost they share
 call, the least of many rounds: other work on the machine only adds.
 """
 
-import argparse
-import json
 import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import leaner_kernels
-from bench.harness import machine
+from bench.harness import command
 from leaner_kernels.ops import _tiles
 
 CALLS = 8
@@ -112,53 +109,61 @@ def rounds_of(
     return dict(zip(PASSES, (forward(plain), forward(leaves), both)))
 
 
-def _compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
-    from triton.compiler.compiler import CompiledKernel
-
-    kernel = CompiledKernel.__new__(CompiledKernel)
-    kernel.src, kernel.metadata, kernel.module = source, None, object()
-    kernel.name, kernel.hash, kernel.packed_metadata = source.fn.__name__, "", None
-    kernel.function = 0
-    kernel._run = lambda *_: None
-    return kernel
-
-
-def _current_device() -> int | None:
-    return GPU.index
-
-
 @contextmanager
-def gpu() -> Iterator[None]:
-    """Let tensors report a GPU as their device, of which Triton's launcher does nothing."""
+def driver(launcher: Callable[[Any], Callable[..., None]], device: int) -> Iterator[None]:
+    """Let Triton compile nothing, and launch on a GPU that is not there.
+
+    Args:
+        launcher: takes a kernel's source, and returns what runs in the place of the kernel.
+        device: the number of the GPU.
+    """
     import triton.compiler
     from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver as triton_driver
 
-    before = getattr(driver, "_active", None)
+    def compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
+        kernel = CompiledKernel.__new__(CompiledKernel)
+        kernel.src, kernel.metadata, kernel.module = source, None, object()
+        kernel.name, kernel.hash, kernel.packed_metadata = source.fn.__name__, "", None
+        kernel.function = source.hash()
+        kernel._run = launcher(source)
+        return kernel
+
+    before = getattr(triton_driver, "_active", None)
     target = GPUTarget("cuda", 90, 32)
     properties = {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
     # What a launch reads before its launcher.
     read = SimpleNamespace(
         get_current_target=lambda: target,
-        get_current_device=lambda: GPU.index,
+        get_current_device=lambda: device,
         get_current_stream=lambda _: 0,
         utils=SimpleNamespace(get_device_properties=lambda _: properties),
     )
-    driver.set_active(read)
+    triton_driver.set_active(read)
     try:
         # Plain functions: calls of a mock would be timed too.
         with (
-            mock.patch.object(triton.compiler, "compile", _compile_nothing),
+            mock.patch.object(triton.compiler, "compile", compile_nothing),
             mock.patch.object(_tiles, "capability", lambda _: 90),  # noqa: PT008
-            # A build for CPUs has none.
-            mock.patch.object(torch._C, "_cuda_getDevice", _current_device, create=True),
-            mock.patch.object(Tensor, "device", property(lambda _: GPU)),
-            mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
-            mock.patch.object(Tensor, "get_device", lambda _: GPU.index),  # noqa: PT008
         ):
             yield
     finally:
-        driver._active = before
+        triton_driver._active = before
+
+
+@contextmanager
+def gpu() -> Iterator[None]:
+    """Let tensors report a GPU as their device, on which nothing runs."""
+    with (
+        driver(lambda _: lambda *_: None, GPU.index or 0),
+        # A build for CPUs has none.
+        mock.patch.object(torch._C, "_cuda_getDevice", lambda: GPU.index, create=True),  # noqa: PT008
+        mock.patch.object(Tensor, "device", property(lambda _: GPU)),
+        mock.patch.object(Tensor, "is_cuda", property(lambda _: True)),
+        mock.patch.object(Tensor, "get_device", lambda _: GPU.index),  # noqa: PT008
+    ):
+        yield
 
 
 def measure(seconds: float, real: bool = False) -> dict[tuple[str, str], tuple[float, float]]:
@@ -212,7 +217,7 @@ def table(least: dict[tuple[str, str], tuple[float, float]]) -> str:
 
 def main() -> None:
     """Run the command."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser("bench.host_time", __doc__)
     parser.add_argument(
         "--seconds", type=float, default=30, help="duration of the measurement in seconds (30)"
     )
@@ -229,9 +234,7 @@ def main() -> None:
             {"call": name, "pass": kind, "ours_us": ours, "pytorch_us": theirs}
             for (name, kind), (ours, theirs) in least.items()
         ]
-        facts = {"machine": machine.facts(), "commit": machine.commit()}
-        facts |= {"datetime": datetime.now(UTC).isoformat()}
-        args.gpu.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+        command.write(args.gpu, rows, **command.origin())
 
 
 if __name__ == "__main__":

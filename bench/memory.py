@@ -8,7 +8,6 @@ with the samples that each of the paper's GPUs had. The paper prints the sum ove
 precision, so what compares is the ratio of the lean model to the original.
 """
 
-import argparse
 import gc
 import json
 import sys
@@ -20,6 +19,7 @@ import pandas as pd
 import torch
 from torch.optim import AdamW
 
+from bench.harness import command
 from models import memory, papers
 
 GB = 1e9
@@ -100,9 +100,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.memory", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("bench.memory", __doc__)
     parser.add_argument(
         "--row",
         action="append",

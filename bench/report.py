@@ -5,18 +5,18 @@ docs/results.png; ``--check`` only compares the pages. With files named, their t
 output. A table is a function of this file: measured rows in, cells under their headings out.
 """
 
-import argparse
 import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
 from bench import frames
+from bench.harness import command
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
 from models import papers
 
@@ -431,135 +431,70 @@ def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return beside(cells, [left["gpu"], left["stage"]], 1)
 
 
-def hopper(standing: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return each pass on an H200: measured once, predicted of today's kernels, and what they take.
-
-    Several kernels of a pass stand in the order of their launches.
-    """
-    passes = standing[(standing["mode"] == "graph") & (standing["start"] == "")]
-    passes = passes[passes["stage"].isin(["forward", "backward"])]
-    passes = passes[passes["on"].str.contains("H200")]
-    measured = passes.set_index(["case", "stage"])
-    kept = pd.DataFrame(json.loads((RESULTS / "resources.json").read_text("utf-8"))["rows"])
-    kept = kept[kept["capability"] == 90]
-    lines = []
-    for row in rows[rows["gpu"] == "H200"].to_dict("records"):
-        key = row["case"], row["stage"]
-        used = kept[(kept["case"] == row["case"]) & (kept["launch"] == row["stage"])]
-        once = measured.loc[key] if key in measured.index else {}
-        lines.append(
-            {
-                "case": row["case"],
-                "measured, µs": frames.scaled(1e6, once.get("median")),
-                "predicted, µs": frames.scaled(1e6, row["predicted"]),
-                "floor, µs": frames.scaled(1e6, row["floor"]),
-                "default SDPA, µs": frames.scaled(1e6, once.get("median_default")),
-                **{
-                    heading: ", ".join(used[column].astype(str))
-                    for heading, column in (
-                        ("registers", "registers"),
-                        ("shared, B", "shared"),
-                        ("spills", "spills"),
-                        ("programs an SM", "programs_per_sm"),
-                    )
-                },
-            }
-        )
-    stages = pd.Series([row["stage"] for row in rows[rows["gpu"] == "H200"].to_dict("records")])
-    return beside(pd.DataFrame(lines), [stages], 1)
-
-
 class Goal(NamedTuple):
     """What is to be reached: a figure that is at least, or at most, a bound.
 
     Attributes:
         text: in which the columns of a row have their values.
-        of: whether a row of ``frames.standings`` has the goal, or one of ``lean``.
-        figure: what is held to the bound.
-        bound: a number, or the column that has it.
+        rows: of ``frames.standings`` or ``lean`` that have the goal, as ``query`` reads it.
+        figure: what is held to the bound, as ``DataFrame.eval`` reads it.
+        bound: likewise.
         at_least: the figure must reach the bound; otherwise it may not pass it.
     """
 
     text: str
-    of: Callable[[Mapping[str, Any]], bool]
-    figure: Callable[[Mapping[str, Any]], float]
-    bound: float | str
+    rows: str
+    figure: str
+    bound: str
     at_least: bool = True
 
 
-def _kappa_on(gpu: str, ms: float) -> Goal:
-    return Goal(
-        f"{{case}} on an {gpu}: at most {ms} ms",
-        lambda row: row["case"] == "kappa_197x1024" and gpu in row["on"],
-        *(lambda row: 1e3 * row["median"], ms, False),
-    )
-
-
-def _vit_base(row: Mapping[str, Any]) -> bool:
-    of_row = row["kind"] == "model" and row["row"] == "vit_base" and row["stage"] == "training"
-    return of_row and row["mode"] == "compiled" and not row["cpu"]
-
-
-VISION_OPERATORS = "cross_covariance", "channel", "window", "outlook"
+KAPPA = "kind == 'kappa' and not cpu"
+VIT_BASE = (
+    "kind == 'model' and row == 'vit_base' and stage == 'training' and mode == 'compiled' "
+    "and not cpu"
+)
+BERT = "row == 'crammed_bert'"
 GOALS = (
-    *(_kappa_on("H200", 0.5), _kappa_on("A100", 0.8), _kappa_on("RTX A6000", 2.5)),
-    Goal(
-        "{case}: 10 × as fast as {other}",
-        lambda row: row["kind"] == "kappa" and not row["cpu"],
-        *(lambda row: row["times_best"], 10),
+    *(
+        Goal(
+            f"{{case}} on an {gpu}: at most {ms} ms",
+            f"case == 'kappa_197x1024' and on.str.contains('{gpu}')",
+            *("1e3 * median", ms, False),
+        )
+        for gpu, ms in (("H200", "0.5"), ("A100", "0.8"), ("RTX A6000", "2.5"))
     ),
-    Goal(
-        "{case}: 100 × as fast as svdvals",
-        lambda row: row["kind"] == "kappa" and not row["cpu"],
-        *(lambda row: row["times_default"], 100),
-    ),
+    Goal("{case}: 10 × as fast as {other}", KAPPA, "times_best", "10"),
+    Goal("{case}: 100 × as fast as svdvals", KAPPA, "times_default", "100"),
     Goal(
         "{case}: every=1 costs at most 2%",
-        lambda row: row["kind"] == "step" and row["every"] == 1 and not row["cpu"],
-        *(lambda row: 100 * row["overhead"], 2, False),
+        *("kind == 'step' and every == 1 and not cpu", "100 * overhead", "2", False),
     ),
     Goal(
         "{case}: 1.5 × the fastest peer, {other}",
-        lambda row: (
-            row["kind"] == "attention"
-            and row["op"] in VISION_OPERATORS
-            and (row["stage"], row["mode"]) == ("both", "graph")
-        ),
-        *(lambda row: row["times_best"], 1.5),
+        "kind == 'attention' and op in ['cross_covariance', 'channel', 'window', 'outlook'] "
+        "and stage == 'both' and mode == 'graph'",
+        *("times_best", "1.5"),
     ),
-    Goal(
-        "vit_base {variant}: 1.1 × compiled timm in training",
-        *(_vit_base, lambda row: row["times_default"], 1.1),
-    ),
+    Goal("vit_base {variant}: 1.1 × compiled timm in training", VIT_BASE, "times_default", "1.1"),
     Goal(
         "vit_base original on an H200: 4,000 images/s in training",
-        lambda row: _vit_base(row) and row["variant"] == "original" and "H200" in row["on"],
-        *(lambda row: row["images_per_s"], 4000),
+        f"{VIT_BASE} and variant == 'original' and on.str.contains('H200')",
+        *("images_per_s", "4000"),
     ),
     Goal(
         "crammed_bert lean: 1.3 × {other}, {mode}",
-        lambda row: (
-            (row["kind"], row["row"], row["variant"]) == ("language", "crammed_bert", "lean")
-            and not row["cpu"]
-        ),
-        *(lambda row: row["times_best"], 1.3),
+        f"kind == 'language' and {BERT} and variant == 'lean' and not cpu",
+        *("times_best", "1.3"),
     ),
 )
+LEAN = "crammed_bert: lean 1.4 × the tokens/s of the original"
 GOALS_OF_LEAN = (
-    Goal(
-        "crammed_bert: lean 1.4 × the tokens/s of the original, eager",
-        lambda row: row["row"] == "crammed_bert",
-        *(lambda row: 1 / row["time"], 1.4),
-    ),
-    Goal(
-        "crammed_bert: lean 1.4 × the tokens/s of the original, compiled",
-        lambda row: row["row"] == "crammed_bert",
-        *(lambda row: 1 / row["time, compiled"], 1.4),
-    ),
+    Goal(f"{LEAN}, eager", BERT, "1 / time", "1.4"),
+    Goal(f"{LEAN}, compiled", BERT, "1 / `time, compiled`", "1.4"),
     Goal(
         "{row}: lean over original memory at most the paper's {as printed:.2f}",
-        lambda row: row["row"] != "crammed_bert",
-        *(lambda row: row["peak"], "as printed", False),
+        *("row != 'crammed_bert'", "peak", "`as printed`", False),
     ),
 )
 
@@ -567,13 +502,12 @@ GOALS_OF_LEAN = (
 def goals(standing: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
     """Return each goal that applies to what was measured, the best row that has it, a verdict."""
     lines: dict[tuple[str, str], dict[str, Any]] = {}
-    for rows, declared in ((standing, GOALS), (ratios, GOALS_OF_LEAN)):
+    for frame, declared in ((standing, GOALS), (ratios, GOALS_OF_LEAN)):
         for goal in declared:
-            for row in filter(goal.of, rows.to_dict("records")):
-                figure = goal.figure(row)
-                bound = row[goal.bound] if isinstance(goal.bound, str) else goal.bound
-                if pd.isna(figure) or pd.isna(bound):
-                    continue
+            rows = frame.query(goal.rows)
+            rows = rows.assign(figure=rows.eval(goal.figure), bound=rows.eval(goal.bound))
+            for row in rows.dropna(subset=["figure", "bound"]).to_dict("records"):
+                figure, bound = row["figure"], row["bound"]
                 margin = figure / bound if goal.at_least else bound / figure
                 line = {
                     "on": row["on"],
@@ -616,13 +550,11 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
         "results": tables,
     }
     if not paths:
-        newest = predictions("predictions")
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
         tables |= {
             "accuracy": accuracy(),
             "training": training(measured),
-            "predicted": predicted(timed, newest),
-            "hopper": hopper(standing, newest),
+            "predicted": predicted(timed, predictions("predictions")),
         }
         pages["resources"] = {"resources": resources()}
     return pages
@@ -665,7 +597,7 @@ def draw(path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and write what it requests."""
-    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser = command.parser("bench.report", __doc__)
     parser.add_argument(
         "results",
         nargs="*",

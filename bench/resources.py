@@ -5,8 +5,6 @@
 and fails where it is worse. The launches are what the CUDA operators request on each case.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
@@ -15,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.catalogue import OPERATOR_CASES
 from bench.gpu_model.compile_ahead import (
     GPUS,
     Launch,
@@ -24,6 +21,7 @@ from bench.gpu_model.compile_ahead import (
     spill_faults,
 )
 from bench.gpu_model.launches import AnyCase, call_of
+from bench.harness import command
 from leaner_kernels.ops._tiles import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,16 +42,12 @@ def cuda_cases() -> list[AttentionCase]:
 
 
 def table_cases() -> list[AnyCase]:
-    """Return the cases of every operator that the kernels run.
-
-    Of ``bench.attention.operators`` those whose kernels differ.
-    """
-    cases = [case for case in (*CASES, *VISION_CASES) if case.device == "cuda"]
+    """Return the cases that the kernels run; of other operators those whose kernels differ."""
     different: dict[Any, AnyCase] = {}
     for case in OPERATOR_CASES:
         if case.device == "cuda":
             different.setdefault((case.op, case.compiled_for), case)
-    return [*cases, *different.values()]
+    return [*cuda_cases(), *different.values()]
 
 
 def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
@@ -121,17 +115,9 @@ def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
     return {"versions": {name: version(name) for name in ("triton", "torch")}, "rows": found}
 
 
-def save(table: dict[str, Any]) -> None:
-    """Write the file, one line of JSON for each row."""
-    kept = [{name: row[name] for name in (*KEYS, *KEPT)} for row in table["rows"]]
-    lines = ",\n".join(map(json.dumps, kept))
-    versions = json.dumps(table["versions"])
-    TABLE.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m bench.resources", description=__doc__)
+    parser = command.parser("bench.resources", __doc__)
     parser.add_argument(
         "--write",
         action="store_true",
@@ -149,7 +135,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     wanted = [case for name, case in cases.items() if not args.case or name in args.case]
     table = measure(wanted, IN_TABLE)
     if args.write:
-        save(table)
+        kept = [{name: row[name] for name in (*KEYS, *KEPT)} for row in table["rows"]]
+        command.write(TABLE, kept, versions=table["versions"])
     else:
         import pandas as pd
 

@@ -2,43 +2,35 @@
 
     python -m bench.shape 128,16,197,64            # batch, heads, tokens, head dimension
     python -m bench.shape 128,16,512,32 --causal --float16
+    ncu --profile-from-start off python -m bench.shape --profile vit_base
 
 Every row passes the correctness gate of the benchmarks first. Microseconds, the median of at least
-ten rounds: on a GPU of a CUDA graph, on a CPU of calls from Python.
+ten rounds: on a GPU of a CUDA graph, on a CPU of calls from Python. ``--profile`` times nothing: it
+runs cases of bench/attention/cases.py once under a profiler, forward and backward, of our kernels
+and of PyTorch's; what compiles and warms up is not profiled.
 """
 
-import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
 
 import torch
-from tabulate import tabulate
 
-from bench.attention.cases import AttentionCase
+from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem
 from bench.attention.peers import peers_of
-from bench.harness import clock
+from bench.harness import clock, command
 from bench.harness.checked import Checked, one_call
 from bench.harness.gate import WrongError
 from bench.harness.peers import REFUSALS, AbsentError
 
 DIRECTIONS = "forward", "both"
-
-
-class Timed:
-    """What ``clock.record`` passes its rounds to: it keeps their median."""
-
-    def __init__(self, reading: clock.Clock):
-        self.clock, self.seconds = reading, 0.0
-
-    def pedantic(self, run_round: Any, rounds: int, warmup_rounds: int) -> None:
-        """Time rounds."""
-        for _ in range(warmup_rounds):
-            run_round()
-        self.seconds = clock.seconds(run_round, self.clock, rounds)
+PROFILED = (
+    *("leaner_kernel", "leaner_packed", "sdpa"),
+    *("leaner_varlen", "torch_varlen"),  # of sequences of different lengths
+)
 
 
 def microseconds(checked: Checked, case: AttentionCase, peer: str, direction: str) -> float:
@@ -55,10 +47,9 @@ def microseconds(checked: Checked, case: AttentionCase, peer: str, direction: st
         torch.cuda.synchronize()  # the inputs were made on another stream
         stream = torch.cuda.stream(clock.capture_stream())
     reading = clock.Clock(case.device)
-    timed = Timed(reading)
     with peers_of(case)[peer].context(), stream:
-        clock.record(timed, reading, mode, one_call(direction, function), sets, 0.15)
-    return 1e6 * timed.seconds
+        timed = clock.rounds_of(reading, mode, one_call(direction, function), sets, 0.15)
+        return 1e6 * clock.seconds(timed[0], reading, timed[1])
 
 
 def rows(case: AttentionCase) -> Iterator[list[str]]:
@@ -76,23 +67,56 @@ def rows(case: AttentionCase) -> Iterator[list[str]]:
             yield [peer, *times]
 
 
+def profile(cases: Sequence[AttentionCase]) -> None:
+    """Run our kernels and PyTorch's once under a profiler, forward and backward."""
+    calls = []
+    for case in cases:
+        problem = AttentionProblem(case, torch.device("cuda"), copies=1)
+        for name, peer in peers_of(case).items():
+            if name not in PROFILED:
+                continue
+            try:
+                function = peer.build(case, problem.device)
+            except AbsentError as absent:
+                sys.stderr.write(f"{case.name}, {name}: absent, {absent}\n")
+                continue
+            calls.append(partial(one_call("both", function), problem.inputs(peer.layout)[0]))
+    for call in (*calls, *calls):
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line and print the table.
 
     Raises:
-        SystemExit: the shape cannot be read, in one line.
+        SystemExit: the shape cannot be read, or there is no GPU to profile on, in one line.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.shape",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    by_name = {case.name: case for case in CASES if case.device == "cuda"}
+    parser = command.parser("bench.shape", __doc__)
+    parser.add_argument(
+        "shape", nargs="?", help="batch,heads,tokens,head_dim, such as 128,16,197,64"
     )
-    parser.add_argument("shape", help="batch,heads,tokens,head_dim, such as 128,16,197,64")
     parser.add_argument("--causal", action="store_true", help="mask future tokens")
     parser.add_argument("--float16", action="store_true", help="instead of bfloat16")
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        choices=by_name,
+        metavar="CASE",
+        help=f"run cases under a profiler instead: {', '.join(by_name)}",
+    )
     options = parser.parse_args(arguments)
+    if options.profile:
+        command.need_gpu("bench.shape --profile")
+        return profile([by_name[name] for name in options.profile])
     try:
-        batch, heads, tokens, head_dim = map(int, options.shape.split(","))
+        batch, heads, tokens, head_dim = map(int, (options.shape or "").split(","))
     except ValueError:
         parser.error(f"shape must be four integers, batch,heads,tokens,head_dim: {options.shape}")
     if min(batch, heads, tokens, head_dim) < 1:
@@ -107,8 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         table = list(rows(case))
+    from tabulate import tabulate
+
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     sys.stdout.write(tabulate(table, [name, "forward, µs", "forward and backward, µs"]) + "\n")
+    return None
 
 
 if __name__ == "__main__":

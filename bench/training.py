@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch.nn import functional as F
 
 import train  # noqa: F401 - sets how OpenMP waits, before torch loads it
 from bench import frames, report
-from bench.harness import machine
+from bench.harness import command
 
 TURNS = 3
 SMALL = {"embed_dim": 32, "heads": 2, "head_dim": 16, "depth": 12, "mlp_ratio": 2.0}
@@ -379,12 +378,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for part in PARTS:
         with tempfile.TemporaryDirectory() as folder:
             rows += part(Path(folder))
-    about = {"machine": machine.facts()} | {"commit": machine.commit()}
-    about |= {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-    content = about | {"rows": [row._asdict() for row in rows]}
+    content = [row._asdict() for row in rows]
     if arguments:
-        Path(arguments[0]).write_text(json.dumps(content, indent=1) + "\n")
-    sys.stdout.write(frames.markdown(report.training(content["rows"])) + "\n")
+        command.write(Path(arguments[0]), content, **command.origin())
+    sys.stdout.write(frames.markdown(report.training(content)) + "\n")
 
 
 if __name__ == "__main__":

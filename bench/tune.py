@@ -10,8 +10,6 @@ something else is listed with the reason and never wins. The rules are printed a
 tables beside the kernels; the JSON keeps every timing, losers included.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -23,14 +21,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches
 from bench.gpu_model.compile_ahead import recorded
 from bench.gpu_model.launches import AnyCase
-from bench.gpu_model.machine_code import looped_spills
-from bench.harness import clock, machine
+from bench.gpu_model.machine_code import disassemble
+from bench.harness import clock, command
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._tiles import Rule, Tile, rule
 
@@ -183,7 +180,7 @@ def try_tile(
         results = [t.clone() for t in runs[0].results]
         registers = max(getattr(one, "n_regs", 0) for one in runs[0].compiled)
         for one in runs[0].compiled:
-            if getattr(one, "n_spills", 0) and looped_spills(one.asm["cubin"]):
+            if getattr(one, "n_spills", 0) and disassemble(one.asm["cubin"]).looped_spills():
                 return Trial(kernel, name, tile, None, registers, "spills in a loop"), None
         for result, expected in zip(results, truth or (), strict=bool(truth)):
             error = (result.float() - expected.float()).abs().max()
@@ -211,13 +208,11 @@ def tune(problem: TileProblem) -> Iterator[Trial]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, tune and print."""
-    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__)
-    every: tuple[AnyCase, ...] = *CASES, *VISION_CASES, *OPERATOR_CASES
+    parser = command.parser("bench.tune", __doc__)
     takes = {
-        case.name: case
-        for case in every
-        if case.device == "cuda"
-        and not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
+        name: case
+        for name, case in ON_GPU.items()
+        if not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
     }
     parser.add_argument(
         "--case",
@@ -229,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="write every timing to this file")
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("bench.tune needs a CUDA GPU, but torch finds none")
+    command.need_gpu("bench.tune")
     trials: list[Trial] = []
     for name in options.case:
         problem = TileProblem(takes[name], torch.device("cuda"))
@@ -242,9 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.stdout.write(f"# {name}: {winner.microseconds} us\n{kernel}\n")
                 sys.stdout.write(problem.rule(winner) + "\n")
     if options.json is not None:
-        facts = {"machine": machine.facts(), "commit": machine.commit()}
-        trials_json = [trial._asdict() for trial in trials]
-        options.json.write_text(json.dumps(facts | {"trials": trials_json}, indent=1) + "\n")
+        command.write(options.json, [trial._asdict() for trial in trials], **command.origin())
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MAY_IMPORT_PARTS = {
 MAY_IMPORT_BENCH = {
     "harness": {"harness"},
     "subject": {"subject", "harness"},
-    "gpu_model": {"gpu_model", "subject"},
+    "gpu_model": {"gpu_model", "subject", "harness"},
 }
 SUBJECTS = "attention", "kappa", "networks"
 # Shared files of the operators that stand on other shared files.

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.catalogue import ATTENTION_CASES, ONE_OF_EACH, peers_of
+from bench.attention.catalogue import ATTENTION_CASES, peers_of
+from bench.catalogue import ONE_OF_EACH
 from bench.harness import clock, counters, machine
-from bench.harness.checked import Row, attempt, each_row, one_call
+from bench.harness.checked import Row, each_row, one_call
 
 # How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
@@ -52,24 +53,21 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
 
 
 @each_row(rows())
-def test_attention(row, benchmark, checked, unmeasured, seconds_left):
+def test_attention(row, benchmark, checked, attempt):
     case = row.case
-    with attempt(unmeasured, seconds_left, row):
+    with attempt(row) as info:
         function, budget_used, sets = checked.peer(case, row.name)
         measure(row, benchmark, function, sets)
-    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
-        return
-    # Useful work of a call, and what part its rate is of measured ceilings.
-    median = benchmark.stats.stats.median
-    num_bytes, flops = case.bytes(row.what), case.flops(row.what)
-    benchmark.extra_info.update(
-        layout=peers_of(case)[row.name].layout,
-        direction=row.what,
-        mode=row.mode,
-        budget_used=budget_used,
-        bytes=num_bytes,
-        flops=flops,
-        copy_fraction=num_bytes / median / machine.copy_bandwidth(case.device),
-        matrix_fraction=flops / median / machine.matrix_rate(case.device, case.dtype),
-        **row.facts(),
-    )
+        # Useful work of a call, and what part its rate is of measured ceilings.
+        median = clock.median(benchmark)
+        num_bytes, flops = case.bytes(row.what), case.flops(row.what)
+        info.update(
+            layout=peers_of(case)[row.name].layout,
+            direction=row.what,
+            mode=row.mode,
+            budget_used=budget_used,
+            bytes=num_bytes,
+            flops=flops,
+            copy_fraction=num_bytes / median / machine.copy_bandwidth(case.device),
+            matrix_fraction=flops / median / machine.matrix_rate(case.device, case.dtype),
+        )

@@ -11,19 +11,36 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-DIRECTIONS = ("forward", "backward", "both")
+_PASSES = {"forward": slice(0, 1), "backward": slice(1, 2), "both": slice(0, 2)}
+DIRECTIONS = tuple(_PASSES)
 
 
-class Scores:
-    """What cases of every kind of attention share."""
+class Case:
+    """What cases of every kind of attention share; counts are of useful work.
 
+    Attributes:
+        moved: least bytes of the forward and of the backward: each tensor read or written once; a
+            backward may recompute the rest.
+        computed: operations of the products of the forward and of the backward.
+    """
+
+    device: str
     head_dim: int
     dtype: torch.dtype
+    moved: tuple[int, int]
+    computed: tuple[int, int]
 
-    @property
-    def dtype_name(self) -> str:
-        """The dtype without ``torch.``."""
-        return str(self.dtype).removeprefix("torch.")
+    def bytes(self, direction: str) -> int:
+        """Return the least bytes that one of ``DIRECTIONS`` moves."""
+        return sum(self.moved[_PASSES[direction]])
+
+    def flops(self, direction: str) -> int:
+        """Return the operations of one of ``DIRECTIONS``."""
+        return sum(self.computed[_PASSES[direction]])
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader of a result needs to repeat the case."""
+        return {"device": self.device, "dtype": str(self.dtype).removeprefix("torch.")}
 
     @property
     def scale(self) -> float:
@@ -32,10 +49,8 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class AttentionCase(Scores):
+class AttentionCase(Case):
     """Attention over B sequences of N tokens in H heads of width D.
-
-    The counts below are of useful work, nothing padded to a tile.
 
     Attributes:
         name: an identifier; cases of the CPU begin with ``cpu_``.
@@ -135,29 +150,29 @@ class AttentionCase(Scores):
         before = self.batch * outside * (outside + 1) // 2  # scores before the window of a row
         return self.heads * (sum(_seen(r, k, self.causal) for r, k in pairs) - before)
 
-    def bytes(self, direction: str) -> int:
-        """Least traffic: each tensor read or written once; a backward may recompute the rest."""
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of the forward and of the backward."""
         rows, keys = (n * self.heads for n in (self.query_rows, self.key_rows))
         queries, keys = (n * self.head_dim * self.dtype.itemsize for n in (rows, keys))
         forward = 2 * queries + 2 * keys + 4 * rows  # q, out; k, v; the float32 log-sum-exp
-        backward = 3 * queries + 4 * keys  # q, dout, dq; k, v, dk, dv
-        return {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+        return forward, 3 * queries + 4 * keys  # q, dout, dq; k, v, dk, dv
 
-    def flops(self, direction: str) -> int:
+    @property
+    def computed(self) -> tuple[int, int]:
         """Two products forward; five backward, where the scores are computed again."""
-        products = {"forward": 2, "backward": 5, "both": 7}[direction]
-        return 2 * products * self.scores * self.head_dim
+        product = 2 * self.scores * self.head_dim
+        return 2 * product, 5 * product
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         return {
-            "device": self.device,
+            **super().facts(),
             "batch": self.batch,
             "heads": self.heads,
             "rows": self.rows,
             "tokens": self.tokens,
             "head_dim": self.head_dim,
-            "dtype": self.dtype_name,
             "causal": self.causal,
             "padded": self.padded,
             "lengths": list(self.lengths),

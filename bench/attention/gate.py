@@ -45,7 +45,7 @@ class AttentionProblem(Problem):
     def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
         return lay_out(self.case, tensors, layout)
 
-    def _reference(self, *leaves: Tensor) -> Tensor:
+    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
         visible = self.case.visible(self.device)
         if self.case.padded or self.case.ragged:
             visible = visible[self.entries]
@@ -74,14 +74,9 @@ def lay_out(case: AttentionCase, tensors: Sequence[Tensor], layout: str) -> Inpu
     """Return q, k, v and the output's gradient, (B, H, N, D), in a layout of ``Peer``."""
     if layout != "heads":
         tensors = [t.transpose(1, 2).contiguous() for t in tensors]
-    if layout in ("varlen", "jagged"):
+    if layout == "varlen":
         kept = ~outside(case, tensors[0].device)[:, 0, :, 0]
         tensors = [t[kept] for t in tensors]
-    if layout == "jagged":
-        # One tensor of offsets for all: by it PyTorch sees that their lengths agree.
-        offsets, ends = case.offsets(tensors[0].device), (min(case.lengths), case.tokens)
-        jagged = torch.nested.nested_tensor_from_jagged
-        tensors = [jagged(t, offsets, None, 1, *ends) for t in tensors]
     *leaves, grad = tensors
     if layout == "packed":
         leaves = [torch.stack(leaves, dim=2)]
@@ -90,9 +85,7 @@ def lay_out(case: AttentionCase, tensors: Sequence[Tensor], layout: str) -> Inpu
 
 def heads_first(case: AttentionCase, t: Tensor, layout: str) -> Tensor:
     """Return a tensor of a layout (of ``packed`` one third) as (B, H, N, D), padded with zeros."""
-    if layout == "jagged":
-        t = t.values()
-    if layout in ("varlen", "jagged"):
+    if layout == "varlen":
         padded = t.new_zeros(case.batch, case.tokens, case.heads, case.head_dim)
         padded[~outside(case, t.device)[:, 0, :, 0]] = t
         t = padded

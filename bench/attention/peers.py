@@ -1,6 +1,7 @@
 """Peers of softmax attention, as data: a name, and a builder of the callable."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,11 @@ BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
+}
+FLASH_ATTN = {
+    "flash_attn_2": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn.cute",
 }
 SAMPLES = {
     "leaner_stats": None,
@@ -62,10 +68,6 @@ def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
-def _forced(backend: SDPBackend, ragged: bool = False) -> Peer:
-    return Peer(_sdpa, ragged=ragged, context=partial(sdpa_kernel, backend))
-
-
 def every_backend(sdpa: Build, layout: str = "heads") -> dict[str, Peer]:
     """Return PyTorch's attention with the backend that it chooses, and with each by name."""
     forced = {
@@ -95,39 +97,45 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
     }
 
 
-def _sdpa_jagged(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        return scaled_dot_product_attention(q, k, v, is_causal=case.causal).transpose(1, 2)
-
-    return run
+def operator_peers(
+    leaner: Build, leaner_stats: Callable[..., Any], eager: Build, others: dict[str, Peer]
+) -> dict[str, Peer]:
+    """Return the peers of an operator: ours, with statistics too, the paper's code, and others."""
+    return {
+        "leaner": Peer(leaner, "packed", ours=True),
+        **every_sample(leaner_stats, "packed"),
+        "eager": Peer(eager, "packed"),
+        **others,
+        "eager_compiled": Peer(
+            lambda case, device: compiled(eager(case, device), device), "packed"
+        ),
+    }
 
 
 def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
-    """Return the case's visible scores as FlexAttention wants them: computed, not looked up."""
-    if not case.causal and not case.padded:  # a window comes with causality
+    """Return the case's visible scores as FlexAttention wants them: computed, not looked up.
+
+    Sequences of a ragged case lie in one row of tokens.
+    """
+    if not case.causal and not case.padded and not case.ragged:  # a window comes with causality
         return None
     lengths = case.key_lengths(device)
+    documents = torch.arange(case.batch, device=device)
+    documents = documents.repeat_interleave(lengths) if case.ragged else None
 
     def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        inside = col >= 0 if lengths is None else col < lengths[b]
+        inside = col >= 0
+        if documents is not None:
+            inside = documents[row] == documents[col]
+        elif lengths is not None:
+            inside = col < lengths[b]
         inside = inside & (row >= col) if case.causal else inside
         return inside & (row - col <= case.window) if case.window else inside
 
+    if documents is not None:
+        return create_block_mask(seen, None, None, *[len(documents)] * 2, device=device)
     batch = None if lengths is None else case.batch
     return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
-
-
-def flex_document_mask(case: AttentionCase, device: torch.device) -> BlockMask:
-    """Return the visible scores of all sequences of a ragged case in one row of tokens."""
-    lengths = case.key_lengths(device)
-    document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
-
-    def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        same = document[row] == document[col]
-        return same & (row >= col) if case.causal else same
-
-    return create_block_mask(seen, None, None, len(document), len(document), device=device)
 
 
 def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
@@ -141,7 +149,7 @@ def _flex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _flex_document(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    compiled, mask = _compiled_flex(device), flex_document_mask(case, device)
+    compiled, mask = _compiled_flex(device), flex_mask(case, device)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -179,19 +187,12 @@ def _flash_attn_varlen(
     module: str, case: AttentionCase, device: torch.device
 ) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function, offsets = found(module, "flash_attn_varlen_func"), case.offsets(device)
+    function, ends = found(module, "flash_attn_varlen_func"), {}
+    for side in "qk":
+        ends |= {f"cu_seqlens_{side}": case.offsets(device), f"max_seqlen_{side}": case.tokens}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(
-            q,
-            k,
-            v,
-            cu_seqlens_q=offsets,
-            cu_seqlens_k=offsets,
-            max_seqlen_q=case.tokens,
-            max_seqlen_k=case.tokens,
-            causal=case.causal,
-        )
+        out = function(q, k, v, **ends, causal=case.causal)
         return out[0] if isinstance(out, tuple) else out
 
     return run
@@ -216,27 +217,6 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
     return partial(found("flash_attn", "flash_attn_qkvpacked_func"), **options)
 
 
-def _apex_fmha(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    _self_attention(case)
-    size = case.head_dim, case.dtype
-    if case.causal or case.window or size != (64, torch.float16) or case.tokens > 512:
-        raise AbsentError("takes float16, head_dim 64 and up to 512 tokens, and no causal mask")
-    fmha = found("apex.contrib.fmha.fmha", "FMHAFun")
-    ends = torch.arange(case.batch + 1, dtype=torch.int32, device=device) * case.tokens
-
-    def run(qkv: Tensor) -> Tensor:
-        out = fmha.apply(qkv.flatten(0, 1), ends, 0.0, case.tokens, True, False)
-        return out.view(case.batch, case.tokens, case.heads, case.head_dim)
-
-    return run
-
-
-def _leaner_attention(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
-    return partial(leaner_kernels.attention, is_causal=case.causal, **options)
-
-
 def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
 
@@ -247,64 +227,65 @@ def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., T
     return run
 
 
-def _leaner_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    _self_attention(case)
-    options = {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
-    return partial(leaner_kernels.attention_qkvpacked, is_causal=case.causal, **options)
-
-
-def _leaner_stats(
-    case: AttentionCase, device: torch.device, sample: Tensor | None
+def _leaner(
+    name: str, case: AttentionCase, device: torch.device, sample: Tensor | None = None
 ) -> Callable[..., Tensor]:
-    options = {"is_causal": case.causal, "key_lengths": case.key_lengths(device), "sample": sample}
-    options["window_size"] = case.window_size
-    return lambda q, k, v: leaner_kernels.attention_with_stats(q, k, v, **options).out
-
-
-def _leaner_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
-    return lambda q, k, v: leaner_kernels.attention_varlen(q, k, v, *ends, **options)
-
-
-def _leaner_varlen_stats(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    ends, options = (case.offsets(device), case.tokens), {"is_causal": case.causal}
-    return lambda q, k, v: leaner_kernels.attention_varlen_with_stats(q, k, v, *ends, **options).out
+    """Return a public function; ``sample`` is of those with statistics."""
+    function, options = getattr(leaner_kernels, name), {"is_causal": case.causal}
+    if "varlen" in name:
+        ends = case.offsets(device), case.tokens
+    else:
+        ends = ()
+        options |= {"key_lengths": case.key_lengths(device), "window_size": case.window_size}
+    if "packed" in name:
+        _self_attention(case)
+    if sample is not None:
+        options["sample"] = sample
+    if name.endswith("_with_stats"):
+        return lambda q, k, v: function(q, k, v, *ends, **options).out
+    if ends:
+        return lambda q, k, v: function(q, k, v, *ends, **options)
+    return partial(function, **options)
 
 
 PEERS = {
-    "leaner_attention": Peer(_leaner_attention, ours=True),
+    "leaner_attention": Peer(partial(_leaner, "attention"), ours=True),
     # The operator below it, which never calls a library.
     "leaner_kernel": Peer(_leaner_kernel, ours=True),
-    "leaner_packed": Peer(_leaner_packed, layout="packed", ours=True),
-    **every_sample(_leaner_stats, "heads"),
+    "leaner_packed": Peer(partial(_leaner, "attention_qkvpacked"), "packed", ours=True),
+    **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
     **every_backend(_sdpa),
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
     "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
     "eager": Peer(_eager),
     "flex": Peer(_flex),
-    "flash_attn_2": Peer(partial(_flash_attn, "flash_attn"), layout="tokens"),
+    **{
+        name: Peer(partial(_flash_attn, module), layout="tokens")
+        for name, module in FLASH_ATTN.items()
+    },
     "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
-    "apex_fmha": Peer(_apex_fmha, layout="packed"),
-    "flash_attn_3": Peer(partial(_flash_attn, "flash_attn_interface"), layout="tokens"),
-    "flash_attn_4": Peer(partial(_flash_attn, "flash_attn.cute"), layout="tokens"),
     # Of different lengths: packed end to end, or padded to the longest beforehand.
-    "leaner_varlen": Peer(_leaner_varlen, "varlen", ours=True, ragged=True),
-    "leaner_varlen_stats": Peer(_leaner_varlen_stats, "varlen", ours=True, ragged=True),
-    "leaner_padded": Peer(_leaner_attention, ours=True, ragged=True),
+    **{
+        name: Peer(partial(_leaner, function), layout, ours=True, ragged=True)
+        for name, function, layout in (
+            ("leaner_varlen", "attention_varlen", "varlen"),
+            ("leaner_varlen_stats", "attention_varlen_with_stats", "varlen"),
+            ("leaner_padded", "attention", "heads"),
+        )
+    },
     "sdpa_padded": Peer(_sdpa, ragged=True),
-    "sdpa_cudnn_padded": _forced(SDPBackend.CUDNN_ATTENTION, ragged=True),
-    "sdpa_efficient_padded": _forced(SDPBackend.EFFICIENT_ATTENTION, ragged=True),
-    "sdpa_jagged": Peer(_sdpa_jagged, "jagged", ragged=True),
+    **{
+        f"{name}_padded": replace(peer, ragged=True)
+        for name, peer in every_backend(_sdpa).items()
+        if name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
+    },
     "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
     "eager_padded": Peer(_eager, ragged=True),
     "flex_document": Peer(_flex_document, "varlen", ragged=True),
-    "flash_attn_2_varlen": Peer(partial(_flash_attn_varlen, "flash_attn"), "varlen", ragged=True),
-    "flash_attn_3_varlen": Peer(
-        partial(_flash_attn_varlen, "flash_attn_interface"), "varlen", ragged=True
-    ),
-    "flash_attn_4_varlen": Peer(
-        partial(_flash_attn_varlen, "flash_attn.cute"), "varlen", ragged=True
-    ),
+    **{
+        f"{name}_varlen": Peer(partial(_flash_attn_varlen, module), "varlen", ragged=True)
+        for name, module in FLASH_ATTN.items()
+    },
 }
 
 

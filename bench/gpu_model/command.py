@@ -12,7 +12,6 @@ The time of the whole case is predicted from the machine code, with what its war
 where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections import Counter
@@ -23,13 +22,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import OPERATOR_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from bench.gpu_model.machine_code import MachineCode, Runs
+from bench.harness.command import parser as parser_of
 from leaner_kernels.ops import _tiles
 
 DIRECTIONS = "forward", "statistics", "backward"
@@ -188,15 +187,9 @@ def _hottest(by_line: Counter[tuple[str, int]], lines: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    every = *CASES, *VISION_CASES, *OPERATOR_CASES
-    cases = {case.name: case for case in every if case.device == "cuda"}
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_model",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("bench.gpu_model", __doc__)
     parser.add_argument(
-        "case", choices=cases, metavar="CASE", help=f"case to simulate: {', '.join(cases)}"
+        "case", choices=ON_GPU, metavar="CASE", help=f"case to simulate: {', '.join(ON_GPU)}"
     )
     parser.add_argument(
         "--arch",
@@ -219,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--unchecked", action="store_true", help="skip the checks, and only count and time"
     )
     args = parser.parse_args(argv)
-    whole = cases[args.case]
+    whole = ON_GPU[args.case]
     part, times = smaller(whole)
     name, gpu = units.gpu_of(args.arch)
     found = False

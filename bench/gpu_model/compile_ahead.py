@@ -48,14 +48,12 @@ WARP = 32
 SM_PARTS, REGISTERS_PER_PART, REGISTER_UNIT = 4, 16 * 1024, 256
 SHARED_UNIT, SHARED_RESERVED = 128, 1024
 
-SPILLS = "LDL", "STL"
 # Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
 MAX_STACK = 192
 # Tiles are chosen with these releases of Triton, in whose innermost loops nothing spills. Of what
 # another allocates registers for, a few words may.
 TUNED_WITH = "3.6", "3.9"
 MAX_LOOPED = 4
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 _USAGE = re.compile(r"\b(REG|STACK|SHARED):(\d+)")
 
 
@@ -98,31 +96,29 @@ class Resources:
     wgmma: bool = False
 
     @cached_property
+    def code(self) -> Any:
+        """The machine code, read."""
+        from bench.gpu_model import machine_code
+
+        return machine_code.disassemble(self.cubin)
+
+    @property
     def spills(self) -> int:
         """Instructions that read or write a thread's stack; where there is none, none can."""
-        if not self.stack:
-            return 0
-        found = _INSTRUCTION.findall(dump(self.cubin, "cuobjdump", "-sass"))
-        return sum(found.count(name) for name in SPILLS)
+        return self.code.spills() if self.stack else 0
 
-    @cached_property
+    @property
     def looped_spills(self) -> int:
         """Those of ``spills`` that stand in a loop with no loop inside."""
-        if not self.stack:
-            return 0
-        from bench.gpu_model.machine_code import looped_spills
-
-        return looped_spills(self.cubin)
+        return self.code.looped_spills() if self.stack else 0
 
     @property
     def faults(self) -> list[str]:
         """What is wrong with the use of local memory, and with operands of products."""
-        from bench.gpu_model import machine_code, operands
+        from bench.gpu_model import operands
 
-        found = spill_faults(self.stack, self.looped_spills)
-        if self.wgmma:
-            found += operands.strays(machine_code.disassemble(self.cubin))
-        return found
+        strays = operands.strays(self.code) if self.wgmma else []
+        return spill_faults(self.stack, self.looped_spills) + strays
 
 
 @dataclass(frozen=True)
@@ -214,9 +210,9 @@ def specialise(launch: Launch, capability: int) -> Specialisation:
     options, signature, constexprs, attrs = kernel._pack_args(
         backend, launch.kwargs, bound, specialization, options
     )
-    source = (_gluon_source() if kernel.is_gluon() else ASTSource)(
-        kernel, signature, constexprs, attrs
-    )
+    if kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as ASTSource
+    source = ASTSource(kernel, signature, constexprs, attrs)
     key = source.hash(), options.hash(), capability
     arguments = dict(_flat(bound, signature))
     return Specialisation(key, source, target, options.__dict__, arguments)
@@ -234,28 +230,13 @@ def _flat(bound: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[st
             yield name, bound[name]
 
 
-def _gluon_source() -> Any:
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    return GluonASTSource
-
-
 def dump(cubin: bytes, tool: str, *flags: str) -> str:
     """Return what cuobjdump or nvdisasm prints of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return command([cuda_tools() / tool, *flags, file.name])
-
-
-def command(arguments: Sequence[str | Path], cwd: str | Path | None = None) -> str:
-    """Return what a command prints.
-
-    Raises:
-        subprocess.CalledProcessError: it fails.
-    """
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=cwd)
-    return done.stdout
+        command = [cuda_tools() / tool, *flags, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _read(compiled: Any, gpu: GPU) -> Resources:

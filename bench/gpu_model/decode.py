@@ -4,6 +4,7 @@ An instruction is looked up by its opcode less what changes nothing here; what i
 with its text.
 """
 
+import ctypes
 import re
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ class Program:
             self._decode(statement)
         for branch, target in reconvergence(kernel).items():
             self.code[branch].reconverge = target
-        self.operands = (library.s32 * len(self._operands))(*self._operands)
+        self.operands = (ctypes.c_int32 * len(self._operands))(*self._operands)
 
     # ---- operands ----
 

@@ -87,7 +87,6 @@ def executing(
     *,
     check: bool = True,
     count: bool = False,
-    backwards: bool = False,
 ) -> Iterator[list[Execution]]:
     """Execute every launch of a Triton kernel inside, as compiled for a GPU; yield what ran.
 
@@ -96,7 +95,6 @@ def executing(
         check: look for races, accesses outside of tensors, memory that is read before it is
             written, and what is touched while cp.async or wgmma is under way.
         count: note executed instructions, bank conflicts and sectors.
-        backwards: run warps in the reverse order.
 
     Raises:
         library.NoCompilerError: there is nothing to build the executor with.
@@ -127,7 +125,6 @@ def executing(
             (*grid, 1, 1)[:3],
             check=check,
             count=count,
-            backwards=backwards,
         )
         log.append(replace(execution, launch=launch))
 
@@ -168,7 +165,6 @@ def execute(
     *,
     check: bool = True,
     count: bool = False,
-    backwards: bool = False,
 ) -> Execution:
     """Run one launch: ``shared`` bytes of shared memory a program, otherwise as ``executing``.
 
@@ -197,7 +193,6 @@ def execute(
         check=check,
         count=count,
         tracks_wgmma=check and program.tracks_wgmma,
-        reversed=backwards,
         counts=counts,
         reports=reports,
         max_reports=MAX_REPORTS,

@@ -5,8 +5,10 @@ import functools
 import hashlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,111 +20,45 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno"),
 )
 
-s32, s64, u64, pointer = ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64, ctypes.c_void_p
-real = ctypes.c_double
-FINDINGS = 20
-
 
 class NoCompilerError(RuntimeError):
     """There is nothing to build the executor with."""
 
 
-# As in csrc/machine.h.
-class Instruction(ctypes.Structure):
-    """One statement, decoded."""
-
-    _fields_ = [
-        *((name, s32) for name in ("operation", "guard", "negated", "first", "results", "count")),
-        *((name, s32) for name in ("target", "reconverge", "size", "vector", "width", "variant")),
-        ("offset", s64),
-    ]
+TYPES = {
+    **dict.fromkeys(("s32", "int32_t"), ctypes.c_int32),
+    **dict.fromkeys(("s64", "int64_t"), ctypes.c_int64),
+    **{"u64": ctypes.c_uint64, "double": ctypes.c_double, "char": ctypes.c_char},
+}
 
 
-class Region(ctypes.Structure):
-    """Of global memory."""
-
-    _fields_ = [
-        ("base", u64),
-        ("size", u64),
-        *((n, pointer) for n in ("owned", "writer", "reader")),
-    ]
-
-
-class Counts(ctypes.Structure):
-    """Of one instruction, over all warps of all programs that ran.
-
-    ``skipped`` are lanes that its guard kept from it; bank conflicts are the wavefronts of shared
-    memory past the least, and sectors of 32 bytes past the least are bytes that nothing needed.
-    """
-
-    _fields_ = [
-        (name, u64)
-        for name in (
-            *("executed", "skipped"),
-            *("wavefronts", "min_wavefronts", "sectors", "min_sectors"),
-        )
-    ]
+def structures(file: str, *names: str) -> Iterator[Any]:
+    """Yield structures that a source declares, by the names of their fields."""
+    text = re.sub(r"//[^\n]*", "", (SOURCES / file).read_text("utf-8"))
+    sizes: dict[str, int] = {}  # enumerations end with their length
+    for enumeration in re.findall(r"enum \w+ \{([^}]*)\}", text):
+        sizes |= {name.strip(): number for number, name in enumerate(enumeration.split(","))}
+    known: dict[str, Any] = dict(TYPES)
+    for name in names:
+        (body,) = re.findall(rf"struct {name} \{{([^}}]*)\}}", text)
+        fields = []
+        for kind, star, declared in re.findall(r"(?:const )?(\w+)(\*?) ([^;]*);", body):
+            for star_of_one, field, size in re.findall(r"(\*?)(\w+)(?:\[(\w+)\])?", declared):
+                one = known.get(kind)
+                if star or star_of_one:
+                    fields_of = one is not None and issubclass(one, ctypes.Structure)
+                    one = ctypes.POINTER(one) if fields_of else ctypes.c_void_p
+                elif size:
+                    one *= sizes.get(size) or int(size)
+                fields.append((field, one))
+        known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+        yield known[name]
 
 
-class Report(ctypes.Structure):
-    """Something that was found."""
-
-    _fields_ = [
-        *((n, s32) for n in ("finding", "instruction", "warp", "lane", "program", "other")),
-        ("address", u64),
-    ]
-
-
-class Job(ctypes.Structure):
-    """A launch."""
-
-    _fields_ = [
-        ("code", ctypes.POINTER(Instruction)),
-        ("operands", pointer),
-        ("regions", ctypes.POINTER(Region)),
-        ("num_regions", s64),
-        ("registers", pointer),
-        *((name, s64) for name in ("register_bytes", "warps", "shared_bytes")),
-        ("tid", s32),
-        ("ntid", s32),
-        ("ctaid", s32 * 3),
-        ("nctaid", s32 * 3),
-        ("grid", s64 * 3),
-        *((name, s64) for name in ("check", "count", "tracks_wgmma", "reversed")),
-        ("counts", ctypes.POINTER(Counts)),
-        ("reports", ctypes.POINTER(Report)),
-        *((name, s64) for name in ("max_reports", "num_reports")),
-        ("found", s64 * FINDINGS),
-        *((name, s64) for name in ("limit", "executed")),
-        ("error", ctypes.c_char * 256),
-    ]
-
-
-# As in csrc/replay.cpp.
-class Step(ctypes.Structure):
-    """A machine instruction as the replay needs it."""
-
-    _fields_ = [
-        *((n, s32) for n in ("pipe", "kind", "argument", "warps", "stall", "writes", "reads")),
-        ("waits", s32),
-        *((n, real) for n in ("interval", "latency", "wavefronts", "bytes", "dram")),
-    ]
-
-
-class Replay(ctypes.Structure):
-    """Programs of one SM, and what came of them."""
-
-    _fields_ = [
-        ("steps", ctypes.POINTER(Step)),
-        *((n, pointer) for n in ("trace", "starts")),
-        *((n, s64) for n in ("kinds", "warps", "residents", "programs")),
-        *((n, real) for n in ("cache_bytes", "dram_bytes", "cache_latency", "dram_latency")),
-        *((n, real) for n in ("saved", "barrier", "start", "tail", "queue", "tensor_queue")),
-        *((n, ctypes.POINTER(real)) for n in ("finished", "waited_at")),
-        ("busy", real * 8),
-        ("waited", real * 9),
-        *((n, real) for n in ("issued", "cycles")),
-    ]
+Instruction, Region, Counts, Report, Job = structures(
+    "machine.h", "Instruction", "Region", "Counts", "Report", "Job"
+)
+Step, Replay = structures("replay.cpp", "Step", "Replay")
 
 
 class Library:
@@ -135,10 +71,6 @@ class Library:
             *(library.pipe_name, library.reason_name, library.kind_name),
         ):
             function.restype = ctypes.c_char_p
-        for number, mirrored in enumerate((Instruction, Region, Counts, Report, Job)):
-            assert library.size_of(number) == ctypes.sizeof(mirrored), mirrored
-        for number, mirrored in enumerate((Step, Replay)):
-            assert library.size_of_replay(number) == ctypes.sizeof(mirrored), mirrored
         self.operations = {
             name: number for number, name in enumerate(_names(library.operation_name))
         }
@@ -146,17 +78,17 @@ class Library:
         self.reasons = _names(library.reason_name)
         self.kinds = {name: number for number, name in enumerate(_names(library.kind_name))}
         self.widths = {name: self._widths(n) for name, n in self.operations.items()}
-        self.findings = [library.finding_name(n).decode() for n in range(FINDINGS)]
+        self.findings = _names(library.finding_name)
 
     def _widths(self, operation: int) -> tuple[int, ...]:
         widths = (self._library.operand_width(operation, k) for k in itertools.count())
         return tuple(itertools.takewhile(bool, widths))
 
-    def run(self, job: Job) -> bool:
+    def run(self, job: Any) -> bool:
         """Execute; return False where the job's ``error`` holds why it ended early."""
         return self._library.run_job(ctypes.byref(job)) == 0
 
-    def replay(self, job: Replay) -> bool:
+    def replay(self, job: Any) -> bool:
         """Time the programs of an SM; return False where they come to no end."""
         return self._library.replay(ctypes.byref(job)) == 0
 

@@ -10,11 +10,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench.gpu_model.compile_ahead import SPILLS, dump
+from bench.gpu_model.compile_ahead import dump
 from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.
@@ -39,6 +39,7 @@ ENTERED = 0.01  # less than any count weighs
 FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a count that is off
 
 PRODUCTS = "HMMA", "HGMMA"
+SPILLS = "LDL", "STL"
 ENDS = "BRA", "EXIT", "RET"
 _LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
@@ -78,6 +79,17 @@ class MachineCode(NamedTuple):
     instructions: list[MachineInstruction]
     blocks: list[tuple[int, int]]
     edges: list[tuple[int, int]]
+
+    def spills(self) -> int:
+        """Return how many instructions use a thread's stack."""
+        return sum(one.name in SPILLS for one in self.instructions)
+
+    def looped_spills(self) -> int:
+        """Return how many of them stand in loops that have no loop inside."""
+        inside = [self.blocks[n] for n in innermost_loops(self) if n < len(self.blocks)]
+        return sum(
+            self._replace(instructions=self.instructions[slice(*b)]).spills() for b in inside
+        )
 
 
 def disassemble(cubin: bytes) -> MachineCode:
@@ -151,14 +163,6 @@ def innermost_loops(code: MachineCode) -> set[int]:
     return set(innermost(networkx.DiGraph(code.edges)))
 
 
-def looped_spills(cubin: bytes) -> int:
-    """Return how many instructions of innermost loops use a thread's stack."""
-    code = disassemble(cubin)
-    ranges = [code.blocks[number] for number in innermost_loops(code) if number < len(code.blocks)]
-    names = (one.name for start, end in ranges for one in code.instructions[start:end])
-    return sum(name in SPILLS for name in names)
-
-
 def _always(one: MachineInstruction) -> bool:
     """Return whether a branch or an end hangs on no predicate, of its own or among its operands."""
     return not one.guard and "P" not in one.operands[:3]
@@ -183,18 +187,23 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
     return False
 
 
-def counted(execution: Execution) -> dict[Key, float]:
-    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
+    """Yield the counts of each instruction that ptxas keeps."""
     program = execution.program
-    warps = execution.programs * execution.warps
-    found: Counter[Key] = Counter()
-    for instruction, statement, n in zip(
+    for instruction, statement, counts in zip(
         program.code, program.kernel.statements, execution.counts, strict=True
     ):
-        operation = program.operation_names[instruction.operation]
-        if name := kept(operation):
+        if name := kept(program.operation_names[instruction.operation]):
             file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            found[key_of(name, file, statement.line)] += n.executed
+            yield key_of(name, file, statement.line), counts
+
+
+def counted(execution: Execution) -> dict[Key, float]:
+    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+    warps = execution.programs * execution.warps
+    found: Counter[Key] = Counter()
+    for key, counts in kept_counts(execution):
+        found[key] += counts.executed
     return {key: n / warps for key, n in found.items()}
 
 

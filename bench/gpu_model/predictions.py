@@ -8,21 +8,21 @@ and timed (``replay``).
 with ``--separate``, by the release of Triton that an H200 ran; a test holds it to what it measured.
 """
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import command, machine_code, units
 from bench.gpu_model.command import Prediction
 from bench.gpu_model.compile_ahead import compile_launch
+from bench.gpu_model.launches import AnyCase
+from bench.harness.command import parser as parser_of
+from bench.harness.command import write
 
-AnyCase = AttentionCase | VisionCase
 DIRECTIONS = "forward", "backward"
 BYTES, UNKNOWN = "bytes", "unknown"
 
@@ -92,12 +92,8 @@ def rows(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the file; progress goes to standard error."""
-    cases = [c for c in (*CASES, *VISION_CASES) if c.device == "cuda"]
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.gpu_model.predictions",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    cases = [case for name, case in ON_GPU.items() if not name.startswith("nystrom")]  # slow
+    parser = parser_of("bench.gpu_model.predictions", __doc__)
     parser.add_argument("output", type=Path, help="JSON file to write")
     modelled = tuple(units.MODELS)
     parser.add_argument(
@@ -128,9 +124,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for capability in options.arch:
             written += rows(case, capability, packed=packed)
             sys.stderr.write(f"{case.name} sm_{capability}\n")
-    versions = json.dumps({name: version(name) for name in ("triton", "torch")})
-    lines = ",\n".join(map(json.dumps, written))
-    options.output.write_text(f'{{"versions": {versions},\n"rows": [\n{lines}\n]}}\n', "utf-8")
+    versions = {name: version(name) for name in ("triton", "torch")}
+    write(options.output, written, versions=versions)
 
 
 if __name__ == "__main__":

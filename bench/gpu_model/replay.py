@@ -6,12 +6,10 @@ it cycle by cycle: four schedulers, the units of each, shared memory and a part 
 L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
 """
 
-import ctypes
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -88,7 +86,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     """
     executor = library.load()
     model = units.MODELS[gpu.capability]
-    share = units.share(gpu)
+    # An SM's part of the bandwidth of memory, where all of them want some.
+    memory_bytes = gpu.bytes_per_s * units.ATTAINED_BYTES / (gpu.num_sms * gpu.sustained_hz)
     accessed = [_access(one, work.accesses) for one in work.code.instructions]
     programs = int(-(-work.programs // gpu.num_sms))
     kinds = min(len(work.traces), programs)
@@ -109,7 +108,6 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     replayed = min(programs, most)
     finished = np.zeros(replayed)
     waited_at = np.zeros(len(steps))
-    real = ctypes.POINTER(library.real)
     job = library.Replay(
         steps=steps,
         trace=trace.ctypes.data,
@@ -118,18 +116,18 @@ def time(work: Work, gpu: units.GPU) -> Timing:
         warps=work.warps,
         residents=min(work.programs_per_sm, replayed),
         programs=replayed,
-        cache_bytes=share.cache_bytes,
-        dram_bytes=share.memory_bytes,
+        cache_bytes=model.cache_bytes,
+        dram_bytes=memory_bytes,
         cache_latency=model.cache_latency,
         dram_latency=model.memory_latency,
-        saved=work.memory_bytes / work.programs / share.memory_bytes,
+        saved=work.memory_bytes / work.programs / memory_bytes,
         barrier=model.barrier,
         start=model.start,
         tail=model.wgmma_tail,
         queue=model.shared_queue,
         tensor_queue=model.wgmma_queue,
-        finished=finished.ctypes.data_as(real),
-        waited_at=waited_at.ctypes.data_as(real),
+        finished=finished.ctypes.data,
+        waited_at=waited_at.ctypes.data,
     )
     if not executor.replay(job):
         raise ValueError("its warps wait for each other at barriers")
@@ -174,15 +172,10 @@ def work_of(
 
 def accesses(execution: Execution) -> dict[Key, Access]:
     """Return what instructions of each kind and line moved, on average."""
-    program = execution.program
     totals: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for instruction, statement, n in zip(
-        program.code, program.kernel.statements, execution.counts, strict=True
-    ):
-        name = machine_code.kept(program.operation_names[instruction.operation])
-        if name and n.executed and (n.wavefronts or n.sectors):
-            file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            total = totals[machine_code.key_of(name, file, statement.line)]
+    for key, n in machine_code.kept_counts(execution):
+        if n.executed and (n.wavefronts or n.sectors):
+            total = totals[key]
             total[0] += n.executed
             total[1] += n.wavefronts
             total[2] += units.SECTOR * n.sectors
@@ -220,7 +213,7 @@ def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
 
 
 def _fill(
-    step: library.Step,
+    step: Any,
     one: MachineInstruction,
     access: Access,
     dram: float,

@@ -105,20 +105,6 @@ MODELS = {
 }
 
 
-class Share(NamedTuple):
-    """Bytes a cycle for one SM, where all of them want some."""
-
-    cache_bytes: float
-    memory_bytes: float
-
-
-def share(gpu: GPU) -> Share:
-    """Return an SM's part of a GPU's bandwidths."""
-    model = MODELS[gpu.capability]
-    cycles_per_s = gpu.num_sms * gpu.sustained_hz
-    return Share(model.cache_bytes, gpu.bytes_per_s * ATTAINED_BYTES / cycles_per_s)
-
-
 class Unit(NamedTuple):
     """Which unit takes an instruction, for how many cycles, and when its result is there."""
 
@@ -136,13 +122,9 @@ def unit_of(opcode: str, gpu: GPU) -> Unit:
     name = opcode.partition(".")[0]
     model = MODELS[gpu.capability]
     lanes = WARP * SCHEDULERS  # an instruction of each scheduler
-    if name == "HGMMA":
-        return Unit("tensor cores", SCHEDULERS * flops(opcode) / _peak(gpu))
-    if name == "HMMA":
-        slow = HMMA_ON_HOPPER if gpu.capability == 90 else 1.0
-        slow *= 0.5 if "TF32" in opcode else 1.0
-        cycles = SCHEDULERS * flops(opcode) / (_peak(gpu) * slow)
-        return Unit("tensor cores", cycles, model.hmma_latency)
+    if name in ("HMMA", "HGMMA"):
+        latency = model.hmma_latency if name == "HMMA" else Unit._field_defaults["latency"]
+        return Unit("tensor cores", SCHEDULERS * tensor_cycles(opcode, gpu), latency)
     if name in GLOBAL:
         return Unit("global memory", latency=40)
     if name in SHARED or name in LOCAL:
@@ -160,11 +142,6 @@ def unit_of(opcode: str, gpu: GPU) -> Unit:
     return Unit("issue", latency=30 if name == "S2R" else 12)
 
 
-def _peak(gpu: GPU) -> float:
-    """Return floating-point operations a cycle of an SM's tensor cores."""
-    return gpu.flop_per_s / gpu.num_sms / gpu.clock_hz
-
-
 def flops(opcode: str) -> float:
     """Return what one warp's product adds and multiplies, 0 for what is none."""
     if found := _HGMMA.match(opcode):  # of four warps
@@ -175,6 +152,13 @@ def flops(opcode: str) -> float:
     return 0.0
 
 
+def tensor_cycles(opcode: str, gpu: GPU) -> float:
+    """Return how long an SM's tensor cores take for one warp's product."""
+    peak = gpu.flop_per_s / gpu.num_sms / gpu.clock_hz
+    peak *= HMMA_ON_HOPPER if gpu.capability == 90 and opcode.startswith("HMMA") else 1.0
+    return flops(opcode) / (peak * (0.5 if "TF32" in opcode else 1.0))
+
+
 def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[str, float]:
     """Return cycles by unit of one program, alone on an SM of the GPU.
 
@@ -183,13 +167,6 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
         wavefronts: of shared memory.
         gpu: one of ``GPUS``.
     """
-    peak = _peak(gpu)
-    tensor = 0.0
-    for opcode, n in executed.items():
-        if work := flops(opcode):
-            slow = HMMA_ON_HOPPER if gpu.capability == 90 and opcode.startswith("HMMA") else 1.0
-            # TF32 runs at half the rate.
-            tensor += n * work / (peak * slow * (0.5 if "TF32" in opcode else 1.0))
 
     def total(opcodes: set[str]) -> float:
         return WARP * sum(executed.get(opcode, 0.0) for opcode in opcodes)
@@ -199,7 +176,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
     multiply = (total(FLOAT32_OPCODES) + products) / FLOAT32[gpu.capability]
     return {
         "issue": sum(executed.values()) / SCHEDULERS,
-        "tensor cores": tensor,
+        "tensor cores": sum(n * tensor_cycles(name, gpu) for name, n in executed.items()),
         "multiply-add": max(multiply, products / INTEGER_PRODUCTS),
         "other arithmetic": total(OTHER_OPCODES) / OTHER_ARITHMETIC,
         "special functions": total({"MUFU"}) / SPECIAL,

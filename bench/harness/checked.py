@@ -1,11 +1,10 @@
 """Define the rows of a benchmark, and build and check each peer once per case."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -124,32 +123,10 @@ class Row:
 
 def each_row(rows: Iterable[Any]) -> Callable[[Any], Any]:
     """Return the decorator of a test that measures one of these rows."""
-    # The fixture stays unused after a failed gate.
+    # The fixture of pytest-benchmark stays unused after a failed gate.
     unused = pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
     params = [row.param() if isinstance(row, Row) else row for row in rows]
     return lambda test: unused(pytest.mark.parametrize("row", params)(test))
-
-
-@contextmanager
-def attempt(unmeasured: Callable[..., NoReturn], seconds_left: float, row: Row) -> Iterator[None]:
-    """Check and time a row inside; what gets no number ends its test, with the reason recorded.
-
-    ``unmeasured`` and ``seconds_left`` are the fixtures.
-    """
-    case, what = row.case, " ".join(word for word in (row.what, row.mode) if word)
-    entry = {"case": case.name, "peer": row.name}
-    if seconds_left <= 0:
-        unmeasured("not run", f"{what}: the time of --bench-seconds was spent", **entry)
-    try:
-        yield
-    except AbsentError as absent:
-        unmeasured("absent", str(absent), **entry)
-    except WrongError as wrong:
-        unmeasured("wrong", str(wrong), **entry)
-    except REFUSALS as error:
-        if row.ours:
-            raise
-        unmeasured("absent", f"refuses {what or 'the case'}: {first_line(error)}", **entry)
 
 
 def first_line(error: Exception | Warning | str) -> str:

@@ -100,32 +100,33 @@ def graph_round(call: Callable[[Any], Any], sets: Sequence[Any], calls: int) -> 
     return graph.replay
 
 
-def record(
-    benchmark: Any,
-    clock: Clock,
-    mode: str,
-    call: Callable[[Any], Any],
-    sets: Sequence[Any],
-    budget: float,
-) -> Callable[[], Any]:
-    """Time ``call`` over its sets of inputs in rounds that pytest-benchmark records.
+def rounds_of(
+    clock: Clock, mode: str, call: Callable[[Any], Any], sets: Sequence[Any], budget: float
+) -> tuple[Callable[[], Any], int]:
+    """Return a round of calls over sets of inputs, and how many rounds to time.
 
     Args:
-        benchmark: pytest-benchmark's fixture.
-        clock: its timer.
+        clock: what times them; the round makes ``clock.calls`` calls.
         mode: one of ``MODES``; for ``graph``, ``capture_stream`` is current and made the sets.
         call: takes one of ``sets``.
         sets: inputs, used one after another.
         budget: about how many seconds to measure; no fewer than 10 rounds.
-
-    Returns:
-        One round, of ``clock.calls`` calls.
     """
     clock.calls = len(sets)
     once = seconds(eager_round(call, sets, len(sets)), clock, rounds=3)
     clock.calls = len(sets) * max(1, round(ROUND_SECONDS / once / len(sets)))
     run_round = (graph_round if mode == "graph" else eager_round)(call, sets, clock.calls)
     round_seconds = clock.calls * seconds(run_round, clock, rounds=1)
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
+    return run_round, max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
+
+
+def median(benchmark: Any) -> float:
+    """Return the median of what was recorded; not a number with --benchmark-disable."""
+    return benchmark.stats.stats.median if benchmark.stats else float("nan")
+
+
+def record(benchmark: Any, clock: Clock, *timed: Any) -> Callable[[], Any]:
+    """Let pytest-benchmark, whose timer is ``clock``, record ``rounds_of``; return the round."""
+    run_round, rounds = rounds_of(clock, *timed)
     benchmark.pedantic(run_round, rounds=rounds, warmup_rounds=1)
     return run_round

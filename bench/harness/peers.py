@@ -30,9 +30,8 @@ class Peer:
     Attributes:
         build: (case, device) -> function of the leaves of ``layout`` that returns the output.
         layout: ``heads`` q, k, v (B, H, N, D); ``tokens`` q, k, v (B, N, H, D); ``packed`` one
-            qkv (B, N, 3, H, D); ``varlen`` q, k, v (T, H, D), sequences end to end; ``jagged``
-            q, k, v nested tensors (B, ragged, H, D). The output is laid out as q is, for
-            ``packed`` (B, N, H, D).
+            qkv (B, N, 3, H, D); ``varlen`` q, k, v (T, H, D), sequences end to end. The output is
+            laid out as q is, for ``packed`` (B, N, H, D).
         ours: whether it is a kernel of this project.
         ragged: whether it takes sequences of different lengths, or for those of one length.
         context: entered around every call, and not timed.

@@ -8,7 +8,6 @@ the smallest squared singular value in float64's rounding units of the largest.
     python -m bench.kappa.accuracy > bench/results/kappa_accuracy.json
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from bench.harness import machine
+from bench.harness import command, machine
 from leaner_kernels import condition_number
 from leaner_kernels.kappa.reference import EPS
 
@@ -208,7 +207,7 @@ def _bin(number: int, edges: Sequence[int]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kappa.accuracy", description=__doc__)
+    parser = command.parser("bench.kappa.accuracy", __doc__)
     parser.add_argument(
         "--matrices",
         type=int,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from bench.harness import clock, counters, machine, steps
-from bench.harness.checked import Row, attempt, each_row
+from bench.harness.checked import Row, each_row
 from bench.kappa.spectra import (
     MATRIX_CASES,
     Matrices,
@@ -65,41 +65,37 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
     for case in MATRIX_CASES
     for name, peer in peers_of(case).items()
 )
-def test_kappa(row, benchmark, current, unmeasured, seconds_left):
+def test_kappa(row, benchmark, current, attempt):
     case = row.case
-    with attempt(unmeasured, seconds_left, row):
+    with attempt(row) as info:
         errors = measure(row, benchmark, current.use(case, matrices_of))
-    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
-        return
-    median = benchmark.stats.stats.median
-    benchmark.extra_info.update(
-        kind="kappa",
-        mode=clock.FROM_PYTHON[case.device],
-        bytes=case.bytes,
-        copy_fraction=case.bytes / median / machine.copy_bandwidth(case.device),
-        **row.facts(),
-        **errors,
-    )
+        rate = case.bytes / clock.median(benchmark)
+        info.update(
+            kind="kappa",
+            mode=clock.FROM_PYTHON[case.device],
+            bytes=case.bytes,
+            copy_fraction=rate / machine.copy_bandwidth(case.device),
+            **errors,
+        )
 
 
 @each_row(step_rows())
-def test_monitored_step(row, benchmark, current, unmeasured, seconds_left):
+def test_monitored_step(row, benchmark, current, attempt):
     case = row.case
-    with attempt(unmeasured, seconds_left, row):
+    with attempt(row) as info:
         training = current.use(case, steps.training_of)
         rounds, limit = STEP_ROUNDS, STEP_LIMIT[case.device]
         without = steps.compare(training, row.every, benchmark, row.clock, rounds, limit)
-    if benchmark.stats is None:
-        return
-    pairs = zip(benchmark.stats.stats.data, without, strict=True)
-    overheads = [of - alone for of, alone in pairs]
-    low, median, high = statistics.quantiles(overheads, n=4, method="inclusive")
-    alone = statistics.median(without)
-    benchmark.extra_info.update(
-        kind="step",
-        every=row.every,
-        seconds_without=alone,
-        overhead=median / alone,
-        overhead_iqr=(high - low) / alone,
-        **row.facts(),
-    )
+        if benchmark.stats is None:  # --benchmark-disable: only the rows were to be counted
+            return
+        pairs = zip(benchmark.stats.stats.data, without, strict=True)
+        overheads = [of - alone for of, alone in pairs]
+        low, median, high = statistics.quantiles(overheads, n=4, method="inclusive")
+        alone = statistics.median(without)
+        info.update(
+            kind="step",
+            every=row.every,
+            seconds_without=alone,
+            overhead=median / alone,
+            overhead_iqr=(high - low) / alone,
+        )

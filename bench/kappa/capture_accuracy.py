@@ -10,7 +10,6 @@ model's own queries, keys and values; what differs is only how the heads' output
 The last command measures nothing: it draws what the second wrote.
 """
 
-import argparse
 import json
 import sys
 import warnings
@@ -21,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.harness import command
 from leaner_kernels import attention_with_stats, condition_number
 from leaner_kernels.ops.attention import op, reference
 from models.vit import VisionTransformer
@@ -119,9 +119,7 @@ def table(rows: Sequence[Mapping[str, float]]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and write JSON, or draw what was measured."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kappa.capture_accuracy", description=__doc__
-    )
+    parser = command.parser("bench.kappa.capture_accuracy", __doc__)
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the rows of all layers to FILE"
     )

@@ -33,7 +33,6 @@ class MatrixCase:
         batch: B.
         rows: N.
         cols: M.
-        drivers: also measure each driver of the libraries, not their choice alone.
     """
 
     name: str
@@ -41,7 +40,6 @@ class MatrixCase:
     batch: int
     rows: int
     cols: int
-    drivers: bool = False
 
     @property
     def bytes(self) -> int:
@@ -57,10 +55,7 @@ class MatrixCase:
 # ViT-B with 16 and with 12 heads, 4 samples of more layers than it has; square; BERT; tall.
 _SIZES = ((96, 197, 1024), (96, 197, 768), (32, 512, 512), (24, 128, 768), (64, 2048, 64))
 MATRIX_CASES = (
-    *(
-        MatrixCase(f"kappa_{n}x{m}", "cuda", b, n, m, drivers=b * m == 96 * 1024)
-        for b, n, m in _SIZES
-    ),
+    *(MatrixCase(f"kappa_{n}x{m}", "cuda", b, n, m) for b, n, m in _SIZES),
     *(MatrixCase(f"cpu_kappa_{n}x{m}", "cpu", 4, n, m) for _, n, m in _SIZES),
 )
 
@@ -76,14 +71,9 @@ def _cond(case: MatrixCase, device: torch.device) -> Kappa:
     return torch.linalg.cond
 
 
-def _svdvals(
-    case: MatrixCase,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    driver: str | None = None,
-) -> Kappa:
+def _svdvals(case: MatrixCase, device: torch.device, dtype: torch.dtype = torch.float32) -> Kappa:
     def run(a: Tensor) -> Tensor:
-        sigma = torch.linalg.svdvals(a.to(dtype), driver=driver)
+        sigma = torch.linalg.svdvals(a.to(dtype))
         return sigma[..., 0] / sigma[..., -1]
 
     return run
@@ -99,9 +89,7 @@ def _of_eigenvalues(ascending: Tensor) -> Tensor:
     return (ascending[..., -1] / ascending[..., 0]).sqrt()
 
 
-def _gram_eigvalsh(case: MatrixCase, device: torch.device, magma: bool = False) -> Kappa:
-    if magma and not torch.cuda.has_magma:
-        raise AbsentError("torch was built without MAGMA")
+def _gram_eigvalsh(case: MatrixCase, device: torch.device) -> Kappa:
     return lambda a: _of_eigenvalues(torch.linalg.eigvalsh(gram(a)))
 
 
@@ -120,27 +108,15 @@ def _gram_cupy(case: MatrixCase, device: torch.device) -> Kappa:
 
 
 @contextmanager
-def _library(name: str) -> Iterator[None]:
+def _cusolver() -> Iterator[None]:
     before = torch.backends.cuda.preferred_linalg_library()
-    torch.backends.cuda.preferred_linalg_library(name)
+    torch.backends.cuda.preferred_linalg_library("cusolver")
     try:
         yield
     finally:
         torch.backends.cuda.preferred_linalg_library(before)
 
 
-# They force what a library would choose: on a GPU, for cases with ``drivers``.
-DRIVERS = {
-    "gram_eigvalsh_cupy": Peer(_gram_cupy),
-    "gram_eigvalsh_cusolver": Peer(_gram_eigvalsh, context=partial(_library, "cusolver")),
-    "gram_eigvalsh_magma": Peer(
-        partial(_gram_eigvalsh, magma=True), context=partial(_library, "magma")
-    ),
-    **{
-        f"svdvals_{driver}": Peer(partial(_svdvals, driver=driver))
-        for driver in ("gesvd", "gesvdj", "gesvda")
-    },
-}
 # Functions of (B, N, M) float32 that return (B,) kappa.
 MATRIX_PEERS = {
     "leaner_condition_number": Peer(_ours, ours=True),
@@ -148,14 +124,17 @@ MATRIX_PEERS = {
     "cond": Peer(_cond),
     "svdvals_float64": Peer(partial(_svdvals, dtype=torch.float64)),
     "gram_eigvalsh": Peer(_gram_eigvalsh),
-    **DRIVERS,
+}
+# Others than PyTorch's own choice.
+ON_GPU = {
+    "gram_eigvalsh_cupy": Peer(_gram_cupy),
+    "gram_eigvalsh_cusolver": Peer(_gram_eigvalsh, context=_cusolver),
 }
 
 
 def peers_of(case: MatrixCase) -> dict[str, Peer]:
     """Return the peers that a case is measured with, by name."""
-    chosen = MATRIX_PEERS if case.drivers else MATRIX_PEERS.keys() - DRIVERS.keys()
-    return {name: peer for name, peer in MATRIX_PEERS.items() if name in chosen}
+    return MATRIX_PEERS | (ON_GPU if case.device == "cuda" else {})
 
 
 def with_kappa(batch: int, rows: int, cols: int, kappa: float, device: torch.device) -> Tensor:

@@ -1,52 +1,79 @@
-"""Every vision row of the paper, original and lean, against timm's model of the same sizes.
+"""Every row of the paper, original and lean, against timm's and transformers' models.
 
-On a GPU the forward and the loss run in bfloat16 autocast, over float32 weights, with AdamW fused;
-on a CPU everything is float32. Calls come from Python, as in a training loop.
+Vision models are timm's of the same sizes; of language models a training step is timed, in which
+nothing is dropped out. On a GPU the forward and the loss run in bfloat16 autocast, over float32
+weights, with AdamW fused; on a CPU everything is float32. Calls come from Python, as in a training
+loop.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from bench.harness import counters
-from bench.harness.checked import Row, attempt, each_row
+from bench.harness import clock, counters, machine
+from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
-from bench.networks.models import timed, trained
-from bench.networks.vision_cases import MODEL_CASES
-from bench.networks.vision_gate import MODEL_PEERS, OURS, STAGES, Networks
+from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
+from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of, whose
+from bench.networks.peers import differences
 
 
-def measure(row: Row, benchmark: Any, networks: Networks) -> dict[str, Any]:
+def models_of(case: PaperCase) -> Models:
+    """Return what a case is measured on."""
+    return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)
+
+
+def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:
+    """Time a row from Python; return a GPU's clocks, and its joules for each of a call's items."""
+    device = row.case.device
+    mode, seconds = clock.FROM_PYTHON[device], clock.STEP_SECONDS[device]
+    run_round = clock.record(benchmark, row.clock, mode, lambda _: call(), [None], seconds)
+    if device != "cuda":
+        return {}
+    gpu = machine.Gpu(0)
+    clocks = gpu.clocks_mhz
+    joules = counters.joules_per_call(run_round, row.clock.calls, gpu)
+    of_item = None if joules is None else joules / row.case.items(row.what)
+    return {"clocks_mhz": clocks, f"joules_per_{row.case.item}": of_item}
+
+
+def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
     """Time one row, and return what it cost beside time."""
     if row.what == "training":
-        return trained(row, benchmark, networks.training(row.name), "image", row.case.batch)
-    model, images = networks.model(row.what, row.name), networks.images_of(row.what)
-    call = partial(networks.infer, model, row.what)
-    there = resident(model, images)
-    peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
-    info = {"peak_memory_bytes": peak, "params": sum(p.numel() for p in model.parameters())}
-    return info | timed(row, benchmark, call, "image", len(images))
+        training = models.training(row.name)
+        weights, call = tuple(training.model.parameters()), training.step
+        info = {
+            "kept_bytes": counters.kept_for_backward(training.loss, weights),
+            "loss": training.step().item(),
+            "peak_memory_bytes": training.peak_bytes(),
+        }
+    else:
+        model = models.model(row.name, row.what)
+        weights, call = tuple(model.parameters()), partial(models.infer, model, row.what)
+        there = resident(model, models.images_of(row.what))
+        peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
+        info = {"peak_memory_bytes": peak}
+    info["params"] = sum(weight.numel() for weight in weights)
+    return info | timed(row, benchmark, call)
 
 
 @each_row(
-    Row(case, name, stage, ours=whose in OURS)
-    for case in MODEL_CASES
-    for stage in STAGES
-    for name, (whose, _) in MODEL_PEERS.items()
+    Row(case, name, stage, ours=whose(name) in OURS)
+    for case in PAPER_CASES
+    for stage in case.stages
+    for name in peers_of(case)
 )
-def test_model(row, benchmark, current, unmeasured, seconds_left):
+def test_model(row, benchmark, current, attempt):
     case = row.case
-    with attempt(unmeasured, seconds_left, row):
-        networks = current.use(case, Networks)
-        budget_used = networks.check(row.what, row.name)
-        info = measure(row, benchmark, networks)
-    if benchmark.stats is None:  # --benchmark-disable: only the gate was wanted
-        return
-    benchmark.extra_info.update(
-        **row.facts(),
-        kind="model",
-        stage=row.what,
-        images_per_s=len(networks.images_of(row.what)) / benchmark.stats.stats.median,
-        printed_memory_gb=case.entry.printed["memory_gb"],
-        budget_used=budget_used,
-        **info,
-    )
+    with attempt(row) as info:
+        models = current.use(case, models_of)
+        info.update(
+            kind=case.kind,
+            stage=row.what,
+            printed_memory_gb=case.entry.printed.get("memory_gb"),
+            budget_used=models.check(row.name, row.what),
+            **measure(row, benchmark, models),
+        )
+        info[f"{case.item}s_per_s"] = case.items(row.what) / clock.median(benchmark)
+        if case.kind == "language" and not row.ours:
+            info["differs"] = differences(case.architecture, whose(row.name))

@@ -18,14 +18,11 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton.compiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel
-from triton.runtime.driver import driver
 
-from leaner_kernels.ops import _launch, _tiles
+from bench import host_time
+from leaner_kernels.ops import _launch
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import launch as nystrom
@@ -52,11 +49,6 @@ class Launched(NamedTuple):
 LOG: list[Launched] = []
 
 
-class Utilities:
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
-
-
 def flat(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yield the kind and value of what a kernel takes: views in parts, and no constants."""
     for kind, value in zip(kinds, values, strict=True):
@@ -66,30 +58,11 @@ def flat(kinds: Sequence[Any], values: Sequence[Any]) -> Iterator[tuple[str, Any
             yield kind, value
 
 
-class Driver:
-    """A GPU that compiles nothing and runs nothing."""
-
-    utils = Utilities()
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 77
-
-
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
+def launched() -> Iterator[list[Launched]]:
     """What arrives at the driver, in order."""
 
-    def compile_nothing(source: Any, target: Any = None, options: Any = None, **_: Any) -> Any:
-        kernel = CompiledKernel.__new__(CompiledKernel)
-        kernel.src, kernel.metadata, kernel.module = source, None, object()
-        kernel.name, kernel.hash, kernel.packed_metadata = source.fn.__name__, "", None
-        kernel.function = source.hash()
+    def launcher(source: Any) -> Callable[..., None]:
         kinds = list(source.signature.values())
 
         def run(x: int, y: int, z: int, stream: int, function: Any, *rest: Any) -> None:
@@ -109,17 +82,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
             fixed = (x, y, z), stream, function
             LOG.append(Launched(*fixed, numbers, addresses, tuple(given)))
 
-        kernel._run = run
-        return kernel
+        return run
 
-    monkeypatch.setattr(triton.compiler, "compile", compile_nothing)
-    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
-    before = driver._active if hasattr(driver, "_active") else None
-    driver.set_active(Driver())
-    with caches(dict):
+    with host_time.driver(launcher, device=0), caches(dict):
         LOG.clear()
         yield LOG
-    driver._active = before
 
 
 class Forgetful(dict[Any, Any]):

@@ -13,8 +13,8 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.attention.operators.nystrom import NystromCase
-from bench.attention.vision_cases import VisionCase
+from bench.attention.nystrom import NystromCase
+from bench.attention.vision import VisionCase
 from bench.gpu_model.compile_ahead import GPUS, compile_like
 from bench.gpu_model.launches import call_of
 from bench.resources import SUPPORTED

@@ -12,14 +12,12 @@ import triton.language as tl
 
 from bench import resources
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.vision_cases import VISION_CASES, VisionCase
+from bench.attention.vision import CASES as VISION_CASES
 from bench.gpu_model import compile_ahead
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 
 BF16 = torch.bfloat16
 CASE = AttentionCase("small", "cuda", 2, 4, 50, 32, BF16)
-OUTLOOK = VisionCase("outlook", "cuda", "outlook", 2, 8, 4, 32, BF16)
-RAGGED = AttentionCase("packed", "cuda", 3, 4, 60, 32, BF16, causal=True, lengths=(60, 7, 20))
 ROW = {
     "case": "vit_base",
     "launch": "forward",
@@ -49,13 +47,6 @@ def scale(n: int, square: bool = False) -> None:
 
 def changed(**values) -> dict:
     return {**copy.deepcopy(ROW), **values}
-
-
-def test_a_launch_is_recorded_and_not_run() -> None:
-    with recorded() as launches:
-        scale(100)
-    (launch,) = launches
-    assert launch.name == "_scale_kernel"
 
 
 def test_one_launch_of_each_specialisation_is_kept() -> None:
@@ -100,13 +91,6 @@ def test_programs_on_an_sm_are_counted(
     gpu: int, registers: int, shared: int, threads: int, columns: int, programs: int
 ) -> None:
     assert programs_per_sm(GPUS[gpu], registers, shared, threads, columns) == programs
-
-
-@pytest.mark.parametrize("case", [CASE, RAGGED, OUTLOOK], ids=lambda case: case.name)
-def test_every_direction_of_a_case_is_recorded(case: AttentionCase | VisionCase) -> None:
-    found = list(resources.names([case], [86]))
-    assert {row["launch"] for row in found} == {"forward", "statistics", "capture", "backward"}
-    assert len({resources.key(row) for row in found}) == len(found)
 
 
 def test_a_row_within_its_limits_passes() -> None:
@@ -161,7 +145,6 @@ def test_the_command_writes_what_holds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(resources, "CASES", (CASE,))
-    monkeypatch.setattr(resources, "VISION_CASES", ())
     monkeypatch.setattr(resources, "OPERATOR_CASES", ())
     monkeypatch.setattr(resources, "IN_TABLE", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")

@@ -1,5 +1,6 @@
 """`pytest bench/` itself, on a small case, with one peer broken on purpose."""
 
+import getpass
 import json
 import os
 import platform
@@ -104,23 +105,16 @@ def test_a_row_says_what_it_measured(finished):
     }
 
 
-def test_condition_numbers_are_rows_of_the_same_file(finished):
+def test_other_subjects_are_rows_of_the_same_file(finished):
     rows = {row["peer"]: row for row in rows_of(finished, "cpu_kappa_2048x64")}
     assert rows.keys() == {"leaner_condition_number", "gram_eigvalsh"}
-    for info in rows.values():
-        assert (info["kind"], info["mode"], info["bytes"]) == ("kappa", "wall", 4 * 2048 * 64 * 4)
-        assert info["error_mild"] < info["error_hard"] < 1e-3
+    assert all(info["error_mild"] < info["error_hard"] < 1e-3 for info in rows.values())
     assert finished.data["cases"]["cpu_kappa_2048x64"]["cols"] == 64
-
-
-def test_models_are_rows_of_the_same_file(finished):
     rows = {(row["stage"], row["peer"]): row for row in rows_of(finished, "cpu_model_vit_lean")}
+    peers = "leaner", "timm", "timm_leaner"
     stages = "training", "inference", "one_image"
-    assert rows.keys() == {(s, peer) for s in stages for peer in ("leaner", "timm", "timm_leaner")}
-    for (stage, _), info in rows.items():
-        assert info["images_per_s"] > 0
-        assert 0 <= info["budget_used"] <= 1
-        assert ("kept_bytes" in info) == (stage == "training")
+    assert rows.keys() == {(stage, peer) for stage in stages for peer in peers}
+    assert all(info["images_per_s"] > 0 for info in rows.values())
     kept = [rows["training", peer]["kept_bytes"] for peer in ("leaner", "timm")]
     assert 0 < kept[0] <= kept[1]
 
@@ -131,7 +125,7 @@ def test_the_file_says_where_it_is_from_without_host_or_path(finished):
     assert data["commit_info"].keys() == {"id", "dirty", "source"}
     assert all("data" not in entry["stats"] for entry in data["benchmarks"])
     assert str(ROOT) not in text
-    assert f'"{platform.node()}"' not in text
+    assert not any(f'"{name}"' in text for name in (platform.node(), getpass.getuser()))
 
 
 # The third row stops the run in its first round, when pytest-benchmark has no time of it yet.

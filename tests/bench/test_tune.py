@@ -5,8 +5,8 @@ import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
-from bench.attention.operators.nystrom import CASES as NYSTROM_CASES
-from bench.attention.vision_cases import VISION_CASES
+from bench.attention.nystrom import CASES as NYSTROM_CASES
+from bench.attention.vision import CASES as VISION_CASES
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule

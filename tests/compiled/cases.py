@@ -99,60 +99,38 @@ MODELS = (
 )
 
 
-def _without_dtype(peers_of: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda inputs, dtype: peers_of(inputs)
+def operator(module: Any, **others: Any) -> Operator:
+    """Return what a module of cases has of an operator, under the names that most of them use."""
+    parts = {
+        "cases": module.CASES,
+        "make_inputs": module.make_inputs,
+        "exact": getattr(module, "reference_results", None),
+        "peers": module.peers_of,
+        "run": getattr(module, "run_operators", None),
+    }
+    return Operator(**parts | others)
+
+
+def without_dtype(module: Any) -> Operator:
+    """Return an operator whose peers have the dtype of their inputs."""
+    peers = lambda inputs, dtype: module.peers_of(inputs)  # noqa: E731
+    return operator(module, peers=peers, run=module.run_operator)
 
 
 OPERATORS = {
-    "attention": Operator(
-        MODELS,
-        make_aligned,
-        attention_cases.reference_results,
-        attention_cases.peers_of,
-        attention_cases.run_operators,
+    "attention": operator(attention_cases, cases=MODELS, make_inputs=make_aligned),
+    "strided attention": operator(
+        attention_cases, cases=(*attention_cases.CASES, *attention_cases.WINDOW_CASES)
     ),
-    "strided attention": Operator(
-        (*attention_cases.CASES, *attention_cases.WINDOW_CASES),
-        attention_cases.make_inputs,
-        attention_cases.reference_results,
-        attention_cases.peers_of,
-        attention_cases.run_operators,
+    "varlen": operator(
+        varlen_cases,
+        cases=(*varlen_cases.CASES, *varlen_cases.WINDOW_CASES),
+        exact=varlen_cases.assemble,
     ),
-    "varlen": Operator(
-        (*varlen_cases.CASES, *varlen_cases.WINDOW_CASES),
-        varlen_cases.make_inputs,
-        varlen_cases.assemble,
-        varlen_cases.peers_of,
-        varlen_cases.run_operators,
-    ),
-    "window": Operator(
-        window_cases.CASES,
-        window_cases.make_inputs,
-        window_cases.reference_results,
-        window_cases.peers_of,
-        window_cases.run_operators,
-    ),
-    "outlook": Operator(
-        outlook_cases.CASES,
-        outlook_cases.make_inputs,
-        outlook_cases.reference_results,
-        outlook_cases.peers_of,
-        outlook_cases.run_operators,
-    ),
-    "covariance": Operator(
-        covariance_cases.CASES,
-        covariance_cases.make_inputs,
-        covariance_cases.reference_results,
-        _without_dtype(covariance_cases.peers_of),
-        covariance_cases.run_operator,
-    ),
-    "nystrom": Operator(
-        nystrom_cases.CASES,
-        nystrom_cases.make_inputs,
-        nystrom_cases.reference_results,
-        _without_dtype(nystrom_cases.peers_of),
-        nystrom_cases.run_operator,
-    ),
+    "window": operator(window_cases),
+    "outlook": operator(outlook_cases),
+    "covariance": without_dtype(covariance_cases),
+    "nystrom": without_dtype(nystrom_cases),
 }
 
 # Of each commit: operator, case, dtype, compute capability. All others are nightly.

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ import triton.language as tl
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model import command, compile_ahead, decode, library, machine_code, ptx, units
-from bench.gpu_model.compile_ahead import Resources, compile_launch
-from bench.gpu_model.execute import execute, executing
+from bench.gpu_model import command, machine_code, units
+from bench.gpu_model.compile_ahead import compile_launch
+from bench.gpu_model.execute import executing
 
 
 @triton.jit
@@ -92,66 +91,6 @@ def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch)
     text = described()
     assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
     assert "predicted floors on H200" in text
-
-
-CONFLICT = """
-.version 8.0
-.target sm_90
-.address_size 64
-.extern .shared .align 16 .b8 global_smem[];
-.visible .entry conflict(.param .u64 .ptr .global .align 16 out_ptr)
-.reqntid 32
-{{
-	.reg .b32 %r<9>;
-	.reg .b64 %rd<4>;
-	.loc 1 1 0
-	ld.param.b64 %rd1, [out_ptr];
-	mov.u32 %r1, %tid.x;
-	mul.lo.s32 %r2, %r1, {stride};
-	mov.b32 %r3, global_smem;
-	add.s32 %r4, %r3, %r2;
-	.loc 1 2 0
-	st.shared.b32 [%r4], %r1;
-	bar.sync 0;
-	.loc 1 3 0
-	ld.shared.b32 %r5, [%r4];
-	.loc 1 4 0
-	mul.lo.s32 %r6, %r1, 4;
-	cvt.u64.u32 %rd2, %r6;
-	add.s64 %rd3, %rd1, %rd2;
-	st.global.b32 [%rd3], %r5;
-	ret;
-}}
-	.file 1 "kernel.py"
-"""
-
-
-@pytest.fixture
-def assembled(tmp_path) -> Iterator:
-    """Return what the command prints of PTX."""
-
-    def describe(text: str, shared: int) -> str:
-        executor = library.load()
-        program = decode.Program(ptx.parse(text), executor)
-        arguments = {"out_ptr": torch.zeros(32, dtype=torch.int32)}
-        execution = execute(executor, program, shared, arguments, (1, 1, 1), count=True)
-        source, cubin = tmp_path / "a.ptx", tmp_path / "a.cubin"
-        source.write_text(text)
-        assembler = compile_ahead.cuda_tools() / "ptxas"
-        compile_ahead.command([assembler, "-arch=sm_90", "-lineinfo", "-o", cubin, source])
-        used = Resources(32, shared, 0, 32, 1, cubin.read_bytes())
-        return "\n".join(command.describe(execution, used, 90, 1e6, 4))
-
-    return describe
-
-
-def test_bank_conflicts_show(assembled) -> None:
-    few = assembled(CONFLICT.format(stride=4), 128)
-    many = assembled(CONFLICT.format(stride=128), 4096)
-    assert "  2 wavefronts of shared memory, 1.00 times the fewest" in few
-    assert "  64 wavefronts of shared memory, 32.00 times the fewest" in many
-    # The load alone, which is waited for, takes 31 cycles more of each program.
-    assert predicted(many) > predicted(few) + 31 * 1e6 / 132 / 1950
 
 
 LOOP = """

@@ -135,8 +135,7 @@ class Executor {
     for (Warp& w : warps_) start(w, place);
     for (;;) {
       bool all_done = true;
-      for (size_t n = 0; n < warps_.size(); n++) {
-        Warp& w = warps_[job_.reversed ? warps_.size() - 1 - n : n];
+      for (Warp& w : warps_) {
         if (w.done) continue;
         all_done = false;
         w.waiting = false;
@@ -264,8 +263,4 @@ int operand_width(int n, int k) {
   return size_t(k) < widths.size() ? widths[k] : 0;
 }
 const char* finding_name(int n) { return n < FINDINGS ? FINDING_NAMES[n] : nullptr; }
-int size_of(int n) {
-  const size_t sizes[] = {sizeof(Instruction), sizeof(Region), sizeof(Counts), sizeof(Report), sizeof(Job)};
-  return int(sizes[n]);
-}
 }

@@ -15,7 +15,7 @@ struct Fault : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-// Mirrored by ../library.py, as are Region, Counts, Report and Job.
+// ../library.py reads the declarations of this and of Region, Counts, Report and Job.
 struct Instruction {
   s32 operation;
   s32 guard, negated;  // slot of the predicate or -1
@@ -96,7 +96,7 @@ struct Job {
   s64 register_bytes, warps, shared_bytes;
   s32 tid, ntid, ctaid[3], nctaid[3];  // slots of special registers
   s64 grid[3];                         // programs along each axis
-  s64 check, count, tracks_wgmma, reversed;
+  s64 check, count, tracks_wgmma;
   Counts* counts;
   Report* reports;
   s64 max_reports, num_reports, found[FINDINGS];

@@ -41,7 +41,7 @@ enum Reason {
 
 extern "C" {
 
-// As in library.py.
+// ../library.py reads these declarations.
 struct Step {
     int32_t pipe, kind, argument, warps, stall, writes, reads, waits;
     double interval, latency, wavefronts, bytes, dram;
@@ -82,8 +82,6 @@ const char* reason_name(int n) {
                                   "busy unit",     "another warp's turn"};
     return n < kReasons ? names[n] : nullptr;
 }
-
-uint64_t size_of_replay(int n) { return n == 0 ? sizeof(Step) : sizeof(Replay); }
 
 }  // extern "C"
 

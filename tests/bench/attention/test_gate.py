@@ -6,11 +6,15 @@ from functools import partial
 import pytest
 import torch
 
+from bench.attention import nystrom, vision
 from bench.attention.cases import AttentionCase
-from bench.attention.gate import AttentionProblem, outside
+from bench.attention.catalogue import peers_of, problem_of
+from bench.attention.gate import AttentionProblem
+from bench.attention.nystrom import CASES, composition, softmax_attention
 from bench.attention.peers import eager_attention
+from bench.attention.vision import VisionCase
 from bench.harness.gate import WrongError, budget
-from bench.harness.peers import Peer
+from bench.harness.peers import REFUSALS, AbsentError, Peer
 from tests.error_budget import assert_within_budget
 
 CPU = torch.device("cpu")
@@ -61,31 +65,6 @@ def test_a_right_peer_passes_in_every_layout(layout, kind):
     assert all(0 < fraction <= 0.5 for fraction in fractions.values())
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["heads", "varlen", "jagged"])
-def test_a_right_peer_passes_on_sequences_of_different_lengths(layout, causal):
-    case = replace(CASE, lengths=LENGTHS, causal=causal)
-
-    def alone(q, k, v):
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril() if causal else None
-        return eager_attention(q, k, v, seen, case.scale).transpose(0, 1)
-
-    def function(q, k, v):
-        if layout == "heads":
-            out = eager_attention(q, k, v, case.visible(CPU), case.scale)
-            return out.masked_fill(outside(case, CPU), 7.0)  # rows that do not count
-        values = [t.values() if layout == "jagged" else t for t in (q, k, v)]
-        sequences = zip(*(t.split(LENGTHS) for t in values), strict=True)
-        out = torch.cat([alone(*one) for one in sequences])
-        if layout == "varlen":
-            return out
-        return torch.nested.nested_tensor_from_jagged(out, q.offsets())
-
-    fractions = judge(function, layout, case)
-    assert all(fraction <= 0.5 for fraction in fractions.values())
-
-
 def test_a_neighbour_that_is_seen_is_refused():
     case = replace(CASE, lengths=LENGTHS)
 
@@ -133,10 +112,78 @@ def test_a_wrong_peer_is_refused_with_its_error(function, named):
     assert "is allowed" in str(refused.value)
 
 
-def test_a_mask_that_is_ignored_is_refused():
-    for kind in ("causal", "padded"):
-        with pytest.raises(WrongError):
-            judge(
-                eager,
-                case=AttentionCase("small", "cpu", 12, 2, 9, 4, torch.float32, **{kind: True}),
-            )
+@pytest.mark.parametrize("kind", ["causal", "padded"])
+def test_a_mask_that_is_ignored_is_refused(kind):
+    with pytest.raises(WrongError):
+        judge(eager, case=replace(CASE, **{kind: True}))
+
+
+# Other operators: those of vision and Nyström attention.
+
+
+def small(op, dtype=torch.float32):
+    if op == "nystrom":
+        return next(replace(c, tokens=64, dtype=dtype) for c in CASES if c.device == "cpu")
+    return VisionCase(op, "cpu", op, 2, 6, 2, 8, dtype, window=3)
+
+
+def judge_operator(case, function, layout="packed"):
+    return problem_of(case, CPU, copies=1).check(Peer(None, layout), function)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("op", ["cross_covariance", "channel", "window", "outlook", "nystrom"])
+def test_every_peer_of_an_operator_computes_the_same(op, dtype):
+    case, passed = small(op, dtype), set()
+    problem = problem_of(case, CPU, copies=1)
+    for name, peer in peers_of(case).items():
+        with peer.context():
+            try:
+                fractions = problem.check(peer, peer.build(case, CPU))
+            except (AbsentError, *REFUSALS):
+                assert name.startswith("sdpa_") or name == "eager_compiled"
+                continue
+        assert all(0 <= fraction <= 1 for fraction in fractions.values()), name
+        passed.add(name)
+    ours = {name for name, peer in peers_of(case).items() if peer.ours}
+    assert ours | {"eager"} <= passed
+    assert ("timm" in passed) == (op != "nystrom")
+    assert ("sdpa" in passed) == (op != "outlook")
+
+
+@pytest.mark.parametrize(
+    ("op", "place", "name"),
+    [
+        (op, place, name)
+        for op, names in vision.GRADIENTS.items()
+        for place, name in enumerate(names)
+    ],
+)
+def test_a_wrong_gradient_is_refused_by_name(op, place, name):
+    case = small(op)
+
+    def function(*leaves):
+        leaves = list(leaves)
+        leaves[place] = WrongGradient.apply(leaves[place])
+        return vision.eager(case, *leaves)
+
+    with pytest.raises(WrongError, match=f"^{name} is off by"):
+        judge_operator(case, function)
+
+
+def test_exact_attention_is_held_to_itself_and_is_no_nystrom_attention():
+    case = small("nystrom")
+    exact, approximate = partial(softmax_attention, case), partial(composition, case)
+    assert judge_operator(case, exact, "softmax")["out"] <= 1
+    for function, layout in ((exact, "packed"), (approximate, "softmax")):
+        with pytest.raises(WrongError, match=r"^out is off by"):
+            judge_operator(case, function, layout)
+
+
+def test_landmarks_differ_so_that_every_iteration_counts(monkeypatch):
+    case = small("nystrom")
+    problem = problem_of(case, CPU, copies=1)
+    assert problem.truth(False)
+    monkeypatch.setattr(nystrom, "ITERATIONS", nystrom.ITERATIONS - 1)
+    with pytest.raises(WrongError, match=r"^out is off by"):
+        problem.check(Peer(None, "packed"), partial(composition, case))

@@ -124,27 +124,23 @@ def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
     torch.testing.assert_close(heads_first(case, out, "varlen"), expected)
 
 
-OPERATORS = "leaner_kernel", "leaner_stats", "leaner_stats_sampled", "leaner_stats_unsampled"
-
-
-@pytest.mark.parametrize("name", ["sdpa", "leaner_attention", *OPERATORS])
-def test_cpu_peers_compute_the_same(name):
-    for case in CASES:
-        if case.device == "cpu" and name in peers_of(case):
-            q, k, v = (
-                AttentionProblem(replace(case, dtype=torch.float64), CPU, 1)
-                .inputs("heads")[0]
-                .leaves
-            )
-            out = PEERS[name].build(case, CPU)(q, k, v)
-            torch.testing.assert_close(out, PEERS["eager"].build(case, CPU)(q, k, v))
-
-
 @pytest.mark.parametrize(
-    "name", ["leaner_varlen", "leaner_varlen_stats", "leaner_padded", "sdpa_padded", "sdpa_jagged"]
+    "case", [case for case in CASES if case.device == "cpu"], ids=lambda case: case.name
 )
-def test_cpu_peers_of_packed_sequences_pass_the_gate(name):
-    case = next(case for case in CASES if case.device == "cpu" and case.ragged)
-    peer = PEERS[name]
+def test_peers_of_a_cpu_pass_the_gate(case):
     problem = AttentionProblem(case, CPU, copies=1)
-    assert max(problem.check(peer, peer.build(case, CPU)).values()) <= 1
+    passed = set()
+    for name, peer in peers_of(case).items():
+        with peer.context():
+            try:
+                assert max(problem.check(peer, peer.build(case, CPU)).values()) <= 1
+            except (AbsentError, RuntimeError):
+                assert not peer.ours or case.crossed, name
+                continue
+        passed.add(name)
+    if case.ragged:
+        ours = {"leaner_varlen", "leaner_varlen_stats", "leaner_padded"}
+        assert ours | {"sdpa_padded", "eager_padded"} <= passed
+    else:
+        ours = {"leaner_attention", "leaner_kernel", "leaner_stats", "leaner_stats_sampled"}
+        assert ours | {"leaner_stats_unsampled", "sdpa", "eager"} <= passed

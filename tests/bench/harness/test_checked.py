@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import peers_of, problem_of
 from bench.attention.peers import PEERS, eager_attention
-from bench.catalogue import peers_of, problem_of
 from bench.harness.checked import Checked
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError, Peer

@@ -59,7 +59,4 @@ def test_ours_must_be_right_at_a_large_kappa_too(matrices):
 def test_an_absent_library_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(AbsentError, match="CuPy is not installed"):
-        MATRIX_PEERS["gram_eigvalsh_cupy"].build(SMALL, CPU)
-    monkeypatch.setattr(torch.cuda, "has_magma", False)
-    with pytest.raises(AbsentError, match="without MAGMA"):
-        MATRIX_PEERS["gram_eigvalsh_magma"].build(SMALL, CPU)
+        spectra.ON_GPU["gram_eigvalsh_cupy"].build(SMALL, CPU)

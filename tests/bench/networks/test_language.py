@@ -1,21 +1,19 @@
 """Language models: ours passes its gate, a wrong one gets no number, transformers' are alike."""
 
-import sys
 from functools import partial
 
 import pytest
 import torch
 
 from bench.harness.gate import WrongError
-from bench.harness.peers import AbsentError
-from bench.networks import models as networks
-from bench.networks.language_cases import IGNORED, LANGUAGE_CASES, losses, mean_loss
-from bench.networks.language_gate import LanguageModels
-from bench.networks.language_peers import TRANSFORMERS, transformers_model
+from bench.networks import gate
+from bench.networks.cases import IGNORED, PAPER_CASES, losses, mean_loss
+from bench.networks.gate import LanguageModels
+from bench.networks.peers import TRANSFORMERS, transformers_model
 
 CPU = torch.device("cpu")
-BY_NAME = {case.name: case for case in LANGUAGE_CASES}
-ON_GPU = [case for case in LANGUAGE_CASES if case.device == "cuda"]
+BY_NAME = {case.name: case for case in PAPER_CASES if case.kind == "language"}
+ON_GPU = [case for case in BY_NAME.values() if case.device == "cuda"]
 
 
 def models_of(row):
@@ -34,7 +32,7 @@ def test_our_model_passes(models):
 def test_our_compiled_model_passes(monkeypatch):
     """With a backend that a CPU has time for."""
     eager = partial(torch.compile, backend="eager")
-    monkeypatch.setattr(networks, "compiled", lambda function, device, mode: eager(function))
+    monkeypatch.setattr(gate, "compiled", lambda function, device, mode: eager(function))
     assert 0 <= models_of("crammed_bert").check("leaner_compiled") <= 1
 
 
@@ -52,17 +50,6 @@ def test_a_wrong_gradient_is_refused_though_the_losses_are_right(models):
     with pytest.raises(WrongError, match="gradient off by"):
         models.check("leaner")
     scale.remove()
-
-
-def test_a_measurement_begins_with_the_first_weights():
-    models = models_of("gpt2_tinystories")
-    models.check("leaner")
-    first = models.case.build(CPU).state_dict()
-    training = models.training("leaner")
-    assert all(torch.equal(v, first[k]) for k, v in training.model.state_dict().items())
-    steps = [training.step().item() for _ in range(3)]
-    assert steps[0] > steps[1] > steps[2]  # one batch, learned by heart
-    assert models.training("leaner").step().item() == steps[0]
 
 
 def test_models_of_another_library_must_be_finite():
@@ -145,10 +132,3 @@ def test_gpt2_of_transformers_is_our_model_but_for_its_biases():
     with torch.no_grad():
         expected = mean_loss(losses(ours, batch), batch)
         torch.testing.assert_close(peer(batch), expected, rtol=1e-5, atol=0)
-
-
-def test_without_transformers_its_models_are_absent(monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    case = BY_NAME["cpu_language_gpt2_tinystories_lean"]
-    with pytest.raises(AbsentError, match="transformers cannot be imported"):
-        transformers_model("gpt", "transformers", case.config, CPU)

@@ -1,7 +1,6 @@
 """The measured models: every row of the paper, equal to timm's before they are timed."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -9,14 +8,14 @@ import torch
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError
 from bench.harness.steps import classifying, resident
-from bench.networks.timm_models import timm_model
-from bench.networks.vision_cases import MODEL_CASES
-from bench.networks.vision_gate import STAGES, Networks
+from bench.networks.cases import PAPER_CASES, ModelCase
+from bench.networks.gate import VisionModels
+from bench.networks.peers import timm_model
 from models import papers
 
 CPU = torch.device("cpu")
-BY_NAME = {case.name: case for case in MODEL_CASES}
-ON_GPU = [case for case in MODEL_CASES if case.device == "cuda"]
+BY_NAME = {case.name: case for case in PAPER_CASES if case.kind == "model"}
+ON_GPU = [case for case in BY_NAME.values() if case.device == "cuda"]
 
 
 def test_every_vision_row_is_measured_in_both_variants():
@@ -44,21 +43,15 @@ def test_what_timm_cannot_widen_is_absent(architecture):
         timm_model(architecture, {"head_dim": 16})
 
 
-def test_without_timm_the_models_are_absent(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm.layers", None)
-    with pytest.raises(AbsentError, match=r"timm\.layers cannot be imported"):
-        Networks(BY_NAME["cpu_model_vit_original"])
-
-
 @pytest.fixture(scope="module")
-def networks() -> Networks:
-    return Networks(BY_NAME["cpu_model_xcit_lean"])
+def networks() -> VisionModels:
+    return VisionModels(BY_NAME["cpu_model_xcit_lean"])
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ModelCase.stages)
 @pytest.mark.parametrize("name", ["leaner", "timm", "timm_leaner"])
 def test_both_models_classify_alike(networks, stage, name):
-    assert 0 <= networks.check(stage, name) <= 1
+    assert 0 <= networks.check(name, stage) <= 1
 
 
 def test_a_wrong_model_is_refused(networks):
@@ -68,7 +61,7 @@ def test_a_wrong_model_is_refused(networks):
         .attn.qkv.register_forward_hook(lambda module, args, out: 1.01 * out)
     )
     with pytest.raises(WrongError, match="inference: logits are off by"):
-        networks.check("inference", "leaner")
+        networks.check("leaner", "inference")
     scale.remove()
 
 
@@ -78,7 +71,7 @@ def test_a_measurement_begins_with_the_first_weights(networks):
     changed = training.model.state_dict()
     assert any(not torch.equal(changed[k], v) for k, v in networks.weights["timm"].items())
     assert training.model.training
-    again = networks.model("inference", "leaner")
+    again = networks.model("leaner", "inference")
     assert all(torch.equal(again.state_dict()[k], v) for k, v in networks.weights["timm"].items())
     assert not again.training
     assert all(p.grad is None for p in again.parameters())

@@ -6,6 +6,7 @@ softmax attention of the same tensors, which is what an approximation has to bea
 against that.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,19 +17,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
-from bench.attention.cases import Scores
+from bench.attention.cases import Case
 from bench.attention.gate import checked_entries
-from bench.attention.peers import eager_attention, every_backend
-from bench.attention.vision_peers import operator_peers
+from bench.attention.peers import eager_attention, every_backend, operator_peers
 from bench.harness.gate import Problem
-from bench.harness.peers import Peer
 
 ITERATIONS = 6
 
 
 @dataclass(frozen=True)
-class NystromCase(Scores):
-    """One operator on a batch of sequences; the counts below are of useful work.
+class NystromCase(Case):
+    """Nyström attention on a batch of sequences.
 
     Attributes:
         name: an identifier; cases of the CPU begin with ``cpu_``.
@@ -57,11 +56,6 @@ class NystromCase(Scores):
         return self.tokens
 
     @property
-    def key_rows(self) -> int:
-        """Tokens of all sequences."""
-        return self.batch * self.tokens
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """Of the output."""
         return self.batch, self.tokens, self.heads, self.head_dim
@@ -83,12 +77,14 @@ class NystromCase(Scores):
         """What the operator takes beside tensors."""
         return self.landmarks, self.scale, ITERATIONS, False
 
-    def bytes(self, direction: str) -> int:
-        """Least traffic: each tensor read or written once; a backward may recompute the rest."""
-        size = self.key_rows * self.heads * self.head_dim * self.dtype.itemsize
-        return size * {"forward": 4, "backward": 7, "both": 11}[direction]
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes of the forward and of the backward."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return 4 * size, 7 * size  # q, k, v, out; q, k, v, dout, dq, dk, dv
 
-    def flops(self, direction: str) -> int:
+    @property
+    def computed(self) -> tuple[int, int]:
         """Products of the forward, and of a backward that computes all but the output again.
 
         Long ones have N m D multiplications: two scores, and what the matrices of both multiply.
@@ -100,18 +96,13 @@ class NystromCase(Scores):
         forward = 4 * long + 2 * square + iterations
         # Scores and K3 V again; then each long product gives two.
         backward = (3 + 2 * 4) * long + (1 + 2 * 2) * square + 3 * iterations
-        products = {"forward": forward, "backward": backward, "both": forward + backward}
-        return 2 * self.batch * self.heads * products[direction]
+        heads = self.batch * self.heads
+        return 2 * heads * forward, 2 * heads * backward
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
         size = f"{self.batch}·{self.heads}·{self.tokens}·{self.head_dim}"
-        return {
-            "device": self.device,
-            "dtype": self.dtype_name,
-            "op": self.op,
-            "size": f"{size}, {self.landmarks} landmarks",
-        }
+        return {**super().facts(), "op": self.op, "size": f"{size}, {self.landmarks} landmarks"}
 
 
 def composition(case: NystromCase, qkv: Tensor) -> Tensor:
@@ -158,7 +149,7 @@ def _sdpa(case: NystromCase, device: torch.device) -> Callable[[Tensor], Tensor]
     return _heads(scaled_dot_product_attention)
 
 
-PEERS = operator_peers(_leaner, _leaner_stats, _eager, every_backend(_sdpa, "softmax"))
+PEERS = {"nystrom": operator_peers(_leaner, _leaner_stats, _eager, every_backend(_sdpa, "softmax"))}
 
 
 class NystromProblem(Problem):
@@ -168,7 +159,7 @@ class NystromProblem(Problem):
     """
 
     names = "out", "dqkv"
-    formula = staticmethod(composition)
+    apart = "softmax"
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         case = self.case
@@ -187,27 +178,9 @@ class NystromProblem(Problem):
         """The batch entries that are checked."""
         return checked_entries(self.case, self.device)
 
-    def _reference(self, *leaves: Tensor) -> Tensor:
-        return self.formula(self.case, *leaves)
-
-    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
-        """As ``Problem``; a peer of exact attention is held to that."""
-        return (self.exact if peer.layout == "softmax" else super()).check(peer, function)
-
-    @cached_property
-    def exact(self) -> Problem:
-        """The same tensors with the truth about exact attention."""
-        return ExactProblem(self.case, self.device, copies=1)
-
-
-class ExactProblem(NystromProblem):
-    """The tensors of a ``NystromCase`` and their exact softmax attention."""
-
-    formula = staticmethod(softmax_attention)
-
-    def check(self, peer: Peer, function: Callable[..., Tensor]) -> dict[str, float]:
-        """As ``Problem``."""
-        return Problem.check(self, peer, function)
+    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
+        formula = softmax_attention if apart else composition
+        return formula(self.case, *leaves)
 
 
 PROBLEM = NystromProblem

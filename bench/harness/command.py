@@ -1,0 +1,36 @@
+"""What the commands of bench/ share: their parser, where a result is from, and its file."""
+
+import argparse
+import json
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.harness import machine
+
+
+def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
+    """Return the parser of ``python -m MODULE``, whose help begins with the module's docstring."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(f"python -m {module}", description=doc, formatter_class=layout)
+
+
+def need_gpu(module: str) -> None:
+    """Stop in one line where there is no GPU."""
+    if not torch.cuda.is_available():
+        raise SystemExit(f"{module} needs a CUDA GPU, but torch finds none")
+
+
+def origin() -> dict[str, Any]:
+    """Return the machine, the commit and the time of a measurement, as results of pytest have."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    return {"machine_info": machine.facts(), "commit_info": machine.commit(), "datetime": now}
+
+
+def write(path: Path, rows: Iterable[Mapping[str, Any]], **head: Any) -> None:
+    """Write a result as JSON: the head in one line, then a line for each row."""
+    lines = ",\n".join(map(json.dumps, rows))
+    path.write_text(f'{json.dumps(head)[:-1]},\n"rows": [\n{lines}\n]}}\n', "utf-8")

@@ -1,0 +1,280 @@
+"""Check models of the paper before they are timed.
+
+Vision models are given timm's weights, and must classify as timm's in float64. Of language models
+ours is held to a copy on the CPU, and those of transformers, whose weights are their own, to finite
+numbers.
+"""
+
+import copy
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
+from bench.harness.peers import compiled, found
+from bench.harness.steps import Training, classifying, mixed
+from bench.networks.cases import (
+    IGNORED,
+    Batch,
+    LanguageCase,
+    ModelCase,
+    PaperCase,
+    losses,
+    mean_loss,
+)
+from bench.networks.peers import TRANSFORMERS, timm_model, transformers_model
+
+# ``timm_leaner`` is timm's model after ``leaner_kernels.adapters.timm.use``.
+OURS = "leaner", "timm_leaner"
+CHECKED = 2  # samples of text, which are independent of each other
+
+
+def whose(name: str) -> str:
+    """Return whose model a row has, compiled or not."""
+    return name.removesuffix("_compiled")
+
+
+def peers_of(case: PaperCase) -> list[str]:
+    """Return the rows of a case: each model eager and compiled."""
+    vision = "leaner", "timm", "timm_leaner"
+    language = isinstance(case, LanguageCase)
+    models = ("leaner", *TRANSFORMERS[case.architecture]) if language else vision
+    return [*models, *(f"{model}_compiled" for model in models)]
+
+
+class Models:
+    """What a case is measured on: models by name, each with the weights that it began with.
+
+    Attributes:
+        case: that is measured.
+        device: where the models are.
+        models: by whose they are.
+        compiled: by name, and whether for training; each shares the weights of its module.
+        weights: the first of each module.
+    """
+
+    def __init__(self, case: Any):
+        """Start without models."""
+        self.case, self.device = case, torch.device(case.device)
+        self.models: dict[str, nn.Module] = {}
+        self.compiled: dict[tuple[str, bool], Any] = {}
+        self.weights: dict[str, dict[str, Tensor]] = {}
+
+    def build(self, whose: str) -> nn.Module:
+        """Return a library's model, or ours, on the device."""
+        raise NotImplementedError
+
+    def training(self, name: str) -> Training:
+        """Return a model that takes steps."""
+        raise NotImplementedError
+
+    def check(self, name: str, stage: str = "training") -> float:
+        """Run a model once in a stage and compare it.
+
+        Returns:
+            The largest error as a fraction of the error allowed.
+
+        Raises:
+            WrongError: it is above 1, or a number is not finite.
+            AbsentError: as ``model``.
+        """
+        raise NotImplementedError
+
+    def model(self, name: str, stage: str = "training") -> nn.Module:
+        """Return a model in the mode of a stage, with the first weights and no gradients.
+
+        What is compiled for inference replays CUDA graphs (``reduce-overhead``).
+
+        Raises:
+            AbsentError: its library is not installed, or it is to be compiled where that is not
+                measured.
+        """
+        owner, training = whose(name), stage == "training"
+        if owner not in self.models:
+            self.models[owner] = self.build(owner)
+        model = self.models[owner]
+        if owner not in self.weights:
+            state = model.state_dict()
+            self.weights[owner] = {k: v.to("cpu", copy=True) for k, v in state.items()}
+        model.load_state_dict(self.weights[owner])
+        model.zero_grad(set_to_none=True)
+        model.train(training)
+        if owner == name:
+            return model
+        if (name, training) not in self.compiled:
+            mode = None if training else "reduce-overhead"
+            self.compiled[name, training] = compiled(model, self.device, mode)
+        return self.compiled[name, training]
+
+
+class VisionModels(Models):
+    """What a ``ModelCase`` is measured on: images, labels, both models and the truth."""
+
+    def __init__(self, case: ModelCase):
+        """Draw everything from a fixed seed.
+
+        Raises:
+            AbsentError: timm is not installed.
+        """
+        super().__init__(case)
+        generator = torch.Generator(self.device).manual_seed(0)
+        torch.manual_seed(0)
+        with self.device:
+            theirs = timm_model(case.entry.architecture, case.config)
+        away_from_the_start(theirs, generator)
+        self.models = {"timm": theirs, "leaner": case.build(self.device)}
+        first = {name: value.clone() for name, value in theirs.state_dict().items()}
+        self.weights = dict.fromkeys(("timm", *OURS), first)
+        self.images, self.labels = case.draw(generator)
+        self._truth = cache(self._compute_truth)
+
+    def build(self, whose: str) -> nn.Module:
+        """Return timm's model with our attention."""
+        model = copy.deepcopy(self.models["timm"])
+        found("leaner_kernels.adapters.timm", "use")(model)
+        return model
+
+    def training(self, name: str) -> Training:
+        """Return a model that takes steps."""
+        return classifying(self.model(name), self.images, self.labels)
+
+    def images_of(self, stage: str) -> Tensor:
+        """Return the images of a stage: all, but in ``one_image`` the first."""
+        return self.images[: self.case.items(stage)]
+
+    def infer(self, model: nn.Module, stage: str) -> Tensor:
+        """Return the logits of the images of a stage."""
+        with torch.no_grad(), mixed(self.device):
+            return model(self.images_of(stage))
+
+    def _compute_truth(self, stage: str) -> tuple[Tensor, float]:
+        """Return the logits of timm's model in float64, and the error allowed."""
+        theirs = self.model("timm", stage)
+        exact = copy.deepcopy(theirs).double()
+        with torch.no_grad():
+            logits = exact(self.images_of(stage).double())
+        return logits, budget(logits, self.infer(theirs, stage))
+
+    def check(self, name: str, stage: str = "training") -> float:
+        """Compare logits, in training of a forward that keeps what a backward needs."""
+        exact, allowed = self._truth(stage)
+        model = self.model(name, stage)
+        with torch.set_grad_enabled(stage == "training"), mixed(self.device):
+            logits = model(self.images_of(stage)).detach()
+        error = (logits.double() - exact).abs().max().item()
+        return share_of_budget(f"{stage}: logits are", error, allowed)
+
+
+class Result(NamedTuple):
+    """A model's losses of a batch, and the gradient of their mean, as one vector."""
+
+    losses: Tensor
+    gradient: Tensor
+
+
+class LanguageModels(Models):
+    """What a ``LanguageCase`` is measured on: a batch, the models, and the truth."""
+
+    def __init__(self, case: LanguageCase):
+        """Draw everything from a fixed seed."""
+        super().__init__(case)
+        self.batch = case.draw(self.device)
+
+    def build(self, whose: str) -> nn.Module:
+        """Return our model or transformers'."""
+        case = self.case
+        if whose in OURS:
+            return case.build(self.device)
+        return transformers_model(case.architecture, whose, case.config, self.device)
+
+    def training(self, name: str) -> Training:
+        """Return a model that takes steps, ours by its mean loss."""
+        model, batch = self.model(name), self.batch
+        if whose(name) in OURS:
+            return Training(model, lambda: mean_loss(losses(model, batch), batch), batch)
+        return Training(model, lambda: model(batch), batch)
+
+    @cached_property
+    def reference(self) -> nn.Module:
+        """Our model on the CPU with the weights that are checked: no error hides behind a zero."""
+        model = self.case.build(torch.device("cpu")).train()
+        away_from_the_start(model, torch.Generator().manual_seed(1))
+        return model
+
+    @cached_property
+    def truth(self) -> tuple[Result, Result]:
+        """The exact result for the first samples, and that of plain PyTorch in our precision.
+
+        Both run on the CPU, where every operator of this project calls PyTorch. Exact is float64
+        for a case in float32, and for one in bfloat16 float32.
+        """
+        model = self.reference
+        batch = Batch(*(t[:CHECKED].cpu() for t in self.batch))
+        if self.device.type == "cpu":
+            return result(copy.deepcopy(model).double(), batch), result(model, batch)
+        exact = result(model, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            return exact, result(model, batch)
+
+    @cached_property
+    def first_samples(self) -> Batch:
+        """The whole batch, for whose shape a model is compiled; only the first samples count."""
+        targets = self.batch.targets.clone()
+        targets[CHECKED:] = IGNORED
+        return self.batch._replace(targets=targets)
+
+    def check(self, name: str, stage: str = "training") -> float:
+        """Run a model forward and backward, and compare ours on the first samples.
+
+        A model of another library has weights of its own: its numbers must be finite, and it uses 0
+        of its budget.
+        """
+        if whose(name) not in OURS:
+            training = self.training(name)
+            loss = training.loss()
+            loss.backward()
+            finite = [p.grad.isfinite().all() for p in gradients_of(training.model)]
+            if not torch.stack([loss.detach().isfinite(), *finite]).all():
+                raise WrongError(f"the loss, {loss.item():.3g}, or a gradient is not finite")
+            return 0.0
+        model = self.model(name)
+        self.models["leaner"].load_state_dict(self.reference.state_dict())
+        with mixed(self.device):
+            ours = result(model, self.first_samples)
+        exact, plain = self.truth
+        loss_error = (ours.losses[:CHECKED].double() - exact.losses).abs().max().item()
+        errors = {
+            "losses": (loss_error, budget(exact.losses, plain.losses)),
+            "gradient": (
+                (ours.gradient - exact.gradient).norm().item(),
+                gradient_budget(exact.gradient, plain.gradient),
+            ),
+        }
+        return max(share_of_budget(what, *error) for what, error in errors.items())
+
+
+def result(model: nn.Module, batch: Batch) -> Result:
+    """Run our model forward and backward; return its result in float64 on the CPU."""
+    model.zero_grad(set_to_none=True)
+    of_tokens = losses(model, batch)
+    mean_loss(of_tokens, batch).backward()
+    gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
+    model.zero_grad(set_to_none=True)
+    return Result(of_tokens.detach().cpu(), gradient)
+
+
+def gradients_of(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that have a gradient: all that a step uses."""
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def gradient_budget(exact: Tensor, plain: Tensor) -> float:
+    """Return the largest error of a gradient that is allowed, as ``gate.budget`` but by length.
+
+    A model has tensors whose gradient is small and noisy: their largest single errors in two right
+    computations differ by more than twice.
+    """
+    rounding = torch.finfo(torch.float32).eps * exact.norm()
+    return (2 * ((plain - exact).norm() + rounding)).item()

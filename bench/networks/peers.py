@@ -1,0 +1,263 @@
+"""Build timm's and transformers' models of the paper's rows, as peers of ours.
+
+timm splits the width among the heads; where a row widens it, its attention gets projections of that
+width around its own computation. Models of transformers are as close as their options allow: each
+is a module of a batch that returns the mean loss, and ``differences`` states in which way it is
+another model than ours.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.attention.vision import cross_covariance
+from bench.harness.peers import AbsentError, found
+from bench.networks.cases import Batch
+
+# What timm calls our arguments, where it has another word.
+COMMON = {"image_size": "img_size", "heads": "num_heads"}
+WORDS = {
+    "vit": COMMON,
+    "xcit": COMMON,
+    "tnt": {**COMMON, "heads": "num_heads_outer", "inner_heads": "num_heads_inner"},
+    "volo": {**COMMON, "depths": "layers"},
+    "davit": {"heads": "num_heads", "window": "window_size"},
+}
+# Of constructors that take images of any size.
+WITHOUT_SIZE = ("davit",)
+
+
+def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
+    """Build timm's model, on the default device, with random weights.
+
+    Args:
+        architecture: as in ``papers.MODELS``.
+        config: arguments of our constructor.
+
+    Raises:
+        AbsentError: timm is not installed, or has no such model.
+    """
+    if architecture not in BUILDERS:
+        raise AbsentError(f"timm has no {architecture}")
+    sizes = dict(config)
+    head_dim = sizes.pop("head_dim", "split")
+    if architecture in WITHOUT_SIZE:
+        sizes.pop("image_size", None)
+    words = WORDS[architecture]
+    return BUILDERS[architecture](head_dim, **{words.get(k, k): v for k, v in sizes.items()})
+
+
+def _splits(head_dim: int | str, dim: int, heads: int) -> bool:
+    return head_dim == "split" or head_dim * heads == dim
+
+
+def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
+    attention = found("timm.layers", "Attention")
+
+    class FixedWidthAttention(attention):
+        def __init__(self, *args: Any, **kwargs: Any):
+            width = None if head_dim == "split" else head_dim
+            super().__init__(*args, attn_head_dim=width, **kwargs)
+
+    model = found("timm.models.vision_transformer", "VisionTransformer")
+    model = model(attn_layer=FixedWidthAttention, **sizes)
+    for block in model.blocks:
+        block.attn.__class__ = attention  # the adapter leaves subclasses alone
+    return model
+
+
+class WideXCA(nn.Module):
+    """XCiT's attention with heads of any width, as timm computes it between its projections."""
+
+    def __init__(self, like: nn.Module, dim: int, heads: int, head_dim: int):
+        """Take the temperature of timm's own module."""
+        super().__init__()
+        self.sizes = 3, heads, head_dim
+        self.temperature = like.temperature
+        self.qkv = nn.Linear(dim, 3 * heads * head_dim)
+        self.proj = nn.Linear(heads * head_dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, N, dim) of (B, N, dim)."""
+        out = cross_covariance(self.qkv(x).unflatten(-1, self.sizes), self.temperature[:, 0, 0])
+        return self.proj(out.flatten(2))
+
+
+def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:
+    # What timm's entry points of the rows set.
+    model = found("timm.models.xcit", "Xcit")(eta=1e-5, tokens_norm=True, **sizes)
+    dim, heads = sizes["embed_dim"], sizes["num_heads"]
+    if not _splits(head_dim, dim, heads):
+        for block in model.blocks:
+            block.attn = WideXCA(block.attn, dim, heads, head_dim)
+    return model
+
+
+def _split_only(module: str, name: str, head_dim: int | str, **sizes: Any) -> nn.Module:
+    if head_dim != "split":
+        raise AbsentError(f"timm's {name} splits its width, and head_dim is {head_dim}")
+    return found(f"timm.models.{module}", name)(**sizes)
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "vit": _vit,
+    "xcit": _xcit,
+    "tnt": partial(_split_only, "tnt", "TNT"),
+    "volo": partial(_split_only, "volo", "VOLO"),
+    "davit": partial(_split_only, "davit", "DaVit"),
+}
+
+
+# What every configuration is given: attention that calls PyTorch's, and no dropout.
+SDPA = {"attn_implementation": "sdpa"}
+
+
+class MaskedModel(nn.Module):
+    """BERT or ModernBERT with its head for masked tokens."""
+
+    def __init__(self, model: nn.Module):
+        """Keep the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the mean loss of the tokens that count."""
+        return self.model(batch.tokens, labels=batch.targets).loss
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Return (B, N, V)."""
+        return self.model(batch.tokens).logits
+
+
+class CausalModel(MaskedModel):
+    """GPT-2 with its head."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the mean loss of all tokens."""
+        # Targets that are shifted already: otherwise the model shifts them, and drops one.
+        given = {"labels": batch.targets, "shift_labels": batch.targets, "use_cache": False}
+        return self.model(batch.tokens, **given).loss
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    given = config.get("head_dim", "split")
+    return config["embed_dim"] // config["heads"] if given == "split" else given
+
+
+def _hidden(config: Mapping[str, Any]) -> int:
+    return int(config["embed_dim"] * config["mlp_ratio"])
+
+
+def _masked(name: str, config: Mapping[str, Any], **own: Any) -> nn.Module:
+    """Return transformers' masked language model of our sizes, with settings of its own."""
+    settings = found("transformers", f"{name}Config")(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["embed_dim"],
+        num_hidden_layers=config["depth"],
+        num_attention_heads=config["heads"],
+        max_position_embeddings=config["sequence_length"],
+        **own,
+        **SDPA,
+    )
+    return MaskedModel(found("transformers", f"{name}ForMaskedLM")(settings))
+
+
+def bert(config: Mapping[str, Any]) -> nn.Module:
+    """Return ``BertForMaskedLM``; two layers of its feed-forward have the weights of our three."""
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    hidden = _hidden(config) * 3 // 4
+    return _masked("Bert", config, intermediate_size=hidden, type_vocab_size=1, **dropout)
+
+
+def modernbert(config: Mapping[str, Any]) -> nn.Module:
+    """Return ``ModernBertForMaskedLM``, gated and without biases as ours, all attention global."""
+    return _masked(
+        "ModernBert",
+        config,
+        intermediate_size=_hidden(config) // 2,
+        layer_types=["full_attention"] * config["depth"],
+        sparse_prediction=True,
+        **{f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")},
+    )
+
+
+def gpt2(config: Mapping[str, Any]) -> nn.Module:
+    """Return ``GPT2LMHeadModel``, with our heads where they do not divide the width."""
+    dim, heads = config["embed_dim"], config["heads"]
+    settings = found("transformers", "GPT2Config")(
+        vocab_size=config["vocab_size"],
+        n_positions=config["sequence_length"],
+        n_embd=dim,
+        n_layer=config["depth"],
+        n_head=1,
+        n_inner=_hidden(config),
+        activation_function="relu",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        tie_word_embeddings=False,
+        loss_type="ForCausalLM",
+        **{f"{name}_token_id": 0 for name in ("bos", "eos")},
+        **SDPA,
+    )
+    model = found("transformers", "GPT2LMHeadModel")(settings)
+    linear = found("transformers.pytorch_utils", "Conv1D")
+    head_dim = _head_dim(config)
+    width = heads * head_dim
+    for block in model.transformer.h:
+        attn = block.attn
+        attn.num_heads, attn.head_dim, attn.split_size = heads, head_dim, width
+        attn.scaling = head_dim**-0.5
+        attn.c_attn, attn.c_proj = linear(3 * width, dim), linear(dim, width)
+    model.lm_head = nn.Linear(dim, config["vocab_size"])
+    return CausalModel(model)
+
+
+Build = Callable[[Mapping[str, Any]], nn.Module]
+# By architecture: name, how it is built, and in what it differs from ours.
+TRANSFORMERS: dict[str, dict[str, tuple[Build, str]]] = {
+    "bert": {
+        "transformers": (
+            bert,
+            "BERT: norms after the residual, biases, learned positions, a feed-forward of two "
+            "layers with the weights of the gated one, a layer before the decoder, logits of every "
+            "token",
+        ),
+        "transformers_modernbert": (
+            modernbert,
+            "ModernBERT: rotary positions, norms without bias, a layer before the decoder; logits "
+            "of the masked tokens alone, as ours",
+        ),
+    },
+    "gpt": {
+        "transformers": (
+            gpt2,
+            "GPT-2 with our heads put in, and a classifier of its own with a bias: q, k and v have "
+            "biases; logits in float32",
+        ),
+    },
+}
+
+
+def differences(architecture: str, name: str) -> str:
+    """Return in what a model of transformers is another than ours."""
+    return TRANSFORMERS[architecture][name][1]
+
+
+def transformers_model(
+    architecture: str, name: str, config: Mapping[str, Any], device: torch.device
+) -> nn.Module:
+    """Build a model of transformers with random weights from a fixed seed.
+
+    Args:
+        architecture: as in ``papers.MODELS``.
+        name: one of its ``TRANSFORMERS``.
+        config: arguments of our constructor.
+        device: where.
+
+    Raises:
+        AbsentError: transformers is not installed, or has no such model.
+    """
+    torch.manual_seed(0)
+    return TRANSFORMERS[architecture][name][0](config).to(device)
