@@ -43,6 +43,7 @@ from tests.tile_tables import TABLES
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
 SEQUENCES, HEADS, GROUP = 24, 12, 3
 BF16, FP32 = torch.bfloat16, torch.float32
+OTHERS = 89, 100, 120  # GPUs that rules of others serve
 
 
 class Flavour(NamedTuple):
@@ -131,6 +132,11 @@ def test_kernel_fits_every_supported_gpu(kind: str, flavour: Flavour, dim: int) 
             assert used.programs_per_sm >= 1, f"sm_{gpu}: {used}"
 
 
+def marks(gpu: int) -> list[pytest.MarkDecorator]:
+    """Leave to the nightly run the GPUs whose rules sm_80 or sm_120 share."""
+    return [pytest.mark.nightly] if gpu in (86, 89, 100) else []
+
+
 def rules() -> Iterator[Any]:
     """Yield each rule of some GPUs or some lengths, with each head dimension that it serves.
 
@@ -149,7 +155,7 @@ def rules() -> Iterator[Any]:
             first = next((other for other in tiles.rules if other.fits(*limits)), None)
             if not anywhere and first is row:
                 name = f"sm_{gpu}-{kernel}-{dim}-{row.tokens}-{'+'.join(sorted(takes))}"
-                yield pytest.param(gpu, kernel, row, dim, id=name)
+                yield pytest.param(gpu, kernel, row, dim, id=name, marks=marks(gpu))
 
 
 def flavour_of(row: Rule, block_dim: int) -> tuple[Flavour, int]:
@@ -197,7 +203,13 @@ def test_every_rule_fits_its_gpus(
         assert used.shared <= GPUS[gpu].shared_per_program
 
 
-@pytest.mark.parametrize("gpu", [*resources.SUPPORTED, 89, 100, 120], ids="sm_{}".format)
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        pytest.param(gpu, id=f"sm_{gpu}", marks=marks(gpu))
+        for gpu in (*resources.SUPPORTED, *OTHERS)
+    ],
+)
 @pytest.mark.parametrize("case", resources.cuda_cases(), ids=lambda case: case.name)
 def test_case_of_the_benchmark_stays_within_the_committed_table(
     case: AttentionCase, gpu: int
