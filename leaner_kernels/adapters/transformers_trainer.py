@@ -15,10 +15,11 @@ class KappaCallback(TrainerCallback):
         trainer = Trainer(model, args, train_dataset=data, callbacks=[KappaCallback(every=50)])
         trainer.train()
 
-    The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it),
-    ``metrics.jsonl`` (the logs of the trainer), ``alarms.jsonl`` and, at the end, ``page.html``. A
-    run resumed from a checkpoint continues these files; a new run renames existing ones. The logs
-    of the trainer get "kappa", the newest geometric mean over the layers that are resolved.
+    The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``), ``metrics.jsonl`` (the logs of the
+    trainer), ``alarms.jsonl`` and, at the end, ``page.html``; "step" counts the updates before the
+    newest. A run resumed from a checkpoint continues these files; a new run renames existing ones.
+    The logs of the trainer get "kappa", the newest geometric mean over the layers that are
+    resolved.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -42,25 +43,15 @@ class KappaCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Construct the monitor of this training."""
         self._release()
-        first = int(state.global_step)
-        folder = self.folder or args.output_dir
-
-        def is_before(row: dict[str, Any]) -> bool:
-            # A row counts the updates before it was logged, the checkpoint's among them. The sums
-            # of a training that ended there are not those of this one.
-            return row["step"] < first or (row["step"] == first and "train_runtime" not in row)
-
-        self.run = RunLog(
-            objects["model"], folder, first=first, is_before=is_before, **self.options
-        )
+        folder, first = self.folder or args.output_dir, int(state.global_step)
+        self.run = RunLog(objects["model"], folder, first=first, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Begin a step of one or more batches, each run by the trainer's ``training_step``."""
         assert self.run is not None
         if self._trainer is None:
             self._watch(_trainer_that_calls())
-        if self._trainer is None:
-            self.run.begin(state.global_step)
+        self.run.begin(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """End the step after its last backward."""
@@ -70,14 +61,16 @@ class KappaCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any
     ) -> None:
-        """Add kappa to the logs."""
+        """Write the logs with the step of the update before them, and add kappa to them."""
         if self.run is None or logs is None:
             return
         named = {
             f"held_out_{name[5:]}" if name.startswith("eval_") else name: value
             for name, value in logs.items()
         }
-        self.run.log(state.global_step, named)
+        # The sums of a training that ends are in the summary, and no news of a step.
+        if "train_runtime" not in named:
+            self.run.log(max(state.global_step - 1, 0), named)
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
             # For the callbacks after this one, and for the history, which holds a copy.
             for each in (logs, *state.log_history[-1:]):
@@ -90,17 +83,15 @@ class KappaCallback(TrainerCallback):
             self.run.close()
 
     def _watch(self, trainer: Trainer | None) -> None:
-        """Sample inside the trainer's ``training_step``, since no callback reports an error."""
+        """Cancel the step if the trainer's ``training_step`` raises, which no callback reports."""
         if trainer is None:
             return
-        run, inner = self.run, trainer.training_step
-        assert run is not None
+        inner = trainer.training_step
 
         @wraps(inner)
         def training_step(*args: Any, **named: Any) -> Any:
             try:
-                with run.batch(trainer.state.global_step):
-                    return inner(*args, **named)
+                return inner(*args, **named)
             except BaseException:
                 self._release()
                 raise
