@@ -18,18 +18,19 @@ from leaner_kernels.adapters import transformers as leaner
 from leaner_kernels.ops import _hooks
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_calls import heads
-from tests.adapters.transformers_families import PADDING, Family
-from tests.adapters.transformers_swapped import (
+from tests.adapters.transformers_families import (
     FALLBACKS,
+    FAMILIES,
     LATENT,
     LEFT,
+    PADDING,
     PARTLY,
     REFUSED,
-    SWAPPED,
+    Family,
 )
 from tests.error_budget import assert_computes
 
-CASES = [(family, padding) for family in SWAPPED + PARTLY for padding in family.padded]
+CASES = [(family, padding) for family in FAMILIES + PARTLY for padding in family.padded]
 PADDED = [(family, padding) for family in FALLBACKS for padding in family.padded]
 
 
@@ -106,7 +107,7 @@ def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(family: Fami
     config = getattr(transformers, family.config)(**family.sizes)
     model = getattr(transformers, family.architecture)(config).eval()
     if "ALL_ATTENTION_FUNCTIONS" in vars(inspect.getmodule(type(model))):
-        pytest.skip(f"dispatches since transformers {transformers.__version__}: is for SWAPPED")
+        pytest.skip(f"dispatches since transformers {transformers.__version__}: is for FAMILIES")
     before, inputs = named(model), family.inputs(torch.tensor(PADDING["none"]))
     expected = model(**inputs)[0]
     with pytest.raises(ValueError, match=r"has no attention module to swap \(") as caught:
