@@ -2,8 +2,6 @@
 
 import math
 
-import hypothesis
-import hypothesis.strategies as st
 import pytest
 import torch
 from torch import Tensor
@@ -33,14 +31,17 @@ def graded(size: int, kappa: float) -> Tensor:
 
 @pytest.mark.parametrize("shape", [(197, 1024), (1024, 197), (64, 64), (17, 256), (1, 5), (5, 1)])
 @pytest.mark.parametrize("kappa", [1.0, 30.0, 1e3, 1e6])
-def test_kappa_of_a_known_spectrum_in_float32(shape: tuple[int, int], kappa: float) -> None:
+@pytest.mark.parametrize("scale", [2.0**-40, 1.0, 2.0**40])
+def test_kappa_of_a_known_spectrum_in_float32(
+    shape: tuple[int, int], kappa: float, scale: float
+) -> None:
     kappa = 1.0 if min(shape) == 1 else kappa
-    a = matrix_of(graded(min(shape), kappa), *shape).float()
+    a = (scale * matrix_of(graded(min(shape), kappa), *shape)).float()
     found = condition_number(a)
     assert found.resolved
     assert abs(found.kappa / kappa - 1) < 1e-3
-    assert abs(found.sigma_max - 1) < 1e-6
-    assert abs(found.sigma_min * kappa - 1) < 1e-3
+    assert abs(found.sigma_max / scale - 1) < 1e-6
+    assert abs(found.sigma_min / scale * kappa - 1) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -76,24 +77,6 @@ def test_one_bad_matrix_leaves_the_others_alone() -> None:
     assert not sigma[[0, 3]].isnan().any()
 
 
-@hypothesis.settings(deadline=None, max_examples=50)
-@hypothesis.given(
-    rows=st.integers(1, 40),
-    cols=st.integers(1, 40),
-    exponent=st.floats(0, 6),
-    seed=st.integers(0, 1 << 30),
-    scale=st.sampled_from([1e-12, 1.0, 1e12]),
-)
-def test_kappa_agrees_with_lapack(
-    rows: int, cols: int, exponent: float, seed: int, scale: float
-) -> None:
-    size = min(rows, cols)
-    a = (scale * matrix_of(graded(size, 10**exponent), rows, cols, seed)).float()
-    found = condition_number(a)
-    assert found.resolved
-    assert abs(found.kappa / torch.linalg.cond(a.double()) - 1) < 1e-3
-
-
 def test_pooled_tokens_make_one_matrix() -> None:
     a = torch.randn(3, 2, 5, 11)
     found = condition_number(a, samples="pooled")
@@ -109,12 +92,6 @@ def test_pooled_tokens_make_one_matrix() -> None:
 def test_gaussian_prediction(tokens: int, width: int, expected: float) -> None:
     assert gaussian_condition_number(tokens, width) == pytest.approx(expected, rel=2e-3)
     assert gaussian_condition_number(width, tokens) == gaussian_condition_number(tokens, width)
-
-
-def test_gaussian_matrices_follow_the_prediction() -> None:
-    torch.manual_seed(0)
-    found = condition_number(torch.randn(4, 197, 1024)).kappa.mean()
-    assert found == pytest.approx(gaussian_condition_number(197, 1024), rel=0.05)
 
 
 def test_report_of_independent_heads() -> None:

@@ -1,6 +1,5 @@
 """KappaMonitor on models whose attention is not a module of ours."""
 
-import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -109,15 +108,10 @@ def test_calls_of_attention_get_rows_by_the_name_of_their_module(call, source) -
         assert (row["step"], row["source"], row["tokens"], row["columns"]) == (5, source, 9, 9)
         assert (row["heads"], row["head_dim"]) == (3, 4)
         # Of the samples where they are computed once more, else of the whole batch.
-        seen = [0, 2, 4] if call is SDPA else list(range(6))
-        logits = (q @ k.mT / 2)[seen]
-        p, of_head = logits.softmax(-1), exact_heads(q, k, v, entries=seen).unflatten(2, (3, 4))
+        logits = (q @ k.mT / 2)[[0, 2, 4] if call is SDPA else slice(None)]
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
         assert row["max_logit"] == pytest.approx(logits.max().item(), rel=1e-5)
-        assert row["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean().item())
-        norms = torch.linalg.matrix_norm(p).mean().item()
-        assert row["prob_norm"] == pytest.approx(norms, rel=1e-5)
-        norms = of_head.square().sum((1, 3)).sqrt().mean(0).tolist()
-        assert row["head_norms"] == pytest.approx(norms, rel=1e-5)
+        assert row["entropy"] == pytest.approx(entropy)
         assert row["kappa_before_skip"] is row["kappa_after_skip"] is None
 
 
@@ -355,16 +349,3 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
     assert reasons((2, 2), (2, 3)) == [("layers.1", changed)]
     with pytest.warns(UserWarning, match=r"no rows of layers\.1, which look like attention"):
         assert reasons((2, 0), (2, 2)) == []
-
-
-def test_a_copy_made_while_a_step_is_sampled_is_watched_by_nobody() -> None:
-    model = seeded(lambda: nn.Sequential(Attention(SDPA)))
-    monitor = KappaMonitor(model, every=1)
-    (alone,) = one_step(monitor, model, batch())
-    monitor.begin(0)
-    copied = copy.deepcopy(model)
-    copied(2 * batch())
-    model(batch())
-    assert monitor.end() == [alone]
-    copied(batch())
-    assert untouched(model)

@@ -286,13 +286,3 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match=r"needs the package matplotlib: pip install matplotlib$"):
         main([str(run)])
-
-
-def test_values_that_are_not_numbers_leave_no_hole_in_a_page(tmp_path, charts):
-    folder = write(tmp_path / "run", "metrics", [{"step": 0, "loss": None}, {"step": 1, "loss": 2}])
-    missing = dict.fromkeys(("kappa", "kappa_gaussian", "entropy", "max_logit", "columns"))
-    rows = [kappa_row(0, "x") | missing | {"head_norms": [None, 1.0], "reason": "not run"}]
-    rows += [{"step": 1, "layer": "y"}]
-    write(folder, "kappa", rows)
-    write_page([folder], tmp_path / "page.html")
-    assert "2 of 2 rows left out" in (tmp_path / "page.html").read_text("utf-8")
