@@ -6,7 +6,6 @@ Charts are SVG in the file, which needs neither scripts nor a network: its own p
 browser both. matplotlib is imported when there is something to draw.
 """
 
-import colorsys
 import math
 import re
 import sys
@@ -18,18 +17,21 @@ from html import escape
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import as_path, command, one_line, status_of_errors
 from .files import write_file
 from .plots import (
+    COLOURS,
+    GREY,
+    Line,
     axis_scale,
-    gaussian_lines,
     head_norms,
+    kappa_lines,
     kappa_or_rank,
+    layer_lines,
     number,
-    series,
     short_names,
     spread,
     without_kappa,
@@ -47,9 +49,7 @@ _FILES = {
     "kappa_probe": {"step": int, "layer": str},
     "alarms": {"step": int, "message": str},
 }
-# Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-_GREY, _ALARM = "#808080", "#d62728"
+_ALARM = "#d62728"
 _DASHES = ("-", "--", ":")
 # Of charts of metrics: title, unit, and lines by the names that trainers write them under.
 _SCORES = (
@@ -97,23 +97,13 @@ class Run:
     damaged: dict[str, int]
 
 
-class _Line(NamedTuple):
-    """A line of a chart; without a name it has no place in the legend."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    colour: str
-    dash: str = "-"
-    title: str = ""  # shown where a pointer is on the line; else the name
-
-
 @dataclass
 class _Chart:
     """A chart of lines, with alarms as vertical ones; or of the norms of heads, by layer."""
 
     title: str
     unit: str = ""
-    lines: list[_Line] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
     scale: str = "linear"
     limits: list[float] | None = None
     alarms: list[dict[str, Any]] = field(default_factory=list)
@@ -257,8 +247,8 @@ def _of_metrics(runs: list[Run], charts: Iterable[Any]) -> Iterator[_Chart]:
                 points = _points(run.metrics, key)
                 if points:
                     name = ", ".join(filter(None, (run.name if several else "", label)))
-                    colour = _COLOURS[(index if several else place) % len(_COLOURS)]
-                    lines.append(_Line(name, points, colour, _DASHES[place]))
+                    colour = COLOURS[(index if several else place) % len(COLOURS)]
+                    lines.append(Line(name, points, colour, _DASHES[place]))
         if lines:
             is_loss = title == "Loss"
             scale = axis_scale(y for line in lines for _, y in line.points) if is_loss else "linear"
@@ -269,14 +259,10 @@ def _of_metrics(runs: list[Run], charts: Iterable[Any]) -> Iterator[_Chart]:
 def _kappa(
     title: str, rows: list[Mapping[str, Any]], limits: list[float] | None, alarms: list[Any]
 ) -> _Chart:
-    lines = _layer_lines(rows, "kappa")
-    for line in gaussian_lines(rows):
-        name = f"Gaussian heads: {spread(line.values())}"
-        lines.append(_Line(name, sorted(line.items()), _GREY, "--"))
     left_out = without_kappa(rows)
     caption = f"{left_out}. " if left_out else ""
     caption += "Dashed: what independent Gaussian heads of this size would have."
-    return _Chart(title, "κ", lines, "log", limits, alarms, caption=caption)
+    return _Chart(title, "κ", kappa_lines(rows), "log", limits, alarms, caption=caption)
 
 
 def _kappa_range(runs: list[Run]) -> list[float] | None:
@@ -298,7 +284,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             continue
         title, caption, alarms = column.title, column.caption, []
         if len(runs) == 1:
-            lines = _layer_lines(runs[0].kappa, column.name)
+            lines = layer_lines(runs[0].kappa, column.name)
         else:
             join = max if column.over_heads == "max" else fmean
             title += ", mean over layers" if join is fmean else ", of all layers"
@@ -318,7 +304,7 @@ def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, floa
     return [(row["step"], row[key]) for row in rows if number(row.get(key)) is not None]
 
 
-def _mean_lines(runs: list[Run], key: str, join: Any) -> list[_Line]:
+def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
     """Return a line for each run, of what ``join`` makes of the values of all layers."""
     lines = []
     for index, run in enumerate(runs):
@@ -326,18 +312,7 @@ def _mean_lines(runs: list[Run], key: str, join: Any) -> list[_Line]:
         for step, value in _points(run.kappa, key):
             by_step.setdefault(step, []).append(value)
         points = [(step, join(values)) for step, values in by_step.items()]
-        lines.append(_Line(run.name, points, _COLOURS[index % len(_COLOURS)]))
-    return lines
-
-
-def _layer_lines(rows: list[Mapping[str, Any]], key: str) -> list[_Line]:
-    """Return a line for each layer, from blue to red; legible on white and on black."""
-    names, lines = short_names(rows), []
-    for place, (layer, points) in enumerate(series(rows, key).items()):
-        hue = 0.62 * (1 - place / max(len(names) - 1, 1))
-        red, green, blue = (round(255 * c) for c in colorsys.hls_to_rgb(hue, 0.45, 0.75))
-        colour = f"#{red:02x}{green:02x}{blue:02x}"
-        lines.append(_Line(names[layer] or "the model", points, colour, title=layer))
+        lines.append(Line(run.name, points, COLOURS[index % len(COLOURS)]))
     return lines
 
 
@@ -382,7 +357,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     for line in chart.lines:
         # A single point has no line, and many hide it.
         marker = "o" if len(line.points) <= 12 else None
-        xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
+        xs, ys = line.columns()
         (drawn,) = axes.plot(xs, ys, line.dash, color=line.colour, marker=marker, markersize=3.5)
         drawn.set_gid(f"{_GROUP}{len(titles)}")
         last = f": {ys[-1]:.4g} at step {xs[-1]}" if line.points else ""
@@ -401,9 +376,9 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.grid(color=_GREY, alpha=0.25)
-    axes.spines[:].set_color(_GREY)
-    axes.tick_params(which="both", color=_GREY)
+    axes.grid(color=GREY, alpha=0.25)
+    axes.spines[:].set_color(GREY)
+    axes.tick_params(which="both", color=GREY)
     return titles
 
 
