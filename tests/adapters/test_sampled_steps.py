@@ -62,7 +62,7 @@ DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "
 
 def of_transformers(name: str, dropout: float) -> nn.Module:
     family = BY_NAME[name]
-    known = vars(getattr(__import__("transformers"), family.config)())
+    known = vars(family.fresh().config)
     changed = {key: dropout for key in DROPOUTS if key in known}
     assert changed
     return family._replace(sizes=family.sizes | changed).build().train()
