@@ -198,47 +198,6 @@ class Module(nn.Module):
 BATCHES = torch.randn(6, 4, 10, 16, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_trainer_of_lightning_has_the_rows_of_a_loop(tmp_path):
-    lightning = pytest.importorskip("lightning.pytorch")
-    from leaner_kernels.adapters.lightning import KappaCallback
-
-    class Fitted(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = Module()
-
-        def training_step(self, batch, _index):
-            return self.net.loss(batch[0])
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    callback = KappaCallback(every=2, samples=4, folder=str(tmp_path), page=False)
-    trainer = lightning.Trainer(
-        max_epochs=1, accelerator="cpu", callbacks=[callback], logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(BATCHES), batch_size=None)
-    trainer.fit(Fitted(), batches)
-
-    torch.manual_seed(0)
-    own = Module()
-    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
-    monitor, expected, losses = KappaMonitor(own, every=2, samples=4), [], []
-    for step, batch in enumerate(BATCHES):
-        with monitor.step(step) as rows:
-            loss = own.loss(batch)
-            loss.backward()
-        expected += rows
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    found = [row | {"layer": row["layer"].removeprefix("net.")} for row in rows_of(tmp_path)]
-    assert found == expected
-    assert [row["loss"] for row in rows_of(tmp_path, "metrics.jsonl")] == losses
-
-
 def fit(folder: Path, module: Any, *, every: int = 2, ckpt_path: Any = None, **options: Any) -> Any:
     """Fit a module of Lightning to six batches an epoch, and one to validate."""
     lightning = pytest.importorskip("lightning.pytorch")
@@ -290,6 +249,25 @@ def fitted(training_step: Any = None, *, optimizers: int = 1, validates: bool = 
     if validates:
         Fitted.validation_step = validation_step
     return Fitted()
+
+
+def test_a_trainer_of_lightning_has_the_rows_of_a_loop(tmp_path):
+    fit(tmp_path, fitted())
+    own = fitted().nets[0]
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    monitor, expected, losses = KappaMonitor(own, every=2, samples=4), [], []
+    for step, batch in enumerate(BATCHES):
+        with monitor.step(step) as rows:
+            loss = own.loss(batch)
+            loss.backward()
+        expected += rows
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [row | {"layer": row["layer"].removeprefix("nets.0.")} for row in rows_of(tmp_path)]
+    assert found == expected
+    metrics = rows_of(tmp_path, "metrics.jsonl")
+    assert [row["loss"] for row in metrics if "loss" in row] == losses
 
 
 def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:

@@ -16,6 +16,15 @@ def fired(alarm: EntropyAlarm, entropies: list[float | None]) -> list[tuple[int,
     return [(a.step, a.reason) for s, e in enumerate(entropies) for a in alarm.update([row(s, e)])]
 
 
+def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one() -> None:
+    short = [row(step, 0.8 * math.log(5)) | {"columns": 5} for step in range(30)]
+    healthy = [row(step, 0.8 * math.log(100)) for step in range(30)]
+    assert EntropyAlarm().update(healthy + short[:10]) == []
+    # In nats it would be as before.
+    (alarm,) = EntropyAlarm().update([*short, row(30, 0.2 * math.log(100))])
+    assert (alarm.step, alarm.reason) == (30, "drop")
+
+
 def test_the_floor_fires_once_per_collapse() -> None:
     # log(100) = 4.6: the floor is at 0.46, and at 0.69 it can fire again.
     entropies = [4.0, 0.5, 0.4, 0.3, 0.5, 0.4, 0.7, 0.4]
