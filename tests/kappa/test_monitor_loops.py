@@ -104,17 +104,6 @@ def test_a_layer_that_a_step_skips_has_a_row_without_numbers(make: Callable[[], 
     assert one_step(monitor, model, batch(), step=0) == whole
 
 
-def test_a_step_of_one_token_has_rows() -> None:
-    for model in (ours(), of_others()):
-        monitor = KappaMonitor(model, every=1)
-        one_step(monitor, model, batch())
-        rows = one_step(monitor, model, batch()[:, :1], step=1)
-        if isinstance(model, Skips):
-            assert [row["kappa"] for row in rows] == [pytest.approx(1)] * 3
-        else:
-            assert {row["reason"] for row in rows} == {"no call of several queries"}
-
-
 def test_why_there_is_no_kappa() -> None:
     model = ours()
     monitor = KappaMonitor(model, every=1)
