@@ -1,10 +1,8 @@
 """A callback that measures kappa in runs of Hugging Face's ``Trainer``."""
 
-import sys
-from functools import wraps
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from ..monitor.run_log import RunLog
 
@@ -19,7 +17,8 @@ class KappaCallback(TrainerCallback):
     trainer), ``alarms.jsonl`` and, at the end, ``page.html``; "step" counts the updates before the
     newest. A run resumed from a checkpoint continues these files; a new run renames existing ones.
     The logs of the trainer get "kappa", the newest geometric mean over the layers that are
-    resolved.
+    resolved. After a training that an error ended in a sampled step, ``run.monitor.cancel()`` of
+    the callback, or the next training, ends the sample.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -37,20 +36,18 @@ class KappaCallback(TrainerCallback):
         self.options = {"every": every, "samples": samples, **options}
         self.folder = folder
         self.run: RunLog | None = None
-        self._trainer: Trainer | None = None
-        self._replaced: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Construct the monitor of this training."""
-        self._release()
+        if self.run is not None:
+            # Of a training that an error ended, which no callback is told.
+            self.run.monitor.cancel()
         folder, first = self.folder or args.output_dir, int(state.global_step)
         self.run = RunLog(objects["model"], folder, first=first, **self.options)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
-        """Begin a step of one or more batches, each run by the trainer's ``training_step``."""
+        """Begin a step of one or more batches."""
         assert self.run is not None
-        if self._trainer is None:
-            self._watch(_trainer_that_calls())
         self.run.begin(state.global_step)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -78,46 +75,5 @@ class KappaCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Write the remaining rows, and the page."""
-        self._release()
         if self.run is not None:
             self.run.close()
-
-    def _watch(self, trainer: Trainer | None) -> None:
-        """Cancel the step if the trainer's ``training_step`` raises, which no callback reports."""
-        if trainer is None:
-            return
-        inner = trainer.training_step
-
-        @wraps(inner)
-        def training_step(*args: Any, **named: Any) -> Any:
-            try:
-                return inner(*args, **named)
-            except BaseException:
-                self._release()
-                raise
-
-        self._trainer, self._replaced = trainer, vars(trainer).get("training_step")
-        trainer.training_step = training_step
-
-    def _release(self) -> None:
-        """Cancel the step, and restore the trainer's ``training_step``."""
-        if self.run is not None:
-            self.run.monitor.cancel()
-        trainer, self._trainer = self._trainer, None
-        if trainer is None:
-            return
-        if self._replaced is None:
-            vars(trainer).pop("training_step", None)
-        else:
-            trainer.training_step = self._replaced
-
-
-def _trainer_that_calls() -> Trainer | None:
-    """Return the trainer that runs this callback, from the call stack."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, Trainer):
-            return caller
-        frame = frame.f_back
-    return None

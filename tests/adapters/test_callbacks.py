@@ -121,18 +121,12 @@ def is_untouched(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("ours", [False, True], ids=["traced, forward", "ours, backward"])
-def test_a_trainer_that_is_interrupted_in_a_sampled_step_leaves_nothing(tmp_path, ours):
+def test_a_training_after_one_that_was_interrupted_in_a_sampled_step_leaves_nothing(tmp_path, ours):
     pytest.importorskip("transformers")
     from leaner_kernels.adapters.transformers_trainer import KappaCallback
 
-    trainer = trainer_of_transformers(
-        tmp_path,
-        [KappaCallback(every=1, samples=4, page=False)],
-        model=Ours() if ours else None,
-        gradient_accumulation_steps=2,
-    )
-    own = trainer.training_step
-    trainer.training_step = own
+    callback = KappaCallback(every=1, samples=4, page=False)
+    trainer = trainer_of_transformers(tmp_path, [callback], model=Ours() if ours else None)
 
     def stop(*_: Any) -> None:
         if trainer.state.global_step == 2 and trainer.is_in_train:
@@ -145,12 +139,10 @@ def test_a_trainer_that_is_interrupted_in_a_sampled_step_leaves_nothing(tmp_path
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     handle.remove()
-    assert is_untouched(trainer.model)
     trainer.train()
-    assert trainer.training_step is own
     assert is_untouched(trainer.model)
     assert {row["step"] for row in rows_of(tmp_path)} == {*range(6)}
-    assert {row["step"] for row in rows_of(tmp_path, "kappa.1.jsonl")} >= {0, 1}
+    assert {row["step"] for row in rows_of(tmp_path, "kappa.1.jsonl")} == {0, 1}
 
 
 @pytest.mark.slow
