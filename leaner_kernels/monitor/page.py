@@ -49,33 +49,29 @@ _FILES = {
     "kappa_probe": {"step": int, "layer": str},
     "alarms": {"step": int, "message": str},
 }
-_ALARM = "#d62728"
+_ALARM = "#d62728"  # of the lines at alarms
 _DASHES = ("-", "--", ":")
-# Of charts of metrics: title, unit, and lines by the names that trainers write them under.
-_SCORES = (
-    (
-        *("Loss", "loss"),
-        {
-            "loss": "training",
-            "held_out_loss": "held out",
-            "held_out_ema_loss": "held out, averaged weights",
-        },
-    ),
-    (
-        *("Held-out accuracy", "share that is correct"),
-        {
-            "held_out_accuracy": "accuracy",
-            "held_out_ema_accuracy": "accuracy, averaged weights",
-            "held_out_top5": "top-5",
-        },
-    ),
-)
-_COURSE = (
-    ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
-    ("Gradient norm", "norm", {"grad_norm": ""}),
-    ("Throughput", "items a second", {"throughput": ""}),
-)
-# Layers whose kappa is in the first table, unless the reader unfolds it.
+# Charts of metrics by title: the unit, and what lines are called by the names of their rows.
+_LOSSES = {
+    "loss": "training",
+    "held_out_loss": "held out",
+    "held_out_ema_loss": "held out, averaged weights",
+}
+_ACCURACIES = {
+    "held_out_accuracy": "accuracy",
+    "held_out_ema_accuracy": "accuracy, averaged weights",
+    "held_out_top5": "top-5",
+}
+_SCORES = {
+    "Loss": ("loss", _LOSSES),
+    "Held-out accuracy": ("share that is correct", _ACCURACIES),
+}
+_COURSE = {
+    "Learning rate": ("learning rate", {"lr": "", "learning_rate": ""}),
+    "Gradient norm": ("norm", {"grad_norm": ""}),
+    "Throughput": ("items a second", {"throughput": ""}),
+}
+# With up to so many layers the table of their kappa is unfolded.
 _LISTED = 12
 
 
@@ -238,9 +234,11 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
     yield from _of_metrics(runs, _COURSE)
 
 
-def _of_metrics(runs: list[Run], charts: Iterable[Any]) -> Iterator[_Chart]:
+def _of_metrics(
+    runs: list[Run], charts: Mapping[str, tuple[str, dict[str, str]]]
+) -> Iterator[_Chart]:
     several = len(runs) > 1
-    for title, unit, keys in charts:
+    for title, (unit, keys) in charts.items():
         lines = []
         for index, run in enumerate(runs):
             for place, (key, label) in enumerate(keys.items()):
