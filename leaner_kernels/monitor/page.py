@@ -164,7 +164,9 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         charts="\n".join(charts),
         alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
         facts=_compared(names, map(_facts, runs)),
-        settings=_compared(names, ({k: _shown(v) for k, v in s.items()} for s in settings)),
+        settings=_compared(
+            names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings)
+        ),
     )
     write_file(path, text.encode("utf-8", "backslashreplace"))
     return {name: count for run in runs for name, count in run.damaged.items()}
@@ -450,7 +452,7 @@ def _facts(run: Run) -> dict[str, str]:
     return facts
 
 
-def _shown(value: Any, name: str = "") -> str:
+def _shown(value: Any, name: str = "", digits: int = 4) -> str:
     """Return a value of a summary as text, in the unit that its name tells."""
     if isinstance(value, list):
         same = len(value) > 1 and all(item == value[0] for item in value)
@@ -463,7 +465,9 @@ def _shown(value: Any, name: str = "") -> str:
         return f"{value / 2**30:.2f} GiB"
     if name.endswith(("_accuracy", "_share", "mfu", "_top5")):
         return f"{value:.1%}"
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.10g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
 def _compared(names: list[str], runs: Iterable[dict[str, str]]) -> str:
@@ -480,7 +484,8 @@ def _table(
     lines = []
     for row in rows:
         different = mark_different and len(set(row[1:])) > 1
-        lines.append(f"<tr{' class=different' if different else ''}>{_cells('td', row)}</tr>")
+        cells = _cells("th", row[:1]) + _cells("td", row[1:])
+        lines.append(f"<tr{' class=different' if different else ''}>{cells}</tr>")
     return f"<div class=scroll><table><tr>{_cells('th', head)}</tr>{''.join(lines)}</table></div>"
 
 

@@ -124,8 +124,8 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
         "train/vit.py --heads &lt;16&gt;",
         "best 99.0% at step 4; final 83.0% at step 9",
         "best 0.2 at step 4; final 0.6 at step 9",
-        "<td>κ, b.0</td><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
-        "<td>κ, b.1</td><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
+        "<th>κ, b.0</th><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
+        "<th>κ, b.1</th><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
         "Gaussian heads are the comparison",
     ):
         assert shown in first
@@ -190,8 +190,8 @@ def test_a_long_run_is_thinned_evenly_to_its_last_step_and_says_so(tmp_path, cha
     assert (steps[0], steps[-1]) == (0, 19_999)
     assert {b - a for a, b in itertools.pairwise(steps)} == {40, 41}
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert "<td>metrics.jsonl</td><td>500 of 20,000 steps are shown, evenly spaced</td>" in text
-    assert "<td>kappa.jsonl</td><td>20 of 400 steps" in text
+    assert "<th>metrics.jsonl</th><td>500 of 20,000 steps are shown, evenly spaced</td>" in text
+    assert "<th>kappa.jsonl</th><td>20 of 400 steps" in text
     assert sum(len(line.points) for line in charts[1].lines) == CHART_POINTS + 20
 
 
@@ -205,7 +205,7 @@ def test_damaged_lines_are_skipped_and_counted_and_half_a_line_is_not(tmp_path, 
     assert said.out == f"written to {folder / 'page.html'}\n"
     assert f"{folder / 'kappa.jsonl'}: 2 damaged lines skipped" in said.err
     text = (folder / "page.html").read_text("utf-8")
-    assert re.search(r"damaged lines in kappa.jsonl</td><td>2, skipped", text)
+    assert re.search(r"damaged lines in kappa.jsonl</th><td>2, skipped", text)
     assert named(charts[2])["blocks.0"][0] == [0, 4, 8]
 
 
