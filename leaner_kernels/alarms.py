@@ -5,11 +5,10 @@ run that gets the earlier rows.
 """
 
 import math
-import sys
 from collections import defaultdict, deque
 from collections.abc import Iterable
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +16,8 @@ from .ops._checks import LARGEST, shown
 
 # Kappa of float32 heads is not resolved past about this.
 UNRESOLVED = 1e7
+# The newest rows of a layer, which make its median.
+WINDOW = 20
 
 
 class Alarm(NamedTuple):
@@ -54,22 +55,17 @@ class EntropyAlarm:
 
     Entropies count as fractions of that of attending to everything alike, log(columns) for rows of
     so many entries, so that sequences may differ in length. Two limits, each with its own alarm:
-    "floor", such a fraction; and "drop", a part of the layer's own median fraction over the newest
-    rows, once half of the window is filled. Rows of one column are skipped. An alarm fires once
-    and can fire again when the entropy is back above ``recover`` times its limit, or, for "drop",
-    when the lower level has become the median; below the floor no drop is reported. Rows are equal
-    on all ranks, so alarms are too.
+    "floor", such a fraction; and "drop", a third of the layer's own median fraction over its newest
+    20 rows, once there are ten. Rows of one column are skipped. An alarm fires once and can fire
+    again when the entropy is back above 1.5 times its limit, or, for "drop", when the lower level
+    has become the median; below the floor no drop is reported. Rows are equal on all ranks, so
+    alarms are too.
 
     Args:
         floor: fraction of log(columns), in [0, 1).
-        drop: how many times below its median the entropy may fall, above 1.
-        window: rows of a layer that make the median, at least 2.
-        recover: how far above its limit the entropy must be for another alarm, at least 1.
-        field: of the rows: "entropy", the mean over heads and samples, or "entropy_min" where the
-            rows have it. Single heads may be sharp in healthy models, so the mean is the default.
 
     Raises:
-        ValueError: a number outside the list above.
+        ValueError: a floor outside that range.
 
     Under a causal mask row i sees i tokens only, so attention to all alike has about
     log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
@@ -77,75 +73,57 @@ class EntropyAlarm:
     Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the two limits are our own.
     """
 
-    def __init__(
-        self,
-        floor: float = 0.1,
-        drop: float = 3.0,
-        window: int = 20,
-        recover: float = 1.5,
-        field: str = "entropy",
-    ) -> None:
-        allowed = {
-            "floor": (floor, "in [0, 1)", lambda x: 0 <= x < 1),
-            "drop": (drop, "above 1", lambda x: 1 < x <= LARGEST or x == math.inf),
-            "window": (window, "at least 2", lambda x: 2 <= x <= sys.maxsize),
-            "recover": (recover, "at least 1", lambda x: 1 <= x <= LARGEST or x == math.inf),
-        }
-        for name, (value, range_, holds) in allowed.items():
-            if not isinstance(value, Real) or not holds(value):
-                raise ValueError(f"{name} must be {range_}, got {shown(value)}")
-        if not isinstance(window, Integral):
-            raise ValueError(f"window must be a whole number, got {window}")
-        self.floor, self.drop, self.window = floor, drop, window
-        self.recover, self.field = recover, field
-        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=window))
+    DROP, RECOVER = 3.0, 1.5
+
+    def __init__(self, floor: float = 0.1) -> None:
+        if not isinstance(floor, Real) or not 0 <= floor < 1:
+            raise ValueError(f"floor must be in [0, 1), got {shown(floor)}")
+        self.floor = floor
+        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=WINDOW))
         self._fired: set[tuple[str, str]] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
         """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
 
         Args:
-            rows: each with step, layer, columns and ``field``; None there, and what is not finite,
-                is skipped: the loss itself is no number then.
+            rows: each with step, layer, columns and entropy; None there, and what is not finite, is
+                skipped: the loss itself is no number then.
 
         Returns:
             The alarms, in the order of the rows.
-
-        Raises:
-            KeyError: a row without one of these fields.
         """
         known = [
-            r
-            for r in rows
-            if r[self.field] is not None and math.isfinite(r[self.field]) and r["columns"]
+            row
+            for row in rows
+            if row["entropy"] is not None and math.isfinite(row["entropy"]) and row["columns"]
         ]
         return [alarm for row in known for alarm in self._check(row)]
 
     def _check(self, row: dict[str, Any]) -> list[Alarm]:
-        layer, entropy, history = row["layer"], row[self.field], self._history[row["layer"]]
+        layer, entropy, history = row["layer"], row["entropy"], self._history[row["layer"]]
         whole = math.log(row["columns"])
         if whole == 0:
             return []
         limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
             "floor": (self.floor, f"{self.floor:g} of log(columns) = {whole:.3g}")
         }
-        if 2 * len(history) >= self.window:
+        if 2 * len(history) >= WINDOW:
             usual = median(history)
             limits["drop"] = (
-                usual / self.drop,
-                f"1/{self.drop:g} of the usual {usual * whole:.3g}",
+                usual / self.DROP,
+                f"1/{self.DROP:g} of the usual {usual * whole:.3g}",
             )
         # Rounding can push the entropy of attending to one token below zero.
         fraction = max(entropy, 0.0) / whole
         history.append(fraction)
         alarms = []
         for reason, (limit, words) in limits.items():
-            if fraction >= limit * self.recover:
+            if fraction >= limit * self.RECOVER:
                 self._fired.discard((layer, reason))
             elif fraction < limit and not self._fired & {(layer, reason), (layer, "floor")}:
                 self._fired.add((layer, reason))
                 message = (
-                    f"step {row['step']}: attention of {layer} collapses: {self.field} "
+                    f"step {row['step']}: attention of {layer} collapses: entropy "
                     f"{entropy:.3g} nats, below {limit * whole:.3g}, {words}"
                 )
                 alarms.append(Alarm(row["step"], layer, reason, entropy, limit * whole, message))
@@ -205,30 +183,27 @@ class KappaAlarm:
 
     A healthy kappa depends on the shape, the layer and the age of a model, so that no absolute
     limit suits all. "rise": in three consecutive rows, a layer's kappa is above ``factor`` times
-    the median of its newest ``window`` values, and also six of their deviations above it (with few
-    heads, kappa varies by orders of magnitude between batches); not in the first half window. A
+    the median of its newest 20 values, and also six of their deviations above it (with few
+    heads, kappa varies by orders of magnitude between batches); not in the first ten rows. A
     kappa that is not resolved, as when all tokens attend to one, counts as 1e7. "lost": a layer
     that had a kappa has none for five rows, the effect of a collapse in the first steps.
 
     Args:
         factor: factor of the median, above 1.
-        window: number of recent rows of a layer, at least 2.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if it is not.
     """
 
     DEVIATIONS = 6.0
     # So many rows in a row are no accident of a batch: a single one often has no kappa.
     RISEN, LOST = 3, 5
 
-    def __init__(self, factor: float = 10.0, window: int = 20) -> None:
+    def __init__(self, factor: float = 10.0) -> None:
         if not isinstance(factor, Real) or not 1 < factor <= LARGEST:
             raise ValueError(f"factor must be above 1, got {shown(factor)}")
-        if not isinstance(window, Integral) or not 2 <= window <= sys.maxsize:
-            raise ValueError(f"window must be a whole number of at least 2, got {shown(window)}")
-        self.factor, self.window = factor, window
-        self._rises = defaultdict(partial(RiseDetector, self.DEVIATIONS, window, self.RISEN))
+        self.factor = factor
+        self._rises = defaultdict(partial(RiseDetector, self.DEVIATIONS, WINDOW, self.RISEN))
         # Of each layer: whether its newest rows have a kappa, how many, and whether it may be lost.
         # As if it had been resolved so far: the first row decides.
         self._rows = defaultdict(partial(_Rows, True, self.LOST - 1, False))

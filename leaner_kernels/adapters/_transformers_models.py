@@ -1,6 +1,5 @@
 """Our attention in the models of transformers: set in their configurations, found in their code."""
 
-import dis
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -232,15 +231,10 @@ def _keyword_use(cls: type, name: str) -> KeywordUse:
 
 
 def _reads(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function names a keyword, or looks itself into those that it does not name."""
+    """Whether a function names a keyword, as a parameter or as a string to look it up by."""
     if not isinstance(function, FunctionType):
         return True
-    code, parameters = function.__code__, inspect.signature(function).parameters
-    rest = {p.name for p in parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD}
-    loaded = (instruction.argval for instruction in dis.get_instructions(code))
-    # Python 3.13 loads two variables by one instruction.
-    names = (loads if isinstance(loads, tuple) else (loads,) for loads in loaded)
-    return name in parameters or any(not rest.isdisjoint(pair) for pair in names)
+    return name in inspect.signature(function).parameters or name in function.__code__.co_consts
 
 
 def dispatches(module: nn.Module) -> bool:

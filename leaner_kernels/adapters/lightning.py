@@ -85,15 +85,14 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self._log(trainer, values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pause sampling: a validation may run between the batches of a step."""
+        """End the sample, which is no forward of a validation's between the batches of a step."""
         if self.run is not None:
-            self.run.monitor.pause()
+            self.run.end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the logs of a validation, with the step of the update before it."""
         # Of a fit, and not of the check before it or of ``trainer.validate``.
         if self.run is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.run.monitor.resume()
             self._log(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

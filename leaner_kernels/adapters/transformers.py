@@ -72,7 +72,6 @@ HARMLESS = frozenset(
 )
 # A sink needs one dimension; with eight, rows stay aligned for the kernels' loads.
 SINK_DIMS = 8
-OWN_NAMES = ("eager", "sdpa", "flex", "flash", "paged")
 INSTEAD = {
     "output_attentions": "weights are never stored, KappaMonitor(model) keeps their statistics",
     "cache": "generate without continuous batching",
@@ -94,30 +93,19 @@ def use(model: nn.Module) -> Swapped:
     Raises:
         ValueError: if no module dispatches; the model is then unchanged.
     """
-    register(NAME)
+    register()
     return swap(model)
 
 
-def register(name: str = NAME) -> None:
-    """Register ``attn_implementation=name`` with transformers; repeated calls are harmless.
+def register() -> None:
+    """Register ``attn_implementation="leaner"`` with transformers; repeated calls are harmless.
 
     Masks are those of transformers for PyTorch's attention: none if a batch is causal or full
     without padding, otherwise boolean; models that do not support PyTorch's attention get boolean
     masks for causal batches too.
-
-    Args:
-        name: an identifier that does not contain one of transformers' own names, which it handles
-            specially.
-
-    Raises:
-        ValueError: if the name is not such an identifier.
     """
-    if not name.isidentifier() or any(own in name for own in OWN_NAMES):
-        raise ValueError(
-            f"name must be an identifier without any of {', '.join(OWN_NAMES)}, got {name!r}"
-        )
-    AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, mask)
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
 
 
 def mask(

@@ -90,37 +90,25 @@ class SharedCapture:
 
     def __init__(self, modules: Iterable[Any], samples: int) -> None:
         self.modules, self.samples = list(modules), samples
-        self._paused = False
 
     def start(self) -> None:
-        """Capture from now on; after ``pause``, too. Else what was captured for this is dropped."""
+        """Capture from now on, and drop what was captured before, unless others sample too."""
         for module in filter(can_capture, self.modules):
             requested = _REQUESTED.setdefault(module, {})
-            if requested.keys() <= {id(self)} and not self._paused:
+            if requested.keys() <= {id(self)}:
                 module.captured = None
             requested[id(self)] = self.samples
             module.capture_samples = max(requested.values())
-        self._paused = False
-
-    def pause(self) -> None:
-        """Capture no more, unless for others, and keep what was captured until ``stop``."""
-        self._paused = True
-        for module in filter(can_capture, self.modules):
-            requested = _REQUESTED.get(module, {})
-            requested.pop(id(self), None)
-            module.capture_samples = max(requested.values(), default=0)
 
     def stop(self) -> None:
         """Capture no more, unless for others, and drop what was captured; harmless twice."""
         for module in self.modules:
             requested = _REQUESTED.get(module, {})
-            mine = requested.pop(id(self), None) is not None or self._paused
-            if not mine or not can_capture(module):
+            if requested.pop(id(self), None) is None or not can_capture(module):
                 continue
             module.capture_samples = max(requested.values(), default=0)
             if not requested:
                 module.captured = None
-        self._paused = False
 
 
 class KappaMonitor:
@@ -321,9 +309,6 @@ class KappaMonitor:
     def _start(self, step: int) -> None:
         self._step = step
         self._warn_of_undo()
-        self._arm()
-
-    def _arm(self) -> None:
         self._capture.start()
         if self._trace is not None and (self._trace_despite_compile or not may_be_compiled()):
             self._trace.start()
@@ -374,22 +359,6 @@ class KappaMonitor:
                     self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
             kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
             self._pending_rows.append(_PendingRows(step, kinds, host_copy))
-
-    def pause(self) -> None:
-        """Stop capturing until ``resume`` or ``end``; what was captured counts.
-
-        For a loop of several forwards a step that others may interrupt between them: meanwhile no
-        hook is set and compiled code runs.
-        """
-        if self.sampling:
-            self._capture.pause()
-            if self._trace is not None:
-                self._trace.stop()
-
-    def resume(self) -> None:
-        """Capture again after ``pause``; harmless in a step that is not sampled."""
-        if self.sampling:
-            self._arm()
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.

@@ -1,6 +1,7 @@
 """Kappa of a saved model: ``python -m leaner_kernels.monitor NAME_OR_FOLDER --data FILES``."""
 
 import argparse
+import json
 import logging
 import os
 import sys
@@ -13,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import KappaMonitor
+from . import KappaMonitor, plot
 from .command_line import as_path, command, first_line, one_line
 from .files import DATA, SETTINGS, check_below, files_below, parse_json, read_file, text_of
 from .pictures import PICTURES, decode
-from .table import add_flags, pieces, show
+from .table import table
 
 # Inputs of models of transformers, of which one may need several.
 _INPUTS = (
@@ -51,13 +52,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--random-weights", action="store_true", help="of a NAME of timm: load none"
     )
-    add_flags(parser)
+    parser.add_argument(
+        "--head-report",
+        action="store_true",
+        help="also how correlated and isotropic the heads are, which explains a high κ",
+    )
+    to_file: Any = {"type": as_path, "metavar": "FILE"}
+    parser.add_argument("--json", **to_file, help="write the rows, as JSON lines")
+    parser.add_argument("--plot", **to_file, help="draw κ over layers: png, svg, pdf")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args(arguments)
     # A host that cannot be reached is one line in the end, not one for each retry.
     logging.disable(logging.WARNING)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        show(measured(args), args)
+        rows = measured(args)
+        sys.stdout.write(table(rows) + "\n")
+        if args.json is not None:
+            args.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        if args.plot is not None:
+            plot(rows, args.plot, over="layers")
         sys.stdout.flush()
     except (OSError, ValueError, RuntimeError, ImportError, MemoryError) as error:
         sys.stderr.write(f"error: {one_line(first_line(error))}\n")
@@ -238,7 +252,11 @@ def _token_ids(
             raise ValueError(f"{path} is not text in UTF-8") from error
         if len(ids) >= length * args.samples:
             break
-    return pieces(ids, length, args.samples)
+    length = min(length, len(ids))
+    if length < 2:
+        raise ValueError("the text has fewer than two tokens")
+    count = min(args.samples, len(ids) // length)
+    return torch.tensor(ids[: count * length]).view(count, length)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 matplotlib is imported when there is something to draw.
 """
 
+import colorsys
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .rows import Row, newest
 
@@ -18,6 +19,9 @@ __all__ = ["plot"]
 
 # Names of layers that fit below an axis, and in a column of a legend beside it.
 _TICKS, _LEGEND = 48, 24
+# Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREY = "#808080"
 
 
 def plot(
@@ -47,8 +51,8 @@ def plot(
         ValueError: no rows, another ``over``, or a suffix that names no format.
         OSError: the file cannot be written.
     """
-    if over not in _DRAW:
-        raise ValueError(f"over must be one of {', '.join(_DRAW)}, got {over!r}")
+    if over not in ("steps", "layers"):
+        raise ValueError(f"over must be one of steps, layers, got {over!r}")
     rows = newest(rows)
     if not rows:
         raise ValueError("there are no rows to draw")
@@ -56,70 +60,80 @@ def plot(
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    _DRAW[over](figure, rows)
+    figure = Figure(layout="constrained")
+    scale = axis_scale(number(row.get("kappa")) for row in rows)
+    axes = figure.add_subplot(xlabel=over.rstrip("s"), ylabel="condition number κ", yscale=scale)
+    if over == "steps":
+        lines = kappa_lines(rows)
+    else:
+        rows = [row for row in rows if row["step"] in (rows[0]["step"], rows[-1]["step"])]
+        lines = _lines_over_layers(rows)
+        names = [*short_names(rows).values()]
+        every = math.ceil(len(names) / _TICKS)
+        turned = 90 if len(names) > 8 * every else 0
+        axes.set_xticks(range(0, len(names), every), names[::every], rotation=turned)
+    for line in lines:
+        axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
+    axes.set_title(without_kappa(rows), fontsize="small")
+    axes.grid(alpha=0.3)
+    columns = math.ceil(len(lines) / _LEGEND)
+    figure.set_size_inches(6.5 + 1.5 * columns, 4.5)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
 
 
-def _draw_steps(figure: "Figure", rows: list[Row]) -> None:
-    from matplotlib import colormaps
-
-    axes, layers = _kappa_axes(figure, rows, "step"), short_names(rows)
-    for place, (layer, points) in enumerate(series(rows, "kappa").items()):
-        colour = colormaps["viridis"](place / max(len(layers) - 1, 1))
-        axes.plot(*_columns(points), "o-", ms=3, color=colour, label=layers[layer])
-    for line in gaussian_lines(rows):
-        label = f"Gaussian heads: {spread(line.values())}"
-        if len(set(line.values())) == 1:
-            axes.axhline(next(iter(line.values())), color="black", ls="--", label=label)
-        else:
-            axes.plot(*_columns(sorted(line.items())), "k--", label=label)
-    _legend(figure, axes)
-
-
-def _draw_layers(figure: "Figure", rows: list[Row]) -> None:
-    chosen = list(dict.fromkeys((rows[0]["step"], rows[-1]["step"])))
-    rows = [row for row in rows if row["step"] in chosen]
-    axes, layers = _kappa_axes(figure, rows, "layer"), short_names(rows)
-    place = {layer: index for index, layer in enumerate(layers)}
-    for step in chosen:
+def _lines_over_layers(rows: list[Row]) -> list["Line"]:
+    """Return a line of kappa over the layers for each step, and one of Gaussian heads."""
+    place, lines = {layer: index for index, layer in enumerate(short_names(rows))}, []
+    for step, colour in zip(dict.fromkeys(row["step"] for row in rows), COLOURS, strict=False):
         of_step = [row for row in rows if row["step"] == step and _has(row, "kappa")]
         points = sorted((place[row["layer"]], row["kappa"]) for row in of_step)
-        axes.plot(*_columns(points), "o-", ms=4, label=f"step {step}")
+        lines.append(Line(f"step {step}", points, colour))
     predicted = {place[r["layer"]]: r["kappa_gaussian"] for r in rows if _has(r, "kappa_gaussian")}
     if predicted:
-        axes.plot(*_columns(sorted(predicted.items())), "k_--", label="Gaussian heads")
-    every = math.ceil(len(layers) / _TICKS)
-    names = list(layers.values())[::every]
-    axes.set_xticks(range(0, len(layers), every), names, rotation=90 if len(names) > 8 else 0)
-    _legend(figure, axes)
-
-
-_DRAW: dict[str, Any] = {"steps": _draw_steps, "layers": _draw_layers}
-
-
-def _kappa_axes(figure: "Figure", rows: list[Row], x: str) -> Any:
-    scale = axis_scale(number(row.get("kappa")) for row in rows)
-    axes = figure.add_subplot(xlabel=x, ylabel="condition number κ", yscale=scale)
-    axes.set_title(without_kappa(rows), fontsize="small")
-    axes.grid(alpha=0.3)
-    return axes
-
-
-def _legend(figure: "Figure", axes: Any) -> None:
-    columns = math.ceil(len(axes.lines) / _LEGEND)
-    figure.set_figwidth(6.5 + 1.5 * columns)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
-
-
-def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    points = list(points)
-    return [x for x, _ in points], [y for _, y in points]
+        lines.append(Line("Gaussian heads", sorted(predicted.items()), GREY, "--"))
+    return lines
 
 
 # What the page of a run shows too.
+
+
+class Line(NamedTuple):
+    """A line of a chart; without a name it has no place in the legend."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dash: str = "-"
+    title: str = ""  # shown where a pointer is on the line; else the name
+
+    def columns(self) -> tuple[list[float], list[float]]:
+        """Return x and y of the points."""
+        return [x for x, _ in self.points], [y for _, y in self.points]
+
+
+def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
+    """Return a line for each layer, from blue to red; legible on white and on black."""
+    rows = list(rows)
+    names, lines = short_names(rows), []
+    for place, (layer, points) in enumerate(series(rows, field).items()):
+        hue = 0.62 * (1 - place / max(len(names) - 1, 1))
+        red, green, blue = (round(255 * c) for c in colorsys.hls_to_rgb(hue, 0.45, 0.75))
+        colour = f"#{red:02x}{green:02x}{blue:02x}"
+        lines.append(Line(names[layer] or "the model", points, colour, title=layer))
+    return lines
+
+
+def kappa_lines(rows: Iterable[Row]) -> list[Line]:
+    """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
+    rows = list(rows)
+    gaussian = [
+        Line(f"Gaussian heads: {spread(line.values())}", sorted(line.items()), GREY, "--")
+        for line in gaussian_lines(rows)
+    ]
+    return layer_lines(rows, "kappa") + gaussian
 
 
 def number(value: Any) -> float | None:

@@ -155,7 +155,7 @@ def read_summary(path: Path) -> dict[str, Any]:
     summary = parse_json(read_file(path, SETTINGS))
     if not isinstance(summary, dict):
         return {}
-    settings = summary.get("settings")
+    settings = summary.pop("settings", None)
     kept = {"settings": _plain(settings)} if isinstance(settings, dict) else {}
     return _plain(summary) | kept
 

@@ -4,8 +4,7 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,6 @@ class RunLog:
         first: the updates before this run goes on, as from a checkpoint. The rows of the files from
             this step on are dropped: they come again. 0 is a new run: files that an earlier one
             left keep a number in their names, as ``kappa.1.jsonl``.
-        is_before: whether a row of ``metrics.jsonl`` is of before ``first``, where that does not
-            follow from its step.
         page: whether it is written.
         kappa_factor: of ``KappaAlarm``; 0 for none.
         entropy_floor: of ``EntropyAlarm``; 0 for none.
@@ -53,7 +50,6 @@ class RunLog:
         folder: str | Path,
         *,
         first: int = 0,
-        is_before: Callable[[dict[str, Any]], bool] | None = None,
         page: bool = True,
         kappa_factor: float = 10.0,
         entropy_floor: float = 0.1,
@@ -67,12 +63,7 @@ class RunLog:
         def file(name: str, **keys: Any) -> JsonLines | None:
             path = self.folder / name
             goes_on = first if first and path.exists() else None
-            before = is_before if name == "metrics.jsonl" else None
-            return (
-                JsonLines(path, goes_on, _warn, steps=_SAMPLED, is_before=before, **keys)
-                if self._writes
-                else None
-            )
+            return JsonLines(path, goes_on, _warn, steps=_SAMPLED, **keys) if self._writes else None
 
         kappa = file("kappa.jsonl", **ALARM_ROW)
         self._metrics, self._alarm_rows = file("metrics.jsonl"), file("alarms.jsonl")
@@ -101,23 +92,6 @@ class RunLog:
         self._begun = step
         due = step % every == 0 or (before is not None and step // every > before // every)
         self.monitor.begin(step, due=due)
-
-    @contextmanager
-    def batch(self, step: int) -> Iterator[None]:
-        """Begin a step with the first of its batches, and go on with it in those that follow.
-
-        Between them, and after what raises, no hook is set and nothing is kept from compiling.
-        """
-        try:
-            if step == self._begun:
-                self.monitor.resume()
-            else:
-                self.begin(step)
-            yield
-        except BaseException:
-            self.monitor.cancel()
-            raise
-        self.monitor.pause()
 
     def end(self) -> None:
         """End a step after its last backward; take in the rows that have arrived."""

@@ -1,16 +1,9 @@
-"""Rows of ``KappaMonitor`` as a table of text, and all that a command makes of them."""
+"""Rows of ``KappaMonitor`` as a table of text."""
 
-import argparse
-import json
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..ops.statistics import COLUMNS
-from .command_line import as_path
 from .rows import layer_means
 
 _COLUMNS = {
@@ -45,7 +38,11 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
                    for key in columns.values()]  # fmt: skip
         size = f"{row['heads']}x{row['head_dim']}"
         lines.append([row["layer"] or "the model", size, _number(row["tokens"]), *numbers])
-    text = [aligned(lines)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    ]
     (means,) = layer_means(newest)
     if means["layers"]:
         text.append(
@@ -63,48 +60,6 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
                 f"{_number(min(ranks))} to {_number(max(ranks))}"
             )
     return "\n".join(text)
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of cells in columns, the first to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add what commands that measure a model have in common; ``show`` does as they say."""
-    parser.add_argument(
-        "--head-report",
-        action="store_true",
-        help="also how correlated and isotropic the heads are, which explains a high κ",
-    )
-    to_file: Any = {"type": as_path, "metavar": "FILE"}
-    parser.add_argument("--json", **to_file, help="write the rows, as JSON lines")
-    parser.add_argument("--plot", **to_file, help="draw κ over layers: png, svg, pdf")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def show(rows: list[dict[str, Any]], flags: argparse.Namespace) -> None:
-    """Print the table of rows, and write what ``--json`` and ``--plot`` name."""
-    sys.stdout.write(table(rows) + "\n")
-    if flags.json is not None:
-        flags.json.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    if flags.plot is not None:
-        from .plots import plot
-
-        plot(rows, flags.plot, over="layers")
-
-
-def pieces(tokens: Sequence[int], length: int, samples: int) -> Tensor:
-    """Return at most ``samples`` whole pieces of a text, (S, N); a short one is one piece."""
-    length = min(length, len(tokens))
-    if length < 2:
-        raise ValueError("the text has fewer than two tokens")
-    count = min(samples, len(tokens) // length)
-    return torch.tensor(tokens[: count * length]).view(count, length)
 
 
 def _number(value: float | None) -> str:

@@ -38,7 +38,6 @@ class JsonLines:
         log: shows, once, that lines could not be written; they wait for the next call. Without it
             ``append`` raises OSError.
         steps: how many of the newest steps before ``first`` are kept in ``rows``.
-        is_before: whether a line is of before ``first``, where that does not follow from its step.
         **keys: what a line must have, beside a step, as ``parse_row`` takes it.
 
     Attributes:
@@ -53,7 +52,6 @@ class JsonLines:
         log: Callable[[str], None] | None = None,
         *,
         steps: int = 1,
-        is_before: Callable[[dict[str, Any]], bool] | None = None,
         **keys: Any,
     ) -> None:
         self.path, self.log, self.failed = Path(path), log, False
@@ -65,7 +63,7 @@ class JsonLines:
         if first is not None:
             self._open()
             with open_file(self.path) as file:
-                self._take_up(file, is_before or (lambda row: row["step"] < first), steps)
+                self._take_up(file, first, steps)
             self.append([])
 
     def _open(self) -> None:
@@ -73,9 +71,7 @@ class JsonLines:
             self._descriptor = os.dup(file.fileno())
         self._close = weakref.finalize(self, os.close, self._descriptor)
 
-    def _take_up(
-        self, file: IO[bytes], is_before: Callable[[dict[str, Any]], bool], steps: int
-    ) -> None:
+    def _take_up(self, file: IO[bytes], first: int, steps: int) -> None:
         """Cut the file where the run goes on, and keep the rows of before."""
         newest: list[tuple[int, bytes, dict[str, Any]]] = []
         known: set[int] = set()
@@ -91,7 +87,7 @@ class JsonLines:
                 # What a power cut left where nothing was written yet.
                 size = damaged = begin
                 continue
-            if not is_before(row):
+            if row["step"] >= first:
                 size = begin
                 self.removed.add(row["step"])
                 continue

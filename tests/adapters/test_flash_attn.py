@@ -1,7 +1,9 @@
-"""flash-attention's functions by its names: signatures, alignment, refusals, and what κ sees."""
+"""flash-attention's functions by its names: signatures, layouts and refusals.
+
+That they compute what flash-attention does is in tests/peers/test_flash_attention.py.
+"""
 
 import inspect
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +12,6 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.adapters import flash_attn
-from tests.error_budget import assert_within_budget
-from tests.peers.flash_grid import plain, results, seen
 
 COMMON = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
@@ -42,35 +42,6 @@ def test_signature_is_flash_attentions(name: str) -> None:
     parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
     plainly = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
     assert ", ".join(map(str, plainly)) == SIGNATURES[name]
-
-
-def expected(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Return what a plain attention makes of (B, N, H, D)."""
-    operands = (t.transpose(1, 2) for t in (query, key, value))
-    return plain(*operands, mask=mask).transpose(1, 2)
-
-
-@pytest.mark.parametrize("window_size", [(-1, -1), (2, -1), (1, 3)])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("rows", "cols"), [(7, 7), (3, 7), (7, 3)])
-def test_masks_are_aligned_to_the_last_row_and_key(
-    rows: int, cols: int, causal: bool, window_size: tuple[int, int]
-) -> None:
-    leaves = [randn(2, n, h, 8, seed=i) for i, (n, h) in enumerate([(rows, 4), *[(cols, 2)] * 2])]
-    left, right = window_size
-    mask = seen(rows, cols, left, 0 if causal else right)
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    truth = results(expected(*exact, mask), exact)
-    peer = results(expected(*leaves, mask), leaves)
-    kv = torch.stack(leaves[1:], 2)
-    calls: dict[str, Callable[..., Tensor]] = {
-        "apart": lambda **rest: flash_attn.flash_attn_func(*leaves, **rest),
-        "packed": lambda **rest: flash_attn.flash_attn_kvpacked_func(leaves[0], kv, **rest),
-    }
-    for call in calls.values():
-        actual = results(call(causal=causal, window_size=window_size), leaves)
-        for name, result in actual.items():
-            assert_within_budget(result, (peer[name],), truth[name])
 
 
 @pytest.mark.parametrize("rest", [{}, {"softcap": 5.0}, {"causal": True, "softmax_scale": 0.3}])

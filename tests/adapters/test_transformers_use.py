@@ -18,18 +18,19 @@ from leaner_kernels.adapters import transformers as leaner
 from leaner_kernels.ops import _hooks
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_calls import heads
-from tests.adapters.transformers_families import PADDING, Family
-from tests.adapters.transformers_swapped import (
+from tests.adapters.transformers_families import (
     FALLBACKS,
+    FAMILIES,
     LATENT,
     LEFT,
+    PADDING,
     PARTLY,
     REFUSED,
-    SWAPPED,
+    Family,
 )
 from tests.error_budget import assert_computes
 
-CASES = [(family, padding) for family in SWAPPED + PARTLY for padding in family.padded]
+CASES = [(family, padding) for family in FAMILIES + PARTLY for padding in family.padded]
 PADDED = [(family, padding) for family in FALLBACKS for padding in family.padded]
 
 
@@ -102,11 +103,9 @@ def test_attention_that_does_not_dispatch_is_left_with_the_reason(family: Family
 
 @pytest.mark.parametrize("family", REFUSED, ids=[family.name for family in REFUSED])
 def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(family: Family) -> None:
-    torch.manual_seed(0)
-    config = getattr(transformers, family.config)(**family.sizes)
-    model = getattr(transformers, family.architecture)(config).eval()
+    model = family.fresh()
     if "ALL_ATTENTION_FUNCTIONS" in vars(inspect.getmodule(type(model))):
-        pytest.skip(f"dispatches since transformers {transformers.__version__}: is for SWAPPED")
+        pytest.skip(f"dispatches since transformers {transformers.__version__}: is for FAMILIES")
     before, inputs = named(model), family.inputs(torch.tensor(PADDING["none"]))
     expected = model(**inputs)[0]
     with pytest.raises(ValueError, match=r"has no attention module to swap \(") as caught:
@@ -220,8 +219,8 @@ def test_the_eager_function_of_a_module_decides_which_keywords_count(compiled: b
         call = torch.compile(module, backend="eager", fullgraph=True) if compiled else module
         torch.testing.assert_close(call(x, **keywords), times * plain)
         assert hasattr(module, _hooks.FALLBACK) == falls_back
-    with pytest.raises(ValueError, match="Multiplied passes top_k=3 to the sequences"):
-        leaner.attention_forward(Multiplied(), x, x, x, None, top_k=3, **packed(x))
+    with pytest.raises(ValueError, match="Multiplied passes factor=3 to the sequences"):
+        leaner.attention_forward(Multiplied(), x, x, x, None, factor=3, **packed(x))
     assert leaner.attention_forward(Doubled(), x, x, x, None, factor=3, **packed(x))
 
 

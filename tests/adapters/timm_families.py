@@ -96,23 +96,11 @@ CASES = [
         2,
     ),
     TimmCase("xcit", "plain", Xcit, VIT | {"tokens_norm": True, "cls_attn_layers": 1}, 3),
-    TimmCase(
-        "tnt",
-        "plain",
-        TNT,
-        TNT_SIZES,
-        4,
-    ),
+    TimmCase("tnt", "plain", TNT, TNT_SIZES, 4),
     TimmCase("volo", "plain", VOLO, VOLO_SIZES | {"outlook_attention": (True, False)}, 5),
     TimmCase("davit", "first", DaVit, STAGES | {"window_size": 3}, 4),
     TimmCase("davit", "second", DaVit, STAGES | {"window_size": 3, "channel_attn_v2": True}, 4),
     TimmCase("swin", "shifted", SwinTransformer, SWIN, 3),
-    TimmCase(
-        "swin",
-        "widened heads",
-        SwinTransformer,
-        SWIN | {"head_dim": 12},
-        3,
-    ),
+    TimmCase("swin", "widened heads", SwinTransformer, SWIN | {"head_dim": 12}, 3),
 ]
 FAMILIES = ("vit", "deit", "beit", "eva", "xcit", "tnt", "volo", "davit", "swin")

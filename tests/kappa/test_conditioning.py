@@ -1,5 +1,6 @@
-"""Clipped logits, monitored entropy, penalised conditioning: the arithmetic, then real training."""
+"""Clipped logits and penalised conditioning: the arithmetic, compiled, sharded and refused."""
 
+import copy
 import math
 import os
 from collections.abc import Callable
@@ -16,16 +17,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
-from leaner_kernels import KappaMonitor, condition_number
 from leaner_kernels.conditioning import (
     ConditioningPenalty,
     QKClip,
     conditioning_penalty,
 )
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
-from models.vit import VisionTransformer
 
 KINDS = ("log_kappa", "log_am_gm")
 
@@ -258,92 +258,101 @@ def test_the_penalty_refuses_what_it_would_get_wrong(name: str) -> None:
         module(batch(), **{name: value[name]})
 
 
-# Training on real data.
+# Copies, and projections that are shared or computed.
 
 
-class Run:
-    """What a training run saw, by step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.rows: list[list[dict]] = []
-        self.peaks: list[float] = []
-        self.heads: list[Tensor] = []
-
-    @property
-    def kappa(self) -> float:
-        return condition_number(torch.stack(self.heads)).kappa.log().mean().exp().item()
-
-    def learned(self) -> float:
-        return self.losses[0] - sum(self.losses[-10:]) / 10
+def test_a_copied_model_feeds_no_penalty() -> None:
+    model, x = attention_with(), batch()
+    penalty = ConditioningPenalty(model, weight=1.0)
+    copied = copy.deepcopy(model)
+    model(x)
+    copied(2 * x)
+    copied(x, attn_mask=torch.zeros(7, 7))
+    penalty.loss().backward()
+    assert model.qkv.weight.grad.abs().max() > 0
+    assert copied.qkv.weight.grad is None
 
 
-@pytest.fixture(scope="module")
-def digits() -> tuple[Tensor, Tensor]:
-    load_digits = pytest.importorskip("sklearn.datasets").load_digits
-    data = load_digits()
-    return torch.tensor(data.images, dtype=torch.float32)[:, None] / 8 - 1, torch.tensor(
-        data.target
-    )
+def tied(threshold: float) -> tuple[nn.Sequential, QKClip]:
+    model = nn.Sequential(attention_with(), attention_with())
+    model[1].qkv = model[0].qkv
+    return model, QKClip(model, threshold)
 
 
-def train(
-    digits: tuple[Tensor, Tensor],
-    steps: int,
-    lr: float,
-    threshold: float = math.inf,
-    penalty: dict | None = None,
-    monitored: bool = False,
-) -> Run:
-    torch.manual_seed(0)
-    model = VisionTransformer(
-        **{"image_size": 8, "patch_size": 2, "in_chans": 1, "num_classes": 10},
-        **{"embed_dim": 32, "depth": 2, "heads": 4, "head_dim": 8, "mlp_ratio": 2.0},
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    monitor = KappaMonitor(model, every=1, samples=4) if monitored else None
-    # A threshold that nothing reaches clips nothing, and still tracks the logits.
-    clip = QKClip(model, min(threshold, 1e30))
-    conditioning = ConditioningPenalty(model, **penalty) if penalty else None
-    order, run = torch.Generator().manual_seed(1), Run()
-    images, labels = digits
-    for step in range(steps):
-        chosen = torch.randint(len(images), (64,), generator=order)
-        if monitor:
-            monitor.begin(step)
-        loss = F.cross_entropy(model(images[chosen]), labels[chosen])
-        (loss + (conditioning.loss() if conditioning else 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.peaks.append(max(peak.max().item() for peak in clip.step().values()))
-        run.losses.append(loss.item())
-        if monitor:
-            run.rows.append(monitor.end())
-    for block in model.blocks:
-        block.attn.capture_samples = 8
-    model(images[:64])
-    run.heads = [block.attn.captured.heads for block in model.blocks]
-    return run
+def test_a_projection_that_two_modules_share_is_scaled_once() -> None:
+    model, clip = tied(threshold=1e9)
+    x = batch()
+    model(x)
+    peaks = clip.step()
+    torch.testing.assert_close(peaks["0"], peaks_of(model[0], x))
+    largest = peaks["0"].maximum(peaks["1"])
+    model, clip = tied(threshold=largest.max().item() / 3)
+    weight = model[0].qkv.weight.detach().clone()
+    model(x)
+    clip.step()
+    old, new = (w.unflatten(0, (3, 3, 4)) for w in (weight, model[0].qkv.weight.detach()))
+    expected = (clip.threshold / largest.clamp(min=clip.threshold)).sqrt()
+    assert (expected < 1).any()
+    expected = expected[:, None, None].expand(3, 4, 6)
+    torch.testing.assert_close(new[0] / old[0], expected)
+    torch.testing.assert_close(new[1] / old[1], expected)
+    assert torch.equal(new[2], old[2])
 
 
-@pytest.fixture(scope="module")
-def plain(digits: tuple[Tensor, Tensor]) -> Run:
-    return train(digits, steps=60, lr=1e-2, monitored=True)
+class Quantised(Tensor):
+    """What a quantised weight is: the numbers in memory are not those that it stands for."""
 
 
-def test_qk_clip_keeps_the_logits_of_a_training_run_down(digits, plain) -> None:
-    clipped = train(digits, steps=60, lr=1e-2, threshold=4.0)
-    assert max(plain.peaks) > 14
-    # Above 4 is what one step of the optimizer adds before it is clipped.
-    assert 4 < max(clipped.peaks) < 7
-    assert clipped.learned() > 0.3
+def quantise(projection: nn.Linear, part: str) -> None:
+    data = getattr(projection, part).detach().as_subclass(Quantised)
+    projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_penalty_lowers_kappa_while_the_loss_still_falls(digits, plain, kind) -> None:
-    run = train(digits, steps=60, lr=1e-2, penalty={"kind": kind, "weight": 0.03, "samples": 2})
-    assert run.kappa < plain.kappa / 50
-    assert run.learned() > 0.3
+def to_integers(projection: nn.Linear, part: str) -> None:
+    data = getattr(projection, part).detach().to(torch.int8)
+    projection.register_parameter(part, nn.Parameter(data, requires_grad=False))
+
+
+NOT_SCALED: dict[str, tuple[Callable[[nn.Linear, str], object], str]] = {
+    "pruned": (partial(prune.l1_unstructured, amount=0.1), "is no parameter but computed"),
+    "quantised": (quantise, r"is a Quantised of torch\.float32"),
+    "integers": (to_integers, r"is a Parameter of torch\.int8"),
+}
+
+
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("name", NOT_SCALED)
+def test_what_scaling_in_place_would_not_reach_is_refused_at_once_and_later(
+    name: str, part: str
+) -> None:
+    change, reason = NOT_SCALED[name]
+    message = rf"qkv\.{part} in place.* that of .*{reason}"
+    module = attention_with()
+    clip = QKClip(module, threshold=1.0)
+    module.peak_logit = torch.full((3,), 5.0)
+    change(module.qkv, part)
+    before = {part: t.detach().clone() for part, t in module.qkv._parameters.items()}
+    for call in (clip.step, partial(QKClip, module)):
+        with pytest.raises(ValueError, match=message) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    after = module.qkv._parameters
+    assert all(torch.equal(before[part], after[part]) for part in before)
+
+
+@pytest.mark.parametrize("monitors", [QKClip, ConditioningPenalty])
+def test_replicas_of_data_parallel_are_refused(monitors: Callable[[nn.Module], object]) -> None:
+    with pytest.raises(ValueError, match=r"^nn\.DataParallel runs replicas.*$"):
+        monitors(nn.DataParallel(attention_with()))
+
+
+def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
+    # As DataParallel does that wraps the model only later.
+    module = attention_with()
+    module._replicate_for_data_parallel()
+    QKClip(module)
+    with pytest.raises(RuntimeError, match="replicas"):
+        module._replicate_for_data_parallel()
 
 
 # On several ranks.

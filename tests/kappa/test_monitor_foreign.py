@@ -1,6 +1,5 @@
 """KappaMonitor on models whose attention is not a module of ours."""
 
-import copy
 from collections.abc import Callable
 from unittest import mock
 
@@ -109,15 +108,10 @@ def test_calls_of_attention_get_rows_by_the_name_of_their_module(call, source) -
         assert (row["step"], row["source"], row["tokens"], row["columns"]) == (5, source, 9, 9)
         assert (row["heads"], row["head_dim"]) == (3, 4)
         # Of the samples where they are computed once more, else of the whole batch.
-        seen = [0, 2, 4] if call is SDPA else list(range(6))
-        logits = (q @ k.mT / 2)[seen]
-        p, of_head = logits.softmax(-1), exact_heads(q, k, v, entries=seen).unflatten(2, (3, 4))
+        logits = (q @ k.mT / 2)[[0, 2, 4] if call is SDPA else slice(None)]
+        entropy = torch.special.entr(logits.softmax(-1)).sum(-1).mean().item()
         assert row["max_logit"] == pytest.approx(logits.max().item(), rel=1e-5)
-        assert row["entropy"] == pytest.approx(torch.special.entr(p).sum(-1).mean().item())
-        norms = torch.linalg.matrix_norm(p).mean().item()
-        assert row["prob_norm"] == pytest.approx(norms, rel=1e-5)
-        norms = of_head.square().sum((1, 3)).sqrt().mean(0).tolist()
-        assert row["head_norms"] == pytest.approx(norms, rel=1e-5)
+        assert row["entropy"] == pytest.approx(entropy)
         assert row["kappa_before_skip"] is row["kappa_after_skip"] is None
 
 
@@ -169,35 +163,29 @@ def test_pytorchs_own_layers_are_seen_training_or_not(padded: bool) -> None:
         assert row["kappa"] == pytest.approx(trained["kappa"], rel=1e-2)
 
 
-def test_a_model_may_mix_modules_of_ours_with_others() -> None:
+def test_a_model_may_mix_modules_of_ours_with_others_and_leave_some_out() -> None:
+    class Ours(ManyHeadAttention):
+        def forward(self, x: Tensor) -> Tensor:
+            SDPA(x, x, x)  # inside of ours no call counts
+            return super().forward(x)
+
     model = seeded(
-        lambda: nn.Sequential(Attention(SDPA), ManyHeadAttention(12, 4, 8), Attention(attention))
+        lambda: nn.Sequential(
+            Attention(SDPA), Ours(12, 4, 8), Attention(SDPA), Attention(attention)
+        )
     )
+    model[2].monitored = False
     monitor = KappaMonitor(model, every=1, samples=3)
     assert monitor.layers == ["1"]
     rows = one_step(monitor, model, batch())
-    assert monitor.layers == ["0", "1", "2"]
+    assert monitor.layers == ["0", "1", "3"]
     assert [(row["layer"], row["source"]) for row in rows] == [
         ("0", "recomputed"),
         ("1", "same pass"),
-        ("2", "same pass"),
+        ("3", "same pass"),
     ]
     (alone,) = one_step(KappaMonitor(model[1], every=1, samples=3), model, batch())
     assert rows[1] == alone | {"layer": "1"}
-
-
-def test_calls_inside_modules_of_ours_and_inside_those_not_to_be_watched_are_passed_over() -> None:
-    class Ours(ManyHeadAttention):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + SDPA(x, x, x)
-
-    model = seeded(lambda: nn.Sequential(Ours(12, 4, 8), Attention(SDPA), Attention(SDPA)))
-    model[1].monitored = False
-    rows = one_step(KappaMonitor(model, every=1), model, batch())
-    assert [(row["layer"], row["source"]) for row in rows] == [
-        ("0", "same pass"),
-        ("2", "recomputed"),
-    ]
 
 
 def test_other_steps_run_untouched() -> None:
@@ -355,16 +343,3 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
     assert reasons((2, 2), (2, 3)) == [("layers.1", changed)]
     with pytest.warns(UserWarning, match=r"no rows of layers\.1, which look like attention"):
         assert reasons((2, 0), (2, 2)) == []
-
-
-def test_a_copy_made_while_a_step_is_sampled_is_watched_by_nobody() -> None:
-    model = seeded(lambda: nn.Sequential(Attention(SDPA)))
-    monitor = KappaMonitor(model, every=1)
-    (alone,) = one_step(monitor, model, batch())
-    monitor.begin(0)
-    copied = copy.deepcopy(model)
-    copied(2 * batch())
-    model(batch())
-    assert monitor.end() == [alone]
-    copied(batch())
-    assert untouched(model)

@@ -33,14 +33,6 @@ SPLIT = {"sm_80": 20_000, "sm_86": 20_000, "sm_90": 27_000}
 
 
 @pytest.mark.slow
-def test_what_exceeds_shared_memory_starts_in_global_memory() -> None:
-    a = gaussian(1, 70, 70)
-    expected, _ = solve_emulated(a, emulate("sm_90"))
-    found, _ = solve_emulated(a, emulate("sm_90", shared=SPLIT["sm_90"]))
-    torch.testing.assert_close(found.kappa, expected.kappa, rtol=1e-9, atol=0)
-
-
-@pytest.mark.slow
 def test_blocks_that_share_a_matrix_find_what_one_finds() -> None:
     a = gaussian(6, 67, 71)
     a[1] *= torch.logspace(0, -3, 67)[:, None]

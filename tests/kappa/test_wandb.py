@@ -4,24 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from leaner_kernels import KappaMonitor
-from leaner_kernels.nn import ManyHeadAttention
+from tests.kappa.test_monitor import Model, batch
 from tests.wandb_runs import FakeRun
 
-LAYERS = "first.0", "second"
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(ManyHeadAttention(8, 2, 4))
-        self.second = ManyHeadAttention(8, 2, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+LAYERS = "first", "second.0"
 
 
 def plain_log(run: Any, step: int) -> None:
@@ -57,9 +45,7 @@ def check(rows: list[dict], axes: dict, steps: list[int], layers: Any = LAYERS) 
 def test_a_run_keeps_every_sample_and_every_row_of_the_loop(
     log: Callable[[Any, int], None],
 ) -> None:
-    torch.manual_seed(0)
-    run = FakeRun()
-    model, x = Model(), torch.randn(2, 5, 8)
+    run, model, x = FakeRun(), Model(), batch()
     monitor = KappaMonitor(model, every=3, writer=run)
     for step in range(10):
         with monitor.step(step):

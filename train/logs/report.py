@@ -22,7 +22,7 @@ from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
 from leaner_kernels.monitor.files import set_aside, write_file
-from leaner_kernels.monitor.page import CHART_POINTS, read_run, write_page
+from leaner_kernels.monitor.page import CHART_POINTS, write_page
 from leaner_kernels.monitor.plots import kappa_or_rank
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
@@ -283,7 +283,7 @@ class Report:
     def draw(self) -> Path | None:
         """Write the page and return its path; what cannot be drawn fails no run."""
         try:
-            write_page([read_run(self.folder)], self.folder / "page.html")
+            write_page([self.folder], self.folder / "page.html")
             return self.folder / "page.html"
         except Exception as error:  # the run is over and its results are written
             self.log(f"page not written: {error}")
