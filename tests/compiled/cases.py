@@ -7,14 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests import (
-    attention_cases,
-    covariance_cases,
-    nystrom_cases,
-    outlook_cases,
-    varlen_cases,
-    window_cases,
-)
+from tests import attention_cases, operator_cases, varlen_cases
 from tests.attention_cases import AttentionTestCase, poisoned
 from tests.error_budget import assert_within_budget
 
@@ -99,10 +92,6 @@ MODELS = (
 )
 
 
-def _without_dtype(peers_of: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda inputs, dtype: peers_of(inputs)
-
-
 OPERATORS = {
     "attention": Operator(
         MODELS,
@@ -125,34 +114,16 @@ OPERATORS = {
         varlen_cases.peers_of,
         varlen_cases.run_operators,
     ),
-    "window": Operator(
-        window_cases.CASES,
-        window_cases.make_inputs,
-        window_cases.reference_results,
-        window_cases.peers_of,
-        window_cases.run_operators,
-    ),
-    "outlook": Operator(
-        outlook_cases.CASES,
-        outlook_cases.make_inputs,
-        outlook_cases.reference_results,
-        outlook_cases.peers_of,
-        outlook_cases.run_operators,
-    ),
-    "covariance": Operator(
-        covariance_cases.CASES,
-        covariance_cases.make_inputs,
-        covariance_cases.reference_results,
-        _without_dtype(covariance_cases.peers_of),
-        covariance_cases.run_operator,
-    ),
-    "nystrom": Operator(
-        nystrom_cases.CASES,
-        nystrom_cases.make_inputs,
-        nystrom_cases.reference_results,
-        _without_dtype(nystrom_cases.peers_of),
-        nystrom_cases.run_operator,
-    ),
+    **{
+        family: Operator(
+            cases,
+            operator_cases.make_inputs,
+            operator_cases.reference_results,
+            operator_cases.peers_of,
+            operator_cases.run_operator,
+        )
+        for family, cases in operator_cases.CASES.items()
+    },
 }
 
 # Of each commit: operator, case, dtype, compute capability. All others are nightly.

@@ -11,44 +11,49 @@ from torch import Tensor
 import leaner_kernels as ours
 from leaner_kernels import condition_number
 from leaner_kernels.nn.outlook import OutlookAttention
-from tests import covariance_cases, nystrom_cases, outlook_cases, window_cases
-from tests.covariance_cases import CHANNEL, CROSS, CovarianceTestCase
-from tests.error_budget import assert_within_budget
 from tests.gpu.draws import randn
-from tests.nystrom_cases import NystromTestCase
-from tests.outlook_cases import OutlookTestCase
-from tests.window_cases import WindowTestCase
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    NystromTestCase,
+    OperatorTestCase,
+    OutlookTestCase,
+    WindowTestCase,
+    check,
+    every_case,
+    identify,
+    make_inputs,
+    reference_results,
+    run_operator,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 REPEATS = 20  # of a test that the same call gives the same bits
 # Sizes of the models: XCiT at 224 and 384 pixels, the stages of DaViT, VOLO-D3 and D4 on images of
 # 224 and 448 pixels, the Long-Range Arena's rows, lean ones too, and the ends of the range.
-MODELS: dict[str, list[Any]] = {
-    "covariance": [
+MODELS: list[OperatorTestCase] = [
+    *(
         CovarianceTestCase(f"{operator} {tokens}·{heads}·{dim}", operator, 2, tokens, heads, dim)
         for operator, tokens, heads, dim in (
             *((CHANNEL, 49, 32, 32), (CHANNEL, 3136, 4, 32), (CHANNEL, 784, 8, 32)),
             *((CHANNEL, 196, 48, 16), (CROSS, 196, 8, 64)),
             *((CROSS, 196, 16, 48), (CROSS, 576, 16, 32)),
         )
-    ],
-    "window": [
-        WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
-        WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
-        WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
-        WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
-        WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
-        WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
-        WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
-    ],
-    "outlook": [
-        OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
-        OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
-        OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
-        OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
-        OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
-    ],
-    "nystrom": [
+    ),
+    WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
+    WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
+    WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
+    WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
+    WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
+    WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
+    WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
+    OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
+    OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
+    OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
+    OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
+    OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
+    *(
         NystromTestCase(
             *(f"{tokens}, {landmarks} landmarks, {whole_batch}", 2, tokens, 2, dim, landmarks),
             *((tokens, tokens * 2 // 3), 0.1),
@@ -58,54 +63,24 @@ MODELS: dict[str, list[Any]] = {
             *((1024, 64, 32), (2048, 32, 32), (4096, 128, 32), (1024, 256, 64), (1056, 48, 40)),
         )
         for whole_batch in (False, True)
-    ],
-}
-# Each with its cases, and what makes, runs and judges them.
-FAMILIES: dict[str, Any] = {
-    "covariance": covariance_cases,
-    "window": window_cases,
-    "outlook": outlook_cases,
-    "nystrom": nystrom_cases,
-}
-
-
-def run(family: str, case: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    module = FAMILIES[family]
-    operators = getattr(module, "run_operators", None) or module.run_operator
-    return operators(module.make_inputs(case, dtype, "cuda"))
-
-
-def peers(family: str, case: Any, dtype: torch.dtype) -> dict[str, Any]:
-    inputs = FAMILIES[family].make_inputs(case, dtype)
-    of_dtype = (dtype,) if family in ("window", "outlook") else ()
-    return FAMILIES[family].peers_of(inputs, *of_dtype)
-
-
-def every_case(only_models: bool) -> list[Any]:
-    return [
-        pytest.param(family, case, id=f"{family}-{case.name}")
-        for family, module in FAMILIES.items()
-        for case in (*(() if only_models else module.CASES), *MODELS[family])
-    ]
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("family", "case"), every_case(only_models=False))
-def test_kernels_stay_within_the_error_budget(family: str, case: Any, dtype: torch.dtype) -> None:
-    module = FAMILIES[family]
-    exact = module.reference_results(module.make_inputs(case, dtype), torch.float64)
-    allowed = peers(family, case, dtype)
-    for name, actual in run(family, case, dtype).items():
-        assert actual.is_cuda
-        assert_within_budget(actual, allowed[name], exact[name])
+@pytest.mark.parametrize("case", [*every_case(), *MODELS], ids=identify)
+def test_kernels_stay_within_the_error_budget(case: OperatorTestCase, dtype: torch.dtype) -> None:
+    found = run_operator(make_inputs(case, dtype, "cuda"))
+    assert all(result.is_cuda for result in found.values())
+    check(make_inputs(case, dtype), found)
 
 
-@pytest.mark.parametrize(("family", "case"), every_case(only_models=True))
-def test_results_and_gradients_are_bitwise_deterministic(family: str, case: Any) -> None:
-    first = run(family, case, torch.bfloat16)
+@pytest.mark.parametrize("case", MODELS, ids=identify)
+def test_results_and_gradients_are_bitwise_deterministic(case: OperatorTestCase) -> None:
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    first = run_operator(inputs)
     for _ in range(REPEATS):
-        again = run(family, case, torch.bfloat16)
-        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(run_operator(inputs), first, rtol=0, atol=0, equal_nan=True)
 
 
 class Operator(NamedTuple):
@@ -229,11 +204,11 @@ def test_the_capture_of_landmarks_shows_condition_numbers_that_half_precision_hi
     dtype: torch.dtype,
 ) -> None:
     case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
-    inputs = nystrom_cases.make_inputs(case, dtype)
-    heads = nystrom_cases.reference_results(inputs, torch.float64)["heads"]
+    heads = reference_results(make_inputs(case, dtype), torch.float64)["heads"]
     wanted = condition_number(heads).kappa
     assert wanted.min().item() > 1e5
-    found = condition_number(run("nystrom", case, dtype)["heads"]).kappa.cpu().double()
+    captured = run_operator(make_inputs(case, dtype, "cuda"))["heads"]
+    found = condition_number(captured).kappa.cpu().double()
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
 
 

@@ -28,7 +28,7 @@ from leaner_kernels.ops.nystrom.output import (
     output_forward,
 )
 from tests.interpreter.rounding import LibraryProducts
-from tests.nystrom_cases import NystromTestCase, make_inputs
+from tests.operator_cases import NystromTestCase, make_inputs
 
 STATISTICS = AttentionStats._fields[2:-1]
 
@@ -188,9 +188,10 @@ def test_the_inverse_of_many_landmarks_adds_up_short_sums() -> None:
     """The iteration magnifies what one chain over 256 would lose, most where padding is alike."""
     case = Inverse("", 1, 2, 256, 64, 6)
     tokens = make_inputs(NystromTestCase("", 1, 1024, 2, 64, 256, (682,)), torch.float64)
-    qkv = [reference.hide(t, tokens.lengths) for t in tokens.tensors]
+    *projected, lengths = tokens.tensors
+    qkv = [reference.hide(t, lengths) for t in projected]
     q_land, k_land = (reference.landmarks(t, 256) for t in qkv[:2])
-    parts = reference.attend(*tokens.tensors, tokens.lengths, 256, 0.1, 6, whole_batch=False)
+    parts = reference.attend(*projected, lengths, 256, 0.1, 6, whole_batch=False)
     k3v = torch.softmax(parts.scores[2], dim=-1) @ qkv[2]
     dcore = parts.k1.mT @ tokens.grad.transpose(1, 2)
     # The stage's scale here is 0.5.

@@ -1,0 +1,115 @@
+"""Operators beside softmax attention, on the CPU: their error budget and their registration."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+import leaner_kernels as lk
+from tests import registration
+from tests.error_budget import assert_within_budget
+from tests.operator_cases import (
+    CHANNEL,
+    CPU_CASES,
+    CROSS,
+    NYSTROM,
+    OUTLOOK,
+    WINDOW,
+    Inputs,
+    OperatorTestCase,
+    every_case,
+    identify,
+    leaves_of,
+    make_inputs,
+    name_results,
+    named,
+    peers_of,
+    reference_results,
+    run_operator,
+)
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+# What is called without statistics, of tensors and numbers as the operators take them.
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    CROSS: lambda qkv, temperature, eps: lk.cross_covariance_attention(qkv, temperature, eps=eps),
+    CHANNEL: lambda qkv, scale: lk.channel_attention(qkv, scale=scale),
+    WINDOW: lambda qkv, y, x, scale: lk.window_attention(qkv, (y, x), scale=scale),
+    OUTLOOK: lambda value, logits, kernel_size, stride, padding, scale: lk.outlook_attention(
+        value, logits, kernel_size=kernel_size, stride=stride, padding=padding, scale=scale
+    ),
+    NYSTROM: lambda query, key, value, lengths, landmarks, scale, iterations, whole_batch: (
+        lk.nystrom_attention(
+            *(query, key, value, landmarks),
+            scale=scale,
+            key_lengths=lengths,
+            iterations=iterations,
+            init="batch" if whole_batch else "matrix",
+        ).transpose(1, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*product(every_case(), DTYPES), *product(CPU_CASES, DTYPES[:1])],
+    ids=identify,
+)
+def test_results_stay_within_the_error_budget(case: OperatorTestCase, dtype: torch.dtype) -> None:
+    inputs = make_inputs(case, dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
+    leaves = [t.requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
+    out = FUNCTIONS[inputs.operator](*inputs.tensors, *inputs.numbers)
+    assert out.dtype == dtype
+    assert out.is_contiguous()
+    gradients = torch.autograd.grad(out, leaves, inputs.grad)
+    plain = name_results(inputs, (out, torch.empty(0)), gradients)
+    plain.pop("lse")
+    with_stats = run_operator(inputs)
+    assert with_stats.keys() == exact.keys()
+    for name, actual in (*with_stats.items(), *plain.items()):
+        assert_within_budget(actual, peers[name], exact[name])
+
+
+def samples() -> registration.Samples:
+    found: registration.Samples = {}
+    for inputs in map(small, SMALL):
+        name, tensors, numbers = inputs.operator, inputs.tensors, inputs.numbers
+        plain, with_stats, backward = (
+            getattr(torch.ops.leaner_kernels, name + suffix).default
+            for suffix in ("", "_with_stats", "_backward")
+        )
+        saved = *(t if t is None else t.detach() for t in tensors), plain(*tensors, *numbers)[1]
+        saved = *saved[:-1], saved[-1].detach()
+        padded = ", padded" if name == NYSTROM and tensors[-1] is not None else ""
+        found |= {
+            f"{name}{padded}": (plain, (*tensors, *numbers)),
+            f"{name}_with_stats{padded}": (with_stats, (*tensors, inputs.sample, *numbers)),
+            f"{name}_with_stats, no sample{padded}": (with_stats, (*tensors, None, *numbers)),
+            f"{name}_backward{padded}": (backward, (inputs.grad, *saved, *numbers)),
+        }
+    return found
+
+
+SMALL = (
+    named("covariance", "cross, fewer tokens than channels"),
+    named("covariance", "channel, channels of zeros"),
+    named("window", "flat windows"),
+    named("outlook", "windows at every pixel"),
+    named("nystrom", "two tokens, one landmark"),
+    named("nystrom", "whole batch, padded"),
+)
+
+
+def small(case: OperatorTestCase) -> Inputs:
+    """Return contiguous inputs that have gradients, and a sample whose slots are all written."""
+    inputs = make_inputs(case, torch.float32)
+    sample = torch.tensor([len(inputs.grad) - 1, 0], dtype=torch.int32)
+    tensors = tuple(t if t is None else t.contiguous() for t in inputs.tensors)
+    for leaf in leaves_of(inputs, tensors):
+        leaf.nan_to_num_().requires_grad_()
+    return inputs._replace(tensors=tensors, sample=sample)
+
+
+test_opcheck, test_fake_equals_real = registration.tests_of(samples())
