@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from models import papers
-from tests.models.timm_oracle import timm_vit
+from tests.models.parity import timm_vit
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLES = [row for row in papers.ROWS.values() if row.audited_params is not None]
@@ -34,9 +34,7 @@ VIT_ROWS = [
 
 
 def timm_params(config: dict) -> int:
-    names = {"image_size": "img_size", "heads": "num_heads"}
-    oracle = timm_vit(**{names.get(k, k): v for k, v in config.items()}, device="meta")
-    return sum(p.numel() for p in oracle.parameters())
+    return sum(p.numel() for p in timm_vit(**config, device="meta").parameters())
 
 
 @pytest.mark.parametrize(("row", "variant"), VIT_ROWS)
