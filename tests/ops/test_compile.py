@@ -11,8 +11,7 @@ import leaner_kernels as lk
 from tests.compile_cases import CALLS, DIM, HEADS, SIZES, Layer, separate, tokens_of
 
 
-# Of varlen sequences tests/ops/test_attention_varlen.py shows it.
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "varlen"])
+@pytest.mark.parametrize("name", CALLS)
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_compiled_graph_serves_all_sizes(name: str) -> None:
     torch.manual_seed(0)

@@ -1,22 +1,16 @@
 """Operators beside softmax attention, on the CPU: their error budget and their registration."""
 
-from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
-import leaner_kernels as lk
 from tests import registration
-from tests.error_budget import assert_within_budget
+from tests.error_budget import assert_all_within_budget
 from tests.operator_cases import (
-    CHANNEL,
     CPU_CASES,
-    CROSS,
+    FUNCTIONS,
     NYSTROM,
-    OUTLOOK,
-    WINDOW,
     Inputs,
     OperatorTestCase,
     every_case,
@@ -31,24 +25,6 @@ from tests.operator_cases import (
 )
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-# What is called without statistics, of tensors and numbers as the operators take them.
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    CROSS: lambda qkv, temperature, eps: lk.cross_covariance_attention(qkv, temperature, eps=eps),
-    CHANNEL: lambda qkv, scale: lk.channel_attention(qkv, scale=scale),
-    WINDOW: lambda qkv, y, x, scale: lk.window_attention(qkv, (y, x), scale=scale),
-    OUTLOOK: lambda value, logits, kernel_size, stride, padding, scale: lk.outlook_attention(
-        value, logits, kernel_size=kernel_size, stride=stride, padding=padding, scale=scale
-    ),
-    NYSTROM: lambda query, key, value, lengths, landmarks, scale, iterations, whole_batch: (
-        lk.nystrom_attention(
-            *(query, key, value, landmarks),
-            scale=scale,
-            key_lengths=lengths,
-            iterations=iterations,
-            init="batch" if whole_batch else "matrix",
-        ).transpose(1, 2)
-    ),
-}
 
 
 @pytest.mark.parametrize(
@@ -68,8 +44,8 @@ def test_results_stay_within_the_error_budget(case: OperatorTestCase, dtype: tor
     plain.pop("lse")
     with_stats = run_operator(inputs)
     assert with_stats.keys() == exact.keys()
-    for name, actual in (*with_stats.items(), *plain.items()):
-        assert_within_budget(actual, peers[name], exact[name])
+    assert_all_within_budget(with_stats, peers, exact)
+    assert_all_within_budget(plain, peers, exact)
 
 
 def samples() -> registration.Samples:
