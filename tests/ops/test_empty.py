@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from leaner_kernels import (
     attention,
@@ -17,14 +17,6 @@ from leaner_kernels import (
     nystrom_attention,
     outlook_attention,
     window_attention,
-)
-from leaner_kernels.nn import (
-    ChannelAttention,
-    CrossCovarianceAttention,
-    ManyHeadAttention,
-    NystromAttention,
-    OutlookAttention,
-    WindowAttention,
 )
 from leaner_kernels.ops.attention import (
     attention_qkvpacked,
@@ -150,33 +142,6 @@ def test_other_attention_of_nothing(name: str) -> None:
     function, with_stats, shapes = OTHERS[name]
     (out,) = shapes_of(function, leaves(*shapes))
     assert shapes_of(with_stats, leaves(*shapes))[0] == out
-
-
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "many heads": (lambda: ManyHeadAttention(16, 2, 4), (0, 8, 16)),
-    "channels": (lambda: ChannelAttention(16, 2, 4), (0, 8, 16)),
-    "covariance": (lambda: CrossCovarianceAttention(16, 2, 4), (0, 8, 16)),
-    "landmarks": (lambda: NystromAttention(16, 2, 4), (0, 8, 16)),
-    "outlook": (lambda: OutlookAttention(16, 2, 4), (0, 4, 4, 16)),
-    "a window": (lambda: WindowAttention(16, 2, 4), (0, 7, 7, 16)),
-}
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_take_an_empty_batch_and_capture_nothing_of_it(name: str, captures: bool) -> None:
-    make, shape = MODULES[name]
-    module: Any = make()
-    if captures:
-        module.capture_samples, module.track_logits = 2, True
-    x = torch.randn(shape, requires_grad=True)
-    out = module(x)
-    gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
-    assert out.shape == shape
-    assert gradients[0].shape == shape
-    assert all(g is None or not g.any() for g in gradients[1:])
-    assert module.captured is None
-    assert module.peak_logit is None
 
 
 def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:

@@ -128,16 +128,14 @@ def test_layouts_other_than_contiguous_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("window", [(3, 2, 1), (3, 1, 1), (5, 2, 2)])
-@pytest.mark.parametrize("captured", [False, True])
-def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> None:
+def test_module_equals_timms(window: tuple[int, int, int]) -> None:
     volo = pytest.importorskip("timm.models.volo", reason="needs timm")
     torch.manual_seed(0)
     theirs = volo.OutlookAttention(24, 3, **named(window), qkv_bias=True).double()
     ours = OutlookAttention(24, 3, "split", **named(window), qkv_bias=True, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
-    ours.capture_samples = 2 if captured else 0
     x = torch.randn(3, 7, 10, 24, dtype=torch.float64, requires_grad=True)
-    expected, actual = theirs(x), ours(x, skip=x)
+    expected, actual = theirs(x), ours(x)
     torch.testing.assert_close(actual, expected)
     grad = torch.randn_like(expected)
     leaves = [(x, *module.parameters()) for module in (theirs, ours)]
@@ -146,13 +144,6 @@ def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> No
     )
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b)
-    if captured:
-        assert ours.captured.heads.shape == (2, 70, 24)
-        assert torch.equal(ours.captured.residual, x[[0, 1]].flatten(1, 2).float())
-        projected = F.linear(ours.captured.heads.double(), ours.proj.weight, ours.proj.bias)
-        torch.testing.assert_close(projected.float(), ours.captured.output)
-    else:
-        assert ours.captured is None
 
 
 VALUE, LOGITS = tensors(dtype=torch.float32)
@@ -218,14 +209,6 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
             VALUE, LOGITS, stride=2, sample=torch.tensor([2], dtype=INT)
         ),
         "sample must be below 2, got 2",
-    ),
-    "module input of another width": (
-        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 9)),
-        r"x must be \(B, Y, X, 8\), got \(1, 4, 4, 9\)",
-    ),
-    "skip of another shape": (
-        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 8), torch.randn(1, 4, 5, 8)),
-        r"skip must be as x, \(1, 4, 4, 8\), got \(1, 4, 5, 8\)",
     ),
 }
 
