@@ -5,10 +5,12 @@ from itertools import product
 import pytest
 import torch
 
+from leaner_kernels.ops.operator import OPERATORS
 from tests import registration
 from tests.error_budget import assert_all_within_budget
 from tests.operator_cases import (
     CPU_CASES,
+    FORMULATIONS,
     FUNCTIONS,
     NYSTROM,
     Inputs,
@@ -46,6 +48,17 @@ def test_results_stay_within_the_error_budget(case: OperatorTestCase, dtype: tor
     assert with_stats.keys() == exact.keys()
     assert_all_within_budget(with_stats, peers, exact)
     assert_all_within_budget(plain, peers, exact)
+
+
+@pytest.mark.parametrize("case", every_case(), ids=identify)
+def test_written_out_derivatives_are_autograds(case: OperatorTestCase) -> None:
+    """Errors of these would widen the budgets that are drawn by them."""
+    inputs = make_inputs(case, torch.float64)
+    exact = reference_results(inputs, torch.float64)
+    written = OPERATORS[inputs.operator].differentiate, *FORMULATIONS.get(inputs.operator, ())
+    for differentiate in written:
+        found = reference_results(inputs, torch.float64, differentiate)
+        torch.testing.assert_close(found, exact)
 
 
 def samples() -> registration.Samples:
