@@ -163,8 +163,7 @@ faults: $(TEST_READY)
 
 peers: $(TEST_READY)
 	$(call heading,tests of others)
-	@mkdir -p build
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) -rs
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)
