@@ -251,24 +251,27 @@ def make_inputs(case: OperatorTestCase, dtype: torch.dtype, device: str = "cpu")
 
 
 Results = dict[str, Tensor]
-# What is called without statistics, of tensors and numbers as the operators take them.
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    CROSS: lambda qkv, temperature, eps: lk.cross_covariance_attention(qkv, temperature, eps=eps),
-    CHANNEL: lambda qkv, scale: lk.channel_attention(qkv, scale=scale),
-    WINDOW: lambda qkv, y, x, scale: lk.window_attention(qkv, (y, x), scale=scale),
-    OUTLOOK: lambda value, logits, kernel_size, stride, padding, scale: lk.outlook_attention(
-        value, logits, kernel_size=kernel_size, stride=stride, padding=padding, scale=scale
-    ),
-    NYSTROM: lambda query, key, value, lengths, landmarks, scale, iterations, whole_batch: (
-        lk.nystrom_attention(
-            *(query, key, value, landmarks),
-            scale=scale,
-            key_lengths=lengths,
-            iterations=iterations,
-            init="batch" if whole_batch else "matrix",
-        ).transpose(1, 2)
-    ),
+# Numbers of an operator, as its public functions take them.
+KEYWORDS: dict[str, Callable[..., dict[str, Any]]] = {
+    CROSS: lambda eps: {"eps": eps},
+    CHANNEL: lambda scale: {"scale": scale},
+    WINDOW: lambda y, x, scale: {"window_size": (y, x), "scale": scale},
+    OUTLOOK: lambda *numbers: dict(zip(("kernel_size", "stride", "padding", "scale"), numbers)),
+    NYSTROM: lambda num_landmarks, scale, iterations, whole_batch: {
+        "num_landmarks": num_landmarks,
+        "scale": scale,
+        "iterations": iterations,
+        "init": "batch" if whole_batch else "matrix",
+    },
 }
+
+
+def call(inputs: Inputs, *leaves: Tensor, suffix: str = "", **options: Any) -> Any:
+    """Call the public function, on ``leaves`` in place of the tensors that have a gradient."""
+    options |= KEYWORDS[inputs.operator](*inputs.numbers)
+    if inputs.operator == NYSTROM:
+        options["key_lengths"] = inputs.tensors[-1]
+    return getattr(lk, inputs.operator + suffix)(*leaves, **options)
 
 
 def leaves_of(inputs: Inputs, tensors: tuple[Any, ...]) -> list[Tensor]:

@@ -1,9 +1,5 @@
 """Operators beside softmax attention on a GPU: the same cases and budget, bfloat16 included."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,18 +7,22 @@ from torch import Tensor
 import leaner_kernels as ours
 from leaner_kernels import condition_number
 from leaner_kernels.nn.outlook import OutlookAttention
+from leaner_kernels.ops.statistics import AttentionStats
 from tests.gpu.draws import randn
 from tests.operator_cases import (
     CHANNEL,
     CROSS,
     CovarianceTestCase,
+    Inputs,
     NystromTestCase,
     OperatorTestCase,
     OutlookTestCase,
     WindowTestCase,
+    call,
     check,
     every_case,
     identify,
+    leaves_of,
     make_inputs,
     reference_results,
     run_operator,
@@ -83,100 +83,83 @@ def test_results_and_gradients_are_bitwise_deterministic(case: OperatorTestCase)
         torch.testing.assert_close(run_operator(inputs), first, rtol=0, atol=0, equal_nan=True)
 
 
-class Operator(NamedTuple):
-    """Shapes of what an operator takes, and its functions, with statistics and without."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    plain: Callable[..., Tensor]
-    with_stats: Callable[..., Any]
-
-    def leaves(self, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-        """Return inputs with gradients, each from an element of a larger block on."""
-        flat = (randn(offset + torch.Size(shape).numel(), dtype=dtype) for shape in self.shapes)
-        views = (t[offset:].view(shape) for t, shape in zip(flat, self.shapes))
-        return [t.detach().requires_grad_() for t in views]
-
-
-NYSTROM = {"num_landmarks": 12}
-OPERATORS = {
-    "cross_covariance": Operator(
-        ((4, 100, 3, 4, 32), (4,)),
-        ours.cross_covariance_attention,
-        ours.cross_covariance_attention_with_stats,
-    ),
-    "channel": Operator(
-        ((4, 100, 3, 4, 32),), ours.channel_attention, ours.channel_attention_with_stats
-    ),
-    "window": Operator(
-        ((4, 14, 14, 3, 4, 32),),
-        partial(ours.window_attention, window_size=7),
-        partial(ours.window_attention_with_stats, window_size=7),
-    ),
-    "outlook": Operator(
-        ((4, 14, 14, 4, 32), (4, 7, 7, 4, 9, 9)),
-        partial(ours.outlook_attention, stride=2),
-        partial(ours.outlook_attention_with_stats, stride=2),
-    ),
-    "nystrom": Operator(
-        ((4, 4, 96, 32),) * 3,
-        partial(ours.nystrom_attention, **NYSTROM),
-        partial(ours.nystrom_attention_with_stats, **NYSTROM),
-    ),
+SCALE = 32**-0.5
+CASES = {
+    "cross_covariance": CovarianceTestCase("", CROSS, 4, 100, 4, 32),
+    "channel": CovarianceTestCase("", CHANNEL, 4, 100, 4, 32, scale=SCALE),
+    "window": WindowTestCase("", 4, (2, 2), (7, 7), 4, 32),
+    "outlook": OutlookTestCase("", 4, (14, 14), 4, 32, (3, 2, 1)),
+    "nystrom": NystromTestCase("", 4, 96, 4, 32, 12, scale=SCALE),
 }
+OPERATORS = {name: make_inputs(case, torch.float32) for name, case in CASES.items()}
+OPERATORS["outlook"] = OPERATORS["outlook"].scaled(SCALE)
 each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
+def leaves(operator: Inputs, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    """Return random inputs with gradients, each from an element of a larger block on."""
+    shapes = [t.shape for t in leaves_of(operator, operator.tensors)]
+    flat = (randn(offset + shape.numel(), dtype=dtype) for shape in shapes)
+    views = (t[offset:].view(shape) for t, shape in zip(flat, shapes))
+    return [t.detach().requires_grad_() for t in views]
+
+
+def with_stats(operator: Inputs, *tensors: Tensor, sample: Tensor) -> AttentionStats:
+    return call(operator, *tensors, suffix="_with_stats", sample=sample)
+
+
 @each_operator
-def test_a_second_call_gives_what_its_own_tensors_say(operator: Operator) -> None:
+def test_a_second_call_gives_what_its_own_tensors_say(operator: Inputs) -> None:
     """The plan that the first call leaves is for a kind of call, not for its tensors."""
-    first, other = (operator.leaves(torch.float32) for _ in range(2))
-    shifted = operator.leaves(torch.float32, offset=1)  # no multiple of 16 bytes
+    first, other = (leaves(operator, torch.float32) for _ in range(2))
+    shifted = leaves(operator, torch.float32, offset=1)  # no multiple of 16 bytes
     for inputs in (first, other, shifted, first):
-        expected = operator.plain(*(t.detach().cpu().double() for t in inputs))
-        actual = operator.plain(*inputs).detach().cpu().double()
+        expected = call(operator, *(t.detach().cpu().double() for t in inputs))
+        actual = call(operator, *inputs).detach().cpu().double()
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_second_call_has_lengths_of_its_own() -> None:
-    inputs = [t.detach() for t in OPERATORS["nystrom"].leaves(torch.float32)]
-    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32, device="cuda")
+    operator = OPERATORS["nystrom"]
+    tensors = [t.detach() for t in leaves(operator, torch.float32)]
+    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32)
     for key_lengths in (None, lengths, lengths.flip(0)):
-        cpu = None if key_lengths is None else key_lengths.cpu()
-        wide = (t.cpu().double() for t in inputs)
-        expected = ours.nystrom_attention(*wide, key_lengths=cpu, **NYSTROM)
-        actual = ours.nystrom_attention(*inputs, key_lengths=key_lengths, **NYSTROM)
-        torch.testing.assert_close(actual.cpu().double(), expected, atol=1e-3, rtol=1e-3)
+        there = None if key_lengths is None else key_lengths.cuda()
+        cpu, gpu = (operator._replace(tensors=(n,)) for n in (key_lengths, there))
+        expected = call(cpu, *(t.cpu().double() for t in tensors))
+        actual = call(gpu, *tensors).cpu().double()
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_operator
-def test_compiles_without_a_graph_break(operator: Operator, dtype: torch.dtype) -> None:
-    leaves = operator.leaves(dtype)
+def test_compiles_without_a_graph_break(operator: Inputs, dtype: torch.dtype) -> None:
+    tensors = leaves(operator, dtype)
     sample = torch.tensor([1], dtype=torch.int32, device="cuda")
 
-    def call(*x: Tensor) -> Tensor:
-        stats = operator.with_stats(*x, sample=sample)
-        return stats.out + operator.plain(*x) + stats.heads.mean() + stats.entropy.mean()
+    def run(*x: Tensor) -> Tensor:
+        stats = with_stats(operator, *x, sample=sample)
+        return stats.out + call(operator, *x) + stats.heads.mean() + stats.entropy.mean()
 
-    compiled = torch.compile(call, fullgraph=True)
-    expected, actual = call(*leaves), compiled(*leaves)
+    compiled = torch.compile(run, fullgraph=True)
+    expected, actual = run(*tensors), compiled(*tensors)
     close = {"atol": 0.02, "rtol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(actual, expected, **close)
-    grads = [torch.autograd.grad(t.sum(), leaves) for t in (expected, actual)]
+    grads = [torch.autograd.grad(t.sum(), tensors) for t in (expected, actual)]
     torch.testing.assert_close(grads[1], grads[0], **close)
 
 
 @each_operator
-def test_a_captured_graph_may_skip_a_sample(operator: Operator) -> None:
+def test_a_captured_graph_may_skip_a_sample(operator: Inputs) -> None:
     """The index lives on the device: a negative one leaves the slot as it was."""
     # A graph would fill its memory with NaN at every replay.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    inputs = [t.detach() for t in operator.leaves(torch.bfloat16)]
+    inputs = [t.detach() for t in leaves(operator, torch.bfloat16)]
     sample = torch.tensor([2], dtype=torch.int32, device="cuda")
-    expected = operator.with_stats(*inputs, sample=sample).heads
+    expected = with_stats(operator, *inputs, sample=sample).heads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        stats = operator.with_stats(*inputs, sample=sample)
+        stats = with_stats(operator, *inputs, sample=sample)
     graph.replay()
     assert torch.equal(stats.heads, expected)
     stats.heads.fill_(7)
@@ -239,17 +222,18 @@ def test_a_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
 
 
 def test_autocast_rounds_the_inputs_of_landmarks_alone() -> None:
-    leaves = OPERATORS["nystrom"].leaves(torch.float32)
+    operator = OPERATORS["nystrom"]
+    tensors = leaves(operator, torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
-        found = ours.nystrom_attention(*leaves, **NYSTROM)
-    assert torch.equal(found, ours.nystrom_attention(*(t.bfloat16() for t in leaves), **NYSTROM))
+        found = call(operator, *tensors)
+    assert torch.equal(found, call(operator, *(t.bfloat16() for t in tensors)))
 
 
 @each_operator
-def test_what_kernels_cannot_do_is_refused(operator: Operator) -> None:
+def test_what_kernels_cannot_do_is_refused(operator: Inputs) -> None:
     with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
-        operator.plain(*operator.leaves(torch.float64))
+        call(operator, *leaves(operator, torch.float64))
     with pytest.raises(ValueError, match=r"sample must be \(S,\) int32 on cuda"):
-        operator.with_stats(
-            *operator.leaves(torch.float32), sample=torch.zeros(1, dtype=torch.int32)
+        with_stats(
+            operator, *leaves(operator, torch.float32), sample=torch.zeros(1, dtype=torch.int32)
         )

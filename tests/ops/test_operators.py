@@ -11,10 +11,10 @@ from tests.error_budget import assert_all_within_budget
 from tests.operator_cases import (
     CPU_CASES,
     FORMULATIONS,
-    FUNCTIONS,
     NYSTROM,
     Inputs,
     OperatorTestCase,
+    call,
     every_case,
     identify,
     leaves_of,
@@ -38,7 +38,8 @@ def test_results_stay_within_the_error_budget(case: OperatorTestCase, dtype: tor
     inputs = make_inputs(case, dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
     leaves = [t.requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
-    out = FUNCTIONS[inputs.operator](*inputs.tensors, *inputs.numbers)
+    out = call(inputs, *leaves)
+    out = out.transpose(1, 2) if inputs.operator == NYSTROM else out
     assert out.dtype == dtype
     assert out.is_contiguous()
     gradients = torch.autograd.grad(out, leaves, inputs.grad)
@@ -102,3 +103,17 @@ def small(case: OperatorTestCase) -> Inputs:
 
 
 test_opcheck, test_fake_equals_real = registration.tests_of(samples())
+
+
+@pytest.mark.parametrize("case", SMALL, ids=identify)
+def test_autocast_narrows_what_a_function_takes_and_rounds_nothing_in_between(
+    case: OperatorTestCase,
+) -> None:
+    """Temperatures stay as they are."""
+    inputs = small(case)
+    leaves = leaves_of(inputs, inputs.tensors)
+    halves = [t.bfloat16() if t.dim() > 1 else t for t in leaves]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(inputs, *leaves)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, call(inputs, *halves))
