@@ -81,7 +81,7 @@ test-rest: $(TEST_READY)
 	if [ $$(date +%s) -gt $(UNTIL) ]; then late="$$late $$part"; else $(MAKE) --no-print-directory $$part || exit; fi; done; \
 	test -z "$$late" || printf '\n== NOT RUN, for lack of time:%s\n' "$$late"
 
-BESIDE := training in several processes, kernels in float16, on another BLAS routine, the bodies of the GPU's tests, compiled \
+BESIDE := training in several processes, kernels in half precision, on another BLAS routine, the bodies of the GPU's tests, compiled \
 kernels executed, fuzzing, faults in short, hostile files, tests of others in short, ahead-of-time compiles, and the oldest \
 torch and Triton
 
@@ -105,7 +105,7 @@ test-interpreter: $(TEST_READY)
 
 # No result may hang on the routine that a BLAS picks for the processor: of two parts one takes Haswell's.
 test-interpreter-slow: $(TEST_READY)
-	$(call heading,kernels in the interpreter: float16, the rest of bfloat16; OpenBLAS's routines for Haswell)
+	$(call heading,kernels in the interpreter: the rest of bfloat16, some in float16; OpenBLAS's routines for Haswell)
 	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m slow
 
 test-gpu-bodies: $(TEST_READY)
@@ -163,8 +163,7 @@ faults: $(TEST_READY)
 
 peers: $(TEST_READY)
 	$(call heading,tests of others)
-	@mkdir -p build
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/peers -n $(WORKERS) -rs
 
 bench: $(TEST_READY)
 	$(NEWEST)/bin/pytest bench --benchmark-only $(BENCH_ARGS)

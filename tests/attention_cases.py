@@ -264,6 +264,12 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
     return error_budget.peers_of((plain, fused), dtype, FLOAT32_RESULTS)
 
 
+def check(inputs: Inputs, found: dict[str, Tensor]) -> None:
+    """Assert that results, all of them or some, are within the error budget."""
+    exact = reference_results(inputs, torch.float64)
+    error_budget.assert_all_within_budget(found, peers_of(inputs, inputs.query.dtype), exact)
+
+
 def new_stats(query: Tensor, sample: Tensor | None) -> list[Tensor]:
     """Allocate lse (B, H, N), the statistics (STATISTICS, B, H) and heads."""
     batch, heads, rows, dim = query.shape

@@ -1,6 +1,8 @@
-"""ManyHeadAttention: projections, widths and the capture."""
+"""Attention modules: projections, widths, captures, empty batches, and what they refuse."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels.monitor.trace import RECOMPUTED, TracedCall
-from leaner_kernels.nn import ManyHeadAttention
+from leaner_kernels.nn import (
+    ChannelAttention,
+    CrossCovarianceAttention,
+    ManyHeadAttention,
+    NystromAttention,
+    OutlookAttention,
+    WindowAttention,
+)
 from leaner_kernels.ops.statistics import STATISTICS
 
 
@@ -117,13 +126,60 @@ def test_bad_input_is_refused(arguments: dict[str, object], message: str) -> Non
         ManyHeadAttention(12, **arguments)
 
 
-@pytest.mark.parametrize("shape", [(7, 12), (2, 7, 13)])
-def test_input_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got"):
-        ManyHeadAttention(12, num_heads=2, head_dim=6)(torch.randn(shape))
+# Each module, and the shape of its input.
+MODULES: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
+    "many heads": (lambda: ManyHeadAttention(24, 3, 16), (4, 7, 24)),
+    "channels": (lambda: ChannelAttention(24, 3, 16), (4, 7, 24)),
+    "covariance": (lambda: CrossCovarianceAttention(24, 3, 16), (4, 7, 24)),
+    "landmarks": (lambda: NystromAttention(24, 3, 16, num_landmarks=4), (4, 8, 24)),
+    "outlook": (lambda: OutlookAttention(24, 3, 16), (4, 4, 6, 24)),
+    "a padded window": (lambda: WindowAttention(24, 3, 16, window_size=(3, 4)), (4, 5, 7, 24)),
+}
+every_module = pytest.mark.parametrize("name", MODULES)
 
 
-def test_a_stream_of_another_shape_is_refused() -> None:
-    module = ManyHeadAttention(12, num_heads=2, head_dim=6)
-    with pytest.raises(ValueError, match=r"skip must be as x, \(2, 7, 12\), got \(2, 1, 12\)"):
-        module(torch.randn(2, 7, 12), skip=torch.randn(2, 1, 12))
+@every_module
+def test_a_capture_is_of_the_sampled_entries(name: str) -> None:
+    torch.manual_seed(0)
+    make, shape = MODULES[name]
+    module, x, skip = make(), torch.randn(shape), torch.randn(shape)
+    expected = module(x)
+    assert module.captured is module.peak_logit is None
+    module.capture_samples, module.track_logits = 2, True
+    output, captured = module(x, skip=skip), module.captured
+    torch.testing.assert_close(output, expected)
+    rows, residual = (t[[0, 2]].flatten(1, -2) for t in (output, skip))
+    assert captured.heads.shape == (2, rows.shape[1], 48)
+    torch.testing.assert_close(module.proj(captured.heads), rows)
+    torch.testing.assert_close(captured.output, rows)
+    assert torch.equal(captured.residual, residual)
+    assert captured.statistics["entropy"].shape == (4, 3)
+    assert captured.statistics["max_logit"].shape == (3,)
+    assert torch.equal(module.peak_logit, captured.statistics["max_logit"])
+
+
+@every_module
+def test_input_and_streams_of_other_shapes_are_refused(name: str) -> None:
+    make, shape = MODULES[name]
+    module, x = make(), torch.randn(shape)
+    for other in (x[0], x[..., :-1]):
+        with pytest.raises(ValueError, match=r"x must be \(B, (N|Y, X), 24\), got"):
+            module(other)
+    with pytest.raises(ValueError, match="skip must be as x") as caught:
+        module(x, skip=x[:, :1])
+    assert f"{shape}, got" in str(caught.value)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+@every_module
+def test_an_empty_batch_passes_and_nothing_of_it_is_captured(name: str, captures: bool) -> None:
+    make, shape = MODULES[name]
+    module = make()
+    if captures:
+        module.capture_samples, module.track_logits = 2, True
+    x = torch.randn(0, *shape[1:], requires_grad=True)
+    out = module(x)
+    gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
+    assert out.shape == gradients[0].shape == x.shape
+    assert all(g is None or not g.any() for g in gradients[1:])
+    assert module.captured is module.peak_logit is None

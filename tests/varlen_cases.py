@@ -238,6 +238,13 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
     return error_budget.peers_of(runs, dtype, attention_cases.FLOAT32_RESULTS)
 
 
+def check(inputs: Inputs, found: dict[str, Tensor]) -> None:
+    """Assert that all results are there and within the error budget."""
+    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, inputs.query.dtype)
+    assert found.keys() == exact.keys()
+    error_budget.assert_all_within_budget(found, peers, exact)
+
+
 def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     """Run ``attention_varlen_with_stats`` and its backward on the device of the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs[:3]]

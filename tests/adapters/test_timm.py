@@ -21,8 +21,12 @@ from leaner_kernels.nn.capture import Capturing
 from models.davit import DaViT
 from tests.adapters.timm_families import CASES, FAMILIES, VIT
 from tests.error_budget import assert_computes
-from tests.models.parity import assert_equal_for_one_seed, assert_equal_in_function, randomize
-from tests.models.timm_oracle import logits_and_gradients
+from tests.models.parity import (
+    assert_equal_for_one_seed,
+    assert_equal_in_function,
+    logits_and_gradients,
+    randomize,
+)
 
 ONE_OF_EACH = [next(case for case in CASES if case.family == family) for family in FAMILIES]
 

@@ -7,14 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests import (
-    attention_cases,
-    covariance_cases,
-    nystrom_cases,
-    outlook_cases,
-    varlen_cases,
-    window_cases,
-)
+from tests import attention_cases, operator_cases, varlen_cases
 from tests.attention_cases import AttentionTestCase, poisoned
 from tests.error_budget import assert_within_budget
 
@@ -99,38 +92,38 @@ MODELS = (
 )
 
 
-def operator(module: Any, **others: Any) -> Operator:
-    """Return what a module of cases has of an operator, under the names that most of them use."""
-    parts = {
-        "cases": module.CASES,
-        "make_inputs": module.make_inputs,
-        "exact": getattr(module, "reference_results", None),
-        "peers": module.peers_of,
-        "run": getattr(module, "run_operators", None),
-    }
-    return Operator(**parts | others)
-
-
-def without_dtype(module: Any) -> Operator:
-    """Return an operator whose peers have the dtype of their inputs."""
-    peers = lambda inputs, dtype: module.peers_of(inputs)  # noqa: E731
-    return operator(module, peers=peers, run=module.run_operator)
-
-
 OPERATORS = {
-    "attention": operator(attention_cases, cases=MODELS, make_inputs=make_aligned),
-    "strided attention": operator(
-        attention_cases, cases=(*attention_cases.CASES, *attention_cases.WINDOW_CASES)
+    "attention": Operator(
+        MODELS,
+        make_aligned,
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        attention_cases.run_operators,
     ),
-    "varlen": operator(
-        varlen_cases,
-        cases=(*varlen_cases.CASES, *varlen_cases.WINDOW_CASES),
-        exact=varlen_cases.assemble,
+    "strided attention": Operator(
+        (*attention_cases.CASES, *attention_cases.WINDOW_CASES),
+        attention_cases.make_inputs,
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        attention_cases.run_operators,
     ),
-    "window": operator(window_cases),
-    "outlook": operator(outlook_cases),
-    "covariance": without_dtype(covariance_cases),
-    "nystrom": without_dtype(nystrom_cases),
+    "varlen": Operator(
+        (*varlen_cases.CASES, *varlen_cases.WINDOW_CASES),
+        varlen_cases.make_inputs,
+        varlen_cases.assemble,
+        varlen_cases.peers_of,
+        varlen_cases.run_operators,
+    ),
+    **{
+        family: Operator(
+            cases,
+            operator_cases.make_inputs,
+            operator_cases.reference_results,
+            operator_cases.peers_of,
+            operator_cases.run_operator,
+        )
+        for family, cases in operator_cases.CASES.items()
+    },
 }
 
 # Of each commit: operator, case, dtype, compute capability. All others are nightly.

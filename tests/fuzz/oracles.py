@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +13,9 @@ from torch import Tensor
 
 import leaner_kernels
 from leaner_kernels.ops.attention.checks import four_axes
+from leaner_kernels.ops.operator import OPERATORS
 from leaner_kernels.ops.statistics import AttentionStats
-from tests import (
-    attention_cases,
-    covariance_cases,
-    nystrom_cases,
-    outlook_cases,
-    varlen_cases,
-    window_cases,
-)
+from tests import attention_cases, operator_cases, varlen_cases
 from tests.error_budget import assert_within_budget
 from tests.fuzz.strategies import FuzzCase
 
@@ -162,7 +157,7 @@ def _samples(made: dict[str, Any]) -> Tensor:
 
 
 def _reference(
-    module: Any, inputs: Any, dtype: torch.dtype | None, names: Callable[[Results], Results]
+    module: Any, inputs: Any, dtype: torch.dtype, names: Callable[[Results], Results]
 ) -> Reference:
     """``names`` gives the results of a table's reference the names and shapes of ``run``."""
 
@@ -171,7 +166,7 @@ def _reference(
         return {name: t.detach() for name, t in names(found).items()}
 
     def peers() -> dict[str, tuple[Tensor, ...]]:
-        found = module.peers_of(inputs) if dtype is None else module.peers_of(inputs, dtype)
+        found = module.peers_of(inputs, dtype)
         columns = range(max(len(each) for each in found.values()))
         sets = [names({k: t[min(i, len(t) - 1)] for k, t in found.items()}) for i in columns]
         return {name: tuple(each[name].detach() for each in sets) for name in sets[0]}
@@ -241,66 +236,41 @@ def _varlen(made: dict[str, Any], grad: Tensor) -> Reference:
     )
 
 
-def _between_channels(operator: str) -> Callable[[dict[str, Any], Tensor], Reference]:
-    def refer(made: dict[str, Any], grad: Tensor) -> Reference:
-        qkv = made["qkv"]
-        temperature = made.get("temperature", torch.ones(qkv.shape[3]))
-        case = covariance_cases.CovarianceTestCase(
-            *("fuzzed", operator, qkv.shape[0], qkv.shape[1], qkv.shape[3], qkv.shape[4]),
-            *(made.get("eps", 0), _scale(made, qkv.shape[-1])),
-        )
-        given = case, qkv, temperature.flatten(), grad, _samples(made)
-
-        def names(results: Results) -> Results:
-            results = results | {"dqkv": torch.stack([results[n] for n in ("dq", "dk", "dv")], 2)}
-            if "dtemperature" in results:
-                results["dtemperature"] = results["dtemperature"].view(temperature.shape)
-            return results
-
-        return _reference(covariance_cases, covariance_cases.Inputs(*given), None, names)
-
-    return refer
-
-
-def _window(made: dict[str, Any], grad: Tensor) -> Reference:
-    size = made["window_size"]
-    window = size if isinstance(size, tuple) else (size, size)
-    scale = _scale(made, made["qkv"].shape[-1])
-    inputs = window_cases.Inputs(made["qkv"], grad, _samples(made), window, scale)
-    return _reference(window_cases, inputs, grad.dtype, lambda results: results)
-
-
-def _outlook(made: dict[str, Any], grad: Tensor) -> Reference:
-    params = *(made[n] for n in ("kernel_size", "stride", "padding")), _scale(made, grad.shape[-1])
-    inputs = outlook_cases.Inputs(made["value"], made["logits"], grad, _samples(made), params)
-    return _reference(outlook_cases, inputs, grad.dtype, lambda results: results)
-
-
-def _nystrom(made: dict[str, Any], grad: Tensor) -> Reference:
-    query = made["query"]
-    batch, heads, tokens, dim = query.shape
-    case = nystrom_cases.NystromTestCase(
-        *("fuzzed", batch, tokens, heads, dim, made["num_landmarks"], None, _scale(made, dim)),
-        *(made["iterations"], made["init"] == "batch"),
-    )
-    tensors = query, made["key"], made["value"], grad.transpose(1, 2)
-    inputs = nystrom_cases.Inputs(case, *tensors, _samples(made), made["key_lengths"])
+def _operator(operator: str, made: dict[str, Any], grad: Tensor) -> Reference:
+    """Of the operators beside softmax attention."""
+    first = next(iter(made.values()))
+    scale = _scale(made, first.shape[-1])
+    tensors, numbers = (first,), (scale,)
+    if operator == operator_cases.CROSS:
+        tensors, numbers = (first, made["temperature"].flatten()), (made["eps"],)
+    elif operator == operator_cases.WINDOW:
+        size = made["window_size"]
+        numbers = *(size if isinstance(size, tuple) else (size, size)), scale
+    elif operator == operator_cases.OUTLOOK:
+        tensors = first, made["logits"]
+        numbers = *(made[n] for n in ("kernel_size", "stride", "padding")), scale
+    elif operator == operator_cases.NYSTROM:
+        tensors = (*(made[n] for n in ("query", "key", "value", "key_lengths")),)
+        numbers = made["num_landmarks"], scale, made["iterations"], made["init"] == "batch"
+        grad = grad.transpose(1, 2)
+    inputs = operator_cases.Inputs(operator, tensors, numbers, grad, _samples(made))
 
     def names(results: Results) -> Results:
-        old = {"dquery": "dq", "dkey": "dk", "dvalue": "dv"}
-        renamed = results | {new: results[name] for new, name in old.items()}
-        return renamed | {"out": results["out"].transpose(1, 2)}
+        results = dict(results)
+        if "dq" in results:
+            results["dqkv"] = torch.stack([results[n] for n in ("dq", "dk", "dv")], 2)
+        if "dtemperature" in results:
+            results["dtemperature"] = results["dtemperature"].view(made["temperature"].shape)
+        if operator == operator_cases.NYSTROM:
+            results["out"] = results["out"].transpose(1, 2)
+        return results
 
-    return _reference(nystrom_cases, inputs, None, names)
+    return _reference(operator_cases, inputs, grad.dtype, names)
 
 
 _REFERENCES: dict[str, Callable[[dict[str, Any], Tensor], Reference]] = {
     "attention": _attention,
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
-    "cross_covariance_attention": _between_channels(covariance_cases.CROSS),
-    "channel_attention": _between_channels(covariance_cases.CHANNEL),
-    "window_attention": _window,
-    "outlook_attention": _outlook,
-    "nystrom_attention": _nystrom,
+    **{name: partial(_operator, name) for name in OPERATORS},
 }

@@ -6,7 +6,6 @@ and a GPU can be given the same calls.
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -236,17 +235,17 @@ def _mask(
     )
 
 
-def _attention(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _attention(draw: Draw, limits: Limits, any_rank: bool = True) -> dict[str, Any]:
     dtype, dim = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from(limits.dims))
     batch, kv_heads, group = (draw(st.integers(1, 3)) for _ in range(3))
     rows, cols = (draw(st.sampled_from(limits.sizes)) for _ in range(2))
     outer: tuple[int, ...] = (batch,)
     lengths = _lengths(draw, batch, cols)
-    if not stats and lengths is None:
+    if any_rank and lengths is None:
         outer = draw(st.sampled_from([(batch,), (batch,), (), (2, batch)]))
     heads = kv_heads * group
     mask = _mask(draw, limits, dtype, (*outer, heads, rows, cols))
-    made = {
+    return {
         "query": _block(draw, limits, dtype, (*outer, heads, rows, dim)),
         "key": _block(draw, limits, dtype, (*outer, kv_heads, cols, dim)),
         "value": _block(draw, limits, dtype, (*outer, kv_heads, cols, dim)),
@@ -257,18 +256,16 @@ def _attention(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
         "key_lengths": lengths,
         "softcap": draw(_SOFTCAPS),
     }
-    return made | ({"sample": _sample(draw, batch)} if stats else {})
 
 
-def _packed(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _packed(draw: Draw, limits: Limits) -> dict[str, Any]:
     batch, tokens = draw(st.integers(1, 3)), draw(st.sampled_from(limits.sizes))
-    made = {
+    return {
         "qkv": _qkv(draw, limits, (batch, tokens)),
         "key_lengths": _lengths(draw, batch, tokens),
         "is_causal": draw(st.booleans()),
         "scale": _some(draw, _SCALES),
     }
-    return made | ({"sample": _sample(draw, batch)} if stats else {})
 
 
 def _qkv(draw: Draw, limits: Limits, outer: tuple[int, ...]) -> Block:
@@ -276,7 +273,7 @@ def _qkv(draw: Draw, limits: Limits, outer: tuple[int, ...]) -> Block:
     return _block(draw, limits, dtype, (*outer, 3, draw(st.integers(1, 3)), dim))
 
 
-def _varlen(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _varlen(draw: Draw, limits: Limits) -> dict[str, Any]:
     dtype, dim = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from(limits.dims))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     before, after = draw(st.integers(0, 2)), draw(st.integers(0, 2))
@@ -295,7 +292,7 @@ def _varlen(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
         key_starts, key_longest, cols = sequences()
         cols = max(cols, 1)
         crossed = {"cu_seqlens_k": key_starts, "max_seqlen_k": key_longest}
-    made = {
+    return {
         "query": _block(draw, limits, dtype, (rows, kv_heads * group, dim)),
         "key": _block(draw, limits, dtype, (cols, kv_heads, dim)),
         "value": _block(draw, limits, dtype, (cols, kv_heads, dim)),
@@ -306,10 +303,9 @@ def _varlen(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
         "scale": _some(draw, _SCALES),
         "enable_gqa": group > 1 or draw(st.booleans()),
     }
-    return made | ({"sample": _sample(draw, count)} if stats else {})
 
 
-def _cross_covariance(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _cross_covariance(draw: Draw, limits: Limits) -> dict[str, Any]:
     qkv = _qkv(draw, limits, (draw(st.integers(1, 3)), draw(st.sampled_from(limits.sizes))))
     heads = qkv.shape[3]
     temperature = Block(
@@ -319,29 +315,26 @@ def _cross_covariance(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]
         draw(st.sampled_from(["normal", "whole", "zeros"])),
     )
     eps = draw(st.sampled_from([1e-12, 1e-15, 1e-3, 2.0, 5]))
-    made = {"qkv": qkv, "temperature": temperature, "eps": eps}
-    return made | ({"sample": _sample(draw, qkv.shape[0])} if stats else {})
+    return {"qkv": qkv, "temperature": temperature, "eps": eps}
 
 
-def _channel(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _channel(draw: Draw, limits: Limits) -> dict[str, Any]:
     qkv = _qkv(draw, limits, (draw(st.integers(1, 3)), draw(st.sampled_from(limits.sizes))))
-    made = {"qkv": qkv, "scale": _some(draw, _SCALES)}
-    return made | ({"sample": _sample(draw, qkv.shape[0])} if stats else {})
+    return {"qkv": qkv, "scale": _some(draw, _SCALES)}
 
 
-def _window(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _window(draw: Draw, limits: Limits) -> dict[str, Any]:
     window = tuple(draw(st.sampled_from([n for n in limits.sizes if n <= 9])) for _ in range(2))
     size = tuple(n * draw(st.integers(1, 3)) for n in window)
     square = window[0] == window[1] and draw(st.booleans())
-    made = {
+    return {
         "qkv": _qkv(draw, limits, (draw(st.integers(1, 2)), *size)),
         "window_size": window[0] if square else window,
         "scale": _some(draw, _SCALES),
     }
-    return made | ({"sample": _sample(draw, made["qkv"].shape[0])} if stats else {})
 
 
-def _outlook(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _outlook(draw: Draw, limits: Limits) -> dict[str, Any]:
     dtype, dim = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from(limits.dims))
     kernel = draw(st.sampled_from([1, 2, 3, 3, 4, 5, 7]))
     stride, padding = draw(st.integers(1, min(kernel, 4))), draw(st.integers(0, kernel - 1))
@@ -349,7 +342,7 @@ def _outlook(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
     batch, heads = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     y, x = (draw(st.integers(least, least + 6)) for _ in range(2))
     windows = tuple((n + 2 * padding - kernel) // stride + 1 for n in (y, x))
-    made = {
+    return {
         "value": _block(draw, limits, dtype, (batch, y, x, heads, dim)),
         "logits": _block(draw, limits, dtype, (batch, *windows, heads, kernel**2, kernel**2)),
         "kernel_size": kernel,
@@ -357,10 +350,9 @@ def _outlook(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
         "padding": padding,
         "scale": _some(draw, _SCALES),
     }
-    return made | ({"sample": _sample(draw, batch)} if stats else {})
 
 
-def _nystrom(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
+def _nystrom(draw: Draw, limits: Limits) -> dict[str, Any]:
     dtype, dim = draw(st.sampled_from(limits.dtypes)), draw(st.sampled_from(limits.dims))
     landmarks = draw(st.sampled_from([n for n in limits.sizes if n <= 33]))
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
@@ -369,18 +361,16 @@ def _nystrom(draw: Draw, limits: Limits, stats: bool) -> dict[str, Any]:
     # Three softmaxes and an iterated inverse: of scores far apart the rounding has no bound.
     calm = limits._replace(values=tuple(set(limits.values) & {"normal", "small", "equal", "zeros"}))
     calm = calm._replace(values=tuple(sorted(calm.values)))
-    made = {name: _block(draw, calm, dtype, shape) for name in ("query", "key", "value")}
-    made |= {
+    return {name: _block(draw, calm, dtype, shape) for name in ("query", "key", "value")} | {
         "num_landmarks": landmarks,
         "scale": _some(draw, _SCALES),
         "key_lengths": _lengths(draw, batch, tokens),
         "iterations": draw(st.sampled_from([1, 2, 6])),
         "init": draw(st.sampled_from(["matrix", "batch"])),
     }
-    return made | ({"sample": _sample(draw, batch)} if stats else {})
 
 
-_PLAIN: dict[str, Callable[[Draw, Limits, bool], dict[str, Any]]] = {
+_ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
     "attention": _attention,
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
@@ -390,13 +380,16 @@ _PLAIN: dict[str, Callable[[Draw, Limits, bool], dict[str, Any]]] = {
     "outlook_attention": _outlook,
     "nystrom_attention": _nystrom,
 }
-_ARGUMENTS = {name: partial(build, stats=False) for name, build in _PLAIN.items()} | {
-    f"{name}_with_stats": partial(build, stats=True) for name, build in _PLAIN.items()
-}
-FUNCTIONS = tuple(_ARGUMENTS)
+FUNCTIONS = *_ARGUMENTS, *(f"{name}_with_stats" for name in _ARGUMENTS)
 
 
 @st.composite
 def valid_cases(draw: Draw, function: str, limits: Limits = Limits()) -> FuzzCase:  # noqa: B008
     """Draw a call that must work."""
-    return FuzzCase(function, _ARGUMENTS[function](draw, limits))
+    build = _ARGUMENTS[function.removesuffix("_with_stats")]
+    if function in _ARGUMENTS:
+        return FuzzCase(function, build(draw, limits))
+    made = build(draw, limits, any_rank=False) if build is _attention else build(draw, limits)
+    starts = made.get("cu_seqlens")
+    entries = len(starts.values) - 1 if starts else next(iter(made.values())).shape[0]
+    return FuzzCase(function, made | {"sample": _sample(draw, entries)})

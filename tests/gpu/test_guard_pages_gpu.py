@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from tests import (
-    attention_cases,
-    covariance_cases,
-    nystrom_cases,
-    outlook_cases,
-    varlen_cases,
-    window_cases,
+from tests import attention_cases, operator_cases, varlen_cases
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    NystromTestCase,
+    OperatorTestCase,
+    OutlookTestCase,
+    WindowTestCase,
 )
 from tests.placement import own_elements, span
 
@@ -42,6 +45,10 @@ def attention(rows: int, cols: int, dim: int, dtype: torch.dtype = HALF, **featu
     return attention_cases.make_inputs(case, dtype, "cuda"), attention_cases.run_operators
 
 
+def operator(case: OperatorTestCase, dtype: torch.dtype = HALF) -> Any:
+    return operator_cases.make_inputs(case, dtype, "cuda"), operator_cases.run_operator
+
+
 EVERYTHING: dict[str, Any] = {"mask": "additive", "dropout_p": 0.3}
 CALLS: dict[str, Callable[[], tuple[Any, Callable[..., dict[str, Tensor]]]]] = {
     "few tokens": lambda: attention(17, 17, 32),
@@ -57,46 +64,12 @@ CALLS: dict[str, Callable[[], tuple[Any, Callable[..., dict[str, Tensor]]]]] = {
         ),
         varlen_cases.run_operators,
     ),
-    "cross-covariance": lambda: (
-        covariance_cases.make_inputs(
-            covariance_cases.CovarianceTestCase("", covariance_cases.CROSS, 2, 37, 2, 10),
-            HALF,
-            "cuda",
-        ),
-        covariance_cases.run_operator,
-    ),
-    "channels": lambda: (
-        covariance_cases.make_inputs(
-            covariance_cases.CovarianceTestCase("", covariance_cases.CHANNEL, 2, 17, 2, 5),
-            HALF,
-            "cuda",
-        ),
-        covariance_cases.run_operator,
-    ),
-    "windows in one tile": lambda: (
-        window_cases.make_inputs(
-            window_cases.WindowTestCase("", 2, (1, 3), (3, 5), 3, 10), HALF, "cuda"
-        ),
-        window_cases.run_operators,
-    ),
-    "windows in tiles": lambda: (
-        window_cases.make_inputs(
-            window_cases.WindowTestCase("", 1, (2, 1), (5, 7), 1, 5), SINGLE, "cuda"
-        ),
-        window_cases.run_operators,
-    ),
-    "outlook": lambda: (
-        outlook_cases.make_inputs(
-            outlook_cases.OutlookTestCase("", 2, (5, 3), 2, 16, (3, 2, 1)), HALF, "cuda"
-        ),
-        outlook_cases.run_operators,
-    ),
-    "landmarks": lambda: (
-        nystrom_cases.make_inputs(
-            nystrom_cases.NystromTestCase("", 2, 34, 2, 5, 17, (3, 34), iterations=1), HALF, "cuda"
-        ),
-        nystrom_cases.run_operator,
-    ),
+    "cross-covariance": lambda: operator(CovarianceTestCase("", CROSS, 2, 37, 2, 10)),
+    "channels": lambda: operator(CovarianceTestCase("", CHANNEL, 2, 17, 2, 5)),
+    "windows in one tile": lambda: operator(WindowTestCase("", 2, (1, 3), (3, 5), 3, 10)),
+    "windows in tiles": lambda: operator(WindowTestCase("", 1, (2, 1), (5, 7), 1, 5), SINGLE),
+    "outlook": lambda: operator(OutlookTestCase("", 2, (5, 3), 2, 16, (3, 2, 1))),
+    "landmarks": lambda: operator(NystromTestCase("", 2, 34, 2, 5, 17, (3, 34), iterations=1)),
 }
 
 
@@ -105,8 +78,7 @@ def test_what_lies_beside_a_tensor_changes_no_bit(name: str) -> None:
     inputs, run = CALLS[name]()
 
     def surrounded(beside: float) -> dict[str, Tensor]:
-        places = {n: t for n, t in inputs._asdict().items() if isinstance(t, Tensor)}
-        return run(inputs._replace(**{n: amid(t, beside) for n, t in places.items()}))
+        return run(tree_map_only(Tensor, lambda t: amid(t, beside), inputs))
 
     found, wanted = surrounded(NAN), surrounded(0.0)
     for result, actual in found.items():
@@ -117,13 +89,14 @@ def test_what_lies_beside_a_tensor_changes_no_bit(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_tensors_that_end_their_allocation_give_the_same(name: str) -> None:
     """Under memcheck an element past the last is reported; alone, only a wrong result is."""
+
+    def alone(t: Tensor) -> Tensor:
+        flat = torch.empty(span(t.shape, t.stride()), dtype=t.dtype, device=t.device)
+        copy = flat.as_strided(t.shape, t.stride())
+        own_elements(copy).copy_(own_elements(t))
+        return copy
+
     inputs, run = CALLS[name]()
-    ends = {}
-    for field, t in inputs._asdict().items():
-        if isinstance(t, Tensor):
-            flat = torch.empty(span(t.shape, t.stride()), dtype=t.dtype, device=t.device)
-            ends[field] = flat.as_strided(t.shape, t.stride())
-            own_elements(ends[field]).copy_(own_elements(t))
-    found, wanted = run(inputs._replace(**ends)), run(inputs)
+    found, wanted = run(tree_map_only(Tensor, alone, inputs)), run(inputs)
     for result, actual in found.items():
         torch.testing.assert_close(actual, wanted[result], atol=0, rtol=0, equal_nan=True)

@@ -1,9 +1,5 @@
 """Operators beside softmax attention on a GPU: the same cases and budget, bfloat16 included."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,44 +7,53 @@ from torch import Tensor
 import leaner_kernels as ours
 from leaner_kernels import condition_number
 from leaner_kernels.nn.outlook import OutlookAttention
-from tests import covariance_cases, nystrom_cases, outlook_cases, window_cases
-from tests.covariance_cases import CHANNEL, CROSS, CovarianceTestCase
-from tests.error_budget import assert_within_budget
+from leaner_kernels.ops.statistics import AttentionStats
 from tests.gpu.draws import randn
-from tests.nystrom_cases import NystromTestCase
-from tests.outlook_cases import OutlookTestCase
-from tests.window_cases import WindowTestCase
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    Inputs,
+    NystromTestCase,
+    OperatorTestCase,
+    OutlookTestCase,
+    WindowTestCase,
+    call,
+    check,
+    every_case,
+    identify,
+    leaves_of,
+    make_inputs,
+    reference_results,
+    run_operator,
+)
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 REPEATS = 20  # of a test that the same call gives the same bits
 # Sizes of the models: XCiT at 224 and 384 pixels, the stages of DaViT, VOLO-D3 and D4 on images of
 # 224 and 448 pixels, the Long-Range Arena's rows, lean ones too, and the ends of the range.
-MODELS: dict[str, list[Any]] = {
-    "covariance": [
+MODELS: list[OperatorTestCase] = [
+    *(
         CovarianceTestCase(f"{operator} {tokens}·{heads}·{dim}", operator, 2, tokens, heads, dim)
         for operator, tokens, heads, dim in (
             *((CHANNEL, 49, 32, 32), (CHANNEL, 3136, 4, 32), (CHANNEL, 784, 8, 32)),
             *((CHANNEL, 196, 48, 16), (CROSS, 196, 8, 64)),
             *((CROSS, 196, 16, 48), (CROSS, 576, 16, 32)),
         )
-    ],
-    "window": [
-        WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
-        WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
-        WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
-        WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
-        WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
-        WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
-        WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
-    ],
-    "outlook": [
-        OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
-        OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
-        OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
-        OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
-        OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
-    ],
-    "nystrom": [
+    ),
+    WindowTestCase("first stage", 2, (8, 8), (7, 7), 4, 32),
+    WindowTestCase("third stage", 4, (2, 2), (7, 7), 16, 32),
+    WindowTestCase("third stage, lean", 4, (2, 2), (7, 7), 32, 16),
+    WindowTestCase("fourth stage", 8, (1, 1), (7, 7), 32, 32),
+    WindowTestCase("windows of 8", 2, (3, 2), (8, 8), 6, 30),
+    WindowTestCase("windows of 12", 2, (2, 2), (12, 12), 4, 32),
+    WindowTestCase("windows of 14", 1, (2, 1), (14, 14), 3, 64),
+    OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
+    OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
+    OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
+    OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
+    OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
+    *(
         NystromTestCase(
             *(f"{tokens}, {landmarks} landmarks, {whole_batch}", 2, tokens, 2, dim, landmarks),
             *((tokens, tokens * 2 // 3), 0.1),
@@ -58,150 +63,103 @@ MODELS: dict[str, list[Any]] = {
             *((1024, 64, 32), (2048, 32, 32), (4096, 128, 32), (1024, 256, 64), (1056, 48, 40)),
         )
         for whole_batch in (False, True)
-    ],
-}
-# Each with its cases, and what makes, runs and judges them.
-FAMILIES: dict[str, Any] = {
-    "covariance": covariance_cases,
-    "window": window_cases,
-    "outlook": outlook_cases,
-    "nystrom": nystrom_cases,
-}
-
-
-def run(family: str, case: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    module = FAMILIES[family]
-    operators = getattr(module, "run_operators", None) or module.run_operator
-    return operators(module.make_inputs(case, dtype, "cuda"))
-
-
-def peers(family: str, case: Any, dtype: torch.dtype) -> dict[str, Any]:
-    inputs = FAMILIES[family].make_inputs(case, dtype)
-    of_dtype = (dtype,) if family in ("window", "outlook") else ()
-    return FAMILIES[family].peers_of(inputs, *of_dtype)
-
-
-def every_case(only_models: bool) -> list[Any]:
-    return [
-        pytest.param(family, case, id=f"{family}-{case.name}")
-        for family, module in FAMILIES.items()
-        for case in (*(() if only_models else module.CASES), *MODELS[family])
-    ]
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("family", "case"), every_case(only_models=False))
-def test_kernels_stay_within_the_error_budget(family: str, case: Any, dtype: torch.dtype) -> None:
-    module = FAMILIES[family]
-    exact = module.reference_results(module.make_inputs(case, dtype), torch.float64)
-    allowed = peers(family, case, dtype)
-    for name, actual in run(family, case, dtype).items():
-        assert actual.is_cuda
-        assert_within_budget(actual, allowed[name], exact[name])
+@pytest.mark.parametrize("case", [*every_case(), *MODELS], ids=identify)
+def test_kernels_stay_within_the_error_budget(case: OperatorTestCase, dtype: torch.dtype) -> None:
+    found = run_operator(make_inputs(case, dtype, "cuda"))
+    assert all(result.is_cuda for result in found.values())
+    check(make_inputs(case, dtype), found)
 
 
-@pytest.mark.parametrize(("family", "case"), every_case(only_models=True))
-def test_results_and_gradients_are_bitwise_deterministic(family: str, case: Any) -> None:
-    first = run(family, case, torch.bfloat16)
+@pytest.mark.parametrize("case", MODELS, ids=identify)
+def test_results_and_gradients_are_bitwise_deterministic(case: OperatorTestCase) -> None:
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    first = run_operator(inputs)
     for _ in range(REPEATS):
-        again = run(family, case, torch.bfloat16)
-        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(run_operator(inputs), first, rtol=0, atol=0, equal_nan=True)
 
 
-class Operator(NamedTuple):
-    """Shapes of what an operator takes, and its functions, with statistics and without."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    plain: Callable[..., Tensor]
-    with_stats: Callable[..., Any]
-
-    def leaves(self, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
-        """Return inputs with gradients, each from an element of a larger block on."""
-        flat = (randn(offset + torch.Size(shape).numel(), dtype=dtype) for shape in self.shapes)
-        views = (t[offset:].view(shape) for t, shape in zip(flat, self.shapes))
-        return [t.detach().requires_grad_() for t in views]
-
-
-NYSTROM = {"num_landmarks": 12}
-OPERATORS = {
-    "cross_covariance": Operator(
-        ((4, 100, 3, 4, 32), (4,)),
-        ours.cross_covariance_attention,
-        ours.cross_covariance_attention_with_stats,
-    ),
-    "channel": Operator(
-        ((4, 100, 3, 4, 32),), ours.channel_attention, ours.channel_attention_with_stats
-    ),
-    "window": Operator(
-        ((4, 14, 14, 3, 4, 32),),
-        partial(ours.window_attention, window_size=7),
-        partial(ours.window_attention_with_stats, window_size=7),
-    ),
-    "outlook": Operator(
-        ((4, 14, 14, 4, 32), (4, 7, 7, 4, 9, 9)),
-        partial(ours.outlook_attention, stride=2),
-        partial(ours.outlook_attention_with_stats, stride=2),
-    ),
-    "nystrom": Operator(
-        ((4, 4, 96, 32),) * 3,
-        partial(ours.nystrom_attention, **NYSTROM),
-        partial(ours.nystrom_attention_with_stats, **NYSTROM),
-    ),
+SCALE = 32**-0.5
+CASES = {
+    "cross_covariance": CovarianceTestCase("", CROSS, 4, 100, 4, 32),
+    "channel": CovarianceTestCase("", CHANNEL, 4, 100, 4, 32, scale=SCALE),
+    "window": WindowTestCase("", 4, (2, 2), (7, 7), 4, 32),
+    "outlook": OutlookTestCase("", 4, (14, 14), 4, 32, (3, 2, 1)),
+    "nystrom": NystromTestCase("", 4, 96, 4, 32, 12, scale=SCALE),
 }
+OPERATORS = {name: make_inputs(case, torch.float32) for name, case in CASES.items()}
+OPERATORS["outlook"] = OPERATORS["outlook"].scaled(SCALE)
 each_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
 
 
+def leaves(operator: Inputs, dtype: torch.dtype, offset: int = 0) -> list[Tensor]:
+    """Return random inputs with gradients, each from an element of a larger block on."""
+    shapes = [t.shape for t in leaves_of(operator, operator.tensors)]
+    flat = (randn(offset + shape.numel(), dtype=dtype) for shape in shapes)
+    views = (t[offset:].view(shape) for t, shape in zip(flat, shapes))
+    return [t.detach().requires_grad_() for t in views]
+
+
+def with_stats(operator: Inputs, *tensors: Tensor, sample: Tensor) -> AttentionStats:
+    return call(operator, *tensors, suffix="_with_stats", sample=sample)
+
+
 @each_operator
-def test_a_second_call_gives_what_its_own_tensors_say(operator: Operator) -> None:
+def test_a_second_call_gives_what_its_own_tensors_say(operator: Inputs) -> None:
     """The plan that the first call leaves is for a kind of call, not for its tensors."""
-    first, other = (operator.leaves(torch.float32) for _ in range(2))
-    shifted = operator.leaves(torch.float32, offset=1)  # no multiple of 16 bytes
+    first, other = (leaves(operator, torch.float32) for _ in range(2))
+    shifted = leaves(operator, torch.float32, offset=1)  # no multiple of 16 bytes
     for inputs in (first, other, shifted, first):
-        expected = operator.plain(*(t.detach().cpu().double() for t in inputs))
-        actual = operator.plain(*inputs).detach().cpu().double()
+        expected = call(operator, *(t.detach().cpu().double() for t in inputs))
+        actual = call(operator, *inputs).detach().cpu().double()
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_a_second_call_has_lengths_of_its_own() -> None:
-    inputs = [t.detach() for t in OPERATORS["nystrom"].leaves(torch.float32)]
-    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32, device="cuda")
+    operator = OPERATORS["nystrom"]
+    tensors = [t.detach() for t in leaves(operator, torch.float32)]
+    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32)
     for key_lengths in (None, lengths, lengths.flip(0)):
-        cpu = None if key_lengths is None else key_lengths.cpu()
-        wide = (t.cpu().double() for t in inputs)
-        expected = ours.nystrom_attention(*wide, key_lengths=cpu, **NYSTROM)
-        actual = ours.nystrom_attention(*inputs, key_lengths=key_lengths, **NYSTROM)
-        torch.testing.assert_close(actual.cpu().double(), expected, atol=1e-3, rtol=1e-3)
+        there = None if key_lengths is None else key_lengths.cuda()
+        cpu, gpu = (operator._replace(tensors=(n,)) for n in (key_lengths, there))
+        expected = call(cpu, *(t.cpu().double() for t in tensors))
+        actual = call(gpu, *tensors).cpu().double()
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @each_operator
-def test_compiles_without_a_graph_break(operator: Operator, dtype: torch.dtype) -> None:
-    leaves = operator.leaves(dtype)
+def test_compiles_without_a_graph_break(operator: Inputs, dtype: torch.dtype) -> None:
+    tensors = leaves(operator, dtype)
     sample = torch.tensor([1], dtype=torch.int32, device="cuda")
 
-    def call(*x: Tensor) -> Tensor:
-        stats = operator.with_stats(*x, sample=sample)
-        return stats.out + operator.plain(*x) + stats.heads.mean() + stats.entropy.mean()
+    def run(*x: Tensor) -> Tensor:
+        stats = with_stats(operator, *x, sample=sample)
+        return stats.out + call(operator, *x) + stats.heads.mean() + stats.entropy.mean()
 
-    compiled = torch.compile(call, fullgraph=True)
-    expected, actual = call(*leaves), compiled(*leaves)
+    compiled = torch.compile(run, fullgraph=True)
+    expected, actual = run(*tensors), compiled(*tensors)
     close = {"atol": 0.02, "rtol": 0.02} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(actual, expected, **close)
-    grads = [torch.autograd.grad(t.sum(), leaves) for t in (expected, actual)]
+    grads = [torch.autograd.grad(t.sum(), tensors) for t in (expected, actual)]
     torch.testing.assert_close(grads[1], grads[0], **close)
 
 
 @each_operator
-def test_a_captured_graph_may_skip_a_sample(operator: Operator) -> None:
+def test_a_captured_graph_may_skip_a_sample(operator: Inputs) -> None:
     """The index lives on the device: a negative one leaves the slot as it was."""
     # A graph would fill its memory with NaN at every replay.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    inputs = [t.detach() for t in operator.leaves(torch.bfloat16)]
+    inputs = [t.detach() for t in leaves(operator, torch.bfloat16)]
     sample = torch.tensor([2], dtype=torch.int32, device="cuda")
-    expected = operator.with_stats(*inputs, sample=sample).heads
+    expected = with_stats(operator, *inputs, sample=sample).heads
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        stats = operator.with_stats(*inputs, sample=sample)
+        stats = with_stats(operator, *inputs, sample=sample)
     graph.replay()
     assert torch.equal(stats.heads, expected)
     stats.heads.fill_(7)
@@ -229,11 +187,11 @@ def test_the_capture_of_landmarks_shows_condition_numbers_that_half_precision_hi
     dtype: torch.dtype,
 ) -> None:
     case = NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)
-    inputs = nystrom_cases.make_inputs(case, dtype)
-    heads = nystrom_cases.reference_results(inputs, torch.float64)["heads"]
+    heads = reference_results(make_inputs(case, dtype), torch.float64)["heads"]
     wanted = condition_number(heads).kappa
     assert wanted.min().item() > 1e5
-    found = condition_number(run("nystrom", case, dtype)["heads"]).kappa.cpu().double()
+    captured = run_operator(make_inputs(case, dtype, "cuda"))["heads"]
+    found = condition_number(captured).kappa.cpu().double()
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=0)
 
 
@@ -264,17 +222,18 @@ def test_a_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
 
 
 def test_autocast_rounds_the_inputs_of_landmarks_alone() -> None:
-    leaves = OPERATORS["nystrom"].leaves(torch.float32)
+    operator = OPERATORS["nystrom"]
+    tensors = leaves(operator, torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
-        found = ours.nystrom_attention(*leaves, **NYSTROM)
-    assert torch.equal(found, ours.nystrom_attention(*(t.bfloat16() for t in leaves), **NYSTROM))
+        found = call(operator, *tensors)
+    assert torch.equal(found, call(operator, *(t.bfloat16() for t in tensors)))
 
 
 @each_operator
-def test_what_kernels_cannot_do_is_refused(operator: Operator) -> None:
+def test_what_kernels_cannot_do_is_refused(operator: Inputs) -> None:
     with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
-        operator.plain(*operator.leaves(torch.float64))
+        call(operator, *leaves(operator, torch.float64))
     with pytest.raises(ValueError, match=r"sample must be \(S,\) int32 on cuda"):
-        operator.with_stats(
-            *operator.leaves(torch.float32), sample=torch.zeros(1, dtype=torch.int32)
+        with_stats(
+            operator, *leaves(operator, torch.float32), sample=torch.zeros(1, dtype=torch.int32)
         )

@@ -46,8 +46,8 @@ def _cases(pairs: list[tuple[torch.dtype, str]], *marks: pytest.MarkDecorator) -
 in_float32_first = pytest.mark.parametrize(
     ("dtype", "rounding"),
     _cases(EXACT[:1])
-    + _cases(EXACT[1:] + FLOAT16, pytest.mark.slow)
-    + _cases(LIKE_A_GPU, pytest.mark.nightly),
+    + _cases(EXACT[1:], pytest.mark.slow)
+    + _cases(FLOAT16 + LIKE_A_GPU, pytest.mark.nightly),
     indirect=["rounding"],
 )
 in_half_arithmetic = pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from tests.attention_cases import (
     WINDOW_CASES,
     AttentionTestCase,
     Inputs,
+    check,
     make_inputs,
     new_gradients,
     new_stats,
-    peers_of,
     reference_results,
 )
 from tests.error_budget import assert_within_budget
@@ -58,12 +58,9 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
 def test_kernels_stay_within_the_error_budget(case: AttentionTestCase, dtype: torch.dtype) -> None:
     inputs = make_inputs(case, dtype)
-    exact = reference_results(inputs, torch.float64)
-    peers = peers_of(inputs, dtype)
     results = run_kernels(inputs)
-    assert results.keys() == exact.keys()
-    for name, actual in results.items():
-        assert_within_budget(actual, peers[name], exact[name])
+    assert results.keys() == reference_results(inputs, torch.float64).keys()
+    check(inputs, results)
 
 
 @pytest.mark.slow
@@ -75,9 +72,7 @@ def test_float32_sums_over_many_tokens_stay_within_the_error_budget(
     inputs = make_inputs(AttentionTestCase("", 1, 1, 1, rows, cols, 16), torch.float32)
     for tensor in (inputs.value, inputs.grad):
         tensor[:, :, 64:] *= 0.01
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, torch.float32)
-    for name, actual in run_kernels(inputs).items():
-        assert_within_budget(actual, peers[name], exact[name])
+    check(inputs, run_kernels(inputs))
 
 
 def test_values_of_one_come_out_as_one_but_for_half_a_unit(gpu_rounding: None) -> None:

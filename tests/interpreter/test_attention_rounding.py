@@ -10,12 +10,10 @@ from torch import Tensor
 from tests.attention_cases import (
     AttentionTestCase,
     Inputs,
+    check,
     make_inputs,
     new_stats,
-    peers_of,
-    reference_results,
 )
-from tests.error_budget import assert_within_budget
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -43,10 +41,7 @@ def inputs_of(dtype: torch.dtype, **options: object) -> Inputs:
 
 def within_budget(results: dict[str, Tensor], inputs: Inputs, *names: str) -> None:
     """Hold results to what correct arithmetic makes of the inputs."""
-    exact = reference_results(inputs, torch.float64)
-    peers = peers_of(inputs, inputs.query.dtype)
-    for name in names:
-        assert_within_budget(results[name], peers[name], exact[name])
+    check(inputs, {name: results[name] for name in names})
 
 
 @pytest.mark.parametrize("least", [-1e2, -6e4, -1e9, -1e30])

@@ -16,13 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import (
-    attention_cases,
-    covariance_cases,
-    nystrom_cases,
-    outlook_cases,
-    varlen_cases,
-    window_cases,
+from tests import attention_cases, varlen_cases
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    NystromTestCase,
+    OperatorTestCase,
+    OutlookTestCase,
+    WindowTestCase,
+    make_inputs,
+    run_kernels,
 )
 from tests.placement import behind_guards, in_a_process
 
@@ -34,14 +38,7 @@ import triton.language as tl
 
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
-from tests.interpreter import (
-    test_attention_kernels,
-    test_covariance_kernels,
-    test_nystrom_kernels,
-    test_outlook_kernels,
-    test_short_kernels,
-    test_window_kernels,
-)
+from tests.interpreter import test_attention_kernels, test_short_kernels
 
 Results = dict[str, Tensor]
 HALF, SINGLE = torch.float16, torch.float32
@@ -81,26 +78,14 @@ def packed(**sizes: Any) -> Results:
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
 
-def channels(operator: str, tokens: int, dim: int) -> Results:
-    case = covariance_cases.CovarianceTestCase("", operator, 1, tokens, 2, dim)
-    return test_covariance_kernels.run_kernels(covariance_cases.make_inputs(case, HALF))
+def operator(case: OperatorTestCase, dtype: torch.dtype = HALF) -> Results:
+    return run_kernels(make_inputs(case, dtype))
 
 
-def windows(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = window_cases.make_inputs(window_cases.WindowTestCase("", **sizes), dtype)
+def windows(case: WindowTestCase, dtype: torch.dtype) -> Results:
     # Without statistics a program owns several heads of windows.
-    plain = test_window_kernels.run_kernels(inputs, with_stats=False)
-    return test_window_kernels.run_kernels(inputs) | {f"plain {n}": t for n, t in plain.items()}
-
-
-def outlook(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = outlook_cases.make_inputs(outlook_cases.OutlookTestCase("", **sizes), dtype)
-    return test_outlook_kernels.run_kernels(inputs)
-
-
-def nystrom(dtype: torch.dtype, **sizes: Any) -> Results:
-    inputs = nystrom_cases.make_inputs(nystrom_cases.NystromTestCase("", **sizes), dtype)
-    return test_nystrom_kernels.run_kernels(inputs)
+    plain = run_kernels(make_inputs(case, dtype), with_stats=False)
+    return operator(case, dtype) | {f"plain {name}": t for name, t in plain.items()}
 
 
 ONE = {"batch": 1, "heads": 1, "kv_heads": 1, "rows": 1, "cols": 1, "dim": 1}
@@ -122,23 +107,15 @@ LAUNCHES: dict[str, Callable[[], Results]] = {
     "packed, crossed": lambda: packed(
         lengths=(33, 1), heads=2, dim=17, kv_heads=1, key_lengths=(7, 20), causal=True
     ),
-    "cross-covariance": lambda: channels(covariance_cases.CROSS, 17, 10),
-    "channels": lambda: channels(covariance_cases.CHANNEL, 17, 5),
-    "windows in one tile": lambda: windows(
-        HALF, batch=1, windows=(1, 2), window=(3, 5), heads=3, dim=10
-    ),
-    "windows in tiles": lambda: windows(
-        SINGLE, batch=1, windows=(2, 1), window=(5, 7), heads=1, dim=5
-    ),
-    "outlook": lambda: outlook(HALF, batch=1, size=(3, 3), heads=1, dim=16, window=(3, 2, 1)),
-    "outlook, odd sizes": lambda: outlook(
-        SINGLE, batch=1, size=(3, 4), heads=1, dim=5, window=(2, 1, 0)
-    ),
-    "landmarks": lambda: nystrom(
-        HALF, batch=1, tokens=34, heads=1, dim=5, landmarks=17, lengths=(21,), iterations=1
-    ),
-    "landmarks, float32": lambda: nystrom(
-        SINGLE, batch=1, tokens=33, heads=1, dim=17, landmarks=3, iterations=1
+    "cross-covariance": lambda: operator(CovarianceTestCase("", CROSS, 1, 17, 2, 10)),
+    "channels": lambda: operator(CovarianceTestCase("", CHANNEL, 1, 17, 2, 5)),
+    "windows in one tile": lambda: windows(WindowTestCase("", 1, (1, 2), (3, 5), 3, 10), HALF),
+    "windows in tiles": lambda: windows(WindowTestCase("", 1, (2, 1), (5, 7), 1, 5), SINGLE),
+    "outlook": lambda: operator(OutlookTestCase("", 1, (3, 3), 1, 16, (3, 2, 1))),
+    "outlook, odd sizes": lambda: operator(OutlookTestCase("", 1, (3, 4), 1, 5, (2, 1, 0)), SINGLE),
+    "landmarks": lambda: operator(NystromTestCase("", 1, 34, 1, 5, 17, (21,), iterations=1)),
+    "landmarks, float32": lambda: operator(
+        NystromTestCase("", 1, 33, 1, 17, 3, iterations=1), SINGLE
     ),
 }
 

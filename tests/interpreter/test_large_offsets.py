@@ -30,12 +30,8 @@ from leaner_kernels.ops.attention.kernels import (
     short_backward,
     short_forward,
 )
-from leaner_kernels.ops.covariance import launch as covariance
 from leaner_kernels.ops.nystrom import inverse, landmarks
-from leaner_kernels.ops.nystrom import launch as nystrom
-from leaner_kernels.ops.operator import Results
-from leaner_kernels.ops.outlook import launch as outlook
-from leaner_kernels.ops.window import launch as window
+from leaner_kernels.ops.operator import OPERATORS, computed_by
 from tests.interpreter import online
 from tests.placement import sparse, without_wrapping
 
@@ -263,40 +259,43 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         assert torch.equal(actual, wanted)
 
 
-# --- Attention between channels ------------------------------------------------------------------
+# --- The other operators --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operator", ["cross_covariance", "channel"])
-def test_channels_of_a_huge_batch(operator: str) -> None:
+def run_operator(name: str, *numbers: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Return what launches forward and backward on tensors and the gradient of the output."""
+    attend, _, differentiate = computed_by(OPERATORS[name], on_gpu=True)
+
+    def run(*inputs: Any) -> tuple[Tensor, ...]:
+        *tensors, grad = inputs
+        out, lse = attend(*tensors, *numbers)
+        gradients = differentiate(grad, *tensors, lse, *numbers)
+        return out, lse, *(gradients if isinstance(gradients, tuple) else (gradients,))
+
+    return run
+
+
+def last_of(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the last entry of each tensor."""
+    return tuple(None if t is None else t[-1:] for t in inputs)
+
+
+def of_each_entry(batch: int) -> Callable[[int], Iterable[int]]:
+    """Of grids that are as many programs for each entry of a batch."""
+    return lambda grid: range(grid - grid // batch, grid)
+
+
+@pytest.mark.parametrize("name", ["cross_covariance_attention", "channel_attention"])
+def test_channels_of_a_huge_batch(name: str) -> None:
     torch.manual_seed(0)
-    batch = FAR // (HEADS * TOKENS * DIM) + 1
-    qkv = last_entry(batch, TOKENS, 3, HEADS, DIM)
-    grad = last_entry(batch, TOKENS, HEADS, DIM)
-    temperature = [torch.rand(HEADS) + 1] if operator == "cross_covariance" else []
-    kernels = getattr(covariance, operator)
+    qkv, grad = (last_entry(BATCH, TOKENS, *t, HEADS, DIM) for t in ((3,), ()))
+    temperature = [torch.rand(HEADS) + 1] if name == "cross_covariance_attention" else []
+    run = run_operator(name, 1e-3)
 
-    def run(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        out, lse = sparse(tuple(grad.shape), HALF), sparse((len(grad), HEADS, DIM), SINGLE)
-        kernels.forward((qkv, *temperature), (1e-3,), Results(out, lse))
-        dqkv = sparse(tuple(qkv.shape), HALF)
-        found = dqkv, *(torch.zeros(HEADS) for _ in temperature)
-        kernels.backward(grad, (qkv, *temperature), (1e-3,), lse, found)
-        return out, lse, dqkv
+    def of_qkv(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        return run(qkv, *temperature, grad)[:3]
 
-    run_both(run, (qkv, grad), (qkv[-1:], grad[-1:]), last(HEADS))
-
-
-# --- Windows -------------------------------------------------------------------------------------
-
-
-def attend_in_windows(qkv: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    batch, y, x, _, heads, _ = qkv.shape
-    params = 2, 2, 0.25
-    out, lse = sparse(tuple(grad.shape), qkv.dtype), sparse((batch, heads, y, x), SINGLE)
-    dqkv = sparse(tuple(qkv.shape), qkv.dtype)
-    window.forward((qkv,), params, Results(out, lse))
-    window.backward(grad, (qkv,), params, lse, (dqkv,))
-    return out, lse, dqkv
+    run_both(of_qkv, (qkv, grad), last_of((qkv, grad)), last(HEADS))
 
 
 @pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["whole", "tiled"])
@@ -304,42 +303,26 @@ def test_windows_of_a_huge_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     map_size, heads = (4, 2), 2
     batch = FAR // (8 * heads * DIM) + 1
-    qkv = last_entry(batch, *map_size, 3, heads, DIM, dtype=dtype)
-    grad = last_entry(batch, *map_size, heads, DIM, dtype=dtype)
+    inputs = tuple(last_entry(batch, *map_size, *t, heads, DIM, dtype=dtype) for t in ((3,), ()))
 
     def programs(grid: int) -> Iterable[int]:
         count = batch * 2 * heads
         return range(grid - (4 if grid == count else 1), grid)
 
-    run_both(attend_in_windows, (qkv, grad), (qkv[-1:], grad[-1:]), programs)
+    run_both(run_operator("window_attention", 2, 2, 0.25), inputs, last_of(inputs), programs)
 
 
-# --- Outlook attention ---------------------------------------------------------------------------
-
-
-def look_out(value: Tensor, logits: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    params = 2, 1, 0, 1.5
-    batch, heads = len(value), value.shape[3]
-    out, dvalue = (sparse(tuple(value.shape), HALF) for _ in range(2))
-    lse = sparse((batch, heads, *logits.shape[1:3], 4), SINGLE)
-    dlogits = sparse(tuple(logits.shape), HALF)
-    outlook.forward((value, logits), params, Results(out, lse))
-    outlook.backward(grad, (value, logits), params, lse, (dvalue, dlogits))
-    return out, lse, dvalue, dlogits
+LOOK_OUT = 2, 1, 0, 1.5
 
 
 def test_a_huge_batch_looks_out() -> None:
     torch.manual_seed(0)
     heads, dim, batch = 2, 16, FAR // (9 * 2 * 16) + 1
     value, grad = (last_entry(batch, 4, 4, heads, dim) for _ in range(2))
-    logits = last_entry(batch, 3, 3, heads, 4, 4)
+    inputs = value, last_entry(batch, 3, 3, heads, 4, 4), grad
+    run = run_operator("outlook_attention", *LOOK_OUT)
     # A forward has one program for each head, a backward two.
-    run_both(
-        look_out,
-        (value, logits, grad),
-        (value[-1:], logits[-1:], grad[-1:]),
-        lambda grid: range(grid - grid // batch, grid),
-    )
+    run_both(run, inputs, last_of(inputs), of_each_entry(batch))
 
 
 def test_a_gradient_may_be_a_view_of_something_huge() -> None:
@@ -347,17 +330,15 @@ def test_a_gradient_may_be_a_view_of_something_huge() -> None:
     value, near = torch.randn(2, 1, 4, 4, 1, 16).half()
     logits = torch.randn(1, 3, 3, 1, 4, 4).half()
     far = sparse(tuple(near.shape), HALF, (1, 2**30, 2**28, 16, 1)).copy_(near)
-    run_both(look_out, (value, logits, far), (value, logits, near), range)
-
-
-# --- Nyström attention ---------------------------------------------------------------------------
+    run = run_operator("outlook_attention", *LOOK_OUT)
+    run_both(run, (value, logits, far), (value, logits, near), range)
 
 
 def test_a_huge_batch_has_landmarks() -> None:
     torch.manual_seed(0)
     heads, tokens, num_landmarks = 2, 32, 16
     batch = FAR // (heads * num_landmarks * DIM) + 1
-    query, key, value = (last_entry(batch, heads, tokens, DIM) for _ in range(3))
+    inputs = tuple(last_entry(batch, heads, tokens, DIM) for _ in range(3))
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         made = landmarks.landmarks_forward(query, key, value, None, num_landmarks, 0.25)
@@ -368,8 +349,7 @@ def test_a_huge_batch_has_landmarks() -> None:
         landmarks.landmarks_backward(key, value, None, made, *gradients, 0.25, dk, dv)
         return *made, gradients[1], dk, dv
 
-    small = tuple(t[-1:] for t in (query, key, value))
-    run_both(run, (query, key, value), small, last(heads))
+    run_both(run, inputs, last_of(inputs), last(heads))
 
 
 def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,17 +357,8 @@ def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) 
     torch.manual_seed(0)
     heads, tokens, dim = 2, 256, 16
     batch = FAR // (heads * tokens * dim) + 1
-    inputs = tuple(last_entry(batch, heads, tokens, dim) for _ in range(3))
-    grad = last_entry(batch, tokens, heads, dim)
+    qkv = tuple(last_entry(batch, heads, tokens, dim) for _ in range(3))
+    inputs = *qkv, None, last_entry(batch, tokens, heads, dim)
     monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch * heads)
-
-    def run(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        tensors, params = (query, key, value, None), (2, 0.25, 1, False)
-        out, lse = sparse(tuple(grad.shape), HALF), sparse(tuple(query.shape[:3]), SINGLE)
-        nystrom.forward(tensors, params, Results(out, lse))
-        found = tuple(sparse(tuple(query.shape), HALF) for _ in range(3))
-        nystrom.backward(grad, tensors, params, lse, found)
-        return out, lse, *found
-
-    small = tuple(t[-1:] for t in (*inputs, grad))
-    run_both(run, (*inputs, grad), small, lambda grid: range(grid - grid // batch, grid))
+    run = run_operator("nystrom_attention", 2, 0.25, 1, False)
+    run_both(run, inputs, last_of(inputs), of_each_entry(batch))

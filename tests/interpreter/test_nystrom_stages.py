@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.ops.statistics import AttentionStats, per_head
-from tests.error_budget import assert_within_budget, peers_of
+from tests.error_budget import assert_all_within_budget, peers_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
@@ -28,21 +28,9 @@ from leaner_kernels.ops.nystrom.output import (
     output_forward,
 )
 from tests.interpreter.rounding import LibraryProducts
-from tests.nystrom_cases import NystromTestCase, make_inputs
+from tests.operator_cases import NystromTestCase, make_inputs
 
 STATISTICS = AttentionStats._fields[2:-1]
-
-
-class Output(NamedTuple):
-    """Sizes of the last stage, and its inputs' magnitudes."""
-
-    name: str
-    tokens: int
-    dim: int
-    landmarks: int
-    lengths: tuple[int, int] | None = None
-    scale: float = 0.3
-    core: float = 1.0
 
 
 class Tensors(NamedTuple):
@@ -53,7 +41,6 @@ class Tensors(NamedTuple):
     k_land: Tensor
     core: Tensor
     dq_land: Tensor
-    lengths: Tensor | None
 
 
 def in_nan(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,18 +51,12 @@ def in_nan(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return view.copy_(numbers)
 
 
-def output_inputs(case: Output, dtype: torch.dtype) -> Tensors:
+def output_inputs(tokens: int, dim: int, landmarks: int) -> Tensors:
     torch.manual_seed(0)
-    tokens, dim, landmarks = case.tokens, case.dim, case.landmarks
     query, grad = torch.randn(2, 2, 1, tokens, dim)
     k_land, core, dq_land = torch.randn(3, 2, 1, landmarks, dim)
-    lengths = None
-    if case.lengths is not None:
-        lengths = torch.tensor(case.lengths, dtype=torch.int32)
-        query[reference.padded(query, lengths).expand_as(query)] = float("nan")
-    core *= case.core
-    grad /= case.core
-    return Tensors(in_nan(query, dtype), in_nan(grad, dtype), k_land, core, dq_land, lengths)
+    views = (in_nan(t, torch.float32) for t in (query, grad))
+    return Tensors(*views, k_land, core, dq_land)
 
 
 def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
@@ -83,7 +64,7 @@ def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
     out, dq = (in_nan(torch.full(t.query.shape, float("nan")), t.query.dtype) for _ in range(2))
     lse = torch.empty(batch, heads, tokens)
     stats = torch.empty(len(STATISTICS), batch, heads)
-    stage = LastStage(t.query, t.k_land, t.core, t.lengths, scale)
+    stage = LastStage(t.query, t.k_land, t.core, None, scale)
     output_forward(stage, out, lse, stats)
     captured = torch.full((3, tokens, heads * dim), float("nan"))
     sample = torch.tensor([batch - 1, -1, batch], dtype=torch.int32)
@@ -103,8 +84,9 @@ def run_output(t: Tensors, scale: float) -> dict[str, Tensor]:
 
 def output_reference(t: Tensors, scale: float, dtype: torch.dtype) -> dict[str, Tensor]:
     """Compute the stage in ``dtype``, its derivatives by autograd."""
-    leaves = [each.to(dtype).requires_grad_() for each in (t.query, t.k_land, t.core)]
-    q, k_land, core = reference.hide(leaves[0], t.lengths), *leaves[1:]
+    q, k_land, core = leaves = [
+        leaf.to(dtype).requires_grad_() for leaf in (t.query, t.k_land, t.core)
+    ]
     s = scale * (q @ k_land.mT)
     k1 = torch.softmax(s, dim=-1)
     out = k1 @ core
@@ -116,65 +98,40 @@ def output_reference(t: Tensors, scale: float, dtype: torch.dtype) -> dict[str, 
     return results | dict(zip(STATISTICS, stats, strict=True))
 
 
+def check_output(t: Tensors, scale: float, *names: str) -> None:
+    run = partial(output_reference, t, scale, torch.float64)
+    found, peers = run_output(t, scale), peers_of([run], torch.float32)
+    assert_all_within_budget({name: found[name] for name in names}, peers, run())
+
+
 @pytest.mark.parametrize("landmarks", [7, 66], ids=["one tile", "several tiles"])
 def test_gradients_cancel_what_all_landmarks_share(landmarks: int) -> None:
     """A log-sum-exp of 30 is rounded by 1e-6, and dP - delta must not keep that of a large dP."""
-    case, scale = Output("", 2 * landmarks, 20, landmarks), 3.0
-    t = output_inputs(case, torch.float32)
-    t = t._replace(core=t.core + 20)
-    exact = output_reference(t, scale, torch.float64)
-    peers = peers_of([partial(output_reference, t, scale, torch.float64)], torch.float32)
-    found = run_output(t, scale)
-    for name in ("dq", "dk_land"):
-        assert_within_budget(found[name], peers[name], exact[name])
+    t = output_inputs(2 * landmarks, 20, landmarks)
+    check_output(t._replace(core=t.core + 20), 3.0, "dq", "dk_land")
 
 
 def test_the_last_stage_adds_up_short_sums_of_many_landmarks(gpu_rounding: None) -> None:
     """A chain over all of them rounds the whole sum 256 times."""
-    case = Output("", 256, 16, 256)
-    t = output_inputs(case, torch.float32)
+    t = output_inputs(256, 16, 256)
     t = t._replace(k_land=0.1 * t.k_land, core=t.core + 2)
-    exact = output_reference(t, case.scale, torch.float64)
-    run = partial(output_reference, t, case.scale, torch.float64)
-    peers, found = peers_of([run], torch.float32), run_output(t, case.scale)
-    for name in ("out", "heads", "dq", "dk_land", "dcore"):
-        assert_within_budget(found[name], peers[name], exact[name])
-
-
-class Inverse(NamedTuple):
-    """Sizes of the middle stage."""
-
-    name: str
-    batch: int
-    heads: int
-    landmarks: int
-    dim: int
-    iterations: int
-    whole_batch: bool = False
-
-
-def landmarks_of(case: Inverse) -> tuple[Tensor, ...]:
-    """Return q~, k~, K3 V and the gradient of the core: neighbouring landmarks are alike."""
-    torch.manual_seed(0)
-    q_land, k_land, k3v, dcore = torch.randn(4, case.batch, case.heads, case.landmarks, case.dim)
-    return q_land, (q_land + k_land).contiguous(), k3v, dcore
+    check_output(t, 0.3, "out", "heads", "dq", "dk_land", "dcore")
 
 
 def inverse_reference(
-    inputs: tuple[Tensor, ...], case: Inverse, dtype: torch.dtype
+    inputs: tuple[Tensor, ...], inversion: Inversion, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    *leaves, dcore = (each.to(dtype) for each in inputs)
+    *leaves, dcore = (t.to(dtype) for t in inputs)
     q_land, k_land, k3v = (leaf.requires_grad_() for leaf in leaves)
-    s = 0.5 * (q_land @ k_land.mT)
-    z = reference.iterates(torch.softmax(s, dim=-1), case.iterations, case.whole_batch)[-1]
-    core = z @ k3v
+    s = inversion.scale * (q_land @ k_land.mT)
+    k2 = torch.softmax(s, dim=-1)
+    core = reference.iterates(k2, inversion.iterations, inversion.whole_batch)[-1] @ k3v
     grads = torch.autograd.grad(core, leaves, dcore)
     return name_inverse(core, s.amax(dim=(-2, -1)), *grads)
 
 
-def run_inverse(inputs: tuple[Tensor, ...], case: Inverse) -> dict[str, Tensor]:
+def run_inverse(inputs: tuple[Tensor, ...], inversion: Inversion) -> dict[str, Tensor]:
     *land, dcore = inputs
-    inversion = Inversion(0.5, case.iterations, case.whole_batch)
     core, largest = invert_forward((*land,), inversion)
     return name_inverse(core, largest, *invert_backward(dcore, (*land,), inversion))
 
@@ -186,32 +143,30 @@ def name_inverse(*results: Tensor) -> dict[str, Tensor]:
 @pytest.mark.slow
 def test_the_inverse_of_many_landmarks_adds_up_short_sums() -> None:
     """The iteration magnifies what one chain over 256 would lose, most where padding is alike."""
-    case = Inverse("", 1, 2, 256, 64, 6)
     tokens = make_inputs(NystromTestCase("", 1, 1024, 2, 64, 256, (682,)), torch.float64)
-    qkv = [reference.hide(t, tokens.lengths) for t in tokens.tensors]
+    *projected, lengths = tokens.tensors
+    qkv = [reference.hide(t, lengths) for t in projected]
     q_land, k_land = (reference.landmarks(t, 256) for t in qkv[:2])
-    parts = reference.attend(*tokens.tensors, tokens.lengths, 256, 0.1, 6, whole_batch=False)
+    parts = reference.attend(*projected, lengths, 256, 0.1, 6, whole_batch=False)
     k3v = torch.softmax(parts.scores[2], dim=-1) @ qkv[2]
     dcore = parts.k1.mT @ tokens.grad.transpose(1, 2)
-    # The stage's scale here is 0.5.
-    inputs = tuple(t.float().contiguous() for t in (0.2 * q_land, k_land, k3v, dcore))
-    exact = inverse_reference(inputs, case, torch.float64)
-    peers = peers_of([partial(inverse_reference, inputs, case, torch.float64)], torch.float32)
+    inputs = tuple(t.float().contiguous() for t in (q_land, k_land, k3v, dcore))
+    inversion = Inversion(0.1, 6, whole_batch=False)
+    run = partial(inverse_reference, inputs, inversion, torch.float64)
     with LibraryProducts():
-        found = run_inverse(inputs, case)
-    for name, actual in found.items():
-        assert_within_budget(actual, peers[name], exact[name])
+        found = run_inverse(inputs, inversion)
+    assert_all_within_budget(found, peers_of([run], torch.float32), run())
 
 
 @pytest.mark.parametrize("whole_batch", [False, True], ids=["each matrix", "whole batch"])
 def test_columns_that_share_the_maximum_share_its_gradient(whole_batch: bool) -> None:
     """As the landmarks of padding do, which are all zero."""
-    case = Inverse("tied", 1, 1, 16, 8, 1, whole_batch)
-    inputs = landmarks_of(case)
-    q_land, k_land, *_ = inputs
-    q_land.abs_()
-    k_land.copy_(-k_land.abs())
+    torch.manual_seed(0)
+    q_land, k_land, k3v, dcore = torch.randn(4, 1, 1, 16, 8)
+    q_land, k_land = q_land.abs(), -(q_land + k_land).abs()
     k_land[:, :, 5:] = 0
-    exact, found = inverse_reference(inputs, case, torch.float64), run_inverse(inputs, case)
+    inputs, inversion = (q_land, k_land, k3v, dcore), Inversion(0.5, 1, whole_batch)
+    exact = inverse_reference(inputs, inversion, torch.float64)
+    found = run_inverse(inputs, inversion)
     assert exact["dk_land"].abs().max() > 1e-3
     torch.testing.assert_close(found["dk_land"].double(), exact["dk_land"], rtol=1e-4, atol=1e-6)

@@ -14,13 +14,11 @@ from tests.attention_cases import (
     CASES,
     AttentionTestCase,
     Inputs,
+    check,
     make_inputs,
     new_gradients,
     new_stats,
-    peers_of,
-    reference_results,
 )
-from tests.error_budget import assert_within_budget
 from tests.interpreter.rounding import in_half_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -75,21 +73,14 @@ def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
     return results
 
 
-def check(case: AttentionTestCase, results: dict[str, Tensor]) -> None:
-    dtype = results["out"].dtype
-    exact = reference_results(make_inputs(case, dtype), torch.float64)
-    peers = peers_of(make_inputs(case, dtype), dtype)
-    for name, actual in results.items():
-        assert_within_budget(actual, peers[name], exact[name])
-
-
 @in_half_arithmetic
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
 def test_short_kernels_stay_within_the_error_budget(
     case: AttentionTestCase, block: int, dtype: torch.dtype
 ) -> None:
-    check(case, run_short(make_inputs(case, dtype), block))
+    inputs = make_inputs(case, dtype)
+    check(inputs, run_short(inputs, block))
 
 
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
@@ -108,14 +99,11 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
 def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     case = next(case for case in CASES if case.name == "ViT")
     inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
-    exact = reference_results(inputs, torch.float64)
-    peers = peers_of(inputs, torch.float16)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     results = Results(out, max_log_sum, *stats)
     launch.forward(inputs.call, results)
     launch.backward(inputs.grad, inputs.call, results, *grads, None)
-    for name, actual in named(inputs, out, stats, grads, None).items():
-        assert_within_budget(actual, peers[name], exact[name])
+    check(inputs, named(inputs, out, stats, grads, None))
 
 
 def test_the_backward_is_deterministic() -> None:

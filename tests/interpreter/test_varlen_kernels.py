@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.error_budget import assert_within_budget
 from tests.interpreter.rounding import in_float32_first
 from tests.varlen_cases import (
     CASES,
@@ -16,9 +15,9 @@ from tests.varlen_cases import (
     VarlenTestCase,
     assemble,
     case_named,
+    check,
     finish,
     make_inputs,
-    peers_of,
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -44,11 +43,7 @@ def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
 def test_kernels_stay_within_the_error_budget(case: VarlenTestCase, dtype: torch.dtype) -> None:
     """Outside the sequences all is NaN: what is read there shows."""
     inputs = make_inputs(case, dtype)
-    exact, peers = assemble(inputs, torch.float64), peers_of(inputs, dtype)
-    results = run_kernels(inputs)
-    assert results.keys() == exact.keys()
-    for name, actual in results.items():
-        assert_within_budget(actual, peers[name], exact[name])
+    check(inputs, run_kernels(inputs))
 
 
 @pytest.mark.slow

@@ -7,10 +7,49 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from tests.error_budget import assert_computes, by_layer
-from tests.models.timm_oracle import logits_and_gradients
+
+NAMES = {
+    "image_size": "img_size",
+    "heads": "num_heads",
+    "drop_path": "drop_path_rate",
+    "drop": "drop_rate",
+}
+
+
+def renamed(sizes: dict[str, Any], **names: str) -> dict[str, Any]:
+    """Return the arguments of a model of ours as timm calls them."""
+    names = NAMES | names
+    return {names.get(name, name): value for name, value in sizes.items()}
+
+
+def timm_vit(*, head_dim: int = 64, pool: str = "token", **sizes: Any) -> VisionTransformer:
+    """Return timm's own model with heads of a chosen width.
+
+    It only takes a class as ``attn_layer``, and splits without a width.
+    """
+
+    class FixedWidthAttention(Attention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, attn_head_dim=head_dim, **kwargs)
+
+    pooled = {"global_pool": pool, "class_token": pool == "token"}
+    return VisionTransformer(attn_layer=FixedWidthAttention, **pooled, **renamed(sizes))
+
+
+def logits_and_gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Return the logits, the gradient of every parameter and of the images, for a random loss."""
+    images = images.clone().requires_grad_()
+    logits = model(images)
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(logits.shape, generator=generator).to(logits)
+    (logits * weights).sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"logits": logits.detach(), "images": images.grad, **gradients}
 
 
 @torch.no_grad()

@@ -18,10 +18,10 @@ from leaner_kernels.ops.attention.reference import keep_mask
 from tests import attention_cases, registration
 from tests.attention_cases import (
     CASES,
-    NAMES,
+    WINDOW_CASES,
     AttentionTestCase,
+    check,
     make_inputs,
-    peers_of,
     reference_results,
     run_operators,
 )
@@ -40,15 +40,12 @@ def qkv(
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
+@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
 def test_operators_stay_within_the_error_budget(
     case: AttentionTestCase, dtype: torch.dtype
 ) -> None:
     inputs = make_inputs(case, dtype)
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
-    found = run_operators(inputs)
-    for name, actual in found.items():
-        assert_within_budget(actual, peers[name], exact[name])
+    check(inputs, run_operators(inputs))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)

@@ -1,18 +1,15 @@
 """Every operator in one compiled graph for all sizes, and exported: as modules call them."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from torch.export import Dim, export
 
 import leaner_kernels as lk
-from tests.compile_cases import CALLS, DIM, HEADS, SIZES, Layer, separate, tokens_of
+from tests.compile_cases import CALLS, SIZES, Layer, tokens_of
 
 
-# Of varlen sequences tests/ops/test_attention_varlen.py shows it.
-@pytest.mark.parametrize("name", [name for name in CALLS if name != "varlen"])
+@pytest.mark.parametrize("name", CALLS)
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_one_compiled_graph_serves_all_sizes(name: str) -> None:
     torch.manual_seed(0)
@@ -37,26 +34,6 @@ def test_an_exported_layer_runs_at_another_size(name: str) -> None:
     program = export(layer, (tokens_of(name, SIZES[0]),), dynamic_shapes=(dims,))
     x = tokens_of(name, SIZES[1])
     torch.testing.assert_close(program.module()(x), layer(x))
-
-
-PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "packed": lk.attention_qkvpacked,
-    "cross_covariance": lambda x: lk.cross_covariance_attention(x, torch.ones(HEADS)),
-    "channel": lk.channel_attention,
-    "nystrom": lambda x: lk.nystrom_attention(*separate(x), 4),
-    "window": lambda x: lk.window_attention(x, 2),
-    "outlook": lambda x: lk.outlook_attention(x[..., 0, :, :], x.new_ones(2, 40, 4, HEADS, 9, 9)),
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_autocast_narrows_what_a_function_takes_and_rounds_nothing_in_between(name: str) -> None:
-    cols = (4,) if name in ("window", "outlook") else ()
-    x = torch.randn(2, 40, *cols, 3, HEADS, DIM)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = PLAIN[name](x)
-    assert out.dtype == torch.bfloat16
-    assert torch.equal(out, PLAIN[name](x.bfloat16()))
 
 
 def test_autocast_inside_a_compiled_function() -> None:

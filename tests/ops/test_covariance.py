@@ -12,25 +12,11 @@ from leaner_kernels.ops.covariance import (
     channel_attention_with_stats,
     cross_covariance_attention,
     cross_covariance_attention_with_stats,
-    reference,
 )
 from leaner_kernels.ops.statistics import AttentionStats
-from tests import registration
-from tests.covariance_cases import (
-    CASES,
-    CHANNEL,
-    CROSS,
-    WIDE_CASES,
-    CovarianceTestCase,
-    make_inputs,
-    peers_of,
-    reference_results,
-    run_operator,
-)
 from tests.error_budget import assert_within_budget
+from tests.operator_cases import CHANNEL, CROSS
 
-OPS = torch.ops.leaner_kernels
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OPERATORS = CROSS, CHANNEL
 FUNCTIONS = {
     CROSS: (cross_covariance_attention, cross_covariance_attention_with_stats),
@@ -55,25 +41,6 @@ def plain(operator: str) -> Callable[..., Tensor]:
 
 def with_stats(operator: str) -> Callable[..., AttentionStats]:
     return FUNCTIONS[operator][1]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*CASES, *WIDE_CASES], ids=lambda case: case.name)
-def test_operators_stay_within_the_error_budget(
-    case: CovarianceTestCase, dtype: torch.dtype
-) -> None:
-    inputs = make_inputs(case, dtype)
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
-    found = run_operator(inputs)
-    assert found.keys() == exact.keys()
-    for name, actual in found.items():
-        assert_within_budget(actual, peers[name], exact[name])
-    function, _ = FUNCTIONS[case.operator]
-    param = {"eps" if case.operator == CROSS else "scale": inputs.param}
-    out = function(*inputs.tensors, **param)
-    assert out.dtype == dtype
-    assert out.is_contiguous()
-    assert_within_budget(out, peers["out"], exact["out"])
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -113,29 +80,6 @@ def test_the_smallest_eps_divides_channels_of_zeros() -> None:
     assert all(t.isfinite().all() for t in (out, *grads))
 
 
-def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
-    found = {}
-    sample = torch.tensor([1, 0], dtype=torch.int32)
-    for name in OPERATORS:
-        given = tensors(name, 2, 7, 3, 4, 6, requires_grad=True)
-        given = [t.detach().flatten().requires_grad_() if t.dim() == 3 else t for t in given]
-        plain_op, stats_op, backward_op = (
-            getattr(OPS, name + suffix).default for suffix in ("", "_with_stats", "_backward")
-        )
-        out, lse = plain_op(*given, 0.2)
-        detached = [t.detach() for t in (out, *given, lse)]
-        found |= {
-            name: (plain_op, (*given, 0.2)),
-            f"{name}_with_stats": (stats_op, (*given, sample, 0.2)),
-            f"{name}_with_stats, no sample": (stats_op, (*given, None, 0.2)),
-            f"{name}_backward": (backward_op, (*detached, 0.2)),
-        }
-    return found
-
-
-test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
-
-
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_modules_are_timms(kind: str) -> None:
     """Its parameters load unchanged; output and gradients are within the budget."""
@@ -161,34 +105,6 @@ def test_modules_are_timms(kind: str) -> None:
         ours.capture_samples = samples
         for name, actual in run(ours, torch.float32).items():
             assert_within_budget(actual, peers[name], exact[name])
-
-
-@pytest.mark.parametrize("kind", [CrossCovarianceAttention, ChannelAttention])
-def test_a_module_may_be_wider_than_its_input_and_captures(kind: type) -> None:
-    torch.manual_seed(0)
-    module = kind(12, num_heads=5, head_dim=6)
-    assert module.qkv.weight.shape == (90, 12)
-    assert module.proj.weight.shape == (12, 30)
-    module.capture_samples = 2
-    x = torch.randn(3, 7, 12)
-    output = module(x, skip=x)
-    q, k, v = module.qkv(x).view(3, 7, 3, 5, 6).permute(2, 0, 3, 1, 4).double()
-    if kind is ChannelAttention:
-        s, values = reference.channel_scores(k, v, 6**-0.5), q
-    else:
-        s, values = reference.cross_covariance_scores(q, k, torch.ones(5), 1e-12), v
-    a, _, _ = reference.attend(s, values)
-    heads = a.transpose(1, 2).flatten(2).float()
-    captured = module.captured
-    assert captured is not None
-    torch.testing.assert_close(captured.heads, heads[[0, 1]])
-    torch.testing.assert_close(captured.output, output[[0, 1]])
-    torch.testing.assert_close(captured.residual, x[[0, 1]])
-    torch.testing.assert_close(captured.statistics["max_logit"], s.amax(dim=(0, 2, 3)).float())
-    with pytest.raises(ValueError, match=r"x must be \(B, N, 12\), got \(3, 7, 11\)"):
-        module(x[..., :11])
-    with pytest.raises(ValueError, match=r"skip must be as x, \(3, 7, 12\), got \(3, 6, 12\)"):
-        module(x, skip=x[:, :6])
 
 
 X, T = torch.randn(2, 6, 3, 4, 8), torch.ones(4)

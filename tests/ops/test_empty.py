@@ -1,44 +1,34 @@
 """Empty batches: results and gradients of the shapes that calls of some size have."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from leaner_kernels import (
-    attention,
-    attention_varlen,
-    attention_with_stats,
-    channel_attention,
-    cross_covariance_attention,
-    nystrom_attention,
-    outlook_attention,
-    window_attention,
-)
-from leaner_kernels.nn import (
-    ChannelAttention,
-    CrossCovarianceAttention,
-    ManyHeadAttention,
-    NystromAttention,
-    OutlookAttention,
-    WindowAttention,
-)
+from leaner_kernels import attention, attention_varlen, attention_with_stats
 from leaner_kernels.ops.attention import (
     attention_qkvpacked,
     attention_qkvpacked_with_stats,
     attention_varlen_with_stats,
     op,
 )
-from leaner_kernels.ops.covariance import (
-    channel_attention_with_stats,
-    cross_covariance_attention_with_stats,
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    NystromTestCase,
+    OperatorTestCase,
+    OutlookTestCase,
+    WindowTestCase,
+    call,
+    identify,
+    leaves_of,
+    make_inputs,
 )
-from leaner_kernels.ops.nystrom import nystrom_attention_with_stats
-from leaner_kernels.ops.outlook import outlook_attention_with_stats
-from leaner_kernels.ops.window import window_attention_with_stats
 
 Call = Callable[..., Any]
 # Of (B, H, N, D) and (B, H, M, D): no batch, no heads, no rows, no keys, nothing of either.
@@ -99,84 +89,30 @@ def test_no_sequences_and_empty_ones(tokens: int, starts: list[int], longest: in
     assert per_head == [(len(starts) - 1, 2)] * 5
 
 
-OTHERS: dict[str, tuple[Call, Call, list[tuple[int, ...]]]] = {
-    "channels, no batch": (channel_attention, channel_attention_with_stats, [(0, 5, 3, 2, 8)]),
-    "channels, no tokens": (channel_attention, channel_attention_with_stats, [(2, 0, 3, 2, 8)]),
-    "channels, no heads": (channel_attention, channel_attention_with_stats, [(2, 5, 3, 0, 8)]),
-    "covariance, no batch": (
-        cross_covariance_attention,
-        cross_covariance_attention_with_stats,
-        [(0, 5, 3, 2, 8), (2,)],
+OTHERS = (
+    CovarianceTestCase("channels, no batch", CHANNEL, 0, 5, 2, 8),
+    CovarianceTestCase("channels, no tokens", CHANNEL, 2, 0, 2, 8),
+    CovarianceTestCase("channels, no heads", CHANNEL, 2, 5, 0, 8),
+    CovarianceTestCase("covariance, no batch", CROSS, 0, 5, 2, 8),
+    CovarianceTestCase("covariance, no heads", CROSS, 2, 5, 0, 8),
+    WindowTestCase("no batch", 0, (2, 3), (2, 2), 2, 8),
+    WindowTestCase("no heads", 2, (2, 3), (2, 2), 0, 8),
+    OutlookTestCase("no batch", 0, (4, 5), 2, 8, (3, 1, 1)),
+    OutlookTestCase("no heads", 2, (4, 5), 0, 8, (3, 1, 1)),
+    *(
+        NystromTestCase(f"{what}, {whole}", *sizes, 8, 4, whole_batch=whole)
+        for whole in (False, True)
+        for what, sizes in (("no batch", (0, 8, 2)), ("no heads", (2, 8, 0)))
     ),
-    "covariance, no heads": (
-        cross_covariance_attention,
-        cross_covariance_attention_with_stats,
-        [(2, 5, 3, 0, 8), (0,)],
-    ),
-    "a window, no batch": (
-        lambda qkv: window_attention(qkv, 2),
-        lambda qkv: window_attention_with_stats(qkv, 2),
-        [(0, 4, 6, 3, 2, 8)],
-    ),
-    "a window, no heads": (
-        lambda qkv: window_attention(qkv, 2),
-        lambda qkv: window_attention_with_stats(qkv, 2),
-        [(2, 4, 6, 3, 0, 8)],
-    ),
-    "outlook, no batch": (
-        outlook_attention,
-        outlook_attention_with_stats,
-        [(0, 4, 5, 2, 8), (0, 4, 5, 2, 9, 9)],
-    ),
-    "outlook, no heads": (
-        outlook_attention,
-        outlook_attention_with_stats,
-        [(2, 4, 5, 0, 8), (2, 4, 5, 0, 9, 9)],
-    ),
-    **{
-        f"landmarks by {init}, {what}": (
-            lambda q, k, v, init=init: nystrom_attention(q, k, v, 4, init=init),
-            lambda q, k, v, init=init: nystrom_attention_with_stats(q, k, v, 4, init=init),
-            [shape] * 3,
-        )
-        for init in ("matrix", "batch")
-        for what, shape in (("no batch", (0, 2, 8, 8)), ("no heads", (2, 0, 8, 8)))
-    },
-}
+)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_attention_of_nothing(name: str) -> None:
-    function, with_stats, shapes = OTHERS[name]
-    (out,) = shapes_of(function, leaves(*shapes))
-    assert shapes_of(with_stats, leaves(*shapes))[0] == out
-
-
-MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "many heads": (lambda: ManyHeadAttention(16, 2, 4), (0, 8, 16)),
-    "channels": (lambda: ChannelAttention(16, 2, 4), (0, 8, 16)),
-    "covariance": (lambda: CrossCovarianceAttention(16, 2, 4), (0, 8, 16)),
-    "landmarks": (lambda: NystromAttention(16, 2, 4), (0, 8, 16)),
-    "outlook": (lambda: OutlookAttention(16, 2, 4), (0, 4, 4, 16)),
-    "a window": (lambda: WindowAttention(16, 2, 4), (0, 7, 7, 16)),
-}
-
-
-@pytest.mark.parametrize("captures", [False, True])
-@pytest.mark.parametrize("name", MODULES)
-def test_modules_take_an_empty_batch_and_capture_nothing_of_it(name: str, captures: bool) -> None:
-    make, shape = MODULES[name]
-    module: Any = make()
-    if captures:
-        module.capture_samples, module.track_logits = 2, True
-    x = torch.randn(shape, requires_grad=True)
-    out = module(x)
-    gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()], allow_unused=True)
-    assert out.shape == shape
-    assert gradients[0].shape == shape
-    assert all(g is None or not g.any() for g in gradients[1:])
-    assert module.captured is None
-    assert module.peak_logit is None
+@pytest.mark.parametrize("case", OTHERS, ids=identify)
+def test_other_attention_of_nothing(case: OperatorTestCase) -> None:
+    inputs = make_inputs(case, torch.float32)
+    tensors = [t.requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
+    (out,) = shapes_of(partial(call, inputs), tensors)
+    assert shapes_of(partial(call, inputs, suffix="_with_stats"), tensors)[0] == out
 
 
 def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:

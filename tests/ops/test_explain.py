@@ -62,20 +62,23 @@ def test_what_goes_to_pytorch_names_the_measurement() -> None:
         ({"dropout_p": 0.1}, "dropout"),
         ({"softcap": 20.0}, "a softcap"),
         ({"scale": -1.0}, "a scale that is not positive"),
+        ({"scale": 0.0}, "a scale that is not positive"),
+        ({"window_size": (8, 0)}, "a window"),
+        ({"key": meta(64, 16, 700, 64)}, "other keys than queries"),
+        ({"query": meta(64, 16, 577, 64, dtype=torch.float32)}, "float32"),
+        ({"query": meta(64, 16, 577, 62)}, "a head dimension of 62, no multiple of 8"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_stays_here_says_why(call: dict[str, Any], why: str) -> None:
-    q = meta(64, 16, 577, 64)
-    found = explain(q, q, q, capability=90, **call).forward
+    given = {"query": meta(64, 16, 577, 64)} | call
+    given = {"key": given["query"], "value": call.get("key", given["query"])} | given
+    found = explain(**given, capability=90).forward
     assert found.implementation not in ("sdpa", "reference")
     assert found.reason == f"compute capability 9.0; {why}: supported by our kernels only"
 
 
-def test_float32_odd_heads_and_determinism_stay_here() -> None:
-    wide, odd = meta(2, 3, 577, 64, dtype=torch.float32), meta(2, 3, 577, 62)
-    for q, why in ((wide, "float32"), (odd, "no multiple of 8")):
-        assert why in explain(q, q, q, capability=90).forward.reason
+def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
     torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
     q = meta(64, 16, 577, 64)
     assert "deterministic" in explain(q, q, q, capability=90).forward.reason

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from leaner_kernels import ops
 from leaner_kernels.ops.transforms import DECLARATIONS, flop_formulas
+from tests.operator_cases import (
+    CHANNEL,
+    CROSS,
+    CovarianceTestCase,
+    NystromTestCase,
+    OutlookTestCase,
+    WindowTestCase,
+    call,
+    identify,
+    leaves_of,
+    make_inputs,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 ours = torch.ops.leaner_kernels
@@ -74,50 +86,30 @@ def test_packed_and_varlen_count_as_the_same_sequences_apart():
     assert counter.get_total_flops() == expected[0]
 
 
-QKV = (2, 6, 3, 4, 8)
-FOUR = (2, 3, 12, 8)
-# Name, shapes of the tensors, what comes between them and the sample's place, the parameters; and
-# the composition of it that the public function is on the CPU.
-DECOMPOSITIONS = {
-    "cross_covariance_attention": (
-        [QKV, (4,)],
-        [1e-12],
-        lambda qkv, t: ops.covariance.cross_covariance_attention(qkv, t),
-    ),
-    "channel_attention": ([QKV], [0.5], lambda qkv: ops.covariance.channel_attention(qkv)),
-    "window_attention": (
-        [(2, 4, 6, 3, 4, 8)],
-        [2, 3, 0.5],
-        lambda qkv: ops.window.window_attention(qkv, (2, 3)),
-    ),
-    "outlook_attention": (
-        [(2, 5, 6, 4, 8), (2, 5, 6, 4, 9, 9)],
-        [3, 1, 1, 0.5],
-        lambda value, logits: ops.outlook.outlook_attention(value, logits),
-    ),
-    "nystrom_attention": (
-        [FOUR, FOUR, FOUR],
-        [None, 4, 0.5, 3, False],
-        lambda *qkv: ops.nystrom.nystrom_attention(*qkv, 4, iterations=3),
-    ),
-}
+CASES = (
+    CovarianceTestCase("cross", CROSS, 2, 6, 4, 8),
+    CovarianceTestCase("channel", CHANNEL, 2, 6, 4, 8),
+    WindowTestCase("", 2, (2, 2), (2, 3), 4, 8),
+    OutlookTestCase("", 2, (5, 6), 4, 8, (3, 1, 1)),
+    NystromTestCase("", 2, 12, 3, 8, 4, iterations=3),
+)
 
 
-@pytest.mark.parametrize("name", DECOMPOSITIONS)
-def test_an_operator_counts_the_products_that_it_is_composed_of(name):
-    shapes, params, compose = DECOMPOSITIONS[name]
-    tensors = [random(*shape) for shape in shapes]
+@pytest.mark.parametrize("case", CASES, ids=identify)
+def test_an_operator_counts_the_products_that_it_is_composed_of(case):
+    """The public function, on the CPU, is the composition."""
+    inputs = make_inputs(case, torch.float32)
+    name, numbers = inputs.operator, inputs.numbers
+    leaves = [t.contiguous().requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
+    others = inputs.tensors[len(leaves) :]
     with sdpa_kernel(SDPBackend.MATH):
-        forward, backward = counted(compose, *tensors)
+        forward, backward = counted(partial(call, inputs), *leaves)
     # Autograd keeps what an operator computes again: all products but the last.
-    backward += forward - DECLARATIONS[name].flops(*tensors, *params).last
-    operator, with_stats = getattr(ours, name), getattr(ours, f"{name}_with_stats")
-    assert counted(lambda *t: operator(*t, *params)[0], *tensors) == (forward, backward)
-    sample = torch.zeros(1, dtype=torch.int32)
-    names = [argument.name for argument in with_stats.default._schema.arguments]
-    params = [*params]
-    params.insert(names.index("sample") - len(tensors), sample)
-    assert counted(lambda *t: with_stats(*t, *params)[0], *tensors) == (forward, backward)
+    backward += forward - DECLARATIONS[name].flops(*leaves, *others, *numbers).last
+    for suffix, sample in (("", ()), ("_with_stats", (inputs.sample[:1],))):
+        operator = getattr(ours, name + suffix)
+        run = lambda *t: operator(*t, *others, *sample, *numbers)[0]  # noqa: B023, E731
+        assert counted(run, *leaves) == (forward, backward)
 
 
 def test_every_attention_operator_has_a_formula():

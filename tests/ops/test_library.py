@@ -16,7 +16,6 @@ from leaner_kernels.ops.attention.call import Call, Sequences
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library, library_of
 from tests.compile_cases import library_call
 
-ALL = -1, -1  # a window without limits
 RULES = """
 [[gpus]]
 capabilities = [90]
@@ -45,12 +44,10 @@ def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def choose(rows: int = 600, dim: int = 64, dtype: torch.dtype = torch.bfloat16, **call: Any) -> Any:
-    query = torch.empty(1, 1, rows, dim, dtype=dtype)
-    key = torch.empty(1, 1, call.get("cols", rows), dim, dtype=dtype)
-    tensors = query, key, key, call.get("mask"), call.get("lengths"), None
-    numbers = call.get("dropout_p", 0.0), call.get("causal", False), call.get("scale", 0.125)
-    return library_of(Call(*tensors, *numbers, 0.0, call.get("window", ALL)), backward=False)
+def choose(rows: int = 600, dim: int = 64, *, causal: bool = False, backward: bool = False) -> Any:
+    query = torch.empty(1, 1, rows, dim, dtype=torch.bfloat16)
+    call = Call(query, query, query, None, None, None, 0.0, causal, 0.125)
+    return library_of(call, backward)
 
 
 def test_a_rule_holds_from_its_first_to_its_last_length() -> None:
@@ -66,38 +63,10 @@ def test_a_head_dimension_takes_the_rules_of_the_next_that_has_some() -> None:
     ] * 2 + [False]
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        {"dim": 60},
-        {"dtype": torch.float32},
-        {"causal": True},
-        {"scale": 0.0},
-        {"scale": -0.125},
-        {"cols": 700},
-        {"mask": torch.ones(1)},
-        {"lengths": torch.ones(1, dtype=torch.int32)},
-        {"dropout_p": 0.1},
-        {"window": (8, 0)},
-    ],
-    ids=str,
-)
-def test_what_the_rule_does_not_name_stays_here(call: dict[str, Any]) -> None:
+def test_causal_calls_and_those_with_a_backward_have_rules_of_their_own() -> None:
     assert choose() is not None
-    assert choose(**call) is None
-
-
-def test_a_call_with_a_backward_has_rules_of_its_own() -> None:
-    query = torch.empty(1, 1, 600, 64, dtype=torch.bfloat16)
-    call = Call(query, query, query, None, None, None, 0.0, False, None)
-    assert library_of(call, backward=True) is None
-    assert library_of(call, backward=False) is not None
-
-
-def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
-    assert choose() is not None
-    torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
-    assert choose() is None
+    assert choose(causal=True) is None
+    assert choose(backward=True) is None
 
 
 def varlen(tokens: int = 400, **changed: Any) -> Call:

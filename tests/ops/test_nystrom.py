@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 import torch
@@ -13,20 +12,7 @@ from leaner_kernels.ops.nystrom import (
     nystrom_attention_with_stats,
     reference,
 )
-from tests import registration
-from tests.error_budget import assert_within_budget
-from tests.nystrom_cases import (
-    CASES,
-    LARGE_CASES,
-    NystromTestCase,
-    make_inputs,
-    peers_of,
-    reference_results,
-    run_operator,
-)
 
-OPS = torch.ops.leaner_kernels
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 INITS = "matrix", "batch"
 LENGTHS = torch.tensor([7, 12], dtype=torch.int32)
 
@@ -46,31 +32,6 @@ def call(measured: bool, *given, **options) -> Tensor:
     if measured:
         return nystrom_attention_with_stats(*given, **options).out
     return nystrom_attention(*given, **options)
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [*product(CASES, DTYPES), *product(LARGE_CASES, [torch.float32])],
-    ids=lambda value: value.name if isinstance(value, NystromTestCase) else str(value),
-)
-def test_operator_stays_within_the_error_budget(case: NystromTestCase, dtype: torch.dtype) -> None:
-    inputs = make_inputs(case, dtype)
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs)
-    found = run_operator(inputs)
-    assert found.keys() == exact.keys()
-    for name, actual in found.items():
-        assert_within_budget(actual, peers[name], exact[name])
-    out = nystrom_attention(
-        *inputs.tensors,
-        case.landmarks,
-        scale=case.scale,
-        key_lengths=inputs.lengths,
-        iterations=case.iterations,
-        init="batch" if case.whole_batch else "matrix",
-    )
-    assert out.dtype == dtype
-    assert out.transpose(1, 2).is_contiguous()
-    assert_within_budget(out.transpose(1, 2), peers["out"], exact["out"])
 
 
 def test_enough_iterations_give_the_pseudo_inverse() -> None:
@@ -169,30 +130,6 @@ def test_equals_the_published_layer_on_its_weights(init: str, lengths: tuple | N
         torch.autograd.grad(out, [x, *weights], grad, retain_graph=True) for out in (ours, expected)
     )
     torch.testing.assert_close(found, wanted)
-
-
-def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
-    found = {}
-    sample = torch.tensor([1, 0], dtype=torch.int32)
-    given = tensors(2, 2, 12, 6, dtype=torch.float32, requires_grad=True)
-    plain, with_stats, backward = (
-        getattr(OPS, "nystrom_attention" + suffix).default
-        for suffix in ("", "_with_stats", "_backward")
-    )
-    for lengths in (None, LENGTHS):
-        params = 4, 0.2, 3, lengths is not None
-        out, lse = plain(*given, lengths, *params)
-        saved = [out.detach(), *(t.detach() for t in given), lengths, lse.detach()]
-        padded = "" if lengths is None else ", padded"
-        found |= {
-            f"plain{padded}": (plain, (*given, lengths, *params)),
-            f"with_stats{padded}": (with_stats, (*given, lengths, sample, *params)),
-            f"backward{padded}": (backward, (*saved, *params)),
-        }
-    return found | {"with_stats, no sample": (with_stats, (*given, None, None, 4, 0.2, 3, False))}
-
-
-test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
 
 
 def test_the_written_out_derivative_of_the_inverse_shares_a_tie() -> None:

@@ -10,20 +10,7 @@ from torch import Tensor
 
 from leaner_kernels.nn.outlook import OutlookAttention
 from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
-from tests import registration
-from tests.error_budget import assert_within_budget
-from tests.outlook_cases import (
-    CASES,
-    NAMES,
-    OutlookTestCase,
-    make_inputs,
-    peers_of,
-    reference_results,
-    run_operators,
-)
 
-OPS = torch.ops.leaner_kernels
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WINDOWS = [(3, 2, 1), (3, 1, 1), (3, 2, 0), (5, 2, 2), (5, 1, 0)]
 
 
@@ -50,17 +37,6 @@ def tensors(
 
 def named(window: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("kernel_size", "stride", "padding"), window))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_operators_stay_within_the_error_budget(case: OutlookTestCase, dtype: torch.dtype) -> None:
-    inputs = make_inputs(case, dtype)
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
-    found = run_operators(inputs)
-    assert found.keys() == exact.keys()
-    for name, actual in found.items():
-        assert_within_budget(actual, peers[name], exact[name])
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -151,42 +127,15 @@ def test_layouts_other_than_contiguous_give_the_same() -> None:
         torch.testing.assert_close(actual, wanted)
 
 
-def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
-    value, logits = tensors(dtype=torch.float32, requires_grad=True)
-    params, sample = (3, 2, 1, 0.5), torch.tensor([1, 0], dtype=torch.int32)
-    out, lse = OPS.outlook_attention(value, logits, *params)
-    saved = [t.detach() for t in (out, value, logits, lse)]
-    return {
-        "outlook_attention": (OPS.outlook_attention.default, (value, logits, *params)),
-        "outlook_attention_with_stats": (
-            OPS.outlook_attention_with_stats.default,
-            (value, logits, sample, *params),
-        ),
-        "outlook_attention_with_stats, no sample": (
-            OPS.outlook_attention_with_stats.default,
-            (value, logits, None, *params),
-        ),
-        "outlook_attention_backward": (
-            OPS.outlook_attention_backward.default,
-            (*saved, *params),
-        ),
-    }
-
-
-test_opcheck, test_fake_equals_real = registration.tests_of(operator_samples())
-
-
 @pytest.mark.parametrize("window", [(3, 2, 1), (3, 1, 1), (5, 2, 2)])
-@pytest.mark.parametrize("captured", [False, True])
-def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> None:
+def test_module_equals_timms(window: tuple[int, int, int]) -> None:
     volo = pytest.importorskip("timm.models.volo", reason="needs timm")
     torch.manual_seed(0)
     theirs = volo.OutlookAttention(24, 3, **named(window), qkv_bias=True).double()
     ours = OutlookAttention(24, 3, "split", **named(window), qkv_bias=True, dtype=torch.float64)
     ours.load_state_dict(theirs.state_dict())
-    ours.capture_samples = 2 if captured else 0
     x = torch.randn(3, 7, 10, 24, dtype=torch.float64, requires_grad=True)
-    expected, actual = theirs(x), ours(x, skip=x)
+    expected, actual = theirs(x), ours(x)
     torch.testing.assert_close(actual, expected)
     grad = torch.randn_like(expected)
     leaves = [(x, *module.parameters()) for module in (theirs, ours)]
@@ -195,13 +144,6 @@ def test_module_equals_timms(window: tuple[int, int, int], captured: bool) -> No
     )
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b)
-    if captured:
-        assert ours.captured.heads.shape == (2, 70, 24)
-        assert torch.equal(ours.captured.residual, x[[0, 1]].flatten(1, 2).float())
-        projected = F.linear(ours.captured.heads.double(), ours.proj.weight, ours.proj.bias)
-        torch.testing.assert_close(projected.float(), ours.captured.output)
-    else:
-        assert ours.captured is None
 
 
 VALUE, LOGITS = tensors(dtype=torch.float32)
@@ -267,14 +209,6 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
             VALUE, LOGITS, stride=2, sample=torch.tensor([2], dtype=INT)
         ),
         "sample must be below 2, got 2",
-    ),
-    "module input of another width": (
-        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 9)),
-        r"x must be \(B, Y, X, 8\), got \(1, 4, 4, 9\)",
-    ),
-    "skip of another shape": (
-        lambda: OutlookAttention(8, 2, 4)(torch.randn(1, 4, 4, 8), torch.randn(1, 4, 5, 8)),
-        r"skip must be as x, \(1, 4, 4, 8\), got \(1, 4, 5, 8\)",
     ),
 }
 

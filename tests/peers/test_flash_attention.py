@@ -32,9 +32,9 @@ from tests.peers.flash_grid import (
     seen,
     window,
 )
+from tests.peers.outcomes import settle
 
 Results = dict[str, Tensor]
-SOURCE = "FlashAttention"
 
 
 def judge(plainly: Callable[..., Results]) -> Callable[[Results], None]:
@@ -112,8 +112,8 @@ def plainly(case: FlashGridCase, dtype: torch.dtype | None, order: bool) -> Resu
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias")
 @pytest.mark.parametrize("case", marked(CASES, lambda case: case.small))
-def test_output(case: FlashGridCase, settle: Any) -> None:
-    settle(SOURCE, "output, kvpacked", lambda: ours(case), judge(partial(plainly, case)))
+def test_output(case: FlashGridCase) -> None:
+    settle(lambda: ours(case), judge(partial(plainly, case)))
 
 
 def by_its_name(case: FlashGridCase) -> Results:
@@ -135,16 +135,17 @@ def by_its_name(case: FlashGridCase) -> Results:
 
 
 @pytest.mark.parametrize("case", marked(CASES, lambda case: case.small))
-def test_output_by_flash_attentions_name(case: FlashGridCase, settle: Any) -> None:
-    group = "output, flash_attn_kvpacked_func"
-    settle(SOURCE, group, lambda: by_its_name(case), judge(partial(plainly, case)))
+def test_output_by_flash_attentions_name(case: FlashGridCase) -> None:
+    settle(lambda: by_its_name(case), judge(partial(plainly, case)))
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [16, 32, 64])
 @pytest.mark.parametrize("size", [1, 2, 5, 17, 128])
 def test_gradients_of_large_scores_do_not_overflow(
-    size: int, dim: int, causal: bool, settle: Any
+    size: int,
+    dim: int,
+    causal: bool,
 ) -> None:
     shape = 2, 5, size, dim
     leaves = [random(*shape, dtype=torch.float16, seed=i) for i in range(3)]
@@ -162,4 +163,4 @@ def test_gradients_of_large_scores_do_not_overflow(
     def ours() -> Results:
         return joined(results(attention(*leaves, is_causal=causal), leaves))
 
-    settle(SOURCE, "bwd overflow", ours, judge(plainly))
+    settle(ours, judge(plainly))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from leaner_kernels import attention
 from leaner_kernels.adapters import pytorch
 from tests.error_budget import DRAWS, assert_within_budget
+from tests.peers.outcomes import settle
 from tests.random_rounding import RandomRounding
 
 WHY = "PyTorch's own tests need expecttest"
@@ -71,7 +72,7 @@ def judged(found: list[Tensor], peers: list[list[Tensor]], exact: list[Tensor]) 
 
 
 @pytest.mark.parametrize(("dtype", "index"), SAMPLES, ids=str)
-def test_a_sample_of_the_operator(dtype: torch.dtype, index: int, settle: Any) -> None:
+def test_a_sample_of_the_operator(dtype: torch.dtype, index: int) -> None:
     torch.manual_seed(0)
     sample = [*SDPA.sample_inputs("cpu", dtype, requires_grad=True)][index]
     given = (sample.input, *sample.args), sample.kwargs
@@ -90,11 +91,11 @@ def test_a_sample_of_the_operator(dtype: torch.dtype, index: int, settle: Any) -
             exact = run(F.scaled_dot_product_attention, torch.float64)
         judged(found, peers, exact)
 
-    settle("PyTorch", f"`{SDPA.name}`", lambda: run(attention), judge)
+    settle(lambda: run(attention), judge)
 
 
 @pytest.mark.parametrize(("cls", "training", "index"), LAYERS, ids=str)
-def test_a_sample_of_a_module(cls: type, training: bool, index: int, settle: Any) -> None:
+def test_a_sample_of_a_module(cls: type, training: bool, index: int) -> None:
     given = inputs_of(cls, training)[index]
     made, called = given.constructor_input, given.forward_input
     torch.manual_seed(0)
@@ -122,4 +123,4 @@ def test_a_sample_of_a_module(cls: type, training: bool, index: int, settle: Any
                     peers.append(run(oracle, torch.float64))
         judged(found, peers, exact)
 
-    settle("PyTorch", f"`nn.{cls.__name__}`", ours, judge)
+    settle(ours, judge)

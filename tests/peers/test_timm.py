@@ -4,7 +4,6 @@ What tests/adapters holds already is left out: torch.fx, features by name, Torch
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +13,8 @@ from leaner_kernels.adapters import timm
 from tests.adapters.test_timm import images, made
 from tests.adapters.timm_families import CASES, TimmCase
 from tests.error_budget import assert_computes, assert_within_budget, by_layer
+from tests.peers.outcomes import settle
 
-SOURCE = "timm"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
 every = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -40,7 +39,9 @@ def of(case: TimmCase, fused: bool = True, training: bool = False) -> nn.Module:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every
 def test_fused_and_plain_attention_match(
-    case: TimmCase, dtype: torch.dtype, fused: bool, settle: Any
+    case: TimmCase,
+    dtype: torch.dtype,
+    fused: bool,
 ) -> None:
     x = images().to(dtype)
 
@@ -50,12 +51,12 @@ def test_fused_and_plain_attention_match(
     def judge(found: Tensor) -> None:
         assert_within_budget(found, (run(True), run(False)), run(False, torch.float64))
 
-    settle(SOURCE, "fused and plain match", lambda: swapped(of(case, fused).to(dtype))(x), judge)
+    settle(lambda: swapped(of(case, fused).to(dtype))(x), judge)
 
 
 @torch.no_grad()
 @every
-def test_intermediates_match(case: TimmCase, settle: Any) -> None:
+def test_intermediates_match(case: TimmCase) -> None:
     model, x = of(case), images()
     if not hasattr(model, "forward_intermediates"):
         pytest.skip(f"timm's {type(model).__name__} has no forward_intermediates")
@@ -71,11 +72,11 @@ def test_intermediates_match(case: TimmCase, settle: Any) -> None:
         for result, truth, *others in zip(found, exact, *peers):
             assert_within_budget(result, tuple(others), truth)
 
-    settle(SOURCE, "forward intermediates", lambda: run(swapped(model)), judge)
+    settle(lambda: run(swapped(model)), judge)
 
 
 @every
-def test_activation_checkpointing_matches(case: TimmCase, settle: Any) -> None:
+def test_activation_checkpointing_matches(case: TimmCase) -> None:
     """``set_grad_checkpointing``, which computes blocks again for the backward."""
     model, x = of(case, training=True), images()
 
@@ -92,4 +93,4 @@ def test_activation_checkpointing_matches(case: TimmCase, settle: Any) -> None:
     def judge(found: dict[str, Tensor]) -> None:
         assert_computes(found, lambda dtype: gradients(model, dtype))
 
-    settle(SOURCE, "activation checkpointing", ours, judge)
+    settle(ours, judge)
