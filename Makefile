@@ -11,8 +11,8 @@
 #
 # PYTHON names the interpreter that the environments are made from, WORKERS the processes that test,
 # PLATFORM the tag that the manylinux wheel must reach: auto takes the best that this machine allows.
-# OLDEST_GPUS are the GPUs that the oldest Triton compiles for in tests: 80,90, or all that tiles are tuned for;
-# OLDEST_CASES= runs every case of a kernel on it, not the first of each test alone.
+# OLDEST_AOT selects what the oldest Triton compiles ahead of time (every night all), for the OLDEST_GPUS: 80,90, or all that
+# tiles are tuned for; OLDEST_CASES= runs every case of a kernel on it, not the first of each test alone.
 # UNTIL is when test-rest begins no further part, in seconds since 1970; what is left out is named.
 
 PYTHON ?= python3
@@ -20,6 +20,7 @@ BENCH_ARGS ?=
 PLATFORM ?= auto
 OLDEST_GPUS ?= 90
 OLDEST_CASES ?= --first-case
+OLDEST_AOT ?= cached or products
 UNTIL ?= 9999999999
 
 # Environments are installed without compiled modules, and many processes import the same: the first one compiles.
@@ -93,11 +94,11 @@ MAIN := $(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS) -n $(WORKERS) --dist load
 
 test-main: $(TEST_READY)
 	$(call heading,tests: newest torch)
-	$(MAIN) -m "not slow"
+	$(MAIN) -m "not slow and not nightly"
 
 test-main-slow: $(TEST_READY)
 	$(call heading,tests that start many processes: newest torch)
-	$(MAIN) -m slow
+	$(MAIN) -m "slow and not nightly"
 
 test-interpreter: $(TEST_READY)
 	$(call heading,kernels in the interpreter: newest torch and Triton)
@@ -110,7 +111,7 @@ test-interpreter-slow: $(TEST_READY)
 
 test-gpu-bodies: $(TEST_READY)
 	$(call heading,one case of each test of tests/gpu on a GPU that is not there)
-	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS)
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS) -k "not large_tensors"
 
 EXECUTE := LEANER_EXECUTE=1 $(PARALLEL)
 
@@ -118,10 +119,14 @@ test-compiled: $(TEST_READY)
 	$(call heading,compiled kernels executed in software)
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
 
+# What takes long and finds little beside the rest.
 test-nightly: $(TEST_READY) $(OLDEST_READY)
+	$(MAIN) -m nightly
 	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow or nightly"
+	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS) -k large_tensors
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS) -m nightly
 	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 
 test-fuzz: $(TEST_READY)
@@ -144,7 +149,7 @@ test-peers: $(TEST_READY)
 # Skipped where no Chromium is installed, unless LEANER_CHROMIUM=required.
 test-aot: $(TEST_READY)
 	$(call heading,kernels compiled ahead of time: newest torch and Triton)
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS) -m "not nightly"
 
 test-oldest: $(OLDEST_READY)
 	$(call heading,import: oldest torch and Triton)
@@ -152,9 +157,9 @@ test-oldest: $(OLDEST_READY)
 	$(call heading,kernels in the interpreter: oldest torch and Triton)
 	$(INTERPRET) $(OLDEST)/bin/pytest tests/interpreter -n $(WORKERS) $(OLDEST_CASES) -k "$(OLDEST_KERNELS)" -m "not nightly"
 	$(call heading,compiled kernels in Gluon executed in software: oldest torch and Triton)
-	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py -n $(WORKERS) -m "not nightly"
+	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon.py -n $(WORKERS) $(OLDEST_CASES) -m "not nightly"
 	$(call heading,kernels compiled ahead of time: oldest torch and Triton)
-	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "not benchmark and not native_library" --gpus $(OLDEST_GPUS)
+	$(PARALLEL) $(OLDEST)/bin/pytest tests/aot -n $(WORKERS) -k "$(OLDEST_AOT)" --gpus $(OLDEST_GPUS)
 
 # Processes are killed at steps that a busy machine passes late: one test at a time.
 faults: $(TEST_READY)

@@ -55,7 +55,9 @@ def test_blocks_that_share_a_matrix_find_what_one_finds() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [False, True], ids=["shared", "split"])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device", ["sm_80", pytest.param("sm_86", marks=pytest.mark.nightly), "sm_90"]
+)
 def test_the_order_in_which_threads_run_changes_nothing(device: str, split: bool) -> None:
     shared = SPLIT[device] if split else None
     a, lengths = gaussian(2, 67, 70), torch.tensor([67, 61], dtype=torch.int32)
@@ -69,6 +71,7 @@ def test_the_order_in_which_threads_run_changes_nothing(device: str, split: bool
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("file", "function", "barrier", "shared"),
     [
