@@ -2,8 +2,7 @@
 
 torchrun train/bert.py --heads 8 --depth 2
 torchrun train/bert.py --data my.txt
-
-``examples/glue.py`` fine-tunes what comes of it on GLUE.
+python examples/glue.py runs/bert_small-pydoc-1
 """
 
 import sys
