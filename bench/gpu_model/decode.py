@@ -340,14 +340,6 @@ class Program:
             results=2,
         )
 
-    def _decode_vote(self, s: Statement, parts: list[str]) -> None:
-        mode = next(p for p in parts if p in ("ballot", "any", "all"))
-        to = self._register(s.operands[0], 32 if mode == "ballot" else 1)
-        source = s.operands[1]
-        slots = to, self._register(source.lstrip("!"), 1)
-        negated = source.startswith("!")
-        self._set(f"vote.{mode}", *slots, results=1, variant=negated)
-
     def _decode_redux(self, s: Statement, parts: list[str]) -> None:
         self._decode_lanes(s._replace(operands=s.operands[:2]), parts)
 

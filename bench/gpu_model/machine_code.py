@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.gpu_model import ptx
 from bench.gpu_model.compile_ahead import dump
 from bench.gpu_model.execute import Execution
 
@@ -131,20 +132,9 @@ def parse(text: str) -> MachineCode:
     for number in [n for n in targets if instructions[n].name == "CALL"]:
         if _returns(instructions, targets, targets[number]):
             del targets[number]
-    ends = [n for n, one in enumerate(instructions) if n in targets or one.name in ENDS]
-    starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < len(instructions))})
-    blocks = list(zip(starts, [*starts[1:], len(instructions)]))
-    number_of = {start: number for number, start in enumerate(starts)}
-    edges: list[tuple[int, int]] = []
-    for number, (_, end) in enumerate(blocks):
-        last = instructions[end - 1]
-        if end - 1 in targets:
-            edges.append((number, number_of[targets[end - 1]]))
-        elif last.name in ENDS:
-            edges.append((number, len(blocks)))
-        if not (end - 1 in ends and _always(last)) and number + 1 < len(blocks):
-            edges.append((number, number + 1))
-    return MachineCode(instructions, blocks, list(dict.fromkeys(edges)))
+    ends = {n for n, one in enumerate(instructions) if n in targets or one.name in ENDS}
+    cut = ptx.cut(len(instructions), targets, ends, lambda n: _always(instructions[n]))
+    return MachineCode(instructions, *cut)
 
 
 def innermost_loops(code: MachineCode) -> set[int]:

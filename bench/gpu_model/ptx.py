@@ -4,7 +4,7 @@ Source: PTX ISA 9.0.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -105,6 +105,34 @@ def _split(operands: str) -> Iterator[str]:
         yield last
 
 
+def cut(
+    count: int, targets: Mapping[int, int], ends: Collection[int], always: Callable[[int], bool]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Cut instructions into blocks; return (start, end) of each block, and edges (from, to).
+
+    The edges are between numbers of blocks; the end of the kernel is the last number + 1.
+
+    Args:
+        count: number of instructions.
+        targets: by branch, the instruction that it leads to.
+        ends: the branches, and what ends the kernel.
+        always: whether one of ``ends`` never goes on with the next instruction.
+    """
+    starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < count)})
+    blocks = list(zip(starts, [*starts[1:], count]))
+    number_of = {start: number for number, start in enumerate(starts)}
+    edges: list[tuple[int, int]] = []
+    for number, (_, end) in enumerate(blocks):
+        last = end - 1
+        if last in targets:
+            edges.append((number, number_of[targets[last]]))
+        elif last in ends:
+            edges.append((number, len(blocks)))
+        if not (last in ends and always(last)) and number + 1 < len(blocks):
+            edges.append((number, number + 1))
+    return blocks, list(dict.fromkeys(edges))
+
+
 def reconvergence(kernel: Kernel) -> dict[int, int]:
     """Return, by conditional branch, the statement where its sides meet: -1 where they never do.
 
@@ -113,24 +141,16 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
     import networkx
 
     statements = kernel.statements
-    ends = [n for n, s in enumerate(statements) if s.opcode.startswith(("bra", "ret", "exit"))]
+    ends = {n for n, s in enumerate(statements) if s.opcode.startswith(("bra", "ret", "exit"))}
     targets = {n: kernel.labels[statements[n].operands[0]] for n in ends if statements[n].operands}
-    starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < len(statements))})
-    block_of = {start: number for number, start in enumerate(starts)}
-    leave = len(starts)
-    reversed_flow = networkx.DiGraph()
-    behinds = [*starts[1:], len(statements)]
-    for number, behind in enumerate(behinds):
-        last = behind - 1
-        found = [block_of[targets[last]]] if last in targets else []
-        if last not in ends or statements[last].guard:
-            found.append(block_of.get(behind, leave))
-        reversed_flow.add_edges_from((one, number) for one in found or [leave])
+    blocks, edges = cut(len(statements), targets, ends, lambda n: not statements[n].guard)
+    leave = len(blocks)
+    reversed_flow = networkx.DiGraph((to, start) for start, to in edges)
     reversed_flow.add_node(leave)
     above = networkx.immediate_dominators(reversed_flow, leave)
-    found_at = {}
-    for number, behind in enumerate(behinds):
-        if behind - 1 in targets and statements[behind - 1].guard:
+    meets: dict[int, int] = {}
+    for number, (_, end) in enumerate(blocks):
+        if end - 1 in targets and statements[end - 1].guard:
             meet = above.get(number, leave)
-            found_at[behind - 1] = starts[meet] if meet != leave else -1
-    return found_at
+            meets[end - 1] = blocks[meet][0] if meet != leave else -1
+    return meets

@@ -22,16 +22,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 from bench import host_time
+from bench.attention.nystrom import NystromCase
+from bench.attention.vision import VisionCase
+from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
 from leaner_kernels.ops import _launch
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.covariance import launch as covariance
-from leaner_kernels.ops.nystrom import launch as nystrom
-from leaner_kernels.ops.operator import Results
-from leaner_kernels.ops.outlook import launch as outlook
-from leaner_kernels.ops.statistics import STATISTICS
-from leaner_kernels.ops.window import launch as window
 
-PASSES = {form: op.on_gpu(form) for form in (op.Dense, op.Packed, op.Varlen)}
+BF16 = torch.bfloat16
 
 
 class Launched(NamedTuple):
@@ -158,7 +155,31 @@ def check(log: list[Launched], run: Callable[[], Sequence[Any]]) -> int:
     return sum(map(from_cache, actual))
 
 
-def draw(rng: random.Random) -> dict[str, Any]:
+class Request(NamedTuple):
+    """A call, with what its capture and its backward are given.
+
+    ``grad`` is the gradient of the output, or its dtype; ``out`` is what the backward takes as the
+    output, that of the forward when omitted.
+    """
+
+    call: OperatorCall
+    sample: Tensor
+    grad: Tensor | torch.dtype = BF16
+    stats: bool = True
+    out: Tensor | None = None
+
+    def run(self) -> list[Any]:
+        """Run the operators, and return what goes in and comes out."""
+        call = self.call
+        first, kept = call.attend(*call.inputs, *call.params)
+        results = call.with_stats(*call.inputs, self.sample, *call.params) if self.stats else ()
+        out = first if self.out is None else self.out
+        grad = first.to(self.grad) if isinstance(self.grad, torch.dtype) else self.grad
+        grads = call.gradients(grad, call.inputs, out, kept)
+        return [*call.inputs, first, kept, self.sample, *results, out, grad, *grads]
+
+
+def draw(rng: random.Random) -> Request:
     """Return a call; few shapes and many flavours, so that kinds nearly repeat."""
     batch, heads = 2, 4
     rows, dim = rng.choice([(16, 10), (64, 32), (197, 64), (300, 64)])
@@ -185,146 +206,115 @@ def draw(rng: random.Random) -> dict[str, Any]:
     seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
     scale, softcap = rng.choice([0.125, 0.125, 0.3, -0.1]), rng.choice([0.0, 0.0, 0.0, 30.0])
     window_size = rng.choice([(-1, -1), (-1, -1), (-1, -1), (7, 0)])
-    return {
-        "tensors": (query, key, value, mask, lengths, seed),
-        "numbers": (dropout_p, causal, scale, softcap, *window_size),
+    inputs = query, key, value, mask, lengths, seed
+    call = dense_call(*inputs, params=(dropout_p, causal, scale, softcap), window=window_size)
+    return Request(
+        call._replace(rest=(kind == "additive" and rng.random() < 0.5,)),
+        torch.empty(4, dtype=torch.int32)[:: rng.choice([1, 2, 4])],
         # Not what autograd gives, but the operator takes it.
-        "grad": new(heads, "g").to(rng.choice([dtype, dtype, torch.float32])),
-        "sample": torch.empty(4, dtype=torch.int32)[:: rng.choice([1, 2, 4])],
-        "rest": (kind == "additive" and rng.random() < 0.5,),
-        "stats": rng.random() < 0.3,
-    }
-
-
-def run(
-    form: Any,
-    tensors: tuple[Any, ...],
-    numbers: tuple[Any, ...],
-    grad: Tensor | torch.dtype,
-    sample: Tensor,
-    rest: tuple[bool, ...] = (),
-    stats: bool = True,
-    out: Tensor | None = None,
-) -> list[Any]:
-    """Run the operators of softmax attention, and return what goes in and comes out.
-
-    Args:
-        form: of the operators.
-        tensors: their inputs.
-        numbers: likewise.
-        grad: of the output, or its dtype.
-        sample: of the operator with statistics.
-        rest: whether the mask gets a gradient.
-        stats: whether the operator with statistics runs.
-        out: what the backward is given as the output; that of the forward when omitted.
-    """
-    attend, with_stats, differentiate = PASSES[form]
-    first, max_log_sum = attend(*tensors, *numbers)
-    results = with_stats(*tensors, sample, *numbers) if stats else ()
-    out = first if out is None else out
-    grad = first.to(grad) if isinstance(grad, torch.dtype) else grad
-    grads = differentiate(grad, *tensors, out, max_log_sum, *numbers, *rest)
-    grads = (grads,) if isinstance(grads, Tensor) else grads
-    return [*tensors, first, max_log_sum, sample, *results, out, grad, *grads]
+        new(heads, "g").to(rng.choice([dtype, dtype, torch.float32])),
+        stats=rng.random() < 0.3,
+    )
 
 
 def test_a_cached_launch_is_what_triton_would_launch(launched: list[Launched]) -> None:
     rng, cached = random.Random(0), 0
     for _ in range(400):
-        call = draw(random.Random(rng.randrange(200)))  # so that kinds repeat
-        cached += check(launched, lambda: run(op.Dense, **call))  # noqa: B023 - runs here
+        request = draw(random.Random(rng.randrange(200)))  # so that kinds repeat
+        cached += check(launched, request.run)
     assert cached > 400
 
 
-class Ragged(NamedTuple):
-    """Arguments of a call on sequences of any length."""
+def sample(slots: int) -> Tensor:
+    return torch.zeros(slots, dtype=torch.int32)
 
-    tokens: int = 300
-    sequences: int = 3
-    longest: int = 128
-    slots: int = 2
-    causal: bool = False
-    dropout_p: float = 0.0
-    offset: int = 0
-    grad: torch.dtype = torch.bfloat16
 
-    def run(self) -> list[Any]:
-        elements = self.tokens * 3 * 2 * 64
-        flat = torch.empty(elements + self.offset, dtype=torch.bfloat16)[self.offset :]
-        query, key, value = flat.view(self.tokens, 3, 2, 64).unbind(1)
-        starts = torch.empty(self.sequences + 1, dtype=torch.int32)
-        seed = torch.empty(1, dtype=torch.int64) if self.dropout_p else None
-        sample = torch.empty(self.slots, dtype=torch.int32)
-        tensors = query, key, value, starts, starts, seed
-        numbers = self.longest, self.longest, self.dropout_p, self.causal, 0.125, -1, -1
-        return run(op.Varlen, tensors, numbers, self.grad, sample)
+def ragged(
+    tokens: int = 300,
+    sequences: int = 3,
+    longest: int = 128,
+    slots: int = 2,
+    causal: bool = False,
+    dropout_p: float = 0.0,
+    offset: int = 0,
+    grad: torch.dtype = BF16,
+) -> list[Any]:
+    """Run a call on sequences of any length, ``offset`` elements off."""
+    flat = torch.empty(tokens * 3 * 2 * 64 + offset, dtype=BF16, device="meta")[offset:]
+    seed = torch.empty(1, dtype=torch.int64) if dropout_p else None
+    params = dropout_p, causal, 0.125
+    call = varlen_call(flat.view(tokens, 3, 2, 64), sequences, longest, seed, params)
+    return Request(call._replace(inputs=(*filled(call.inputs),)), sample(slots), grad).run()
+
+
+def dense(rows: int = 64, shifted: str = "", grad: torch.dtype = BF16, slots: int = 2) -> list[Any]:
+    """Run a call; tensors whose letters are in ``shifted`` lie one element off."""
+
+    def new(name: str, dtype: torch.dtype = BF16) -> Tensor:
+        offset = int(name in shifted)
+        flat = torch.empty(2 * rows * 4 * 64 + offset, dtype=dtype)[offset:]
+        return flat.view(2, rows, 4, 64).transpose(1, 2)
+
+    call = dense_call(*map(new, "qkv"), None, None, None, params=(0.0, False, 0.125, 0.0))
+    return Request(call, sample(slots), new("g", grad), out=new("o")).run()
+
+
+OPERATORS = {
+    "window": VisionCase("window", "cuda", "window", 2, 14, 2, 32, BF16),
+    "outlook": VisionCase("outlook", "cuda", "outlook", 2, 8, 2, 32, BF16),
+    "channel": VisionCase("channel", "cuda", "channel", 2, 7, 2, 32, BF16),
+    "nystrom": NystromCase("nystrom", "cuda", 2, 2, 64, 32, 16, BF16),
+}
+
+
+def registered(name: str, slots: int = 2, grad: torch.dtype = BF16) -> list[Any]:
+    """Run a call of an operator of ``ops.operator``."""
+    call = call_of(OPERATORS[name])
+    return Request(call._replace(inputs=(*filled(call.inputs),)), sample(slots), grad).run()
+
+
+# What differs from a first call, and how many of its launches are one with that call's: forward,
+# statistics and capture do not know the gradient, and of slots the capture alone does.
+OTHERS = [
+    *((ragged, {}, other, 0) for other in ({"longest": 129}, {"sequences": 4}, {"tokens": 304})),
+    *((ragged, {}, other, 0) for other in ({"offset": 1}, {"causal": True}, {"dropout_p": 0.1})),
+    (ragged, {}, {"slots": 3}, 2),
+    (ragged, {}, {"grad": torch.float32}, 3),
+    *(
+        (dense, {"rows": rows}, other, alike)
+        for rows in (16, 197, 1024)
+        for other, alike in (
+            ({"grad": torch.float32}, 3),
+            ({"slots": 3}, 2),
+            *(({"shifted": name}, 0) for name in "qkv"),
+            *(({"shifted": name}, 3) for name in "og"),
+        )
+    ),
+    *(
+        (registered, {"name": name}, other, None)
+        for name in OPERATORS
+        for other in ({"slots": 3}, {"grad": torch.float32})
+    ),
+]
 
 
 @pytest.mark.parametrize(
-    "other",
-    [
-        Ragged(longest=129),
-        Ragged(sequences=4),
-        Ragged(slots=3),
-        Ragged(tokens=304),
-        Ragged(offset=1),
-        Ragged(causal=True),
-        Ragged(dropout_p=0.1),
-        Ragged(grad=torch.float32),
-    ],
-    ids=str,
+    ("call", "first", "other", "alike"),
+    [pytest.param(*row, id=f"{row[0].__name__}-{row[1]}-{row[2]}") for row in OTHERS],
 )
-def test_packed_sequences_of_another_kind_share_no_entry(
-    other: Ragged, launched: list[Launched]
-) -> None:
-    Ragged().run()
-    # Statistics and capture are one entry; the backward is another.
-    alike = 2 * (other.slots != Ragged().slots) + 3 * (other.grad != Ragged().grad)
-    assert check(launched, other.run) == alike
-    assert check(launched, other.run) == 4
-    assert check(launched, Ragged().run) == 4
-
-
-class Dense(NamedTuple):
-    """Arguments of a call: which tensors lie one element off, the gradient's dtype, slots."""
-
-    rows: int = 64
-    shifted: str = ""
-    grad: torch.dtype = torch.bfloat16
-    slots: int = 2
-
-    def new(self, name: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        offset = int(name in self.shifted)
-        flat = torch.empty(2 * self.rows * 4 * 64 + offset, dtype=dtype)[offset:]
-        return flat.view(2, self.rows, 4, 64).transpose(1, 2)
-
-    def run(self) -> list[Any]:
-        tensors, numbers = (*map(self.new, "qkv"), None, None, None), (0.0, False, 0.125, 0.0)
-        sample, grad = torch.empty(self.slots, dtype=torch.int32), self.new("g", self.grad)
-        numbers = *numbers, -1, -1
-        return run(op.Dense, tensors, numbers, grad, sample, (False,), out=self.new("o"))
-
-
-@pytest.mark.parametrize(
-    ("other", "alike"),
-    [
-        (Dense(grad=torch.float32), 3),
-        (Dense(slots=3), 2),
-        *((Dense(shifted=name), 0) for name in "qkv"),
-        (Dense(shifted="o"), 3),
-        (Dense(shifted="g"), 3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("rows", [16, 197, 1024])
 def test_calls_of_another_kind_share_no_entry(
-    rows: int, other: Dense, alike: int, launched: list[Launched]
+    call: Callable[..., list[Any]],
+    first: dict[str, Any],
+    other: dict[str, Any],
+    alike: int | None,
+    launched: list[Launched],
 ) -> None:
-    first, other = Dense(rows), other._replace(rows=rows)
-    first.run()
-    assert check(launched, other.run) == alike
-    assert check(launched, other.run) == 4
-    assert check(launched, first.run) == 4
+    """``alike`` is not counted of operators whose launches are many: some are, and not all."""
+    launches = len(launches_of(launched, lambda: call(**first)))
+    found = check(launched, lambda: call(**first | other))
+    assert found == alike if alike is not None else 0 < found < launches
+    assert check(launched, lambda: call(**first | other)) == launches
+    assert check(launched, lambda: call(**first)) == launches
 
 
 @pytest.mark.parametrize("offsets", [(2, 4), (4, 2)])
@@ -347,66 +337,9 @@ def test_packed_heads_at_another_distance_from_alignment_share_no_entry(
     assert check(launched, lambda: run(other)) == 2
 
 
-def window_call(slots: int, grad: torch.dtype, window_: int = 7) -> list[Any]:
-    qkv = torch.empty(2, 14, 14, 3, 2, 32, dtype=torch.bfloat16)
-    out, lse = torch.empty(2, 14, 14, 2, 32, dtype=qkv.dtype), torch.empty(2, 2, 14, 14)
-    return registered(window, (qkv,), (window_, window_, 0.2), out, lse, 14 * 14, slots, grad)
-
-
-def outlook_call(slots: int, grad: torch.dtype) -> list[Any]:
-    value = torch.empty(2, 8, 8, 2, 32, dtype=torch.bfloat16)
-    logits = torch.empty(2, 4, 4, 2, 9, 9, dtype=torch.bfloat16)
-    out, lse = torch.empty_like(value), torch.empty(2, 2, 4, 4, 9)
-    return registered(outlook, (value, logits), (3, 2, 1, 0.2), out, lse, 64, slots, grad)
-
-
-def channel_call(slots: int, grad: torch.dtype) -> list[Any]:
-    qkv = torch.empty(2, 50, 3, 2, 32, dtype=torch.bfloat16)
-    out, lse = torch.empty(2, 50, 2, 32, dtype=qkv.dtype), torch.empty(2, 2, 32)
-    return registered(covariance.channel, (qkv,), (0.2,), out, lse, 50, slots, grad)
-
-
-def nystrom_call(slots: int, grad: torch.dtype) -> list[Any]:
-    inputs = *(torch.zeros(2, 2, 64, 32, dtype=torch.bfloat16) for _ in range(3)), None
-    out, lse = torch.zeros(2, 64, 2, 32, dtype=torch.bfloat16), torch.zeros(2, 2, 64)
-    return registered(nystrom, inputs, (16, 0.2, 6, False), out, lse, 64, slots, grad)
-
-
-def registered(
-    operator: Any,
-    inputs: tuple[Any, ...],
-    params_: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor,
-    tokens: int,
-    slots: int,
-    grad: torch.dtype,
-) -> list[Any]:
-    """Run forward, forward with a capture, and backward, as ``ops.operator`` calls them."""
-    stats, heads = torch.empty(len(STATISTICS), 2, 2), torch.empty(slots, tokens, 64)
-    sample, do = torch.zeros(slots, dtype=torch.int32), out.to(grad)
-    operator.forward(inputs, params_, Results(out, lse))
-    operator.forward(inputs, params_, Results(out, lse, stats, heads, sample))
-    grads = [torch.empty_like(t) for t in inputs if t is not None]
-    operator.backward(do, inputs, params_, lse, grads)
-    return [*inputs, out, lse, stats, heads, sample, do, *grads]
-
-
-@pytest.mark.parametrize("call", [window_call, outlook_call, channel_call, nystrom_call])
-def test_captures_and_gradients_of_every_operator_are_cached(
-    call: Callable[..., list[Any]], launched: list[Launched]
-) -> None:
-    launches = len(launches_of(launched, lambda: call(2, torch.bfloat16)))
-    for other in ((3, torch.bfloat16), (2, torch.float32)):
-        found = check(launched, lambda: call(*other))  # noqa: B023 - runs here
-        assert 0 < found < launches
-        assert check(launched, lambda: call(*other)) == launches  # noqa: B023
-    assert check(launched, lambda: call(2, torch.bfloat16)) == launches
-
-
 def test_a_cached_launch_calls_the_hooks_that_there_are(launched: list[Launched]) -> None:
-    call, ran = Dense(), []
-    call.run()
+    ran: list[tuple[str, str]] = []
+    dense()
 
     def enter(what: Any) -> None:
         ran.append(("enter", what.get()["name"]))
@@ -419,7 +352,7 @@ def test_a_cached_launch_calls_the_hooks_that_there_are(launched: list[Launched]
     for chain, hook in zip(chains, (enter, leave)):
         chain.add(hook)
     try:
-        found = launches_of(launched, call.run)
+        found = launches_of(launched, dense)
     finally:
         for chain, hook in zip(chains, (enter, leave)):
             chain.remove(hook)
@@ -431,8 +364,8 @@ def test_a_cached_launch_calls_the_hooks_that_there_are(launched: list[Launched]
 def test_the_cache_keeps_no_tensor_alive(launched: list[Launched]) -> None:
     for _ in range(2):
         with Kept() as kept:
-            Ragged(dropout_p=0.1).run()
-            Dense(1024).run()
+            ragged(dropout_p=0.1)
+            dense(1024)
         made = [weakref.ref(t) for t in kept.tensors if isinstance(t, Tensor)]
         kept.tensors.clear()
         assert len(launched) >= 8

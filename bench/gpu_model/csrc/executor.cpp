@@ -34,27 +34,16 @@ template <Shuffle MODE> void shuffle(Machine& m, Warp& w, const Instruction&, u3
   if (w.slots[1] >= 0) w.predicate(1) = (w.predicate(1) & ~mask) | (inside & mask);
 }
 
-template <class T, class F> Operation reduction(std::string name, F) {
+template <class F> Operation reduction(std::string name, F) {
   Handler run = [](Machine&, Warp& w, const Instruction&, u32 mask) {
-    const T* from = w.lanes<T>(1);
-    T found = from[std::countr_zero(mask)];
+    const float* from = w.lanes<float>(1);
+    float found = from[std::countr_zero(mask)];
     for (int l = std::countr_zero(mask) + 1; l < LANES; l++)
       if (mask >> l & 1) found = F{}(found, from[l]);
     for (int l = 0; l < LANES; l++)
-      if (mask >> l & 1) w.lanes<T>(0)[l] = found;
+      if (mask >> l & 1) w.lanes<float>(0)[l] = found;
   };
   return {"redux." + name, run, {32, 32}};
-}
-
-void ballot(Machine&, Warp& w, const Instruction& i, u32 mask) {
-  const u32 bits = (i.variant ? ~w.predicate(1) : w.predicate(1)) & mask;
-  for (int l = 0; l < LANES; l++)
-    if (mask >> l & 1) w.lanes<u32>(0)[l] = bits;
-}
-template <bool EVERY> void vote(Machine&, Warp& w, const Instruction& i, u32 mask) {
-  const u32 bits = (i.variant ? ~w.predicate(1) : w.predicate(1)) & mask;
-  const u32 found = (EVERY ? bits == mask : bits != 0) ? ALL : 0;
-  w.predicate(0) = (w.predicate(0) & ~mask) | (found & mask);
 }
 
 void nothing(Machine&, Warp&, const Instruction&, u32) {}
@@ -74,19 +63,8 @@ const std::vector<Operation>& operations() {
     all.push_back({"shfl.idx", shuffle<INDEX>});
     all.push_back({"shfl.down", shuffle<DOWN>});
     all.push_back({"shfl.up", shuffle<UP>});
-    all.push_back(reduction<u32>("add.32", [](u32 a, u32 b) { return a + b; }));
-    all.push_back(reduction<u32>("and.32", [](u32 a, u32 b) { return a & b; }));
-    all.push_back(reduction<u32>("or.32", [](u32 a, u32 b) { return a | b; }));
-    all.push_back(reduction<u32>("xor.32", [](u32 a, u32 b) { return a ^ b; }));
-    all.push_back(reduction<u32>("min.u32", [](u32 a, u32 b) { return a < b ? a : b; }));
-    all.push_back(reduction<u32>("max.u32", [](u32 a, u32 b) { return a > b ? a : b; }));
-    all.push_back(reduction<s32>("min.s32", [](s32 a, s32 b) { return a < b ? a : b; }));
-    all.push_back(reduction<s32>("max.s32", [](s32 a, s32 b) { return a > b ? a : b; }));
-    all.push_back(reduction<float>("min.f32", [](float a, float b) { return minimum(a, b); }));
-    all.push_back(reduction<float>("max.f32", [](float a, float b) { return maximum(a, b); }));
-    all.push_back({"vote.ballot", ballot});
-    all.push_back({"vote.any", vote<false>});
-    all.push_back({"vote.all", vote<true>});
+    all.push_back(reduction("min.f32", [](float a, float b) { return minimum(a, b); }));
+    all.push_back(reduction("max.f32", [](float a, float b) { return maximum(a, b); }));
     all.push_back({"bar.warp", nothing});
     all.push_back({"nop", nothing});
     all.push_back({"trap", trap});

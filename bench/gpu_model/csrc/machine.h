@@ -36,51 +36,35 @@ struct Counts {  // of one instruction; skipped are lanes that its guard kept fr
   u64 executed, skipped, wavefronts, min_wavefronts, sectors, min_sectors;
 };
 
-enum Finding {
-  OUT_OF_BOUNDS,
-  MISALIGNED,
-  BETWEEN_ELEMENTS,
-  SHARED_OUT_OF_BOUNDS,
-  UNINITIALISED,
-  READ_AFTER_WRITE,
-  WRITE_AFTER_WRITE,
-  WRITE_AFTER_READ,
-  COPY_IN_FLIGHT,
-  WGMMA_READS,
-  WGMMA_RESULT,
-  WGMMA_OPERAND,
-  NO_WGMMA_FENCE,
-  NO_PROXY_FENCE,
-  DIVERGED,
-  OTHER_BARRIER,
-  TWO_WRITERS,
-  READER_AND_WRITER,
-  INACTIVE_LANE,
-  LANES_DISAGREE,
-  FINDINGS
-};
-inline const char* const FINDING_NAMES[] = {
-    "out of bounds",
-    "misaligned",
-    "between the elements of a tensor",
-    "out of bounds of shared memory",
-    "shared memory read before it is written",
-    "read after write without a barrier",
-    "write after write without a barrier",
-    "write after read without a barrier",
-    "touched while cp.async copies",
-    "written while wgmma reads",
-    "result of wgmma touched before its wait",
-    "register operand of wgmma written before its wait",
-    "wgmma without wgmma.fence",
-    "read by wgmma without fence.proxy.async",
-    "lanes of a warp apart where all must take part",
-    "warps at different barriers",
-    "written by two programs",
-    "read and written by different programs",
-    "lane asked for a lane that takes no part",
-    "two lanes write different numbers to one address",
-};
+#define EACH_FINDING(X) \
+  X(OUT_OF_BOUNDS, "out of bounds") \
+  X(MISALIGNED, "misaligned") \
+  X(BETWEEN_ELEMENTS, "between the elements of a tensor") \
+  X(SHARED_OUT_OF_BOUNDS, "out of bounds of shared memory") \
+  X(UNINITIALISED, "shared memory read before it is written") \
+  X(READ_AFTER_WRITE, "read after write without a barrier") \
+  X(WRITE_AFTER_WRITE, "write after write without a barrier") \
+  X(WRITE_AFTER_READ, "write after read without a barrier") \
+  X(COPY_IN_FLIGHT, "touched while cp.async copies") \
+  X(WGMMA_READS, "written while wgmma reads") \
+  X(WGMMA_RESULT, "result of wgmma touched before its wait") \
+  X(WGMMA_OPERAND, "register operand of wgmma written before its wait") \
+  X(NO_WGMMA_FENCE, "wgmma without wgmma.fence") \
+  X(NO_PROXY_FENCE, "read by wgmma without fence.proxy.async") \
+  X(DIVERGED, "lanes of a warp apart where all must take part") \
+  X(OTHER_BARRIER, "warps at different barriers") \
+  X(TWO_WRITERS, "written by two programs") \
+  X(READER_AND_WRITER, "read and written by different programs") \
+  X(INACTIVE_LANE, "lane asked for a lane that takes no part") \
+  X(LANES_DISAGREE, "two lanes write different numbers to one address")
+
+#define NAME(name, text) name,
+#define TEXT(name, text) text,
+enum Finding : int { EACH_FINDING(NAME) FINDINGS };
+inline const char* const FINDING_NAMES[] = {EACH_FINDING(TEXT)};
+#undef NAME
+#undef TEXT
+static_assert(FINDINGS == 20);  // the length of Job::found
 
 struct Report {
   s32 finding, instruction, warp, lane, program, other;
@@ -99,7 +83,7 @@ struct Job {
   s64 check, count, tracks_wgmma;
   Counts* counts;
   Report* reports;
-  s64 max_reports, num_reports, found[FINDINGS];
+  s64 max_reports, num_reports, found[20];
   s64 limit, executed;  // instructions of a warp between barriers, and of all in total
   char error[256];
 };
