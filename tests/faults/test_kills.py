@@ -1,28 +1,18 @@
 """A run whose processes are killed, again and again, ends with the bits of one that was not."""
 
 import random
+import re
 import signal
-import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from tests.faults.campaign import (
-    Processes,
-    being_saved,
-    differences,
-    kill,
-    newest_checkpoint,
-    resumed_from,
-    steps_done,
-    torchrun,
-    wait_until,
-)
-from tests.faults.zygote import LONG, Ranks, Zygote
-from tests.train.launch import SCRIPT
+from tests.faults.zygote import LONG, Ranks, Zygote, steps_done, wait_until
+from tests.train.launch import assert_same_run, run
 
 EVERY, EVALUATED = 4, 8
 MODEL = ["--heads", 2, "--depth", 2, "--head-dim", 8, "--batch-size", 32, "--workers", 0]
@@ -42,6 +32,31 @@ class Moment(NamedTuple):
 
     step: int
     when: str
+
+
+def newest_checkpoint(out: Path) -> int:
+    """Return the step of the newest checkpoint, whole or not; 0 without any."""
+    names = [path.name for path in (out / "checkpoints").glob("step-*")]
+    return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+
+def being_saved(out: Path, since: float) -> int | None:
+    """Return the step of the checkpoint that is being written at this moment.
+
+    Args:
+        out: folder of the run.
+        since: time when its processes were started; what is older was left by others, killed.
+    """
+    for path in (out / "checkpoints").glob(".step-*"):
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime >= since:
+                return int(path.name.removeprefix(".step-"))
+    return None
+
+
+def resumed_from(said: str) -> list[int]:
+    """Return the steps from which a run was resumed by its log, in order."""
+    return [int(step) for step in re.findall(r"resumed from \S*step-(\d+)", said)]
 
 
 def moments(kills: int, steps: int, draw: random.Random) -> list[Moment]:
@@ -88,8 +103,8 @@ def has_started(out: Path, since: float) -> bool:
 
 def survive(
     zygote: Zygote, out: Path, logs: Path, *, steps: int, ranks: int, kills: int, seed: int
-) -> None:
-    """Train while the processes are killed."""
+) -> bool:
+    """Train while the processes are killed; return whether the last ones resumed the run."""
     draw = random.Random(seed)
     args = [*MODEL, "--steps", steps, "--out", out, "--resume", "auto"]
     lost_at = None
@@ -115,89 +130,29 @@ def survive(
         if moment is not None:
             assert -signal.SIGKILL in statuses, log.read_text()
             lost_at = max(steps_done(out), lost_at or 0)
-
-
-def split(kills: int) -> tuple[int, int, int]:
-    """Return how many kills are of a run on one rank, on two, and on two that torchrun restarts."""
-    by_torchrun = 3 if kills >= 50 else 0
-    of_two = (kills - by_torchrun) // 3
-    return kills - by_torchrun - of_two, of_two, by_torchrun
+    return bool(resumed)
 
 
 @pytest.fixture(scope="module")
-def kills(request: pytest.FixtureRequest) -> tuple[int, int, int]:
-    return split(request.config.getoption("--kills"))
+def kills(request: pytest.FixtureRequest) -> tuple[int, int]:
+    """How many kills are of a run on one rank, and how many of one on two."""
+    kills = request.config.getoption("--kills")
+    return kills - kills // 3, kills // 3
 
 
-@pytest.fixture(scope="module")
-def whole_of_one(zygote, kills, tmp_path_factory) -> tuple[Path, int]:
-    """A run on one rank that nothing interrupts, and its steps."""
-    steps = SPACING * max(kills[0], 3)
-    folder = tmp_path_factory.mktemp("one")
-    args = [*MODEL, "--steps", steps, "--out", folder / "whole"]
-    if not kills[2]:
-        Ranks(zygote, args, folder / "log", 1).finish()
-        return folder / "whole", steps
-    # As a user starts it, by a process that nobody forked.
-    alone = Processes([sys.executable, SCRIPT, *map(str, args)], folder / "log")
-    try:
-        assert alone.wait(LONG) == 0, alone.said()
-    finally:
-        alone.end()
-    return folder / "whole", steps
-
-
-@pytest.fixture(scope="module")
-def whole_of_two(zygote, kills, tmp_path_factory) -> tuple[Path, int]:
-    """A run on two ranks that nothing interrupts, and its steps."""
-    if not kills[1]:
-        pytest.skip("not with less than --kills 3")
-    steps = SPACING * max(kills[1], 3)
-    folder = tmp_path_factory.mktemp("two")
-    args = [*MODEL, "--steps", steps, "--out", folder / "whole"]
-    Ranks(zygote, args, folder / "log", 2).finish()
-    return folder / "whole", steps
-
-
-def test_a_run_on_one_rank_killed_again_and_again_ends_with_the_same_bits(
-    zygote, kills, whole_of_one, tmp_path
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_which_any_rank_is_killed_again_and_again_ends_with_the_same_bits(
+    zygote, kills, tmp_path, ranks
 ):
-    whole, steps = whole_of_one
-    how = {"steps": steps, "ranks": 1, "kills": kills[0], "seed": 1}
-    survive(zygote, tmp_path / "killed", tmp_path, **how)
-    assert differences(tmp_path / "killed", whole, steps) == []
-
-
-def test_a_run_of_which_any_rank_of_two_is_killed_ends_with_the_same_bits(
-    zygote, kills, whole_of_two, tmp_path
-):
-    whole, steps = whole_of_two
-    how = {"steps": steps, "ranks": 2, "kills": kills[1], "seed": 2}
-    survive(zygote, tmp_path / "killed", tmp_path, **how)
-    assert differences(tmp_path / "killed", whole, steps) == []
-
-
-def kill_a_rank(job: Processes, out: Path, step: int, draw: random.Random) -> None:
-    """Kill a rank when a step is done, and wait until torchrun has ended all the others too."""
-    assert wait_until(lambda: steps_done(out) >= step, LONG), job.said()
-    ranks = job.ranks()
-    assert kill(draw.choice(ranks), signal.SIGKILL)
-    assert wait_until(lambda: not set(job.ranks()) & set(ranks), LONG), job.said()
-
-
-def test_ranks_that_torchrun_starts_again_go_on_by_themselves(kills, whole_of_two, tmp_path):
-    if not kills[2]:
-        pytest.skip("takes a minute: done with --kills 50 and more")
-    whole, steps = whole_of_two
-    draw, out = random.Random(3), tmp_path / "killed"
-    # Without --resume: torchrun repeats the command that began the run.
-    args = [*MODEL, "--steps", steps, "--out", out]
-    job = Processes(torchrun(args, ranks=2, restarts=kills[2]), tmp_path / "log")
-    try:
-        for step in sorted(draw.sample(range(1, steps - 1), kills[2])):
-            kill_a_rank(job, out, step, draw)
-        status = job.wait(LONG)
-    finally:
-        job.end()
-    assert status == 0, job.said()
-    assert differences(out, whole, steps) == []
+    if not kills[ranks - 1]:
+        pytest.skip("two ranks are killed with --kills 3 and more")
+    steps = SPACING * max(kills[ranks - 1], 3)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    args = [*MODEL, "--steps", steps, "--out", whole]
+    if ranks == 1 and sum(kills) >= 50:
+        run(*args)  # as a user starts it, by a process that nobody forked
+    else:
+        Ranks(zygote, args, tmp_path / "log", ranks).finish()
+    how = {"steps": steps, "ranks": ranks, "kills": kills[ranks - 1], "seed": ranks}
+    resumed = survive(zygote, killed, tmp_path, **how)
+    assert_same_run(killed, whole, f"step-{steps:08d}", resumed=resumed)

@@ -4,15 +4,13 @@ What torchrun has a part in is started by it. Everything else, the resumes too, 
 """
 
 import os
-import random
 import signal
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.faults.campaign import kill, steps_done, wait_until
-from tests.faults.zygote import Ranks, Zygote
+from tests.faults.zygote import Ranks, Zygote, kill, steps_done
 from tests.train import launch
 from tests.train.launch import (
     SCRIPT,
@@ -53,8 +51,8 @@ def witnessed(tmp_path, monkeypatch) -> Path:
     """Have the script leave a file for what it does, and take its time over it.
 
     Returns:
-        The folder of the files: "saving" and "evaluating" since when, "building" too, and "rank0"
-        and so on with the status of each rank that ended by itself.
+        The folder of the files: "saving" and "evaluating" since when, and "rank0" and so on with
+        the status of each rank that ended by itself.
     """
     marks = tmp_path / "marks"
     marks.mkdir()
@@ -65,7 +63,6 @@ def witnessed(tmp_path, monkeypatch) -> Path:
         from pathlib import Path
         import train
         from train.checkpoint import checkpoints as checkpoint
-        from train.loop import parallel
         from train.loop import train as loop
         marks = Path({str(marks)!r})
 
@@ -79,7 +76,6 @@ def witnessed(tmp_path, monkeypatch) -> Path:
 
         slowly(checkpoint.Checkpoints, "_seal", "saving", 0.1)
         slowly(loop, "raise_if_stopped", "evaluating", 0.02)
-        slowly(parallel, "make_model", "building", 0.3)
         sys.argv[0] = {SCRIPT!r}
         rank = marks / ("rank" + os.environ.get("RANK", "0"))
         rank.unlink(missing_ok=True)
@@ -107,32 +103,6 @@ def assert_stopped(out: Path) -> None:
     assert not (out / "summary.json").exists()
     assert checkpoints(out)
     assert [find_damage(path) for path in checkpoints(out)] == [None] * len(checkpoints(out))
-
-
-def test_signals_to_any_rank_at_random_moments_and_a_resume_each_time_end_in_the_same_bits(
-    full, zygote, whole, witnessed, tmp_path
-):
-    out, draw = tmp_path / "run", random.Random(5)
-    args = [*RUN, "--out", out, "--resume", "auto"]
-    # torchrun sends its own to all of them.
-    to_whom = {"rank 0 of two": [0], "rank 1 of two": [1], "both ranks": [0, 1]}
-    stops = [("SIGTERM", where) for where in to_whom]
-    stops += [("SIGINT", "both ranks"), ("SIGHUP", "rank 1 of two"), ("SIGTERM", "both ranks")]
-    for stop, (name, where) in enumerate(stops):
-        ranks = Ranks(zygote, args, tmp_path / "log", 2, script=launch.SCRIPT)
-        until = steps_done(out) + draw.randrange(1, 3)
-        ranks.wait_for(lambda until=until: steps_done(out) >= until)
-        # Into a save or an evaluation. Six stops of three steps, and of what is done until a
-        # signal is agreed on, leave some of the forty to the last.
-        wait_until(lambda until=until: steps_done(out) >= until + 1, draw.uniform(0, 0.3))
-        for rank in to_whom[where]:
-            assert kill(ranks.pids[rank], signal.Signals[name])
-        output = ranks.finish()
-        if stop >= 3 and (out / "summary.json").exists():
-            break  # this process had to wait for the processor, and the run reached its end
-        assert "--resume auto continues" in output
-        assert_stopped(out)
-    assert_goes_on(zygote, out, whole)
 
 
 def test_torchrun_starts_again_after_a_kill_and_the_run_continues_by_itself(

@@ -110,9 +110,14 @@ def test_a_job_of_two_nodes_saves_at_its_end_is_requeued_and_finishes(launch, tm
 
 
 @pytest.mark.parametrize(
-    ("given", "missing"), [({"OUT": "runs/a"}, "HEAD: must"), ({"HEAD": "a"}, "OUT: must")]
+    ("script", "given", "missing"),
+    [
+        (PLAIN, {"OUT": "runs/a"}, "HEAD: must"),
+        (PLAIN, {"HEAD": "a"}, "OUT: must"),
+        (SLURM, {}, "OUT: must be the folder of the run"),
+    ],
 )
-def test_the_plain_script_needs_to_be_passed_the_head_and_the_folder(given, missing):
-    done = subprocess.run(["bash", str(PLAIN)], capture_output=True, text=True, env=given)
+def test_a_script_needs_to_be_passed_the_head_and_the_folder(script, given, missing):
+    done = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=given)
     assert done.returncode != 0
     assert missing in done.stderr

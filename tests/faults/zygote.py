@@ -22,13 +22,47 @@ from pathlib import Path
 # What training imports late.
 import torch._inductor  # noqa: F401
 
-from tests.faults.campaign import kill, state_of, wait_until
 from tests.train.launch import ROOT, SCRIPT, free_port
 from train import lra, vit  # noqa: F401
 from train.logs.report import Report
 
 # Seconds until something must have happened, on a machine that does much else.
 LONG = 300
+
+
+def state_of(pid: int) -> str | None:
+    """Return the letter of what a process does, Z where it has ended, or None without one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
+
+
+def kill(pid: int, number: signal.Signals) -> bool:
+    """Send a signal; return whether the process was still there."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until(holds: Callable[[], bool], seconds: float) -> bool:
+    """Wait for something, looking often; return whether it came in time."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    return True
+
+
+def steps_done(out: Path) -> int:
+    """Return how many steps the run has written down."""
+    try:
+        return (out / "metrics.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
 
 
 class Zygote:

@@ -40,26 +40,40 @@ VIT = {
 }
 
 
-def loads_that_may_ask(tree: ast.AST) -> list[str]:
-    """Calls of ``from_pretrained`` and its like that do not refuse remote code."""
+def unsafe_calls(tree: ast.AST) -> list[str]:
+    """Calls that may run what a file holds, or do not refuse remote code, and unpicklers."""
     found = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute | ast.Name):
+        if isinstance(node, ast.ClassDef) and any(
+            ast.unparse(base).endswith("Unpickler") for base in node.bases
+        ):
+            found.append(node.name)
+        if isinstance(node, ast.ImportFrom) and node.module in ("pickle", "torch", "numpy"):
+            found += [f"from {node.module} import load" for n in node.names if "load" in n.name]
+        if not isinstance(node, ast.Call):
             continue
-        called = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        called = ast.unparse(node.func)
         given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-        takes_it = called in ("from_pretrained", "pipeline")
-        if (takes_it or "trust_remote_code" in given) and given.get("trust_remote_code") != "False":
+        asks = called.rpartition(".")[2] in ("from_pretrained", "pipeline")
+        if (
+            (called == "torch.load" and given.get("weights_only") != "True")
+            or called in ("pickle.load", "pickle.loads", "pickle.Unpickler")
+            or called.partition(".")[0] in ("dill", "cloudpickle", "joblib", "marshal", "shelve")
+            or given.get("allow_pickle", "False") != "False"
+            or given.get("weights_only", "True") != "True"
+            or given.get("trust_remote_code", "None" if asks else "False") != "False"
+        ):
             found.append(ast.unparse(node))
     return found
 
 
 def test_no_source_file_loads_without_refusing_remote_code():
     found = {}
-    for folder in ("leaner_kernels", "models", "train", "bench", "examples"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if calls := loads_that_may_ask(ast.parse(path.read_text())):
-                found[str(path.relative_to(ROOT))] = calls
+    folders = ("leaner_kernels", "models", "train", "bench", "examples")
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in (ROOT / "hubconf.py", *files):
+        if calls := unsafe_calls(ast.parse(path.read_text())):
+            found[str(path.relative_to(ROOT))] = calls
     assert found == {}
 
 

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from PIL import Image
 
 from tests.train.launch import SCRIPT, TINY, rows, run, torchrun, whole_tensors
 from tests.wandb_runs import FakeRun
@@ -86,18 +85,6 @@ def test_training_learns_the_digits(tmp_path):
     assert accuracies[-1] > 0.7
 
 
-def test_a_folder_of_images_is_trained_on_with_workers(tmp_path):
-    for part in ("train", "val"):
-        for name, colour in {"blue": (0, 0, 255), "red": (255, 0, 0)}.items():
-            (tmp_path / part / name).mkdir(parents=True)
-            for i in range(4):
-                Image.new("RGB", (20 + i, 30), colour).save(tmp_path / part / name / f"{i}.png")
-    small = ["--model", "vit_digits", *TINY, "--batch-size", 8, "--workers", 2]
-    train_here(*small, "--data", tmp_path, "--steps", 2, "--out", tmp_path / "run")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["held_out_accuracy"] in [i / 8 for i in range(9)]
-
-
 def test_every_layer_can_have_its_own_heads(tmp_path):
     layers = ["--heads", "4,2,3", "--head-dim", "8,split,16"]
     train_here(*TINY, "--depth", 3, *layers, "--steps", 1, "--out", tmp_path)
@@ -162,24 +149,17 @@ def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
             r"--model must be one of vit_digits, .* row of the paper .* got 'vit_huge'",
         ),
         (["--heads", "0"], r"--heads: must be a whole number at least 1, got '0'"),
-        (["--heads", "4,-2"], r"--heads: must be a whole number at least 1, got '-2'"),
-        (["--heads", "many"], r"--heads: must be a whole number at least 1, got 'many'"),
         (["--heads", "4,4,4", "--depth", "2"], r"--heads must be one value .* got 3 for --depth 2"),
         (["--head-dim", "129"], r"--head-dim: must be a whole number in \[1, 128\], got '129'"),
-        (["--head-dim", "8,8", "--depth", "3"], r"--head-dim must be one value .* got 2"),
         (["--heads", "300", "--head-dim", "split"], r"heads must be at most 192 .* got 300"),
         (["--accum", "3"], r"must be a multiple of ranks x --accum = 1 x 3 = 3, got 64"),
         (["--batch-size", "2000"], r"at most the 1433 training items, got 2000"),
-        (["--data", "hf:"], r"--data must be digits, .* got 'hf:'"),
-        (["--lr", "inf"], r"--lr: must be a number at least 0, got 'inf'"),
         (["--lr", "nan"], r"--lr: must be a number at least 0, got 'nan'"),
-        (["--ema", "1"], r"--ema: must be a number in \[0, 1\), got '1'"),
         (["--precision", "fp8"], r"--precision: invalid choice: 'fp8' .*fp32"),
         (
             ["--epochs", "1", "--steps", "2"],
             r"give only one of --epochs, .*got --epochs 1 and --steps 2",
         ),
-        (["--head", "16"], r"unrecognized arguments: --head 16"),
         (["--out", "/dev/null/run"], r"--out /dev/null/run cannot be used: Not a directory: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -3,7 +3,6 @@
 import errno
 import multiprocessing
 import os
-import signal
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,12 +25,10 @@ BAD = {3, 4, 11}
 
 
 class Numbers:
-    """Items that are their own keys; some cannot be read, and some do worse to their worker."""
+    """Items that are their own keys; some cannot be read."""
 
-    def __init__(
-        self, length: int = 24, bad: set[int] = frozenset(), fatal: set[int] = frozenset()
-    ):
-        self.length, self.bad, self.fatal = length, bad, fatal
+    def __init__(self, length: int = 24, bad: set[int] = frozenset()):
+        self.length, self.bad = length, bad
         self.requested = 0
 
     def __len__(self) -> int:
@@ -40,8 +37,6 @@ class Numbers:
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         self.requested += len(keys)
         for _, index in keys:
-            if index in self.fatal and multiprocessing.parent_process() is not None:
-                os.kill(os.getpid(), signal.SIGBUS)
             if index % 2 and index in self.bad:
                 raise ValueError(f"number {index} cannot be read")
             if index in self.bad:

@@ -125,13 +125,6 @@ def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
         find_source(f"{bad},{text}")
 
 
-def test_a_file_alone_is_cut_at_separators_or_at_blank_lines(tmp_path):
-    plain = write(tmp_path / "plain.txt", "\none\nline\n\n \n\ntwo\n\nthree")
-    assert documents_of(plain) == ["one\nline", "two", "three"]
-    marked = write(tmp_path / "marked.txt", "a\n\nb<|endoftext|>c <|endoftext|> d\n")
-    assert documents_of(marked) == ["a\n\nb", "c", "d"]
-
-
 def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):
     code = "\nclass A:\n    x = 1\n\n \n    def f(self):\n        y = 2  \n\n\treturn y\n\n"
     file = write(tmp_path / "a.py", code)
