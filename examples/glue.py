@@ -111,10 +111,11 @@ def finetune(name: str, options: argparse.Namespace) -> float:
     task, (encoder, info) = TASKS[name], load(options.run)
     tokenizer = tokenizer_of(info.tokenizer)
     splits = splits_of(options.glue, name)
+    length = min(LENGTH, info.arguments["sequence_length"])
+    width = 16 if length % 16 == 0 else None  # batches of few widths, none past the model's
 
     def encode(rows: dict) -> dict:
         texts = (rows[column] for column in task.columns)
-        length = min(LENGTH, info.arguments["sequence_length"])
         return tokenizer(*texts, truncation=True, max_length=length) | {"labels": rows["label"]}
 
     held_out = sorted(split for split in splits if split.startswith("validation"))
@@ -132,7 +133,7 @@ def finetune(name: str, options: argparse.Namespace) -> float:
     hf.set_seed(options.seed)
     trainer = hf.Trainer(
         Classifier(encoder, info.arguments, task.classes), args, train_dataset=data["train"],
-        data_collator=hf.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=16),
+        data_collator=hf.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=width),
         callbacks=[KappaCallback(every=100, page=False)],
     )  # fmt: skip
     trainer.train()
