@@ -1,4 +1,4 @@
-"""Summarise the results of a run, and average those of several runs."""
+"""Sum up the results of a run."""
 
 import shlex
 import sys
