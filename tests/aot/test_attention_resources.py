@@ -112,8 +112,10 @@ FLAVOURS = {
     ),
 }
 KINDS = "forward", "statistics", "capture", "backward"
+# A capture has the statistics too.
+NIGHTLY = {"statistics": [pytest.mark.nightly]}
 CALLS = [
-    pytest.param(kind, flavour, dim, id=f"{kind}-{name}-{dim}")
+    pytest.param(kind, flavour, dim, id=f"{kind}-{name}-{dim}", marks=NIGHTLY.get(kind, []))
     for kind in KINDS
     for name, flavour in FLAVOURS.items()
     for dim in flavour.dims
