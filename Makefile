@@ -58,7 +58,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-gpu-bodies test-compiled test-nightly test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs wheels clean
+	test-gpu-bodies test-compiled test-nightly test-nightly-aot test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs wheels clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -126,8 +126,10 @@ test-nightly: $(TEST_READY) $(OLDEST_READY)
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow or nightly"
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS) -k large_tensors
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
-	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS) -m nightly
 	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
+
+test-nightly-aot: $(TEST_READY)
+	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS) -m nightly
 
 test-fuzz: $(TEST_READY)
 	$(call heading,fuzzing)

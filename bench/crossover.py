@@ -222,10 +222,10 @@ def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def section(capability: int, source: str, found: Sequence[dict[str, Any]]) -> str:
+def section(capability: int, source: str, table: Sequence[dict[str, Any]]) -> str:
     """Render the rules of a GPU as ``library.toml`` has them."""
     lines = ["[[gpus]]", f"capabilities = [{capability}]", f'source = "{source}"', "rules = ["]
-    for rule in found:
+    for rule in table:
         fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
         lines.append(f"  {{ {fields} }},")
     return "\n".join([*lines, "]", ""])

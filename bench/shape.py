@@ -114,7 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.profile:
         command.need_gpu("bench.shape --profile")
-        return profile([by_name[name] for name in options.profile])
+        profile([by_name[name] for name in options.profile])
+        return
     try:
         batch, heads, tokens, head_dim = map(int, (options.shape or "").split(","))
     except ValueError:
@@ -135,7 +136,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     sys.stdout.write(tabulate(table, [name, "forward, µs", "forward and backward, µs"]) + "\n")
-    return None
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from leaner_kernels.adapters.transformers_trainer import KappaCallback
 from models import papers
+from train.checkpoint.weights import Info
 from train.export import load
 
 LENGTH = 128  # tokens of a sentence, or of both sentences of a pair, at most
@@ -68,9 +69,8 @@ class Classifier(nn.Module):
         super().__init__()
         own = arguments | {"num_classes": classes, "dropout": 0.1}
         self.bert = papers.constructor("bert")(**own)
-        missing, _ = self.bert.load_state_dict(encoder.state_dict(), strict=False)
-        if any(not name.startswith(("pooler", "head")) for name in missing):
-            raise SystemExit(f"glue.py: the run is not a pre-trained BERT: it lacks {missing[0]}")
+        # The pooler and the head keep the values that they are made with.
+        self.bert.load_state_dict(encoder.state_dict(), strict=False)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
@@ -82,9 +82,9 @@ class Classifier(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-def tokenizer_of(text: str | None) -> hf.PreTrainedTokenizerFast:
+def tokenizer_of(text: str) -> hf.PreTrainedTokenizerFast:
     """Return the tokenizer of a run, which frames sentences with [CLS] and [SEP]."""
-    tokenizer = tokenizers.Tokenizer.from_str(text or "")
+    tokenizer = tokenizers.Tokenizer.from_str(text)
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B [SEP]",
@@ -103,13 +103,14 @@ def splits_of(source: str, name: str) -> dict[str, datasets.Dataset]:
     files: dict[str, list[str]] = {}
     for path in sorted(Path(source, name).glob("*.parquet")):
         files.setdefault(path.stem.partition("-")[0], []).append(str(path))
+    if "train" not in files:
+        raise SystemExit(f"glue.py: --glue must be a folder with {name}/train-*.parquet: {source}")
     return datasets.load_dataset("parquet", data_files=files)
 
 
-def finetune(name: str, options: argparse.Namespace) -> float:
+def finetune(name: str, encoder: nn.Module, info: Info, options: argparse.Namespace) -> float:
     """Return the score of a task: of MNLI the mean over both of its validation sets."""
-    task, (encoder, info) = TASKS[name], load(options.run)
-    tokenizer = tokenizer_of(info.tokenizer)
+    task, tokenizer = TASKS[name], tokenizer_of(info.tokenizer or "")
     splits = splits_of(options.glue, name)
     length = min(LENGTH, info.arguments["sequence_length"])
     width = 16 if length % 16 == 0 else None  # batches of few widths, none past the model's
@@ -156,7 +157,13 @@ def main() -> None:
     parser.add_argument("--out", default="runs/glue", help="folder of Trainer and of κ")
     options = parser.parse_args()
     datasets.disable_progress_bars()
-    own = {name: finetune(name, options) for name in options.tasks}
+    try:
+        encoder, info = load(options.run)
+    except ValueError as error:
+        raise SystemExit(f"glue.py: {error}") from None
+    if info.task != "masked token":
+        raise SystemExit(f"glue.py: {options.run} is not a run of train/bert.py")
+    own = {name: finetune(name, encoder, info, options) for name in options.tasks}
     if len(own) == len(TASKS):
         own["glue"] = sum(own.values()) / len(own)
     rows = {options.run: own}

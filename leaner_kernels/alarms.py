@@ -65,7 +65,7 @@ class EntropyAlarm:
         floor: fraction of log(columns), in [0, 1).
 
     Raises:
-        ValueError: a floor outside that range.
+        ValueError: the floor is outside [0, 1).
 
     Under a causal mask row i sees i tokens only, so attention to all alike has about
     log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
@@ -192,7 +192,7 @@ class KappaAlarm:
         factor: factor of the median, above 1.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: the factor is not above 1.
     """
 
     DEVIATIONS = 6.0

@@ -85,7 +85,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self._log(trainer, values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """End the sample, which is no forward of a validation's between the batches of a step."""
+        """End the sample: a validation may run between the batches of a step."""
         if self.run is not None:
             self.run.end()
 

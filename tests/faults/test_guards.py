@@ -94,7 +94,7 @@ def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> N
     with (
         mock.patch.object(Schedule, "evaluation_is_due", return_value=False),
         mock.patch.object(loop, "evaluate", return_value={}),
-        mock.patch.object(loop, "finish", return_value=({}, True)),
+        mock.patch.object(loop, "finish"),
         mock.patch.object(loop, "optimizer_step", optimizer_step),
     ):
         run = set_up(replace(task, loss=faulty_loss), settings, world, ExitStack())
