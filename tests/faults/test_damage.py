@@ -252,7 +252,7 @@ def test_a_kill_before_any_change_that_a_save_makes_loses_nothing(
         train_here("--keep", 1, "--out", out, "--resume", "auto")
         assert f"resumed from {out / 'checkpoints' / intact[0]}" in capsys.readouterr().out
         assert_same_run(out, whole)
-        assert {p.name for p in (out / "checkpoints").iterdir()} == {"latest", "step-00000008"}
+        assert {p.name for p in (out / "checkpoints").iterdir()} == {"step-00000008"}
     assert set(states) == {"step-00000002", "step-00000004"}, states
     assert states == sorted(states)
-    assert len(states) == len(changes) or len(states) >= 12, (tmp_path / "said").read_text()
+    assert len(states) == len(changes) or len(states) >= 10, (tmp_path / "said").read_text()

@@ -131,9 +131,9 @@ def work(folder: Path) -> None:
 def work_until_it_hangs(folder: Path) -> None:
     """Hang in a step; when torchrun starts this once more, go on."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    with parallel.world(300) as world:
-        # A busy machine takes seconds for a step.
-        args = [*SHORT, "--timeout", "15" if first else "300", "--out", str(folder / "hung")]
+    # A busy machine takes seconds for a step.
+    with parallel.world(15 if first else 300) as world:
+        args = [*SHORT, "--out", str(folder / "hung")]
         train_with_faults(args, world, hang=5 if first else None)
 
 
@@ -208,7 +208,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run_and_it_can_go_on(runs):
             "step 5: loss nan, gradient norm nan: 3 steps in a row were not finite"
         )
         assert "--skip-limit allows 2" in said
-        assert (runs / f"left-{rank}.txt").read_text() == "latest step-00000003"
+        assert (runs / f"left-{rank}.txt").read_text() == "step-00000003"
     # With the right data, it is as if nothing had happened.
     assert_same_run(runs / "limit", runs / "plain", LAST)
     assert alarms(runs / "limit") == []
@@ -224,8 +224,8 @@ def test_a_rank_that_hangs_is_ended_and_the_run_resumes_to_the_same_bits(runs, t
     os.kill(pid_of_rank(1, process.pid), signal.SIGCONT)
     done = finish(process)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^Timeout \(0:00:\d\d", done.stderr, re.MULTILINE)
-    assert " in optimizer_step\n" in done.stderr
+    assert re.search(r"Timed out waiting \d+ms for", done.stderr)
+    assert "in optimizer_step\n" in done.stderr
     assert_same_run(tmp_path / "hung", runs / "short", LAST)
 
 

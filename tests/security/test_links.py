@@ -18,7 +18,7 @@ PRECIOUS = "export PRECIOUS=1\n"
 # Of what a run writes.
 NAMES = [
     *("metrics.jsonl", "summary.json", "model.safetensors", ".lock", ".page.html.partial"),
-    *("checkpoints", "checkpoints/latest", "checkpoints/.step-00000004/state.json"),
+    *("checkpoints", "checkpoints/.step-00000004/state.json"),
 ]
 
 

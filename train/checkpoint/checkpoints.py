@@ -3,9 +3,8 @@
 A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
 tensors, one safetensors file per rank (``shards.py``), ``state.json``, and ``manifest.json`` with
 the size and SHA-256 of every file. It is written as ``.step-00000100``, synced to disk and then
-renamed, so that a run killed at any moment leaves the earlier ones as they were. The file
-``latest`` then names it, for people and for tools; a resume looks at the checkpoints themselves.
-All ranks must see the same file system.
+renamed, so that a run killed at any moment leaves the earlier ones as they were. All ranks must see
+the same file system.
 
 No clock decides anything here. A checkpoint that is read may be damaged, or made to do harm: it is
 tensors and JSON, checked against the manifest, and nothing in it is run.
@@ -13,9 +12,7 @@ tensors and JSON, checked against the manifest, and nothing in it is run.
 
 import hashlib
 import json
-import math
 import os
-import random
 import shutil
 import stat
 from collections.abc import Callable, Iterable
@@ -24,12 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file, write_file
+from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
 from leaner_kernels.monitor.rows import METRICS_ROW, check_row
 from train.checkpoint.shards import (
     Part,
@@ -299,7 +295,6 @@ class Checkpoints:
             self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
-        self._point_to(checkpoint_name(step))
         # What cannot be removed now is tried again after the next save.
         with suppress(OSError):
             self._remove_old(step)
@@ -316,11 +311,6 @@ class Checkpoints:
             raise
         _sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-
-    def _point_to(self, name: str) -> None:
-        # The checkpoint is whole, whether or not this much can be written.
-        with suppress(OSError):
-            write_file(self.folder / "latest", name + "\n")
 
     def _remove_old(self, step: int) -> None:
         whole = 0
@@ -441,17 +431,8 @@ class Checkpoints:
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:
-    """Return the state of this process's global generators as tensors."""
-    _, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = np.random.get_state()
-    # Python and numpy draw Gaussians in pairs and keep the second: nan here where there is none.
-    spare = [math.nan if gauss is None else gauss, cached if has_gauss else math.nan]
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(words),
-        "numpy": torch.tensor([*keys.tolist(), position]),
-        "spare_gaussians": torch.tensor(spare, dtype=torch.float64),
-    }
+    """Return the state of PyTorch's global generators in this process."""
+    state = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
@@ -459,11 +440,6 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 def _set_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
-    gauss, cached = state["spare_gaussians"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), None if math.isnan(gauss) else gauss))
-    *keys, position = state["numpy"].tolist()
-    has_gauss = not math.isnan(cached)
-    np.random.set_state(("MT19937", keys, position, int(has_gauss), cached if has_gauss else 0.0))
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 

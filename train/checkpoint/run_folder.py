@@ -1,16 +1,12 @@
 """The run folder: choose it, lock it, and check whether a run may continue in it.
 
-``--out`` names one, and what is in it goes on: the command that began a run continues it. torchrun
-starts all processes again when one fails (``--max-restarts``), with that command, and so they go on
-without ``--out`` as well: the folder has the file ``launch``, which names the process of torchrun
-that they come from. It is the same in every attempt, and never in another launch. torchrun's own
-count of restarts would not do: an attempt that was refused a folder is counted too.
+``--out`` names one, and what is in it goes on: the command that began a run continues it. So does
+torchrun with ``--max-restarts``, which therefore needs ``--out``.
 """
 
 import fcntl
 import json
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,16 +14,10 @@ from typing import IO, Any
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import (
-    check_folder,
-    open_own,
-    write_file,
-)
+from leaner_kernels.monitor.files import check_folder, open_own
 from train.checkpoint.checkpoints import newest_first
 from train.config.flags import Settings
 from train.loop.parallel import World
-
-_MARK = "launch"
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
@@ -52,14 +42,14 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
         world: the processes, each of which must call this.
 
     Raises:
-        ValueError: ``out`` holds a finished run that neither ``--resume auto`` nor an earlier
-            attempt of this launch continues, or the checkpoint that ``resume`` names; or the
-            folder cannot be made. On every rank.
+        ValueError: ``out`` holds a finished run, without ``--resume auto``, or the checkpoint that
+            ``resume`` names; torchrun may restart a run without ``out``; or the folder cannot be
+            made. On every rank.
     """
 
     def choose() -> Path:
         try:
-            return _choose_folder(name, settings, _torchrun())
+            return _choose_folder(name, settings)
         except OSError as error:
             raise ValueError(_cannot_be_used(Path(settings.out or "runs"), error)) from None
 
@@ -143,10 +133,7 @@ def begun_run(name: str, settings: Settings) -> Path | None:
         name: of the run, as ``choose_folder`` takes it.
         settings: of the run.
     """
-    if settings.out is not None:
-        folder = Path(settings.out)
-    else:
-        folder = _folder_in_runs(name, settings, _torchrun())
+    folder = _folder_in_runs(name, settings) if settings.out is None else Path(settings.out)
     if newest_first(folder / "checkpoints"):
         return folder
     if settings.resume in ("none", "auto"):
@@ -207,54 +194,26 @@ def _check_unchanged(path: Path, saved: Any, now: Mapping[str, str]) -> None:
             )
 
 
-def _choose_folder(name: str, settings: Settings, launch: str | None) -> Path:
+def _choose_folder(name: str, settings: Settings) -> Path:
     """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
     if settings.out is None:
-        folder = _folder_in_runs(name, settings, launch)
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
+            raise ValueError("--max-restarts needs --out, the folder in which a restart goes on")
+        folder = _folder_in_runs(name, settings)
     else:
         folder = Path(settings.out)
         finished = (folder / "summary.json").exists()
         back = Path(settings.resume).resolve().parent == (folder / "checkpoints").resolve()
-        if (finished or back) and settings.resume != "auto" and not _made_by(folder, launch):
+        if (finished or back) and settings.resume != "auto":
             kind = "a finished run" if finished else "this checkpoint's own run"
             raise ValueError(f"--out {folder} holds {kind}: give --resume auto or another --out")
     if not settings.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
         check_folder(folder)
-        if launch is not None:
-            write_file(folder / _MARK, launch)
     return folder
 
 
-def _folder_in_runs(name: str, settings: Settings, launch: str | None) -> Path:
+def _folder_in_runs(name: str, settings: Settings) -> Path:
     ends = (path.name.removeprefix(f"{name}-") for path in Path("runs").glob(f"{name}-*"))
-    numbers = sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
-    for number in numbers:
-        if _made_by(Path("runs") / f"{name}-{number}", launch):
-            return Path("runs") / f"{name}-{number}"
-    newest = max(numbers, default=0)
-    number = max(newest, 1) if settings.resume == "auto" else newest + 1
-    return Path("runs") / f"{name}-{number}"
-
-
-def _torchrun() -> str | None:
-    """Return a name of the torchrun that started this process, which no other ever had, or None."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    parent, born = os.getppid(), "unknown"
-    try:
-        # A number comes round again: with the time when it was given it names one process.
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        ticks = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        born = f"{boot}+{ticks}"
-    except OSError:  # not on Linux
-        pass
-    return f"{socket.gethostname()} {parent} {born}"
-
-
-def _made_by(folder: Path, launch: str | None) -> bool:
-    """Whether this launch began or took up the run in a folder."""
-    try:
-        return (folder / _MARK).read_text() == launch
-    except (OSError, ValueError):
-        return False
+    newest = max((int(end) for end in ends if end.isdecimal()), default=0)
+    return Path("runs") / f"{name}-{max(newest, 1) if settings.resume == 'auto' else newest + 1}"

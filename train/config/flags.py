@@ -268,8 +268,7 @@ class Settings:
     timeout: float = flag(
         1800.0,
         number(float, 0),
-        "seconds without progress after which a rank prints its stack traces and exits; 0 waits "
-        "forever",
+        "seconds that a rank waits for another before it ends with an error; 0: PyTorch's own",
     )
     loss_alarm: float = flag(
         8.0,

@@ -26,7 +26,7 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
     """
     with ExitStack() as closing:
         with flags.one_line_errors(program):
-            world = closing.enter_context(parallel.world(_timeout(settings)))
+            world = closing.enter_context(parallel.world(settings.timeout))
             task, settings = make_task(settings)
             run = set_up(task, settings, world, closing)
         try:
@@ -38,8 +38,3 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
             # Raised only on the ranks that were to have these items.
             flags.stop(program, error, every_rank=True)
         atexit.register(ignore_signals)
-
-
-def _timeout(settings: Settings) -> float:
-    """Return how long one rank waits for another: longer than the watchdog, which reports more."""
-    return settings.timeout + 60 if settings.timeout else 86_400.0

@@ -30,7 +30,6 @@ from train.loop.kappa import Kappa
 from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
 from train.loop.parallel import BatchNorms, Passes, World
 from train.loop.schedule import Schedule
-from train.loop.watchdog import Watchdog
 
 # What a dry run predicts the memory of: how many GPUs share the weights. Several machines of eight
 # each hold all of them.
@@ -77,7 +76,6 @@ class Run:
     kappa: Kappa
     bad_samples: BadSamples
     interrupt: Interrupt
-    watchdog: Watchdog
     progress: Progress
 
 
@@ -139,7 +137,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
 
     bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
-    interrupt, watchdog = Interrupt(), Watchdog(settings.timeout)
+    interrupt = Interrupt()
     path = checkpoints.find(settings.resume)
     if path is None:
         if task.start is not None:
@@ -191,7 +189,6 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         kappa=kappa,
         bad_samples=bad_samples,
         interrupt=interrupt,
-        watchdog=watchdog,
         progress=progress,
     )
 

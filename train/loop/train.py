@@ -48,7 +48,7 @@ def train(run: Run) -> None:
         DivergedError: too many steps in a row with a loss or gradient that is not finite.
         DataError: items that cannot be read.
     """
-    with run.interrupt, run.watchdog:
+    with run.interrupt:
         bf16 = parallel.uses_bf16(run.settings.precision, run.world)
         meter = Meter(run.world, flops_per_item=3 * run.task.flops_per_item, bf16=bf16)
         try:
@@ -99,7 +99,6 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
             step = progress.step
-            run.watchdog.progress()
             # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
@@ -298,7 +297,6 @@ def evaluate(run: Run) -> dict[str, float]:
 def offer(run: Run, scores: dict[str, float]) -> None:
     """Write the weights as the best ones so far, if their scores are."""
     if run.best.is_beaten_by(scores):
-        run.watchdog.progress()
         step = run.progress.step
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
@@ -319,7 +317,6 @@ def score(run: Run, data: DataSet) -> dict[str, float]:
 
 def raise_if_stopped(run: Run) -> None:
     """Raise StoppedError on all ranks when one of them must stop."""
-    run.watchdog.progress()
     if any_rank_must_stop(run):
         raise StoppedError
 
@@ -346,7 +343,6 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "about": about(run.task),
         "identity": dict(run.task.identity),
     }
-    run.watchdog.progress()
     # A resume starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
