@@ -2,7 +2,7 @@
 
 torchrun train/vit.py --heads 16 --depth 7
 torchrun train/vit.py --data FOLDER
-torchrun train/vit.py --data labels.csv --pretrained timm:vit_tiny_patch16_224
+torchrun train/vit.py --data FOLDER --pretrained timm:vit_tiny_patch16_224
 """
 
 import sys

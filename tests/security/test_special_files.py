@@ -115,14 +115,6 @@ def test_among_pictures_they_are_bad_samples(runs, tmp_path, capsys, kind):
     assert f"{bad}: " in capsys.readouterr().out
     monitored = ["test_vit", "--random-weights", "--data", bad]
     assert "bad.png" in refusal(capsys, monitor.main, *monitored)
-    table = tmp_path / "labels.csv"
-    table.write_text("path,label\ndata/a/bad.png,a\ndata/a/1.png,a\ndata/b/1.png,b\n")
-    line = refusal(capsys, vit.main, "--data", table, *SIZES, *QUICK, "--bad-data-limit", 0,
-                   *out(tmp_path / "of a table"))  # fmt: skip
-    assert "bad.png" in line
-    assert "labels.csv" in refusal(
-        capsys, vit.main, "--data", plant(table, kind), *SIZES, *QUICK, *out(tmp_path)
-    )
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless"])

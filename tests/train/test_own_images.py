@@ -142,29 +142,6 @@ def test_pictures_come_in_the_order_of_torchvision(folder):
     assert len(samples) == 40 + 6 + 8
 
 
-def test_a_csv_names_the_pictures(folder):
-    names = sorted(path.relative_to(folder.parent) for path in folder.rglob("*.png"))
-    lines = ["path,label", *(f"{name},{7 + i % 2}" for i, name in enumerate(names))]
-    table = folder.parent / "labels.csv"
-    table.write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
-    sources = find_images(str(table))
-    assert (sources.classes, sources.names) == (2, ["7", "8"])
-    assert Path(sources.train.name(0)).is_file()
-    task, settings = task_of("--data", table)
-    assert (settings.recipe, len(task.train), len(task.held_out)) == ("small", 34, 6)
-
-
-def test_a_column_of_a_csv_says_what_is_held_out(folder):
-    names = sorted(path.relative_to(folder.parent) for path in folder.rglob("*.png"))
-    parts = ["train" if i % 4 else "val" for i in range(len(names))]
-    lines = [f"{name},{i % 2},{part}" for i, (name, part) in enumerate(zip(names, parts))]
-    table = folder.parent / "labels.csv"
-    table.write_text("\n".join(["path,label,split", *lines]))
-    sources = find_images(str(table))
-    assert (len(sources.train), len(sources.held_out), sources.made) == (30, 10, False)
-    assert sources.held_out.name(1) == str(folder.parent / names[4])
-
-
 @pytest.mark.parametrize("part", ["val", "validation", "test"])
 def test_a_folder_may_have_a_part_that_is_held_out(folder, part):
     train = folder.rename(folder.parent / "train")
@@ -200,10 +177,6 @@ LAYOUTS = {
     "others": r"same classes in train/ and val/, got b",
     "unclassed": r"val must contain CLASS/IMAGE",
     "single": r"single must have at least two classes, got one",
-    "columns.csv": r"columns\.csv must have columns path and label, got file, class",
-    "lost.csv": r"lost\.csv: .*lost\.png in line 2 is not a file",
-    "short.csv": r"short\.csv has no label in line 2",
-    "binary.csv": r"binary\.csv is not a CSV file in UTF-8: ",
 }
 
 
@@ -211,20 +184,12 @@ LAYOUTS = {
 def test_data_that_cannot_be_used_is_one_line(tmp_path, capsys, name):
     for made in ("empty", "hollow/b", "unclassed/val"):
         (tmp_path / made).mkdir(parents=True)
-    for made in ("lost/1.png", "hollow/a/1.png", "single/a/1.png", "single/a/2.png"):
+    for made in ("hollow/a/1.png", "single/a/1.png", "single/a/2.png"):
         picture(tmp_path / made, (9, 9))
     for made in ("train/a/1.png", "train/b/1.png", "val/a/1.png", "val/c/1.png"):
         picture(tmp_path / "others" / made, (9, 9))
     for made in ("train/a/1.png", "train/b/1.png"):
         picture(tmp_path / "unclassed" / made, (9, 9))
-    tables = {
-        "columns": b"file,class\n1.png,a\n",
-        "lost": b"path,label\nlost.png,a\ngone.png,b\n",
-        "short": b"path,label\nlost/1.png\n",
-        "binary": b"path,label\n\xff\xfe,a\n",
-    }
-    for table, content in tables.items():
-        (tmp_path / f"{table}.csv").write_bytes(content)
     said = refused(["--data", tmp_path / name, "--dry-run"], capsys)
     assert re.search(LAYOUTS[name], said), said
 

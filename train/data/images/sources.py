@@ -10,7 +10,7 @@ import numpy as np
 
 from leaner_kernels.monitor.command_line import one_line
 from train.data.images import KINDS, hub
-from train.data.images.files import open_csv, open_folder
+from train.data.images.files import open_folder
 from train.data.images.photographs import ImageSource
 
 SHARE = 0.15  # of each class that is held out, where the data set has no split for it
@@ -113,7 +113,7 @@ def find_images(name: str) -> Sources:
     """Find the image files of a data set; hold some out where it has no split for that.
 
     Args:
-        name: a folder, a .csv, or "hf:" and a data set of Hugging Face.
+        name: a folder, or "hf:" and a data set of Hugging Face.
 
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
@@ -123,8 +123,6 @@ def find_images(name: str) -> Sources:
         train, held_out = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
         train, held_out = open_folder(path)
-    elif path.is_file() and path.suffix.lower() == ".csv":
-        train, held_out = open_csv(path)
     else:
         end = "which is a file" if path.is_file() else "which does not exist"
         raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")
