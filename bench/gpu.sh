@@ -283,8 +283,8 @@ case $stage in
     # What is stopped keeps its checkpoint; a seed that is finished is only evaluated again.
     for seed in 0 1 2 3 4; do
       for model in nystromformer_listops_lean nystromformer_listops; do
-        part "$model, seed $seed" $total python3 train/lra.py --task listops --model $model \
-          --seed $seed --resume auto --out "$out/$model-$seed" --cache "$out/data"
+        part "$model, seed $seed" $total env XDG_CACHE_HOME="$out/data" python3 train/lra.py \
+          --model $model --seed $seed --resume auto --out "$out/$model-$seed"
       done
     done
     ;;

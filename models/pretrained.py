@@ -84,7 +84,7 @@ def read_weights(name: str) -> Weights:
 
     Args:
         name: ``timm:`` and a name of timm's, which downloads them unless they are in the Hub's
-            cache; or a file: safetensors, such as those of ``train.export``, or what PyTorch's
+            cache; or a file: safetensors, such as those of a run, or what PyTorch's
             ``save`` wrote of tensors alone, bare or under ``model`` or ``state_dict``.
 
     Raises:

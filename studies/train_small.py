@@ -21,7 +21,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,7 @@ from torch.nn import functional as F
 
 from leaner_kernels import measure
 from models.gpt import GPT
-from train.data.longrange import corpus, listops
-from train.data.text.cache import build_once
+from train.data import listops
 
 CACHE = Path(__file__).resolve().parent.parent / "runs" / "data"
 PROBED = 16  # held-out items of which kappa is measured
@@ -99,38 +98,54 @@ def lists() -> Task:
 
     A batch has tokens and targets (items, LONGEST), 0 where nothing is to be predicted.
     """
-    numbers = (*SIZES.values(), *astuple(LISTS))
-    file = "-".join(map(str, ("study", "listops", *numbers))) + ".npz"
-    corpora = corpus.load(build_once(file, _write_lists, CACHE))
+    splits = listops.open_lists(SIZES, LISTS, seed=0, folder=CACHE)
 
-    def longest_first(part: corpus.Corpus) -> tuple[Tensor, Tensor]:
+    def longest_first(part: listops.Lists) -> tuple[Tensor, Tensor]:
         tokens, targets = np.zeros((2, len(part), LONGEST), np.int64)
         for row, item in enumerate(np.argsort(-part.lengths, kind="stable")):
-            tokens[row, : part.lengths[item]] = part[item]
-            targets[row, : part.lengths[item]] = listops.inner_values(part[item])
+            own = part[item]
+            tokens[row, : len(own)] = own
+            targets[row, : len(own)] = inner_values(own)
         return torch.from_numpy(tokens), torch.from_numpy(targets)
 
     def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         tokens, targets = batch
         return model(tokens)[targets > 0], targets[targets > 0]
 
-    train = longest_first(corpora["train"])
-    lengths = np.sort(corpora["train"].lengths)[::-1]
+    train = longest_first(splits["train"])
+    lengths = np.sort(splits["train"].lengths)[::-1]
 
     def neighbours(chosen: np.ndarray) -> tuple[Tensor, ...]:
         """Return lists of nearly one length, so that little padding is computed."""
         begin = min(chosen[0], len(lengths) - len(chosen))
         return tuple(part[begin : begin + len(chosen), : lengths[begin]] for part in train)
 
-    tokens, values = longest_first(corpora["test"])
+    tokens, values = longest_first(splits["test"])
     inner = tokens.roll(-1, dims=1) > 0
     inner[:, -1] = False
     held_out = tokens, values.masked_fill(inner, 0)
     return Task(held_out, neighbours, len(lengths), lengths.mean(), scores)
 
 
-def _write_lists(path: Path) -> None:
-    corpus.save(path, listops.generate(0, SIZES, LISTS))
+def inner_values(tokens: np.ndarray) -> np.ndarray:
+    """Return the id of the value of each list at its closing bracket, 0 elsewhere: (tokens,) uint8.
+
+    The last one is the value of the whole list.
+    """
+    symbols = listops.SYMBOLS
+    values = np.zeros(len(tokens), np.uint8)
+    open_lists: list[tuple[int, list[int]]] = [(0, [])]
+    for place, token in enumerate(tokens.tolist()):
+        symbol = symbols[token - 1]
+        if symbol in listops.OPERATORS:
+            open_lists.append((listops.OPERATORS.index(symbol), []))
+            continue
+        value = token - 1
+        if symbol == "]":
+            value = listops.apply(*open_lists.pop())
+            values[place] = 1 + value
+        open_lists[-1][1].append(value)
+    return values
 
 
 TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists}

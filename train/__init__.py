@@ -1,6 +1,6 @@
 """Training: one torchrun script per model, and the engine that they share.
 
-Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` writes weights.
+Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` loads weights.
 ``config/`` holds flags and architectures, ``data/`` the data sets and the order of their
 items. ``loop/engine.py`` starts a run, ``loop/setup.py`` makes its parts, ``loop/train.py`` is the
 loop, ``loop/parallel.py`` spreads the model over processes. ``checkpoint/`` saves a run and resumes

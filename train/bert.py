@@ -24,33 +24,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from train.config import architecture, flags, own_text
+from train.config import architecture, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.checkpoint.run_folder import begun_run
 from train.data.masking import IGNORED, Masked
 from train.loop import Task
 from train.config.flags import flag
+from train.config.text import MOST_HELD_OUT, TextSettings, is_own, small_run
 from train.data.text import NoiseTokens, Windows, open_text, tokenizers
-from train.data.text.sources import find_source, size_of
 
 PROGRAM = "bert.py"
 _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text
 
 
 @dataclasses.dataclass(frozen=True)
-class BertSettings(own_text.TextSettings):
+class BertSettings(TextSettings):
     """What one run of this script does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *own_text.TextSettings.SAME_AFTER_RESUME,
+        *TextSettings.SAME_AFTER_RESUME,
         *("mask_rate", "max_density"),
     )
     recipe: str | None = flag(
         None,
         str,
-        "named set of defaults; chosen from the data if omitted: small, which adapts to the amount "
-        "of text, for files; cramming for hf: and for the paper's models",
+        "named set of defaults; chosen from the data if omitted: small for files; cramming for hf: "
+        "and for the paper's models",
         choices=("pydoc", "small", "cramming", "synthetic"),
     )
     model: str | None = flag(
@@ -86,36 +86,26 @@ _TRIANGLE = {
 }
 _MICRO_BATCH = 128  # sequences of one pass on one GPU
 
+# A model so small that a CPU teaches it something in a minute or two. There is no dropout: what is
+# masked differs in every pass, and with 0.1 it is still at the frequencies after five minutes.
+_SMALL: dict[str, Any] = {
+    "model": "bert_small",
+    "documents": 0,
+    "tokenizer": "bytes",
+    "context": 32,
+    "mask_rate": 0.15,
+    "max_density": 0.0,
+    "batch_size": 16,
+    "lr": 2e-3,
+    "workers": 0,
+    **_ADAM,
+    **_TRIANGLE,
+}
+
 RECIPES: dict[str, dict[str, Any]] = {
-    # A model and text so small that a CPU learns something in a minute or two.
-    "pydoc": {
-        "model": "bert_small",
-        "documents": 0,
-        "tokenizer": "bytes",
-        "context": 32,
-        "mask_rate": 0.15,
-        "max_density": 0.0,
-        "batch_size": 16,
-        "epochs": 3.0,
-        "lr": 2e-3,
-        "workers": 0,
-        "eval_every": 1.0,
-        **_ADAM,
-        **_TRIANGLE,
-    },
-    # What is not here follows the amount of text, but for the dropout: what is masked differs in
-    # every pass, and with 0.1 a model so small is still at the frequencies after five minutes.
-    "small": {
-        "model": "bert_small",
-        "documents": 0,
-        "context": 32,
-        "mask_rate": 0.15,
-        "max_density": 0.0,
-        "lr": 2e-3,
-        "workers": 0,
-        **_ADAM,
-        **_TRIANGLE,
-    },
+    "pydoc": _SMALL | {"epochs": 3.0, "eval_every": 1.0},
+    # As long as ``small_run`` says.
+    "small": _SMALL | {"eval_every": None},
     "synthetic": {
         "model": "crammed_bert",
         "context": 128,
@@ -160,11 +150,8 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
     Raises:
         ValueError: no such model, data or tokeniser, or sizes that do not fit each other.
     """
-    given, size, chosen = settings, None, {}
-    if _recipe(settings) == "small":
-        data = settings.data or "pydoc"
-        size = size_of(find_source(data, settings.documents or 0, settings.text_column))
-    settings = _filled(settings, size)
+    settings = _filled(settings)
+    small = settings.recipe == "small"
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = architecture.sized(settings, model)
     known = settings.vocab_size or model.sizes.get("vocab_size")
@@ -181,26 +168,29 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
             settings.tokenizer,
             specials=tokenizers.BERT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "wordpiece")),
+            vocab_size=settings.vocab_size,
             max_density=settings.max_density or None,
             column=settings.text_column,
             validation=settings.validation,
-            most_held_out=size and own_text.MOST_HELD_OUT,
+            most_held_out=MOST_HELD_OUT if small else None,
             run=begun_run(name, settings),
         )
-        if size is not None:
-            settings, chosen = own_text.fitted(settings, given, text, size)
         vocab_size = text.tokenizer.model_size(known)
-        about = text.facts(without=text.tokenizer.specials.values()) | chosen
+        about = text.facts(without=text.tokenizer.specials.values())
         files, identity = text.tokenizer.files(), text.identity
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
         items = Windows(text.train, settings.context, seed=settings.seed)
         items = _masked(items, settings, size, specials, settings.seed)
         # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
-    own = _own(settings, vocab_size)
+    if small:
+        settings = settings.filled(small_run(len(items) * settings.context))
     build, built, facts = architecture.planned(
-        settings, model, own, dropout=settings.dropout, most_masked=settings.mask_rate
+        settings,
+        model,
+        {"vocab_size": vocab_size, "sequence_length": settings.context},
+        dropout=settings.dropout,
+        most_masked=settings.mask_rate,
     )
     # Only the masked tokens get logits.
     unread = settings.context - round(settings.mask_rate * settings.context)
@@ -225,26 +215,14 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
     return task, settings
 
 
-def _recipe(settings: BertSettings) -> str:
-    """Return the recipe's name."""
+def _filled(settings: BertSettings) -> BertSettings:
+    """Return the settings with the recipe's values where none was given."""
     data = settings.data or "pydoc"
-    if settings.recipe is not None:
-        return settings.recipe
-    if own_text.is_own(data) and settings.model in (None, *SMALL):
-        return "small"
-    return data if data in ("pydoc", "synthetic") else "cramming"
-
-
-def _filled(settings: BertSettings, size: int | None = None) -> BertSettings:
-    """Return the settings with the recipe's values where none was given; ``size``: of the text."""
-    name = _recipe(settings)
-    recipe = RECIPES[name]
-    if size is not None:
-        amount = own_text.by_amount(size, settings.tokenizer, "wordpiece")
-        batch_size = min(16, amount["batch_size"])
-        recipe = recipe | amount | {"batch_size": batch_size, "dropout": 0.0}
-    settings = dataclasses.replace(settings, data=settings.data or "pydoc")
-    return flags.fill(settings, name, recipe)
+    name = settings.recipe
+    if name is None:
+        small = is_own(data) and settings.model in (None, *SMALL)
+        name = "small" if small else data if data in ("pydoc", "synthetic") else "cramming"
+    return flags.fill(settings, name, {"data": data} | RECIPES[name])
 
 
 def _masked(
@@ -252,10 +230,6 @@ def _masked(
 ) -> Masked:
     rate = settings.mask_rate
     return Masked(sequences, vocab_size=vocab_size, specials=specials, rate=rate, seed=seed)
-
-
-def _own(settings: BertSettings, vocab_size: int) -> dict[str, int]:
-    return {"vocab_size": vocab_size, "sequence_length": settings.context}
 
 
 def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Tensor:

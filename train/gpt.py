@@ -24,24 +24,24 @@ from torch import Tensor, nn
 from leaner_kernels.monitor.files import plain
 from models.gpt import generate
 from train.checkpoint.run_folder import begun_run
-from train.config import architecture, flags, own_text
+from train.config import architecture, flags
 from train.loop import engine
 from train.config.architecture import Architecture
+from train.config.text import MOST_HELD_OUT, TextSettings, is_own, small_run
 from train.data.loader import DataSet
 from train.config.flags import flag
 from train.data.text import NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
-from train.data.text.sources import find_source, size_of
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random
 
 
 @dataclasses.dataclass(frozen=True)
-class GptSettings(own_text.TextSettings):
+class GptSettings(TextSettings):
     """What one run on text does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *own_text.TextSettings.SAME_AFTER_RESUME,
+        *TextSettings.SAME_AFTER_RESUME,
         *("windows", "head_bias"),
     )
 
@@ -49,8 +49,7 @@ class GptSettings(own_text.TextSettings):
         None,
         str,
         "named set of defaults; chosen from the data if omitted: repository for tinystories; "
-        "small, which adapts to the amount of text, for files; modern for hf: and for the paper's "
-        "models",
+        "small for files; modern for hf: and for the paper's models",
         choices=("pydoc", "small", "repository", "modern", "synthetic"),
     )
     model: str | None = flag(
@@ -117,28 +116,23 @@ _MODERN: dict[str, Any] = {
     "eval_every": 0.1,
 }
 
+_SMALL: dict[str, Any] = _MODERN | {
+    "tokenizer": "bytes",
+    "model": "gpt_small",
+    "batch_size": 32,
+    "lr": 3e-3,
+    "min_lr": 0.0,
+    "warmup": 0.1,
+    "workers": 0,
+}
+
 RECIPES: dict[str, dict[str, Any]] = {
-    "pydoc": _MODERN
+    "pydoc": _SMALL | {"data": "pydoc", "epochs": 3.0, "eval_every": 1.0},
+    # As long as ``small_run`` says.
+    "small": _SMALL
     | {
-        "data": "pydoc",
-        "tokenizer": "bytes",
-        "model": "gpt_small",
-        "batch_size": 32,
-        "epochs": 3.0,
-        "lr": 3e-3,
-        "min_lr": 0.0,
-        "warmup": 0.1,
-        "eval_every": 1.0,
-        "workers": 0,
-    },
-    # What is not here follows the amount of text.
-    "small": _MODERN
-    | {
-        "model": "gpt_small",
-        "lr": 3e-3,
-        "min_lr": 0.0,
-        "warmup": 0.1,
-        "workers": 0,
+        "dropout": 0.1,
+        "eval_every": None,
         # As transformers' GPT-2, so that the model can be exported to it.
         "head_bias": False,
     },
@@ -185,11 +179,8 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     Raises:
         ValueError: no such model, data or tokeniser, or sizes that do not fit each other.
     """
-    given, size = settings, None
-    if _recipe(settings) == "small":
-        data = settings.data or "pydoc"
-        size = size_of(find_source(data, settings.documents or 0, settings.text_column))
-    settings = _filled(settings, size)
+    settings = _filled(settings)
+    small = settings.recipe == "small"
     model = architecture.find(settings.model, SMALL, ("gpt",))
     settings = architecture.sized(settings, model)
     context = settings.context or model.sizes["sequence_length"]
@@ -199,7 +190,6 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     known = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
-    chosen: dict[str, Any] = {}
     if settings.data == "synthetic":
         vocab_size = known or 257
         training, held_out = NoiseTokens(vocab_size, context + 1), None
@@ -209,15 +199,13 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
             settings.tokenizer,
             specials=tokenizers.GPT,
             limit=settings.documents,
-            vocab_size=settings.vocab_size or (size and own_text.vocab_size(size, "bpe")),
+            vocab_size=settings.vocab_size,
             column=settings.text_column,
             validation=settings.validation,
-            most_held_out=size and own_text.MOST_HELD_OUT,
+            most_held_out=MOST_HELD_OUT if small else None,
             run=begun_run(name, settings),
         )
         vocab_size = text.tokenizer.model_size(known)
-        if size is not None:
-            settings, chosen = own_text.fitted(settings, given, text, size)
         training, held_out = _windows(settings, text)
         per_byte, about = _tokens_per_byte(text), text.facts()
         # What always predicting the frequencies of the training text would reach.
@@ -225,11 +213,13 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         prompt = len(text.tokenizer.encode(plain(settings.prompt)))
         if prompt > context and settings.samples:
             about["prompt_cut_to_the_context"] = f"the last {context} of {prompt} tokens"
-        about |= {f"unigram_{name}": value for name, value in trivial.items()} | chosen
+        about |= {f"unigram_{name}": value for name, value in trivial.items()}
+    if small:
+        settings = settings.filled(small_run(len(training) * context))
     build, built, facts = architecture.planned(
         settings,
         model,
-        {"vocab_size": vocab_size, "sequence_length": settings.context},
+        {"vocab_size": vocab_size, "sequence_length": context},
         dropout=settings.dropout,
         head_bias=settings.head_bias,
     )
@@ -254,27 +244,18 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     return task, settings
 
 
-def _recipe(settings: GptSettings) -> str:
-    """Return the recipe's name."""
-    if settings.recipe is not None:
-        return settings.recipe
+def _filled(settings: GptSettings) -> GptSettings:
+    """Return the settings with the recipe's values where none was given."""
     data = settings.data or "pydoc"
-    if own_text.is_own(data) and settings.model in (None, *SMALL):
-        return "small"
     follows = {"pydoc": "pydoc", "tinystories": "repository", "synthetic": "synthetic"}
-    return follows.get(data, "modern")
-
-
-def _filled(settings: GptSettings, size: int | None) -> GptSettings:
-    """Return the settings with the recipe's values where none was given; ``size``: of the text."""
-    name = _recipe(settings)
-    recipe = RECIPES[name]
-    if size is not None:
-        recipe = recipe | own_text.by_amount(size, settings.tokenizer, "bpe")
-    elif own_text.is_own(settings.data or "pydoc"):
-        # GPT-2's comes from the Hub, and nothing is fetched that was not named.
-        recipe = recipe | {"tokenizer": "bpe"}
-    return flags.fill(settings, name, {"data": "pydoc", "head_bias": True} | recipe)
+    if is_own(data) and settings.model in (None, *SMALL):
+        follows[data] = "small"
+    name = settings.recipe or follows.get(data, "modern")
+    recipe = {"data": "pydoc", "head_bias": True} | RECIPES[name]
+    if is_own(data) and recipe["tokenizer"] == "gpt2":
+        # It comes from the Hub, and nothing is fetched that was not named.
+        recipe["tokenizer"] = "bpe"
+    return flags.fill(settings, name, recipe)
 
 
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:

@@ -2,7 +2,7 @@
 
 torchrun train/vit.py --heads 16 --depth 7
 torchrun train/vit.py --data FOLDER
-torchrun train/vit.py --data labels.csv --pretrained timm:vit_tiny_patch16_224
+torchrun train/vit.py --data FOLDER --pretrained timm:vit_tiny_patch16_224
 """
 
 import sys
@@ -17,11 +17,10 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from models import papers
@@ -31,9 +30,6 @@ from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
 from train.data.images import KINDS, NAMES, Images, about, open_images
 from train.data.images.augment import Augment, Mix
-
-if TYPE_CHECKING:
-    from train.data.images.sources import Survey
 
 PROGRAM = "vit.py"
 FEW = 10_000  # images, below which the recipe is small
@@ -62,15 +58,13 @@ class ImageSettings(Settings):
     img_size: int | None = flag(
         None,
         positive,
-        "image size of the model, in pixels per side (from --data and --model)",
+        "image size of the model, in pixels per side (from --model)",
     )
-    patch_size: int | None = flag(
-        None, positive, "patch size, in pixels per side (from --data and --model)"
-    )
+    patch_size: int | None = flag(None, positive, "patch size, in pixels per side (from --model)")
     in_chans: int | None = flag(
         None,
         positive,
-        "input channels: 1 converts images to grey; 3 if omitted, or 1 if all images are grey",
+        "input channels: 1 converts images to grey (from --model)",
     )
     width: int | None = flag(
         None, positive, "embedding width, of a model without stages (from --model)"
@@ -141,11 +135,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         "clip_grad": 1.0,
     },
     # From nothing, on so few images that Mixup and small crops leave nothing to learn.
-    # The batch and epochs are those of the most images: fewer take smaller batches, more often.
     "small": {
         "model": "xcit_tiny_lean",
-        "batch_size": 64,
-        "epochs": 20.0,
+        "batch_size": 16,
+        "epochs": 20.0,  # of the most images; fewer are seen more often
         "lr": lambda settings: 5e-5 if settings.pretrained else 1e-3,
         "warmup": 0.05,
         "weight_decay": 0.05,
@@ -203,20 +196,19 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         # Sizes that do not fit are found before data is opened, which may take long.
         _, named = architecture.for_images(settings, _model(settings.model))
         architecture.sized(settings, named)
-    weights, sources, seen, facts = None, None, None, {}
+    weights, sources = None, None
     if settings.pretrained is not None:
         from models import pretrained
 
         weights = pretrained.read_weights(settings.pretrained)
     if settings.data not in NAMES:
         # Late: a run on bundled images needs none of the ways to find and decode files.
-        from train.data.images.sources import find_images, survey
+        from train.data.images.sources import find_images
 
         sources = find_images(settings.data)
-        seen = survey(sources.train)
     if weights is not None and settings.model is None:
         settings = settings.filled(weights.sizes)
-    given, settings = settings, filled(settings, seen)
+    settings = filled(settings, sources and len(sources.train))
     settings, model = architecture.for_images(settings, _model(settings.model))
     settings = architecture.sized(settings, model)
     images = open_images(
@@ -243,7 +235,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
     start, files, identity = None, {}, {}
     if sources is not None:
         identity = sources.identity(settings.data)
-        facts |= {"chosen_by_the_data": _shown(given, settings, seen)} | sources.facts()
+        facts |= sources.facts()
         files = sources.files()
     if weights is not None:
         tensors = weights.fitted(built)
@@ -279,58 +271,25 @@ def _model(name: str) -> architecture.Architecture:
     return architecture.find(name, own, architecture.VISION)
 
 
-def filled(settings: ImageSettings, seen: "Survey | None" = None) -> ImageSettings:
-    """Return the settings with what the data and the recipe choose where none was given.
+def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
+    """Return the settings with the recipe's values where none was given.
 
     Args:
         settings: from the command line.
-        seen: what the images are like, where they are files.
+        count: of training images, where they are files.
 
     The recipe is that of ``--recipe``, otherwise the data's own, and for image files the paper's,
     or ``small`` for few of them and for weights that are trained already.
     """
     name = settings.recipe
     if name is None:
-        few = settings.pretrained or (seen is not None and seen.count < FEW)
+        few = settings.pretrained or (count is not None and count < FEW)
         name = settings.data if settings.data in NAMES else "small" if few else "paper"
-    if seen is not None:
-        settings = settings.filled(_chosen(settings, seen, small=name == "small"))
-    return flags.fill(settings, name, PLAIN_IMAGES | RECIPES[name])
-
-
-def _chosen(settings: ImageSettings, seen: "Survey", *, small: bool) -> dict[str, Any]:
-    """Return what the images choose: sizes unless a model is named, and the length of a small run.
-
-    A small model takes 128 pixels at most: on two CPU cores an epoch is then three times as fast;
-    and smaller images enlarged, to seven of the smallest patches that timm's XCiT has.
-    """
-    chosen: dict[str, Any] = {}
-    if settings.model is None:
-        least, most = (56, 128) if small else (2, 224)
-        side = settings.img_size or min(max(seen.side, least), most)
-        # The largest patch of which seven fit beside one another.
-        fits = (patch for patch in (16, 8, 4) if side >= 7 * patch)
-        patch = settings.patch_size or next(fits, 2)
-        size = max(2, round(side / patch)) * patch
-        chosen |= {"patch_size": patch, "img_size": size, "in_chans": 1 if seen.grey else 3}
-    if small:
-        unit = (settings.accum or 1) * (dist.get_world_size() if dist.is_initialized() else 1)
-        batch = min(seen.count, 16 if seen.count < 512 else 32 if seen.count < 2048 else 64)
-        chosen["batch_size"] = max(unit, batch // unit * unit)
-        epochs = min(100, max(20, 12_000 // seen.count))
-        chosen["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
-    return chosen
-
-
-def _shown(given: ImageSettings, settings: ImageSettings, seen: "Survey") -> str:
-    """Return what the data is like, and the flags that followed from it."""
-    names = "recipe", "model", "img_size", "patch_size", "in_chans", "batch_size", *flags.BUDGETS
-    chosen = [name for name in names if getattr(given, name) != getattr(settings, name)]
-    picked = dataclasses.replace(
-        ImageSettings(), **{name: getattr(settings, name) for name in chosen}
-    )
-    like = f"of {seen.side} pixels (median), {'grey' if seen.grey else 'in colour'}"
-    return f"{like}: {' '.join(picked.as_flags()) or 'nothing'}"
+    recipe = PLAIN_IMAGES | RECIPES[name]
+    if name == "small" and count is not None:
+        epochs = min(100, max(20, 12_000 // count))
+        recipe["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
+    return flags.fill(settings, name, recipe)
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:

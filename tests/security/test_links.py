@@ -5,14 +5,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from leaner_kernels.monitor import page
 from leaner_kernels.monitor.files import open_own
 from leaner_kernels.monitor.run_log import RunLog
 from tests.train.launch import TINY
 from tests.train.trained import train_vit
-from train import export, vit
+from train import vit
 
 PRECIOUS = "export PRECIOUS=1\n"
 # Of what a run writes.
@@ -87,14 +86,6 @@ def test_a_page_is_written_through_no_link(trained, tmp_path, precious, name):
     assert precious.read_text() == PRECIOUS
     assert (run / "page.html").read_text().startswith("<!")
     assert not (run / "page.html").is_symlink()
-
-
-@pytest.mark.parametrize("name", ["w.safetensors", ".w.safetensors.partial"])
-def test_an_export_is_written_through_no_link(trained, tmp_path, precious, name):
-    plant(tmp_path / "shared" / name, precious)
-    export.main([str(trained), str(tmp_path / "shared" / "w.safetensors")])
-    assert precious.read_text() == PRECIOUS
-    assert load_file(tmp_path / "shared" / "w.safetensors")
 
 
 def test_a_link_is_not_opened_to_append(tmp_path, precious):

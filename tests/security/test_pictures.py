@@ -14,7 +14,7 @@ from PIL import Image
 from leaner_kernels.monitor import __main__ as monitor
 from tests.security.refusals import refusal
 from tests.train.launch import ROOT
-from train import lra, vit
+from train import vit
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
 SIZES = "--model vit_digits --heads 2 --depth 1 --head-dim 8 --img-size 16 --patch-size 4"
@@ -74,14 +74,9 @@ def readers(folder, picture):
         for place in range(2):
             copy = folder / "classes" / name / f"{place}{picture.suffix}"
             copy.write_bytes(picture.read_bytes())
-    (folder / "pf" / "metadata").mkdir(parents=True)
-    (folder / "pf" / "i").mkdir()
-    (folder / "pf" / "i" / picture.name).write_bytes(picture.read_bytes())
-    (folder / "pf" / "metadata" / "0.npy").write_text(f"i {picture.name} 1 1 x\n")
     out = ["--out", folder / "out"]
     return {
         "monitor": (monitor.main, "test_vit", "--random-weights", "--data", picture),
-        "lra": (lra.main, "--task", "pathfinder", "--data", folder / "pf", "--dry-run", *out),
         "vit": (vit.main, "--data", folder / "classes", *SIZES.split(), *QUICK.split(), *out),
     }
 

@@ -14,7 +14,7 @@ from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page
 from tests.train.launch import ROOT, SCRIPT, TINY
 from tests.train.trained import gpt
-from train import export, vit
+from train import vit
 from train.data.loader import loading
 
 RUN = [*TINY, "--steps", "2"]
@@ -58,7 +58,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     [
         *((vit.main, [flag, ""]) for flag in ("--out", "--data", "--resume", "--model")),
         (gpt.main, ["--tokenizer", ""]),
-        (export.main, ["x", ""]),
         (page.main, ["x", "--out", ""]),
         (monitor.main, ["x", "--data", ""]),
     ],

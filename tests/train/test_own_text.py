@@ -1,13 +1,12 @@
-"""Text of one's own: what follows from how much there is, and what a user then sees."""
+"""Text of one's own: the recipe of a small run, and what cannot be trained on."""
 
-import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from train import bert, gpt
-from train.config import own_text
+from train.config import text
 
 SCRIPTS = {"gpt": gpt, "bert": bert}
 WORDS = "the cat sat on a mat and ran to see who was at the door of this old house"
@@ -45,82 +44,42 @@ def task(script: str, *args: object) -> tuple:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_small_text_is_bytes_for_a_small_model_and_the_plan_says_so(tmp_path, script):
+def test_a_text_file_is_bytes_for_a_small_model(tmp_path, script):
     made, ours = task(script, "--data", write(tmp_path / "my.txt", 60_000))
     assert (ours.recipe, ours.model, made.facts["model"]) == ("small", *[f"{script}_small"] * 2)
-    context, dropout = {"gpt": (64, 0.1), "bert": (32, 0.0)}[script]
-    assert (ours.epochs, ours.context, ours.batch_size) == (20, context, 16)
-    assert ours.dropout == dropout
+    sizes = {"gpt": (64, 32, 0.1), "bert": (32, 16, 0.0)}[script]
+    assert (ours.context, ours.batch_size, ours.dropout) == sizes
+    assert (ours.tokenizer, ours.epochs, ours.eval_every) == ("bytes", 20, 4)
     assert made.facts["vocab_size"] == made.facts["tokeniser's_tokens"] < 270
     assert made.facts["params"] < 1e6
     assert made.facts["validation"].startswith("the last ")
-    said = made.facts["chosen_by_the_data"]
-    amount, _, values = said.partition(" bytes of text: ")
-    assert 55_000 < int(amount.replace(",", "")) <= 60_000
-    lr = f"lr {ours.lr:g}, dropout {dropout:g}"
-    sizes = f"model {script}_small, context {context}, batch size 16, epochs 20"
-    assert values == f"tokenizer bytes, {sizes}, {lr}"
-
-
-@pytest.mark.parametrize(("script", "kind"), [("gpt", "bpe"), ("bert", "wordpiece")])
-def test_more_text_trains_a_tokeniser_whose_tokens_the_model_has(
-    tmp_path, monkeypatch, script, kind
-):
-    monkeypatch.setattr(own_text, "TRAINED_FROM", 30_000)
-    made, ours = task(script, "--data", write(tmp_path / "my.txt", 50_000))
-    assert f"tokenizer {kind}" in made.facts["chosen_by_the_data"]
-    # Eighteen words need few tokens: the model follows the tokeniser, not what it might have had.
-    tokens = made.facts["tokeniser's_tokens"]
-    assert made.facts["vocab_size"] == tokens < 512
-    assert json.loads(made.files["tokenizer.json"])["model"]["vocab"]
-    assert ours.vocab_size is None
-    made, _ = task(script, "--data", tmp_path / "my.txt", "--vocab-size", 700)
-    assert made.facts["vocab_size"] == 700
-    few = {"bpe": 262, "wordpiece": 37}[kind]
-    monkeypatch.setattr(own_text, "vocab_size", lambda _size, _kind: few)
-    made, _ = task(script, "--data", tmp_path / "my.txt")
-    assert made.facts["vocab_size"] == few
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_flags_win_and_the_plan_leaves_them_out(tmp_path, script):
+def test_flags_win(tmp_path, script):
     file = write(tmp_path / "my.txt", 20_000)
-    flags = ["--epochs", 2, "--context", 16, "--batch-size", 4, "--tokenizer", "bytes", "--lr", 0.1]
-    made, ours = task(script, "--data", file, *flags, "--dropout", 0)
-    assert (ours.epochs, ours.context, ours.batch_size, ours.lr, ours.dropout) == (2, 16, 4, 0.1, 0)
-    said = made.facts["chosen_by_the_data"]
-    assert said.endswith(f"bytes of text: model {script}_small")
+    flags = ["--epochs", 2, "--context", 16, "--batch-size", 4, "--lr", 0.1, "--dropout", 0.2]
+    _, ours = task(script, "--data", file, *flags)
+    assert (ours.epochs, ours.context, ours.batch_size) == (2, 16, 4)
+    assert (ours.lr, ours.dropout) == (0.1, 0.2)
     _, ours = task(script, "--data", file, "--steps", 7)
     assert (ours.steps, ours.epochs) == (7, None)
+    trained = {"gpt": "bpe", "bert": "wordpiece"}[script]
+    made, _ = task(script, "--data", file, "--tokenizer", trained)
+    assert made.facts["vocab_size"] == made.facts["tokeniser's_tokens"] < 512
+    made, _ = task(script, "--data", file, "--tokenizer", trained, "--vocab-size", 700)
+    assert made.facts["vocab_size"] == 700
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_sequences_get_shorter_before_a_text_is_refused(tmp_path, script):
-    made, ours = task(script, "--data", write(tmp_path / "my.txt", 300))
-    assert ours.context == 16
-    longest = {"gpt": 64, "bert": 32}[script]
-    assert made.facts["context_made_shorter"] == f"from {longest} to 16: little text"
-    assert len(made.held_out) >= 1
-    assert len(made.train) >= ours.batch_size
-    with pytest.raises(ValueError, match=r"too little text: needs .* got 54 and 6"):
-        task(script, "--data", write(tmp_path / "my.txt", 59))
-    # What a flag asks for is not changed.
-    with pytest.raises(ValueError, match="--data needs at least "):
-        task(script, "--data", write(tmp_path / "my.txt", 300), "--context", 64)
-
-
-def test_the_budget_is_bounded_however_much_text_there_is():
-    for size in (10**3, 10**5, 10**6, 10**8, 10**10):
-        chosen = own_text.by_amount(size, None, "bpe")
-        tokens = size if chosen["tokenizer"] == "bytes" else size / 3
-        most = own_text.TOKENS if chosen["tokenizer"] == "bytes" else own_text.PIECES
-        # 0.001 is the least number of epochs that a flag takes.
-        assert chosen["epochs"] * tokens <= max(1.01 * most, 0.001 * tokens)
-        assert chosen["epochs"] <= own_text.EPOCHS
-        # As flags, they are what the command line takes.
-        assert chosen["epochs"] >= 0.001
-    assert [own_text.vocab_size(size, "bpe") for size in (1, 10**6, 10**9)] == [512, 1024, 4096]
-    assert own_text.vocab_size(1, "wordpiece") == 2048
+def test_a_run_is_as_long_as_the_budget_however_much_text_there_is(tmp_path, monkeypatch):
+    for tokens in (10**3, 10**5, 10**6, 10**8, 10**10):
+        chosen = text.small_run(tokens)
+        # What a flag takes, and at least as many.
+        assert 0.001 <= chosen["epochs"] <= text.EPOCHS
+        assert chosen["epochs"] * tokens <= max(1.01 * text.TOKENS, 0.001 * tokens)
+    monkeypatch.setattr(gpt, "MOST_HELD_OUT", 700)
+    made, _ = task("gpt", "--data", write(tmp_path / "my.txt", 20_000))
+    assert made.facts["held-out_tokens"] == 700
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -128,7 +87,7 @@ def test_the_budget_is_bounded_however_much_text_there_is():
     ("data", "message"),
     [
         (b"", "contains no text: it is empty or blank"),
-        (b"short", "too little text"),
+        (b"short", "--data needs at least "),
         (b"caf\xe9 " * 100, "not UTF-8"),
         (None, "no such file or folder"),
     ],

@@ -9,7 +9,6 @@ import pytest
 from leaner_kernels.monitor.page import main as page
 from tests.train.image_files import photographs, write_folder
 from tests.train.trained import gpt, run, train_vit, vit
-from train import export
 
 # As an old zip unpacks: Latin-1.
 ODD = os.fsdecode(b"caf\xe9")
@@ -37,7 +36,7 @@ def as_utf8(monkeypatch, encoding: str = "utf-8") -> io.BytesIO:
 def test_names_that_are_not_utf8_are_trained_on_and_kept(odd, tmp_path, monkeypatch):
     out = tmp_path / f"{ODD} run"
     stdout = as_utf8(monkeypatch)
-    run(vit, "--data", odd, "--steps", 2, "--workers", 0, "--kappa-every", 1, "--out", out)
+    run(vit, "--data", odd, "--steps", 2, "--batch-size", 8, "--workers", 0, "--out", out)
     assert {"summary.json", "page.html"} <= {path.name for path in out.iterdir()}
     assert (out / "classes.txt").read_bytes() == b"caf\xe9\nn02102040\nn03445777\n"
     held_out = (out / "held_out.txt").read_bytes().splitlines()
@@ -45,8 +44,6 @@ def test_names_that_are_not_utf8_are_trained_on_and_kept(odd, tmp_path, monkeypa
     assert len(held_out) == 3
     assert b"caf\\udce9 run" in stdout.getvalue()
     out = out.rename(tmp_path / "run")
-    export.main([str(out), str(tmp_path / f"{ODD}.safetensors")])
-    assert (tmp_path / f"{ODD}.safetensors").stat().st_size > 1000
     page([str(out), "--out", str(tmp_path / f"{ODD}.html")])
     assert f"written to {tmp_path}/caf\\udce9.html".encode() in stdout.getvalue()
 

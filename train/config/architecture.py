@@ -45,101 +45,56 @@ class Architecture:
 # The architectures of the paper that take images.
 VISION = tuple(dict.fromkeys(r.architecture for r in papers.ROWS.values() if r.takes_images))
 
+
+def _small(family: str, variant: str | None = None, **sizes: Any) -> Architecture:
+    """Return a model of heads of 16, unless told otherwise of grey images of 32 x 32 pixels."""
+    shared = {"image_size": 32, "in_chans": 1, "head_dim": 16, "mlp_ratio": 2.0}
+    return Architecture(family, shared | sizes, variant)
+
+
 # 8 x 8 digits: the ViT takes them as they are, in 16 tokens of 2 x 2 pixels; the others, whose
 # convolutions shrink an image from the start, enlarged.
 DIGITS = {
-    "vit_digits": Architecture(
+    "vit_digits": _small(
         "vit",
-        {
-            "image_size": 8,
-            "patch_size": 2,
-            "in_chans": 1,
-            "embed_dim": 192,
-            "pool": "avg",
-            "init": "xavier",
-            "heads": 16,
-            "depth": 7,
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
         "SmallTransformer",
+        image_size=8,
+        patch_size=2,
+        embed_dim=192,
+        pool="avg",
+        init="xavier",
+        heads=16,
+        depth=7,
     ),
-    "xcit_digits": Architecture(
-        "xcit",
-        {
-            "image_size": 32,
-            "patch_size": 8,
-            "in_chans": 1,
-            "embed_dim": 96,
-            "eta": 1.0,
-            "heads": 8,
-            "depth": 3,
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
-    ),
-    "tnt_digits": Architecture(
+    "xcit_digits": _small("xcit", patch_size=8, embed_dim=96, eta=1.0, heads=8, depth=3),
+    "tnt_digits": _small(
         "tnt",
-        {
-            "image_size": 32,
-            "patch_size": 8,
-            "in_chans": 1,
-            "embed_dim": 128,
-            "inner_dim": 16,
-            "inner_heads": 4,
-            # Beside patches of unit variance timm's 0.02 would drown.
-            "position_std": 1.0,
-            "heads": 8,
-            "depth": 2,
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
+        patch_size=8,
+        embed_dim=128,
+        inner_dim=16,
+        inner_heads=4,
+        # Beside patches of unit variance timm's 0.02 would drown.
+        position_std=1.0,
+        heads=8,
+        depth=2,
     ),
-    "volo_digits": Architecture(
-        "volo",
-        {
-            "image_size": 32,
-            "patch_size": 4,
-            "in_chans": 1,
-            "embed_dims": [48, 96],
-            "stem_dim": 16,
-            "heads": [4, 8],
-            "depths": [2, 2],
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
+    "volo_digits": _small(
+        "volo", patch_size=4, stem_dim=16, embed_dims=[48, 96], heads=[4, 8], depths=[2, 2]
     ),
-    "davit_digits": Architecture(
-        "davit",
-        {
-            "image_size": 32,
-            "in_chans": 1,
-            "embed_dims": [48, 96],
-            "window": 4,
-            "heads": [4, 8],
-            "depths": [1, 2],
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
-    ),
+    "davit_digits": _small("davit", window=4, embed_dims=[48, 96], heads=[4, 8], depths=[1, 2]),
 }
-
 # For some hundred or thousand pictures: convolutions make the patches, which a ViT would first have
 # to find; many heads in few layers, as in the paper's lean rows.
 PICTURES = {
-    "xcit_tiny_lean": Architecture(
+    "xcit_tiny_lean": _small(
         "xcit",
-        {
-            "image_size": 128,
-            "patch_size": 16,
-            "in_chans": 3,
-            "embed_dim": 128,
-            "eta": 1.0,
-            "heads": 8,
-            "depth": 4,
-            "head_dim": 16,
-            "mlp_ratio": 2.0,
-        },
+        image_size=128,
+        patch_size=16,
+        in_chans=3,
+        embed_dim=128,
+        eta=1.0,
+        heads=8,
+        depth=4,
     ),
 }
 # Flags of scripts on images, and the arguments of models that they give.

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from train import bert, export, gpt, lra, vit
+from train import bert, gpt, lra, vit
 from train.bert import BertSettings
 from train.config import flags
 from train.gpt import GptSettings
@@ -82,7 +82,6 @@ def test_a_dry_run_prints_the_recipe_as_flags(tmp_path, capsys):
     [
         *((script.main, ["--hedas", "8", "--depth", "2"], "--heads") for script in SCRIPTS),
         (vit.main, ["--kappa_every=5"], "--kappa-every"),
-        (export.main, ["run", "out", "--lsat"], "--last"),
     ],
 )
 def test_an_unknown_flag_is_one_line_with_the_nearest_one(main, words, meant, capsys):

@@ -1,22 +1,26 @@
-"""Lists of operators: the law they are drawn from, their values, how they are kept."""
+"""Lists of operators: the law they are drawn from, their values, how they are kept and batched."""
 
 import random
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from tests.train.published import write_lists
-from train.data.longrange import listops
-from train.data.longrange.corpus import SPLITS, Corpus
-from train.data.longrange.listops import ListLimits, decode, draw, generate
-from train.data.longrange.tasks import baseline
+from train.data.listops import (
+    SPLITS,
+    ListLimits,
+    Lists,
+    baseline,
+    decode,
+    draw,
+    generate,
+    open_lists,
+)
 
 SHORT = ListLimits(max_depth=4, max_args=5, min_length=8, max_length=60)
 
 
-def drawn(count: int, limits: ListLimits, seed: int = 0) -> Corpus:
+def drawn(count: int, limits: ListLimits, seed: int = 0) -> Lists:
     """Return training sequences as they are generated."""
     return generate(seed, {"train": count, "dev": 0, "test": 0}, limits)["train"]
 
@@ -51,20 +55,6 @@ def drawn_as_published(rng: random.Random, depth: int = 1) -> int:
 def test_labels_are_the_values_of_the_lists(limits, count):
     corpus = drawn(count, limits, seed=3)
     assert [value(decode(corpus[i])) for i in range(count)] == corpus.labels.tolist()
-
-
-def test_each_list_in_a_list_has_its_value_at_its_bracket():
-    corpus = drawn(200, replace(SHORT, operators=3), seed=3)
-    for tokens in map(corpus.__getitem__, range(len(corpus))):
-        text = decode(tokens).split()
-        assert "[SM" not in text
-        for end, found in enumerate(listops.inner_values(tokens)):
-            expected, begin = 0, end
-            if text[end] == "]":
-                while text[begin : end + 1].count("]") != sum(t[0] == "[" for t in text[begin:end]):
-                    begin -= 1
-                expected = 1 + value(" ".join(text[begin : end + 1]))
-            assert found == expected
 
 
 @pytest.mark.parametrize("limits", [ListLimits(), SHORT, ListLimits(2, 3, 3, 6)])
@@ -136,12 +126,35 @@ def test_no_list_comes_twice():
         generate(0, {"train": 399, "dev": 1, "test": 1}, few)
 
 
-def test_published_tables_are_read(tmp_path):
-    corpus = drawn(6, SHORT)
-    write_lists(tmp_path, [(decode(corpus[i]), corpus.labels[i]) for i in range(6)])
-    read = listops.read(tmp_path)
-    for split, part in zip(SPLITS, ([0, 1, 2, 3], [4], [5])):
-        assert read[split].labels.tolist() == corpus.labels[part].tolist()
-        assert [decode(read[split][i]) for i in range(len(part))] == [
-            decode(corpus[i]) for i in part
-        ]
+def test_a_batch_is_padded_to_a_power_of_two():
+    assert [ListLimits().padded_length, ListLimits(3, 5, 5, 17).padded_length] == [2048, 16]
+    lists = drawn(6, SHORT)
+    tokens, lengths, labels = lists.__getitems__([(0, 5), (1, 0)])
+    assert (tokens.shape, str(tokens.dtype)) == ((2, 64), "torch.int64")
+    assert (str(lengths.dtype), str(labels.dtype)) == ("torch.int32", "torch.int64")
+    for row, index in enumerate((5, 0)):
+        assert bytes(tokens[row, : lengths[row]].tolist()) == lists[index].tobytes()
+        assert not tokens[row, lengths[row] :].any()
+        assert labels[row] == lists.labels[index]
+
+
+def test_lists_are_generated_once_and_a_damaged_file_is_named(tmp_path, monkeypatch):
+    sizes = {"train": 5, "dev": 4, "test": 3}
+    made = open_lists(sizes, SHORT, 2, tmp_path)
+    monkeypatch.setattr("train.data.listops.generate", None)
+    kept = open_lists(sizes, SHORT, 2, tmp_path)
+    assert [kept[split].digest() for split in SPLITS] == [made[split].digest() for split in SPLITS]
+    assert len({part.digest() for part in kept.values()}) == 3
+    (file,) = tmp_path.glob("*.npz")
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"listops-v3.*\.npz is damaged: remove it"):
+        open_lists(sizes, SHORT, 2, tmp_path)
+
+
+def test_baselines_are_learned_on_the_training_items():
+    cues = np.array([1, 1, 1, 2, 2, 3])
+    labels = np.array([5, 5, 4, 7, 7, 5])
+    test_cues, test_labels = np.array([1, 2, 2, 3]), np.array([5, 7, 5, 4])
+    assert baseline(labels, test_labels) == 0.5
+    assert baseline(labels, test_labels, cues, test_cues) == 0.5
+    assert baseline(labels, test_labels[:2], cues, test_cues[:2]) == 1.0

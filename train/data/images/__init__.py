@@ -1,4 +1,4 @@
-"""Labelled images: digits, noise, folders, CSV files, tar files and Hugging Face data sets.
+"""Labelled images: digits, noise, folders, tar files and Hugging Face data sets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
 ``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one subfolder of images per class, or with such subfolders "
-    "in train/ and val/, a folder of tar or parquet files, a .csv with columns path and label, or "
-    "hf:NAME for a Hugging Face data set"
+    "in train/ and val/, a folder of tar or parquet files, or hf:NAME for a Hugging Face data set"
 )
 
 

@@ -1,10 +1,8 @@
-"""Image files in class folders, or listed in a CSV of paths and labels."""
+"""Image files in class folders."""
 
-import csv
 import hashlib
 import os
 from collections.abc import Iterable
-from io import TextIOWrapper
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +12,11 @@ from leaner_kernels.monitor.files import (
     files_below,
     is_folder,
     is_hidden,
-    open_file,
     read_file,
 )
 from leaner_kernels.monitor.pictures import PICTURES
 
-# Names of a folder, or of values of a CSV's column, whose images measure; the first that is there.
+# Names of a folder whose images measure; the first that is there.
 HELD_OUT = ("val", "valid", "validation", "dev", "test")
 # Up to so many files their sizes distinguish a data set from another.
 _SIZED = 50_000
@@ -111,52 +108,3 @@ def _class_folders(part: Path) -> ImageFiles:
             raise ValueError(f"--data {part / name} contains no images: add some or remove it")
         samples += [(path, label) for path in images]
     return ImageFiles(samples, names)
-
-
-def open_csv(path: Path) -> tuple[ImageFiles, ImageFiles | None]:
-    """Return the images that a CSV names: columns ``path``, relative to it, and ``label``.
-
-    A column ``split`` says which rows train, with "train", and which are held out.
-
-    Raises:
-        ValueError: other columns, an empty cell, no rows, or a file that is not there.
-    """
-    try:
-        with TextIOWrapper(open_file(path, DATA), "utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, skipinitialspace=True)
-            reader.fieldnames = columns = [(name or "").strip() for name in reader.fieldnames or ()]
-            if {"path", "label"} - set(columns):
-                raise ValueError(
-                    f"--data {path} must have columns path and label, got "
-                    f"{', '.join(columns) or 'an empty file'}"
-                )
-            rows = [(reader.line_num, row) for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"--data {path} is not a CSV file in UTF-8: {error}") from None
-    if not rows:
-        raise ValueError(f"--data {path} has no rows")
-    for line, row in rows:
-        for column in ("path", "label"):
-            row[column] = (row[column] or "").strip()
-            if not row[column]:
-                raise ValueError(f"--data {path} has no {column} in line {line}")
-        row["split"] = (row.get("split") or "").strip()
-        file = path.parent / row["path"]
-        if not file.is_file():
-            raise ValueError(f"--data {path}: {file} in line {line} is not a file")
-    names = sorted({row["label"] for _, row in rows})
-    if all(name.isdecimal() for name in names):
-        names.sort(key=int)
-    numbers = {name: number for number, name in enumerate(names)}
-
-    def images(split: str | None) -> ImageFiles:
-        chosen = (row for _, row in rows if split is None or (row["split"] or "").strip() == split)
-        return ImageFiles(
-            [(str(path.parent / r["path"]), numbers[r["label"]]) for r in chosen], names
-        )
-
-    splits = {(row["split"] or "").strip() for _, row in rows} if "split" in columns else set()
-    part = next((name for name in HELD_OUT if name in splits), None)
-    if "train" not in splits or part is None:
-        return images(None), None
-    return images("train"), images(part)

@@ -1,7 +1,6 @@
 """Find the image files of a data set, and split them into training and held-out images."""
 
 import hashlib
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from leaner_kernels.monitor.command_line import one_line
-from leaner_kernels.monitor.pictures import decode
 from train.data.images import KINDS, hub
-from train.data.images.files import open_csv, open_folder
+from train.data.images.files import open_folder
 from train.data.images.photographs import ImageSource
 
 SHARE = 0.15  # of each class that is held out, where the data set has no split for it
-SAMPLE = 32  # images that are looked at
 
 
 class Part:
@@ -116,7 +113,7 @@ def find_images(name: str) -> Sources:
     """Find the image files of a data set; hold some out where it has no split for that.
 
     Args:
-        name: a folder, a .csv, or "hf:" and a data set of Hugging Face.
+        name: a folder, or "hf:" and a data set of Hugging Face.
 
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
@@ -126,8 +123,6 @@ def find_images(name: str) -> Sources:
         train, held_out = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
         train, held_out = open_folder(path)
-    elif path.is_file() and path.suffix.lower() == ".csv":
-        train, held_out = open_csv(path)
     else:
         end = "which is a file" if path.is_file() else "which does not exist"
         raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")
@@ -145,40 +140,3 @@ def _is_tables(path: Path) -> bool:
         return False
     patterns = ("dataset_dict.json", "*.parquet", "*.tar", "*/*.parquet", "*/*.tar")
     return any(next(path.glob(pattern), None) is not None for pattern in patterns)
-
-
-@dataclass(frozen=True)
-class Survey:
-    """What training images are like.
-
-    Attributes:
-        count: how many there are.
-        side: median of the shorter sides of a sample, in pixels.
-        grey: no image of the sample has colours.
-    """
-
-    count: int
-    side: int
-    grey: bool
-
-
-def survey(source: ImageSource) -> Survey:
-    """Look at a sample of the training images.
-
-    Raises:
-        ValueError, OSError: none of the sample can be read; names the first.
-    """
-    sides, coloured, errors = [], False, []
-    for index in dict.fromkeys(np.linspace(0, len(source) - 1, SAMPLE).astype(int).tolist()):
-        try:
-            image = decode(source.read(index)[0], lambda index=index: source.name(index))
-        except (ValueError, OSError) as error:
-            errors.append(error)
-            continue
-        sides.append(min(image.size))
-        if not coloured:
-            red, green, blue = image.split()
-            coloured = red.tobytes() != green.tobytes() or red.tobytes() != blue.tobytes()
-    if not sides:
-        raise errors[0]
-    return Survey(len(source), round(statistics.median(sides)), not coloured)

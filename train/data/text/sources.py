@@ -15,7 +15,6 @@ from typing import Any
 
 from leaner_kernels.monitor.files import check_file, files_below, lines_of, open_file, plain
 from train.data import hub
-from train.data.text.cache import build_once
 
 KINDS = (
     "text files, a folder of them, .parquet, .jsonl, .csv or .tsv files, pydoc, tinystories, "
@@ -77,22 +76,6 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
         raise ValueError(f"--data {name}: no such file or folder; give {KINDS}")
     filled = lambda: islice(filter(str.strip, documents()), limit or None)  # noqa: E731
     return TextSource(shown, [*facts, limit], filled)
-
-
-def size_of(source: TextSource) -> int:
-    """Return how many bytes of UTF-8 the documents have, counted once and kept.
-
-    Raises:
-        ValueError: none, or they cannot be read.
-    """
-
-    def count(path: Path) -> None:
-        size = sum(len(text.encode("utf-8", "surrogatepass")) for text in source.documents())
-        if size == 0:
-            raise ValueError(f"--data {source.name} contains no text: it is empty or blank")
-        path.write_text(str(size))
-
-    return int(build_once(f"size-{source.digest()}.txt", count).read_text())
 
 
 def _paths(name: str) -> list[Path]:
