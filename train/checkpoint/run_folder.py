@@ -7,7 +7,7 @@ torchrun with ``--max-restarts``, which therefore needs ``--out``.
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -23,11 +23,6 @@ from train.loop.parallel import World
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio"),
     *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
-)
-# Of these, and of the scripts', those that say which items there are.
-_CHOOSE_DATA = (
-    *("data", "documents", "text_column", "validation", "max_density"),
-    *("task", "sizes", "data_seed", "length"),
 )
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
@@ -160,34 +155,16 @@ def check_compatible(
     same = _SAME + settings.SAME_AFTER_RESUME
     if settings.batch_size_warmup:
         same += _SAME_IN_A_BATCH_SIZE_WARMUP
-    # Flags that nobody gave follow from the data, such as --batch-size from how much there is.
-    choosing = [name for name in same if name in _CHOOSE_DATA]
-    _check_settings(path, saved, now, choosing)
-    _check_unchanged(path, details.get("identity"), identity)
-    _check_settings(path, saved, now, same)
-
-
-def _check_settings(
-    path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], same: Iterable[str]
-) -> None:
     for name in same:
-        if name not in saved:  # by a version without such a flag
-            continue
-        if saved[name] != now[name]:
+        if name in saved and saved[name] != now[name]:  # a version before may lack the flag
             raise ValueError(
                 f"--resume {path} was saved with --{name.replace('_', '-')} {saved[name]}, got "
                 f"{now[name]}: give the saved value"
             )
-
-
-def _check_unchanged(path: Path, saved: Any, now: Mapping[str, str]) -> None:
-    """Raise ValueError where something of the same name has another digest.
-
-    Anything but a dictionary is of a version without an identity.
-    """
-    for name, digest in now.items():
-        before = saved.get(name, digest) if isinstance(saved, dict) else digest
-        if before != digest:
+    before = details.get("identity")
+    for name, digest in identity.items():
+        # Anything but a dictionary is of a version without an identity.
+        if isinstance(before, dict) and before.get(name, digest) != digest:
             raise ValueError(
                 f"--resume {path}: {name} has changed since the run began: restore it, or give "
                 "another --out"

@@ -9,7 +9,7 @@ it is run.
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,16 +87,6 @@ class Info:
     pixels: str | None = None
     tokenizer: str | None = field(default=None, repr=False)
     scores: dict[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        reached = self._reached("loss"), self._reached("accuracy")
-        names = "test" if "test_loss" in self.scores else "held-out"
-        loss, accuracy = reached
-        return (
-            f"{self.path}, step {self.step}"
-            + ("" if loss is None else f", {names} loss {loss:.4g}")
-            + ("" if accuracy is None else f", accuracy {accuracy:.1%}")
-        )
 
     @property
     def accuracy(self) -> float | None:
@@ -334,9 +324,7 @@ def _of_file(path: Path, flag: str) -> Weights:
             shapes = {name: tuple(part.get_shape()) for name, part in parts.items()}
             dtypes = {name: _dtype(part.get_dtype()) for name, part in parts.items()}
         if not entries.keys() >= {"settings", "step"}:
-            raise ValueError(
-                "its metadata must have settings and step, as train.export writes them"
-            )
+            raise ValueError("its metadata must have settings and step, as a run writes them")
         settings, about, scores = (
             _json(entries.get(name, "{}"), name) for name in ("settings", "about", "scores")
         )
@@ -378,71 +366,29 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
         OSError: on rank 0, the file cannot be written.
     """
     weights = model.state_dict()
-    layout = _layout(weights)
-    gathered = (whole_of(weights[name]) for name in layout)
+    dtypes = {n: torch.float32 if w.is_floating_point() else w.dtype for n, w in weights.items()}
+    layout = {name: (dtypes[name], weights[name].shape) for name in in_order(dtypes)}
+    gathered = ((dtypes[name], whole_of(weights[name])) for name in layout)
     try:
         if dist.get_rank() == 0:
-            _write(layout, gathered, path, metadata)
+            on_host = (w.detach().to("cpu", dtype).contiguous() for dtype, w in gathered)
+            with new_path(path) as partial, open_own(partial, "r+b") as file:
+                file.writelines(pieces_of_file(layout, on_host, metadata))
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"{path} not written: {cause(error)}") from None
     finally:
         # Whether or not rank 0 could write, every rank gathers all.
         for _ in gathered:
             pass
 
 
-def write(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, in float32, that is whole or not there.
-
-    Raises:
-        OSError: it cannot be written; nothing of it is left.
-    """
-    layout = _layout(tensors)
-    _write(layout, (tensors[name] for name in layout), path, metadata)
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return the dtype in a file and the shape of tensors, in the order of the file."""
-    dtypes = {
-        name: torch.float32 if tensor.is_floating_point() else tensor.dtype
-        for name, tensor in tensors.items()
-    }
-    return {name: (dtypes[name], tensors[name].shape) for name in in_order(dtypes)}
-
-
-def _write(
-    layout: Mapping[str, tuple[torch.dtype, torch.Size]],
-    tensors: Iterable[Tensor],
-    path: Path,
-    metadata: Mapping[str, str],
-) -> None:
-    dtypes = (dtype for dtype, _ in layout.values())
-    portable = (t.detach().to("cpu", dtype).contiguous() for t, dtype in zip(tensors, dtypes))
-    try:
-        with new_path(path) as partial, open_own(partial, "r+b") as file:
-            file.writelines(pieces_of_file(layout, portable, metadata))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(f"{path} not written: {cause(error)}") from None
-
-
 def build_model(weights: Weights, info: Info) -> nn.Module:
     """Return the model of weights, with them, in eval mode on the CPU.
 
     Raises:
-        ValueError: no such model, or the weights are not its own.
-    """
-    check_tensors(weights, info)
-    kind = papers.constructor(info.family)
-    model = kind(**info.arguments)
-    model.load_state_dict(weights.read(list(weights.shapes)))
-    return model.eval()
-
-
-def check_tensors(weights: Weights, info: Info) -> None:
-    """Check that weights are tensor by tensor those of the model that they describe.
-
-    Raises:
-        ValueError: no such model, or one has another shape or dtype, is missing or is unknown.
+        ValueError: no such model, or a tensor has another shape or dtype, is missing or is unknown.
     """
     where = f"{weights.path} has an invalid description of its model"
     _check_arguments(info, len(weights.shapes), where)
@@ -459,6 +405,9 @@ def check_tensors(weights: Weights, info: Info) -> None:
         raise ValueError(
             f"{where}: its buffers must have at most {_COMPUTED:,} elements, got {computed:,}"
         )
+    model = kind(**info.arguments)
+    model.load_state_dict(weights.read(list(weights.shapes)))
+    return model.eval()
 
 
 def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
