@@ -20,9 +20,7 @@ class TextSettings(Settings):
     )
     OWN_GROUP: ClassVar[str] = "text"
 
-    data: str | None = flag(
-        None, str, f"{KINDS}; pydoc without this flag and --recipe", several=True
-    )
+    data: str | None = flag(None, str, f"{KINDS}; pydoc without this flag and --recipe")
     text_column: str = flag(
         "text", str, "column that holds the text of a table or Hugging Face data set"
     )

@@ -108,8 +108,8 @@ def open_text(
     """Open text by name; every rank may call this, and one of a machine does the work.
 
     Args:
-        name: text files with commas between, a folder of them, tables, "pydoc", "tinystories", or
-            "hf:" and a data set of Hugging Face; ``NoiseTokens`` is "synthetic".
+        name: a text file or table, a folder of them, "pydoc", "tinystories", or "hf:" and a data
+            set of Hugging Face; ``NoiseTokens`` is "synthetic".
         tokenizer: "bytes", "gpt2", "bpe", "wordpiece", or the path of a vocabulary.
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
             ``tokenizers.BERT``.
