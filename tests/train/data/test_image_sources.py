@@ -280,7 +280,7 @@ def test_an_error_of_an_augmentation_is_no_bad_image(root):
             raise ValueError("bits must be between or equal to 1 and 8")
 
     data = opened(root / "folder").train
-    data.pixels.view = Broken(8)
+    data.view = Broken(8)
     for workers in (0, 1):
         with pytest.raises(
             RuntimeError, match=r"was read, but could not be augmented: bits must be"
