@@ -30,7 +30,8 @@ from train.config.architecture import Architecture
 from train.config.text import MOST_HELD_OUT, TextSettings, is_own, small_run
 from train.data.loader import DataSet
 from train.config.flags import flag
-from train.data.text import NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
+from train.data.text import Text, open_text, tokenizers
+from train.data.text.stream import NoiseTokens, RandomWindows, Windows
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random
@@ -52,11 +53,6 @@ class GptSettings(TextSettings):
         "named set of defaults; chosen from the data if omitted: repository for tinystories; "
         "small for files; modern for hf: and for the paper's models",
         choices=("pydoc", "small", "repository", "modern", "synthetic"),
-    )
-    model: str | None = flag(
-        None,
-        str,
-        "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; chosen by the recipe if omitted",
     )
     context: int | None = flag(None, flags.positive, "sequence length in tokens (from --model)")
     windows: str | None = flag(

@@ -14,6 +14,7 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import rows, tensors_of
 from train import gpt
 from train.data import text
+from train.data.text.stream import RandomWindows, TokenStream
 from train.loop import train as loop
 from train.loop.setup import Run
 
@@ -52,7 +53,7 @@ def curve(out: Path) -> list[dict]:
     return rows(out / "metrics.jsonl")
 
 
-def counted(part: text.TokenStream) -> Counter[int]:
+def counted(part: TokenStream) -> Counter[int]:
     """Return how often each token is in the file."""
     return Counter(np.fromfile(part.path, part.dtype)[part.begin : part.end].tolist())
 
@@ -160,7 +161,7 @@ def test_the_recipe_of_the_repository_is_what_it_trains_with(tmp_path):
     assert (settings.weight_decay, settings.betas, settings.clip_grad) == (0.01, (0.9, 0.999), 0)
     assert (settings.dropout, settings.documents) == (0.2, 12_000)
     assert len(made.held_out) == 200 * 128
-    assert isinstance(made.train, text.RandomWindows)
+    assert isinstance(made.train, RandomWindows)
     assert made.train.tokens == made.train.tokens.part(0, len(made.train.tokens))
     assert made.train.tokens.end == made.held_out.tokens.begin
 

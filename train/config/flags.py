@@ -123,7 +123,8 @@ class Settings:
     model: str | None = flag(
         None,
         str,
-        "model name, such as vit_base or xcit_medium_lean; chosen by the recipe if omitted",
+        "row of the paper, with _lean appended for its lean model, or the script's small model; "
+        "chosen by the recipe if omitted",
     )
     heads: tuple[int, ...] | None = flag(
         None,

@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from train.config.flags import Settings, count, flag, positive
-from train.data.text import KINDS, tokenizers
+from train.data.text import tokenizers
+from train.data.text.sources import KINDS
 
 # Of the recipe ``small``: what two cores of a CPU do in about five minutes with a million
 # parameters, and what is held out where no other text is, so that evaluations take a part of that.

@@ -10,16 +10,10 @@ import pytest
 import torch
 
 from tests.train.line_ends import TEXT, write_all
-from train.data.text import (
-    RandomWindows,
-    Windows,
-    open_text,
-    sources,
-    stream,
-    tokenizers,
-)
+from train.data.text import open_text, sources, stream, tokenizers
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
+from train.data.text.stream import RandomWindows, Windows
 from train.data.text.tokenizers import BERT, GPT, Tokenizer, open_tokenizer
 
 
@@ -76,50 +70,10 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path):
     assert documents_of(tmp_path) == documents
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    table = datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "two\n\nlines"]})
-    file = tmp_path / f"t.{kind}"
-    getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(file)
-    assert list(find_source(str(file), column="body").documents()) == ["one", "two\n\nlines"]
-    wanted = "cannot be read: Usecols" if kind == "csv" else "column text of strings, got id, body"
-    with pytest.raises(ValueError, match=wanted):
-        find_source(str(file))
-    assert (
-        find_source(str(file), column="body").digest() != find_source(str(file), 2, "body").digest()
-    )
-
-
-@pytest.mark.parametrize("kind", ["csv", "tsv"])
-def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    cells = ["NA", "None", "null", "nan", "N/A", "NULL", "true", "two words", "7", "a, b"]
-    separator = "," if kind == "csv" else "\t"
-    cell = (lambda text: f'"{text}"' if "," in text else text) if kind == "csv" else str
-    lines = [f"{i}{separator}{cell(text)}" for i, text in enumerate([*cells, ""])]
-    file = write(tmp_path / "set" / f"train.{kind}", "\n".join([f"id{separator}text", *lines, ""]))
-    assert documents_of(file) == documents_of(file.parent) == cells
-
-
 def test_lines_of_files_end_alike(tmp_path):
     for path in write_all(tmp_path).values():
         assert documents_of(path) == TEXT.split("\n\n")
     assert documents_of(tmp_path) == [TEXT] * 5
-
-
-def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    bad = write(tmp_path / "bad.parquet", "garbage")
-    write(tmp_path / "a.csv", "text")
-    with pytest.raises(ValueError, match=r"bad\.parquet cannot be read: \S") as error:
-        find_source(str(bad))
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="must be tables of one format"):
-        find_source(str(tmp_path))
 
 
 def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):
@@ -144,6 +98,9 @@ def stories(tmp_path_factory):
         file = root / "parquet" / "data" / f"{split}-00000-of-00001.parquet"
         parquet.write_table(Table.from_pydict({"id": [*range(8)], "text": texts}), file)
     one = datasets.Dataset.from_dict({"text": texts})
+    for kind in ("json", "csv"):
+        (root / kind).mkdir()
+        getattr(one, f"to_{kind}")(root / kind / f"train.{kind}")
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(root / "splits")
     datasets.DatasetDict({"test": one}).save_to_disk(root / "no train")
     for name, columns in {"no text": {"story": texts}, "numbers": {"text": [1, 2]}}.items():
@@ -156,7 +113,7 @@ def stories(tmp_path_factory):
         yield root
 
 
-@pytest.mark.parametrize("form", ["parquet", "splits"])
+@pytest.mark.parametrize("form", ["parquet", "json", "csv", "splits"])
 def test_hugging_face_data_gives_the_column_text_of_its_training_split(stories, form):
     documents = documents_of(f"hf:{stories / form}")
     assert documents == [f"Story {i}: once upon a time." for i in range(7)]
@@ -182,6 +139,8 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
 def test_files_that_hold_no_text_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"contains no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))
+    with pytest.raises(ValueError, match=r"t\.jsonl is a table: .* give hf:FOLDER"):
+        find_source(str(write(tmp_path / "t.jsonl", "{}")))
     file = tmp_path / "odd.txt"
     for data, message in {
         b"plain\n" * 2000

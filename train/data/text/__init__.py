@@ -16,27 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.text.sources import KINDS, find_source
-from train.data.text.stream import (
-    Encoded,
-    NoiseTokens,
-    RandomWindows,
-    TokenStream,
-    Windows,
-    encoded,
-)
+from train.data.text.sources import find_source
+from train.data.text.stream import Encoded, TokenStream, encoded
 from train.data.text.tokenizers import Tokenizer, open_tokenizer
-
-__all__ = [
-    "KINDS",
-    "NoiseTokens",
-    "RandomWindows",
-    "Text",
-    "TokenStream",
-    "Tokenizer",
-    "Windows",
-    "open_text",
-]
 
 TRAIN = 0.9  # share of the tokens; those after it are held out
 # Share of the tokens that may be unknown: more where no model is to name them, as BERT is not.
@@ -108,7 +90,7 @@ def open_text(
     """Open text by name; every rank may call this, and one of a machine does the work.
 
     Args:
-        name: a text file or table, a folder of them, "pydoc", "tinystories", or "hf:" and a data
+        name: a text file, a folder of them, "pydoc", "tinystories", or "hf:" and a data
             set of Hugging Face; ``NoiseTokens`` is "synthetic".
         tokenizer: "bytes", "gpt2", "bpe", "wordpiece", or the path of a vocabulary.
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or

@@ -12,17 +12,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import check_file, files_below, lines_of, open_file, plain
+from leaner_kernels.monitor.files import files_below, lines_of, open_file, plain
 from train.data import hub
 
 KINDS = (
-    "a text file, a folder of them, a .parquet, .jsonl, .csv or .tsv file, pydoc, tinystories, "
-    "synthetic, or hf:NAME or hf:NAME:CONFIG for a Hugging Face data set"
+    "a text file, a folder of them, pydoc, tinystories, synthetic, or hf:NAME or hf:NAME:CONFIG "
+    "for a Hugging Face data set or a folder of .parquet, .jsonl or .csv files"
 )
 # What is read of a folder; a file that is named may have any ending.
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
-# Endings of tables, and what the library datasets calls their format.
-TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
 
@@ -66,7 +65,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     elif name.startswith("hf:") and name != "hf:":
         facts, documents = _of_hub(name.removeprefix("hf:"), column)
     elif os.path.exists(name):
-        facts, documents = _files(Path(name), column)
+        facts, documents = _files(Path(name))
     else:
         raise ValueError(f"--data {name}: no such file or folder; give {KINDS}")
     filled = lambda: islice(filter(str.strip, documents()), limit or None)  # noqa: E731
@@ -91,29 +90,23 @@ def _pydoc() -> Iterator[str]:
         yield "\n\n".join(fresh)
 
 
-def _files(path: Path, column: str) -> tuple[list[Any], Documents]:
-    """Return what identifies text files and tables, and their documents.
+def _files(path: Path) -> tuple[list[Any], Documents]:
+    """Return what identifies a text file or those of a folder, and their documents.
 
     Those of a folder are taken in an order that chance fixed, so that the last are like the others.
     """
+    if path.suffix.lower() in TABLES:
+        raise ValueError(
+            f"--data {path} is a table: put it into a folder and give hf:FOLDER and --text-column"
+        )
     files, is_folder = [path], path.is_dir()
     if is_folder:
-        inside = sorted(files_below(path))
-        texts = [file for file in inside if file.suffix.lower() in TEXTS]
-        files = texts or [file for file in inside if file.suffix.lower() in TABLES]
+        files = [file for file in sorted(files_below(path)) if file.suffix.lower() in TEXTS]
         if not files:
             raise ValueError(
-                f"--data {path} contains no {', '.join(TEXTS)}, .parquet, .jsonl, .csv or .tsv "
-                f"file: give the file itself, or hf:{path} for a Hugging Face data set"
+                f"--data {path} contains no {', '.join(TEXTS)} file: give the file itself, or "
+                f"hf:{path} for tables"
             )
-    suffixes = {file.suffix.lower() for file in files}
-    facts = [_facts_of(file) for file in files]
-    if suffixes & {*TABLES}:
-        if len(suffixes) > 1:
-            raise ValueError(
-                f"--data must be tables of one format, got {files[0]} and other formats"
-            )
-        return ["table", column, *facts], _table(files, suffixes.pop(), column)
     random.Random(0).shuffle(files)
     # A folder's file is a document; one that is all there is has some.
     documents = lambda: chain.from_iterable(_of_file(file, is_folder) for file in files)  # noqa: E731
@@ -166,22 +159,6 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
             if parts or piece.strip():
                 parts.append(piece)
     yield document()
-
-
-def _table(paths: list[Path], suffix: str, column: str) -> Documents:
-    datasets, shown = hub.library(f"--data {paths[0]}"), f"--data {paths[0]}"
-    how: dict[str, Any] = {}
-    if TABLES[suffix] == "csv":
-        # A cell such as "NA" or "null" is text; an empty one alone has no value.
-        how = {"keep_default_na": False, "na_values": [""], "usecols": [column]}
-        how |= {"sep": "\t" if suffix == ".tsv" else ","}
-        how |= {"features": datasets.Features({column: datasets.Value("string")})}
-    for path in paths:
-        check_file(path)  # a library would wait for a pipe, or read a hole to its end
-    with hub.errors_of_datasets(shown):
-        files = [str(path.resolve()) for path in paths]
-        table = datasets.load_dataset(TABLES[suffix], data_files=files, split="train", **how)
-    return _column(table, shown, column)
 
 
 def _of_hub(name: str, column: str) -> tuple[list[Any], Documents]:
