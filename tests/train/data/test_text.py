@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.line_ends import TEXT, write_all
 from train.data.text import open_text, sources, stream, tokenizers
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
@@ -70,10 +69,14 @@ def test_files_come_in_an_order_that_chance_fixed(tmp_path):
     assert documents_of(tmp_path) == documents
 
 
-def test_lines_of_files_end_alike(tmp_path):
-    for path in write_all(tmp_path).values():
-        assert documents_of(path) == TEXT.split("\n\n")
-    assert documents_of(tmp_path) == [TEXT] * 5
+def test_lines_of_files_end_alike_whoever_wrote_them(tmp_path):
+    text = "one line\nanother\n\nlast"
+    for end in ("\n", "\r\n", "\r"):
+        for encoding in ("utf-8", "utf-8-sig"):
+            path = tmp_path / f"{len(end)}{ord(end[0])}{encoding}.txt"
+            path.write_bytes(text.replace("\n", end).encode(encoding))
+            assert documents_of(path) == text.split("\n\n")
+    assert documents_of(tmp_path) == [text] * 6
 
 
 def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):

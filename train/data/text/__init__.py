@@ -30,7 +30,6 @@ class Text:
     """Tokens to train on, tokens held out from them, and what they mean.
 
     Attributes:
-        name: for messages.
         tokenizer: its ``vocab_size``, ``specials`` (name -> token), ``end``, ``encode``,
             ``encode_batch`` and ``decode``; see ``tokenizers.Tokenizer``.
         documents: how many there are.
@@ -42,7 +41,6 @@ class Text:
         identity: digests of the documents and the tokeniser, as ``Task`` has them.
     """
 
-    name: str
     tokenizer: Tokenizer
     documents: int
     train: TokenStream
@@ -135,7 +133,6 @@ def open_text(
         train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
         which = f"the last {len(held_out):,} of {size:,} tokens"
     return Text(
-        name=source.name,
         tokenizer=chosen,
         documents=whole.documents,
         train=train,
