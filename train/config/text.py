@@ -22,9 +22,7 @@ class TextSettings(Settings):
     OWN_GROUP: ClassVar[str] = "text"
 
     data: str | None = flag(None, str, f"{KINDS}; pydoc without this flag and --recipe")
-    text_column: str = flag(
-        "text", str, "column that holds the text of a table or Hugging Face data set"
-    )
+    text_column: str = flag("text", str, "column that holds the text of a Hugging Face data set")
     validation: str | None = flag(
         None, str, "held-out text, as in --data; the last tenth of the text if omitted"
     )
