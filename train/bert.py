@@ -32,7 +32,8 @@ from train.data.masking import IGNORED, Masked
 from train.loop import Task
 from train.config.flags import flag
 from train.config.text import MOST_HELD_OUT, TextSettings, is_own, small_run
-from train.data.text import NoiseTokens, Windows, open_text, tokenizers
+from train.data.text import open_text, tokenizers
+from train.data.text.stream import NoiseTokens, Windows
 
 PROGRAM = "bert.py"
 _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of synthetic text
@@ -52,11 +53,6 @@ class BertSettings(TextSettings):
         "named set of defaults; chosen from the data if omitted: small for files; cramming for hf: "
         "and for the paper's models",
         choices=("pydoc", "small", "cramming", "synthetic"),
-    )
-    model: str | None = flag(
-        None,
-        str,
-        "bert_small, crammed_bert or crammed_bert_lean; chosen by the recipe if omitted",
     )
     context: int | None = flag(None, flags.number(int, 8), "sequence length in tokens")
     mask_rate: float | None = flag(

@@ -30,10 +30,12 @@ from train.config.architecture import Architecture
 from train.config.text import MOST_HELD_OUT, TextSettings, is_own, small_run
 from train.data.loader import DataSet
 from train.config.flags import flag
-from train.data.text import NoiseTokens, RandomWindows, Text, Windows, open_text, tokenizers
+from train.data.text import Text, open_text, tokenizers
+from train.data.text.stream import NoiseTokens, RandomWindows, Windows
 
 PROGRAM = "gpt.py"
 HELD_OUT_BATCHES = 200  # where windows are drawn at random
+SAMPLE_TOKENS, TEMPERATURE = 200, 0.8  # of a text that is generated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +54,6 @@ class GptSettings(TextSettings):
         "small for files; modern for hf: and for the paper's models",
         choices=("pydoc", "small", "repository", "modern", "synthetic"),
     )
-    model: str | None = flag(
-        None,
-        str,
-        "gpt_small, gpt2_tinystories or gpt2_tinystories_lean; chosen by the recipe if omitted",
-    )
-    seed: int | None = flag(
-        None, flags.count, "seed of the initial weights, the data order and the samples"
-    )
     context: int | None = flag(None, flags.positive, "sequence length in tokens (from --model)")
     windows: str | None = flag(
         None,
@@ -75,15 +69,6 @@ class GptSettings(TextSettings):
     )
     prompt: str = flag("", flags.in_utf8, "beginning of each sample; a new document if empty")
     samples: int = flag(3, flags.count, "number of texts to generate at the end; 0 disables it")
-    sample_tokens: int = flag(
-        200, flags.positive, "tokens to generate per sample, after the prompt"
-    )
-    temperature: float = flag(
-        0.8, flags.number(float, 0), "sampling temperature; 0 picks the most likely token"
-    )
-    top_k: int | None = flag(
-        None, flags.positive, "sample only from this many of the most likely tokens; all if omitted"
-    )
 
 
 # Bytes of one small text, learned in a minute on two cores.
@@ -104,7 +89,6 @@ SMALL = {
 # Warm-up, half a cosine and AdamW as most GPTs are trained since Brown et al. 2020
 # (arXiv:2005.14165).
 _MODERN: dict[str, Any] = {
-    "seed": 0,
     "documents": 0,
     "windows": "all",
     "lr": 1e-3,
@@ -150,7 +134,6 @@ RECIPES: dict[str, dict[str, Any]] = {
         "schedule": "constant",
         "weight_decay": 0.01,
         "dropout": 0.2,
-        "seed": 1337,
         "eval_every": 1.0,
     },
     "modern": _MODERN
@@ -309,9 +292,8 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
         drawn = generate(
             model,
             tokens,
-            settings.sample_tokens,
-            temperature=settings.temperature,
-            top_k=settings.top_k and min(settings.top_k, text.tokenizer.vocab_size),
+            SAMPLE_TOKENS,
+            temperature=TEMPERATURE,
             # Every rank draws the same.
             generator=torch.Generator(device).manual_seed(settings.seed),
         )

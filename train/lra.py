@@ -57,12 +57,6 @@ class LraSettings(flags.Settings):
         "which trains a small model on short lists",
         choices=("quick", "paper"),
     )
-    model: str | None = flag(
-        None,
-        str,
-        "nystromformer_small, or a row of the paper such as nystromformer_listops_lean; chosen by "
-        "the recipe if omitted",
-    )
     data: str = flag(
         "generated", str, "lists are generated, and read from no files", choices=("generated",)
     )

@@ -56,15 +56,11 @@ class ImageSettings(Settings):
         None, str, "initial weights: a file, or timm:NAME to download timm's; random if omitted"
     )
     img_size: int | None = flag(
-        None,
-        positive,
-        "image size of the model, in pixels per side (from --model)",
+        None, positive, "image size of the model, in pixels per side (from --model)"
     )
     patch_size: int | None = flag(None, positive, "patch size, in pixels per side (from --model)")
     in_chans: int | None = flag(
-        None,
-        positive,
-        "input channels: 1 converts images to grey (from --model)",
+        None, positive, "input channels: 1 converts images to grey (from --model)"
     )
     width: int | None = flag(
         None, positive, "embedding width, of a model without stages (from --model)"

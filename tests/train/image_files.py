@@ -62,18 +62,8 @@ def write_tars(root: Path, prefix: str, images: list[Photograph], shards: int) -
                     tar.addfile(member, io.BytesIO(data))
 
 
-def write_parquet(
-    root: Path, split: str, images: list[Photograph], shards: int, declare: bool = True
-) -> None:
-    """``root/data/train-00000-of-00002.parquet``, in the schema of ILSVRC/imagenet-1k.
-
-    Args:
-        root: folder.
-        split: name of the split.
-        images: what to write.
-        shards: number of files.
-        declare: say in the files, as ``datasets`` does, what the columns mean.
-    """
+def write_parquet(root: Path, split: str, images: list[Photograph], shards: int) -> None:
+    """``root/data/train-00000-of-00002.parquet``, in the schema of ILSVRC/imagenet-1k."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -82,9 +72,8 @@ def write_parquet(
         "label": {"names": list(CLASSES), "_type": "ClassLabel"},
     }
     file = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    schema = pa.schema({"image": file, "label": pa.int64()})
-    if declare:
-        schema = schema.with_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    about = {"huggingface": json.dumps({"info": {"features": features}})}
+    schema = pa.schema({"image": file, "label": pa.int64()}).with_metadata(about)
     (root / "data").mkdir(parents=True, exist_ok=True)
     for shard, samples in enumerate(dealt(images, shards)):
         rows = [

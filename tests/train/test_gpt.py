@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
@@ -13,6 +14,7 @@ from tests.train.forked import on_two_ranks
 from tests.train.launch import rows, tensors_of
 from train import gpt
 from train.data import text
+from train.data.text.stream import RandomWindows, TokenStream
 from train.loop import train as loop
 from train.loop.setup import Run
 
@@ -51,13 +53,18 @@ def curve(out: Path) -> list[dict]:
     return rows(out / "metrics.jsonl")
 
 
+def counted(part: TokenStream) -> Counter[int]:
+    """Return how often each token is in the file."""
+    return Counter(np.fromfile(part.path, part.dtype)[part.begin : part.end].tolist())
+
+
 def test_a_short_run_is_better_than_the_frequencies_of_the_bytes(tmp_path, capsys):
     small = ["--depth", 1, "--context", 32, "--batch-size", 16, "--kappa-every", 0]
-    train_here(*small, "--steps", 60, "--samples", 2, "--sample-tokens", 40, "--out", tmp_path)
+    train_here(*small, "--steps", 60, "--samples", 2, "--out", tmp_path)
     done = summary(tmp_path)
     # The baseline again, from the text itself.
     data = text.open_text("pydoc", "bytes", specials=text.tokenizers.GPT)
-    train, held_out = (Counter(part.read().tolist()) for part in (data.train, data.held_out))
+    train, held_out = (counted(part) for part in (data.train, data.held_out))
     total = sum(train.values()) + 257
     unigram = -sum(n * math.log((train[t] + 1) / total) for t, n in held_out.items())
     assert done["unigram_loss"] == pytest.approx(unigram / len(data.held_out), rel=1e-9)
@@ -81,7 +88,7 @@ def six_steps(tmp_path_factory):
     return out
 
 
-SIX = [*SHORT, "--steps", 6, "--ckpt-every", 2, "--samples", 2, "--sample-tokens", 20]
+SIX = [*SHORT, "--steps", 6, "--ckpt-every", 2, "--samples", 2]
 
 
 def work(_rank: int, folder: Path) -> None:
@@ -152,9 +159,9 @@ def test_the_recipe_of_the_repository_is_what_it_trains_with(tmp_path):
     assert (settings.context, settings.batch_size, settings.steps) == (64, 128, 2000)
     assert (settings.lr, settings.schedule, settings.warmup) == (3e-4, "constant", 0)
     assert (settings.weight_decay, settings.betas, settings.clip_grad) == (0.01, (0.9, 0.999), 0)
-    assert (settings.dropout, settings.seed, settings.documents) == (0.2, 1337, 12_000)
+    assert (settings.dropout, settings.documents) == (0.2, 12_000)
     assert len(made.held_out) == 200 * 128
-    assert isinstance(made.train, text.RandomWindows)
+    assert isinstance(made.train, RandomWindows)
     assert made.train.tokens == made.train.tokens.part(0, len(made.train.tokens))
     assert made.train.tokens.end == made.held_out.tokens.begin
 
@@ -177,7 +184,7 @@ def test_the_loss_is_that_of_each_next_token_given_those_before():
 
 
 def test_samples_go_on_from_the_prompt(tmp_path):
-    made, settings = task(*SHORT, "--samples", 2, "--prompt", "The [/b] é", "--sample-tokens", 12)
+    made, settings = task(*SHORT, "--samples", 2, "--prompt", "The [/b] é")
     with torch.device("cpu"):
         model = made.build()
     samples = made.finish(model)["samples"]
@@ -185,10 +192,6 @@ def test_samples_go_on_from_the_prompt(tmp_path):
     assert samples[0] != samples[1]
     assert all(sample.startswith("The [/b] é") for sample in samples)
     assert made.finish(model)["samples"] == samples
-    greedy, _ = task(*SHORT, "--samples", 2, "--temperature", 0, "--sample-tokens", 12)
-    assert len(set(greedy.finish(model)["samples"])) == 1
-    one, _ = task(*SHORT, "--samples", 2, "--top-k", 1, "--sample-tokens", 12)
-    assert one.finish(model) == greedy.finish(model)
     assert settings.prompt == "The [/b] é"
 
 

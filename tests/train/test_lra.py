@@ -92,7 +92,9 @@ def test_a_model_of_the_paper_follows_the_published_recipe(
     assert lengths.min() > 500
     assert [len(part) for part in (task.train, task.held_out, task.test)] == [96, 4, 4]
     assert (task.best_of, task.tokens_per_item) == ("accuracy", 2048)
+    # Of the published recipe alone.
     assert settings.cycle_momentum
+    assert not task_of("--sizes", "96,4,4")[1].cycle_momentum
 
 
 @pytest.mark.parametrize(
@@ -117,11 +119,3 @@ def test_what_does_not_fit_is_one_line_before_lists_are_generated(
     said = capsys.readouterr().err
     assert re.search(message, said)
     assert said.count("\n") == 1
-
-
-def test_the_cycle_of_momentum_is_of_the_published_recipes_alone(few):
-    published = ["--recipe", "paper", "--sizes", "64,24,32"]
-    assert [
-        task_of(*few, *args)[1].cycle_momentum
-        for args in ([], ["--cycle-momentum"], published, [*published, "--no-cycle-momentum"])
-    ] == [False, True, True, False]

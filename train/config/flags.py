@@ -123,7 +123,8 @@ class Settings:
     model: str | None = flag(
         None,
         str,
-        "model name, such as vit_base or xcit_medium_lean; chosen by the recipe if omitted",
+        "row of the paper, with _lean appended for its lean model, or the script's small model; "
+        "chosen by the recipe if omitted",
     )
     heads: tuple[int, ...] | None = flag(
         None,
@@ -366,19 +367,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean {matches[0]}?" if matches else ""
 
 
-class _Joined(argparse.Action):
-    """Takes several words, as a shell makes them of ``*.txt``, for one with commas between.
-
-    A comma in the name of a file becomes a backslash and a comma.
-    """
-
-    def __call__(self, _parser, namespace, values, _option=None) -> None:
-        words = [w.replace(",", "\\,") if os.path.exists(w) else w for w in values]
-        if len(words) > 1 and os.path.exists(",".join(words)):
-            words.append(words[0])  # so that no other file has the name of all; it is read once
-        setattr(namespace, self.dest, values[0] if len(values) == 1 else ",".join(words))
-
-
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
     """Exit with status 2 after one line on standard error, by default written by rank 0 alone."""
     if every_rank or os.environ.get("RANK", "0") == "0":
@@ -462,9 +450,8 @@ def parse(
         default = f"{field.default:g}" if isinstance(field.default, float) else field.default
         shown = "" if default in (None, "") else f" ({default})"
         choices = field.metadata.get("choices")
-        several = {"nargs": "+", "action": _Joined} if field.metadata.get("several") else {}
         group.add_argument(
-            name, type=read, default=field.default, choices=choices, help=text + shown, **several
+            name, type=read, default=field.default, choices=choices, help=text + shown
         )
     settings = kind(**vars(parser.parse_args(argv)))
     budgets = [name for name in BUDGETS if getattr(settings, name) is not None]

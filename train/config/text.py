@@ -4,7 +4,8 @@ import dataclasses
 from typing import ClassVar
 
 from train.config.flags import Settings, count, flag, positive
-from train.data.text import KINDS, tokenizers
+from train.data.text import tokenizers
+from train.data.text.sources import KINDS
 
 # Of the recipe ``small``: what two cores of a CPU do in about five minutes with a million
 # parameters, and what is held out where no other text is, so that evaluations take a part of that.
@@ -20,12 +21,8 @@ class TextSettings(Settings):
     )
     OWN_GROUP: ClassVar[str] = "text"
 
-    data: str | None = flag(
-        None, str, f"{KINDS}; pydoc without this flag and --recipe", several=True
-    )
-    text_column: str = flag(
-        "text", str, "column that holds the text of a table or Hugging Face data set"
-    )
+    data: str | None = flag(None, str, f"{KINDS}; pydoc without this flag and --recipe")
+    text_column: str = flag("text", str, "column that holds the text of a Hugging Face data set")
     validation: str | None = flag(
         None, str, "held-out text, as in --data; the last tenth of the text if omitted"
     )

@@ -1,35 +1,10 @@
 """Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
 from leaner_kernels.monitor.files import check_below
-
-
-@contextmanager
-def errors_of_datasets(shown: str) -> Iterator[None]:
-    """Turn whatever the library raises into a ``ValueError`` of one line.
-
-    Args:
-        shown: names the data set: a flag and its value.
-    """
-    try:
-        yield
-    except Exception as error:  # it lets the errors of its readers through
-        reason = first_line(error.__cause__ or error)
-        raise ValueError(f"{shown} cannot be read: {reason}") from error
-
-
-def library(wanted: str) -> Any:
-    """Return the package ``datasets``; ``wanted`` is the flag that needs it."""
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"{wanted} needs the package datasets: pip install datasets") from None
-    return datasets
 
 
 def load(name: str, config: str | None = None) -> Any:
@@ -42,13 +17,21 @@ def load(name: str, config: str | None = None) -> Any:
     Raises:
         ValueError: no package ``datasets``, or no such data set.
     """
-    datasets = library(f"--data {name}")
-    with errors_of_datasets(f"--data {name}"):
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError(
+            f"--data {name} needs the package datasets: pip install datasets"
+        ) from None
+    try:
         if Path(name).is_dir():
             check_below(name)
         if (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)
         return datasets.load_dataset(name, config)
+    except Exception as error:  # it lets the errors of its readers through
+        reason = first_line(error.__cause__ or error)
+        raise ValueError(f"--data {name} cannot be read: {reason}") from error
 
 
 def held_out_split(splits: Any) -> str | None:

@@ -132,7 +132,7 @@ def test_labels_are_mixed_as_the_images_are(alphas, fewest, most):
     assert fewest <= even <= most
 
 
-@pytest.mark.parametrize("policy", ["m9", "rand-x3", "augmix-m3"])
+@pytest.mark.parametrize("policy", ["m9", "rand-x3", "augmix-m3", "rand-m9-w0"])
 def test_a_policy_that_timm_does_not_know_is_refused(policy):
     with pytest.raises(
         ValueError, match=f"--rand-augment must be none or a policy of timm .* got '{policy}'"

@@ -4,7 +4,6 @@ import io
 import shutil
 from functools import partial
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,27 +82,16 @@ def assert_same(some, others) -> None:
         assert torch.equal(labels, other_labels)
 
 
-def assert_as_in_the_folder(images, root: Path) -> None:
-    folder = opened(root / "folder")
-    assert (images.classes, len(images.train), len(images.held_out)) == (3, 12, 5)
-    for split in ("train", "held_out"):
-        ours, theirs = getattr(images, split), getattr(folder, split)
-        keys = [(1, i) for i in range(len(theirs))]
-        assert_same([ours.__getitems__(keys)], [theirs.__getitems__(keys)])
-
-
-def test_tar_files_hold_what_the_folder_holds(root, tars):
-    assert_as_in_the_folder(opened(tars), root)
-    assert_as_in_the_folder(opened(f"hf:{tars}"), root)
-
-
-def test_parquet_files_hold_what_the_folder_holds(root, parquet):
-    assert_as_in_the_folder(opened(f"hf:{parquet}"), root)
-
-
-def test_a_data_set_saved_to_disk_holds_what_the_folder_holds(root, hub, parquet, tmp_path):
+def test_tables_hold_what_the_folder_holds(root, hub, tars, parquet, tmp_path):
     hub.load_dataset(str(parquet)).save_to_disk(str(tmp_path / "saved"))
-    assert_as_in_the_folder(opened(f"hf:{tmp_path / 'saved'}"), root)
+    folder = opened(root / "folder")
+    for name in (tars, f"hf:{tars}", f"hf:{parquet}", f"hf:{tmp_path / 'saved'}"):
+        images = opened(name)
+        assert (images.classes, len(images.train), len(images.held_out)) == (3, 12, 5)
+        for split in ("train", "held_out"):
+            ours, theirs = getattr(images, split), getattr(folder, split)
+            keys = [(1, i) for i in range(len(theirs))]
+            assert_same([ours.__getitems__(keys)], [theirs.__getitems__(keys)])
 
 
 def test_repeats_take_an_image_several_times_each_changed_otherwise(tars):
@@ -280,7 +268,7 @@ def test_an_error_of_an_augmentation_is_no_bad_image(root):
             raise ValueError("bits must be between or equal to 1 and 8")
 
     data = opened(root / "folder").train
-    data.pixels.view = Broken(8)
+    data.view = Broken(8)
     for workers in (0, 1):
         with pytest.raises(
             RuntimeError, match=r"was read, but could not be augmented: bits must be"

@@ -18,7 +18,7 @@ from train.data.loader import (
     loading,
 )
 from train.data.sampler import BatchSampler, Split
-from train.data.text import TokenStream, Windows
+from train.data.text.stream import TokenStream, Windows
 
 CPU = torch.device("cpu")
 BAD = {3, 4, 11}

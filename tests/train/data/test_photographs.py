@@ -10,7 +10,7 @@ from torchvision.transforms import InterpolationMode, v2
 from leaner_kernels.monitor.pictures import decode, opened
 from train.data.images import photographs
 from train.data.images.augment import Augment, EvaluationView, Region, TrainingView, seeded
-from train.data.images.photographs import Pixels
+from train.data.images.photographs import pixels_of
 
 BICUBIC = InterpolationMode.BICUBIC
 
@@ -95,14 +95,14 @@ def test_what_is_reduced_is_the_same_part_of_the_picture():
 def test_a_cut_off_jpeg_is_refused_and_named():
     content = JPEGS["4:2:0"][:-2000]
     with pytest.raises(ValueError, match=r"holds a.jpg, which is no readable image: image file is"):
-        Pixels(EvaluationView(32))(content, lambda: "a.jpg")
+        pixels_of(content, lambda: "a.jpg", EvaluationView(32))
 
 
 def test_pixels_of_an_evaluation_are_within_a_grey_level_of_pillows():
     view = v2.Compose([v2.Resize(256, BICUBIC), v2.CenterCrop(224), v2.PILToTensor()])
     for size in ((500, 375), (375, 500), (90, 120), (2000, 1500)):
         content = encoded(photograph(*size))
-        ours = Pixels(EvaluationView(224))(content, str).int()
+        ours = pixels_of(content, str, EvaluationView(224)).int()
         error = (ours - view(decode(content, str)).int()).abs()
         assert ours.shape == (3, 224, 224)
         assert (error <= 1).float().mean() >= 0.999
@@ -113,8 +113,9 @@ def test_pixels_of_a_reduced_jpeg_are_on_average_within_a_grey_level_of_pillows(
     view, content, reductions = TrainingView(224, Augment(flip=False)), encoded(image), set()
     whole = decode(content, str)
     for seed in range(12):
-        ours = Pixels(view, seed)(content, str, (0, 5)).int()
-        with seeded(photographs.seed_of(seed, 0, 5)):
+        with seeded(seed):
+            ours = pixels_of(content, str, view).int()
+        with seeded(seed):
             top, left, high, wide, reduction = view.region(1600, 1200)
         crop = whole.crop((left, top, left + wide, top + high)).resize((224, 224), Image.BICUBIC)
         assert (ours - v2.functional.pil_to_tensor(crop).int()).float().abs().mean() < 1

@@ -9,17 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.line_ends import TEXT, write_all
-from train.data.text import (
-    RandomWindows,
-    Windows,
-    open_text,
-    sources,
-    stream,
-    tokenizers,
-)
+from train.data.text import open_text, sources, stream, tokenizers
 from train.data.text.cache import build_once
 from train.data.text.sources import find_source
+from train.data.text.stream import RandomWindows, Windows
 from train.data.text.tokenizers import BERT, GPT, Tokenizer, open_tokenizer
 
 
@@ -38,6 +31,10 @@ def write(path: Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def tokens_of(part: stream.TokenStream) -> list[int]:
+    return Windows(part, len(part)).__getitems__([(0, 0)])[0][0].tolist()
 
 
 # Documents.
@@ -64,65 +61,22 @@ def test_a_file_of_a_folder_is_a_document_unless_it_has_separators(tmp_path):
     assert documents_of(tmp_path, limit=2) == documents[:2]
 
 
-def test_files_come_in_an_order_that_chance_fixed(tmp_path, monkeypatch):
-    names = [str(write(tmp_path / f"{i:02}.txt", f"{i:02}")) for i in range(30)]
+def test_files_come_in_an_order_that_chance_fixed(tmp_path):
+    for i in range(30):
+        write(tmp_path / f"{i:02}.txt", f"{i:02}")
     documents = documents_of(tmp_path)
     assert sorted(documents) == [f"{i:02}" for i in range(30)] != documents
-    # Whether they are named, or their folder is.
-    assert documents_of(",".join(names)) == documents
-    # Longer than a file's name may be. A file that is named twice is read once.
-    monkeypatch.chdir(tmp_path)
-    assert documents_of(",".join([f"{i:02}.txt" for i in range(30)] * 2)) == documents
-    assert sorted(documents_of(f"{tmp_path},{names[3]},{tmp_path}/./07.txt")) == sorted(documents)
-    assert (
-        documents_of(",".join([*names[:20], str(write(tmp_path / "a.py", "a\n\na"))])) != documents
-    )
+    assert documents_of(tmp_path) == documents
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
-def test_a_table_gives_a_column_of_text(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    table = datasets.Dataset.from_dict({"id": [1, 2, 3], "body": ["one", None, "two\n\nlines"]})
-    file = tmp_path / f"t.{kind}"
-    getattr(table, "to_json" if kind == "jsonl" else f"to_{kind}")(file)
-    assert list(find_source(str(file), column="body").documents()) == ["one", "two\n\nlines"]
-    wanted = "cannot be read: Usecols" if kind == "csv" else "column text of strings, got id, body"
-    with pytest.raises(ValueError, match=wanted):
-        find_source(str(file))
-    assert (
-        find_source(str(file), column="body").digest() != find_source(str(file), 2, "body").digest()
-    )
-
-
-@pytest.mark.parametrize("kind", ["csv", "tsv"])
-def test_cells_that_look_like_no_value_or_a_number_are_text(tmp_path, monkeypatch, kind):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    cells = ["NA", "None", "null", "nan", "N/A", "NULL", "true", "two words", "7", "a, b"]
-    separator = "," if kind == "csv" else "\t"
-    cell = (lambda text: f'"{text}"' if "," in text else text) if kind == "csv" else str
-    lines = [f"{i}{separator}{cell(text)}" for i, text in enumerate([*cells, ""])]
-    file = write(tmp_path / "set" / f"train.{kind}", "\n".join([f"id{separator}text", *lines, ""]))
-    assert documents_of(file) == documents_of(file.parent) == cells
-
-
-def test_lines_of_files_end_alike(tmp_path):
-    for path in write_all(tmp_path).values():
-        assert documents_of(path) == TEXT.split("\n\n")
-    assert documents_of(tmp_path) == [TEXT] * 5
-
-
-def test_a_table_that_cannot_be_read_is_one_line(tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="tables need the package datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
-    bad = write(tmp_path / "bad.parquet", "garbage")
-    text = write(tmp_path / "a.txt", "text")
-    with pytest.raises(ValueError, match=r"bad\.parquet cannot be read: \S") as error:
-        find_source(str(bad))
-    assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="must be tables of one format"):
-        find_source(f"{bad},{text}")
+def test_lines_of_files_end_alike_whoever_wrote_them(tmp_path):
+    text = "one line\nanother\n\nlast"
+    for end in ("\n", "\r\n", "\r"):
+        for encoding in ("utf-8", "utf-8-sig"):
+            path = tmp_path / f"{len(end)}{ord(end[0])}{encoding}.txt"
+            path.write_bytes(text.replace("\n", end).encode(encoding))
+            assert documents_of(path) == text.split("\n\n")
+    assert documents_of(tmp_path) == [text] * 6
 
 
 def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):
@@ -147,6 +101,9 @@ def stories(tmp_path_factory):
         file = root / "parquet" / "data" / f"{split}-00000-of-00001.parquet"
         parquet.write_table(Table.from_pydict({"id": [*range(8)], "text": texts}), file)
     one = datasets.Dataset.from_dict({"text": texts})
+    for kind in ("json", "csv"):
+        (root / kind).mkdir()
+        getattr(one, f"to_{kind}")(root / kind / f"train.{kind}")
     datasets.DatasetDict({"train": one, "test": one}).save_to_disk(root / "splits")
     datasets.DatasetDict({"test": one}).save_to_disk(root / "no train")
     for name, columns in {"no text": {"story": texts}, "numbers": {"text": [1, 2]}}.items():
@@ -159,7 +116,7 @@ def stories(tmp_path_factory):
         yield root
 
 
-@pytest.mark.parametrize("form", ["parquet", "splits"])
+@pytest.mark.parametrize("form", ["parquet", "json", "csv", "splits"])
 def test_hugging_face_data_gives_the_column_text_of_its_training_split(stories, form):
     documents = documents_of(f"hf:{stories / form}")
     assert documents == [f"Story {i}: once upon a time." for i in range(7)]
@@ -185,6 +142,8 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
 def test_files_that_hold_no_text_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"contains no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))
+    with pytest.raises(ValueError, match=r"t\.jsonl is a table: .* give hf:FOLDER"):
+        find_source(str(write(tmp_path / "t.jsonl", "{}")))
     file = tmp_path / "odd.txt"
     for data, message in {
         b"plain\n" * 2000
@@ -256,7 +215,7 @@ def test_word_pieces_are_lowercase_without_accents(tmp_path):
     assert tokenizer.decode(tokenizer.encode("Thé MAT!?")) == "the mat [UNK] [UNK]"
     assert tokenizer.bytes_per_token() is None
     assert len(tokenizer.encode("the")) == 1
-    tokenizer.save(tmp_path / "tokenizer.json")
+    write(tmp_path / "tokenizer.json", tokenizer.files()["tokenizer.json"])
     listed = open_tokenizer(str(tmp_path), small_source(), specials=BERT)
     assert listed.digest == tokenizer.digest
 
@@ -357,8 +316,7 @@ def test_text_is_encoded_once_and_again_when_it_changes(tmp_path, monkeypatch):
 
 def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):
     text = open_text(str(write(tmp_path / "a.txt", "ab\n\ncdé")), "bytes", specials=GPT)
-    tokens = [*text.train.read(), *text.held_out.read()]
-    assert tokens == [*b"ab", 256, *"cdé".encode(), 256]
+    assert tokens_of(text.train) + tokens_of(text.held_out) == [*b"ab", 256, *"cdé".encode(), 256]
     assert text.documents == 2
     assert (len(text.train), len(text.held_out)) == (7, 1)
     counts = text.train.counts(257)
@@ -370,7 +328,7 @@ def test_other_text_is_held_out_and_else_a_tenth_of_no_more_than_is_asked_for(tm
     train = str(write(tmp_path / "a.txt", "abcdefghi" * 11 + "\n"))
     other = str(write(tmp_path / "b.txt", "xyz"))
     text = open_text(train, "bytes", specials=GPT, validation=other)
-    assert (len(text.train), [*text.held_out.read()]) == (100, [*b"xyz", 256])
+    assert (len(text.train), tokens_of(text.held_out)) == (100, [*b"xyz", 256])
     assert text.facts()["validation"] == f"--validation {other}"
     whole = open_text(train, "bytes", specials=GPT)
     assert (len(whole.train), len(whole.held_out)) == (90, 10)
@@ -382,7 +340,8 @@ def test_other_text_is_held_out_and_else_a_tenth_of_no_more_than_is_asked_for(tm
 def test_a_tokeniser_of_other_text_is_refused(tmp_path):
     english = write(tmp_path / "english.txt", "the cat sat on the mat " * 50)
     source = find_source(str(english))
-    open_tokenizer("wordpiece", source, specials=BERT, vocab_size=60).save(tmp_path / "t.json")
+    trained = open_tokenizer("wordpiece", source, specials=BERT, vocab_size=60)
+    write(tmp_path / "t.json", trained.files()["tokenizer.json"])
     greek = write(tmp_path / "greek.txt", "η γάτα κάθισε στο χαλί " * 50)
     assert open_text(str(english), str(tmp_path / "t.json"), specials=BERT).documents == 1
     message = r"t\.json does not fit --data: 100% of its tokens are unknown"
@@ -406,7 +365,7 @@ def test_bytes_per_token_add_up_to_the_text_or_are_absent(tmp_path, name):
     tokenizer = in_bytes(GPT)
     kind = tokenizers.library.pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.tokenizer.pre_tokenizer = kind
-    tokenizer.save(tmp_path / "spaced.json")
+    write(tmp_path / "spaced.json", tokenizer.files()["tokenizer.json"])
     assert open_text(file, str(tmp_path / "spaced.json"), specials=GPT).bytes_per_token is None
 
 

@@ -39,7 +39,6 @@ KINDS = (
 class Images:
     """A training set, what is held out from it, and how a batch becomes a model's input."""
 
-    name: str
     classes: int
     train: DataSet
     held_out: DataSet | None
@@ -100,10 +99,10 @@ def open_images(
             "or --erase: give --crop 0.08 --flip --rand-augment none --erase 0"
         )
     if name == "digits":
-        return Images(name, 10, *open_digits(size, channels, seed))
+        return Images(10, *open_digits(size, channels, seed))
     if name == "synthetic":
         noise = NoiseImages(size, channels)
-        return Images(name, NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
+        return Images(NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
     if channels not in (1, 3):
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
     # Late: a run on bundled images needs none of the ways to find and decode files.
@@ -115,7 +114,7 @@ def open_images(
     views = (TrainingView(size, augment), seed), (EvaluationView(size), None)
     both = zip((sources.train, sources.held_out), views)
     train, held_out = (Photographs(source, *view) for source, view in both)
-    return Images(name, sources.classes, train, held_out, PixelsToInput(channels))
+    return Images(sources.classes, train, held_out, PixelsToInput(channels))
 
 
 class Digits:

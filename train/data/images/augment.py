@@ -41,13 +41,15 @@ class Augment:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Lend Python's global generator, from which timm draws, a seed; then put its state back."""
-    state = random.getstate()
+    """Lend the global generators of Python and PyTorch a seed; then put their states back."""
+    states = random.getstate(), torch.default_generator.get_state()
     random.seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(state)
+        random.setstate(states[0])
+        torch.default_generator.set_state(states[1])
 
 
 class Region(NamedTuple):
@@ -177,8 +179,10 @@ def _channels(values: tuple[float, ...], device: torch.device | None = None) -> 
 class RandAugment:
     """Change images by operations of timm, drawn from Python's global generator.
 
+    timm's own ``RandAugment`` chooses them by NumPy's, which takes longer to seed than to use.
+
     Args:
-        policy: as timm writes it.
+        policy: as timm writes it, without weights of operations.
         size: pixels a side.
 
     Raises:
@@ -189,38 +193,19 @@ class RandAugment:
 
     def __init__(self, policy: str, size: int):
         augment = _rand_augment(policy, size)
-        self.ops, self.count, self.weights = augment.ops, augment.num_layers, augment.choice_weights
+        self.ops, self.count = augment.ops, augment.num_layers
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
         """Return (S, S, 3) uint8 of the same."""
         from PIL import Image
 
-        ops = random.choices(self.ops, k=self.count)
-        if self.weights is not None:  # timm then takes none of them twice
-            draw = np.random.default_rng(random.getrandbits(64))
-            places = draw.choice(len(self.ops), self.count, replace=False, p=self.weights)
-            ops = [self.ops[place] for place in places]
-        drawn = [(op, _arguments(op)) for op in ops if random.random() <= op.prob]
-        if not drawn:
-            return pixels
         image = Image.fromarray(np.ascontiguousarray(pixels))
-        for op, arguments in drawn:
-            image = op.aug_fn(image, *arguments, **op.kwargs)
+        for op in random.choices(self.ops, k=self.count):
+            image = op(image)
         return np.asarray(image)
 
 
-def _arguments(op: Any) -> tuple:
-    """Draw the arguments of one of timm's operations, as its ``AugmentOp`` does."""
-    magnitude, deviation = op.magnitude, op.magnitude_std
-    if deviation == math.inf:
-        magnitude = random.uniform(0, magnitude)
-    elif deviation > 0:
-        magnitude = random.gauss(magnitude, deviation)
-    magnitude = max(0.0, min(magnitude, op.magnitude_max or 10))
-    return () if op.level_fn is None else op.level_fn(magnitude, op.hparams)
-
-
-def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
+def _rand_augment(policy: str, size: int) -> Any:
     try:
         from timm.data.auto_augment import rand_augment_transform
     except ImportError:
@@ -234,6 +219,8 @@ def _rand_augment(policy: str, size: int) -> Callable[[Any], Any]:
     }
     try:
         augment = rand_augment_transform(policy, params)
+        if augment.choice_weights is not None:
+            raise ValueError(policy)
     except (AssertionError, ValueError, KeyError, IndexError):
         raise ValueError(
             "--rand-augment must be none or a policy of timm such as rand-m9-mstd0.5, got "
@@ -278,8 +265,7 @@ class Mix:
         choices = [kind(alpha=alpha, num_classes=self.classes) for kind, alpha in kinds if alpha]
         if not choices:
             return images, labels
-        with torch.random.fork_rng(devices=()):
-            torch.default_generator.manual_seed(seed)
+        with seeded(seed):
             return v2.RandomChoice(choices)(images, labels)
 
 

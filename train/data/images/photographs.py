@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from leaner_kernels.monitor.pictures import decoded, opened, turn_of, upright
-from train.data.images.augment import Region, seeded
+from train.data.images.augment import EvaluationView, Region, TrainingView, seeded
 from train.data.loader import Key
 from train.data.sampler import seed_of
-
-Batch = tuple[Tensor, Tensor]
 
 
 class ImageSource(Protocol):
@@ -37,44 +35,28 @@ class ImageSource(Protocol):
         """Return what tells these images from others."""
 
 
-class View(Protocol):
-    """Makes a model's pixels of an image, maybe at random."""
-
-    def region(self, width: int, height: int) -> Region:
-        """Return the part of an image that is needed."""
-
-    def __call__(self, pixels: np.ndarray) -> Tensor:
-        """Return (3, S, S) uint8 of that part, (H, W, 3) uint8."""
-
-
-class Pixels:
-    """Pixels of files, (3, S, S) uint8: changed at random when a seed is given."""
-
-    def __init__(self, view: View, seed: int | None = None):
-        self.view, self.seed = view, seed
-
-    def __call__(self, content: bytes, name: Callable[[], str], key: Key = (0, 0)) -> Tensor:
-        """Return the pixels of a file's bytes.
-
-        Raises:
-            ValueError: these are no image.
-        """
-        image = opened(content, name)
-        with nullcontext() if self.seed is None else seeded(seed_of(self.seed, *key)):
-            turned = turn_of(image) in _ON_THEIR_SIDE
-            region = self.view.region(*(image.size[::-1] if turned else image.size))
-            pixels = _cut(image, content, name, region)
-            try:
-                return self.view(pixels)
-            except (ValueError, OSError) as error:
-                # The loader would take these for a picture that cannot be read, and replace it.
-                raise RuntimeError(
-                    f"{name()} was read, but could not be augmented: {error}"
-                ) from error
-
-
 # As Pillow's Transpose: TRANSPOSE, ROTATE_270, TRANSVERSE and ROTATE_90.
 _ON_THEIR_SIDE = {5, 4, 6, 2}
+
+
+View = EvaluationView | TrainingView
+
+
+def pixels_of(content: bytes, name: Callable[[], str], view: View) -> Tensor:
+    """Return a model's pixels of a file's bytes, (3, S, S) uint8.
+
+    Raises:
+        ValueError: these are no image.
+    """
+    image = opened(content, name)
+    turned = turn_of(image) in _ON_THEIR_SIDE
+    region = view.region(*(image.size[::-1] if turned else image.size))
+    pixels = _cut(image, content, name, region)
+    try:
+        return view(pixels)
+    except (ValueError, OSError) as error:
+        # The loader would take these for a picture that cannot be read, and replace it.
+        raise RuntimeError(f"{name()} was read, but could not be augmented: {error}") from error
 
 
 def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) -> np.ndarray:
@@ -134,21 +116,19 @@ class Photographs:
     one_by_one = True
 
     def __init__(self, source: ImageSource, view: View, seed: int | None):
-        self.source, self.pixels = source, Pixels(view, seed)
+        self.source, self.view, self.seed = source, view, seed
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, keys: Sequence[Key]) -> Batch:
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
         """Return the batch of these images."""
         images, labels = [], []
         for key in keys:
             content, label = self.source.read(key[1])
-            images.append(self.pixels(content, partial(self.source.name, key[1]), key))
+            with nullcontext() if self.seed is None else seeded(seed_of(self.seed, *key)):
+                images.append(pixels_of(content, partial(self.source.name, key[1]), self.view))
             labels.append(label)
-        return _batch(images), torch.tensor(labels)
-
-
-def _batch(images: list[Tensor]) -> Tensor:
-    # The loader asks for one image at a time, and copies it once more.
-    return torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
+        # The loader asks for one image at a time, and copies it once more.
+        batch = torch.stack(images) if len(images) > 1 else images[0].unsqueeze(0)
+        return batch, torch.tensor(labels)

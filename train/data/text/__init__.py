@@ -16,27 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from train.data.text.sources import KINDS, find_source
-from train.data.text.stream import (
-    Encoded,
-    NoiseTokens,
-    RandomWindows,
-    TokenStream,
-    Windows,
-    encoded,
-)
+from train.data.text.sources import find_source
+from train.data.text.stream import Encoded, TokenStream, encoded
 from train.data.text.tokenizers import Tokenizer, open_tokenizer
-
-__all__ = [
-    "KINDS",
-    "NoiseTokens",
-    "RandomWindows",
-    "Text",
-    "TokenStream",
-    "Tokenizer",
-    "Windows",
-    "open_text",
-]
 
 TRAIN = 0.9  # share of the tokens; those after it are held out
 # Share of the tokens that may be unknown: more where no model is to name them, as BERT is not.
@@ -48,7 +30,6 @@ class Text:
     """Tokens to train on, tokens held out from them, and what they mean.
 
     Attributes:
-        name: for messages.
         tokenizer: its ``vocab_size``, ``specials`` (name -> token), ``end``, ``encode``,
             ``encode_batch`` and ``decode``; see ``tokenizers.Tokenizer``.
         documents: how many there are.
@@ -60,7 +41,6 @@ class Text:
         identity: digests of the documents and the tokeniser, as ``Task`` has them.
     """
 
-    name: str
     tokenizer: Tokenizer
     documents: int
     train: TokenStream
@@ -108,8 +88,8 @@ def open_text(
     """Open text by name; every rank may call this, and one of a machine does the work.
 
     Args:
-        name: text files with commas between, a folder of them, tables, "pydoc", "tinystories", or
-            "hf:" and a data set of Hugging Face; ``NoiseTokens`` is "synthetic".
+        name: a text file, a folder of them, "pydoc", "tinystories", or "hf:" and a data
+            set of Hugging Face; ``NoiseTokens`` is "synthetic".
         tokenizer: "bytes", "gpt2", "bpe", "wordpiece", or the path of a vocabulary.
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
             ``tokenizers.BERT``.
@@ -153,7 +133,6 @@ def open_text(
         train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
         which = f"the last {len(held_out):,} of {size:,} tokens"
     return Text(
-        name=source.name,
         tokenizer=chosen,
         documents=whole.documents,
         train=train,

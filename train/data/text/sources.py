@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from io import TextIOWrapper
@@ -13,17 +12,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import check_file, files_below, lines_of, open_file, plain
+from leaner_kernels.monitor.files import files_below, lines_of, open_file, plain
 from train.data import hub
 
 KINDS = (
-    "text files, a folder of them, .parquet, .jsonl, .csv or .tsv files, pydoc, tinystories, "
-    "synthetic, or hf:NAME or hf:NAME:CONFIG for a Hugging Face data set"
+    "a text file, a folder of them, pydoc, tinystories, synthetic, or hf:NAME or hf:NAME:CONFIG "
+    "for a Hugging Face data set or a folder of .parquet, .jsonl or .csv files"
 )
 # What is read of a folder; a file that is named may have any ending.
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
-# Endings of tables, and what the library datasets calls their format.
-TABLES = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
 
@@ -53,45 +51,25 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     """Return the documents of a name.
 
     Args:
-        name: one of ``KINDS``, without "synthetic", which has no documents; several paths have
-            commas between, and a backslash before a comma of their own.
+        name: one of ``KINDS``, without "synthetic", which has no documents.
         limit: documents to read; 0 reads all.
         column: of a table, with the text.
 
     Raises:
         ValueError: no such text.
     """
-    shown = name
     if name == "pydoc":
         facts, documents = ["pydoc", platform.python_version()], _pydoc
     elif name == "tinystories":
         facts, documents = _of_hub(TINY_STORIES, "text")
     elif name.startswith("hf:") and name != "hf:":
         facts, documents = _of_hub(name.removeprefix("hf:"), column)
-    elif paths := _paths(name):
-        facts, documents = _files(paths, column)
-        if len(paths) > 1:
-            shown = f"{paths[0]} and {len(paths) - 1} more"
+    elif os.path.exists(name):
+        facts, documents = _files(Path(name))
     else:
         raise ValueError(f"--data {name}: no such file or folder; give {KINDS}")
     filled = lambda: islice(filter(str.strip, documents()), limit or None)  # noqa: E731
-    return TextSource(shown, [*facts, limit], filled)
-
-
-def _paths(name: str) -> list[Path]:
-    """Return the paths of ``--data``: one, or several with commas between; none for other names.
-
-    Raises:
-        ValueError: some of several are there, and this one is not.
-    """
-    # Path.exists raises where the names of many files are too long for one.
-    if os.path.exists(name):
-        return [Path(name)]
-    paths = [Path(part.replace("\\,", ",")) for part in re.split(r"(?<!\\),", name)]
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing and len(missing) < len(paths):
-        raise ValueError(f"--data {missing[0]}: no such file or folder")
-    return [] if missing else paths
+    return TextSource(name, [*facts, limit], filled)
 
 
 def _pydoc() -> Iterator[str]:
@@ -112,36 +90,27 @@ def _pydoc() -> Iterator[str]:
         yield "\n\n".join(fresh)
 
 
-def _files(paths: list[Path], column: str) -> tuple[list[Any], Documents]:
-    """Return what identifies text files and tables, and their documents.
+def _files(path: Path) -> tuple[list[Any], Documents]:
+    """Return what identifies a text file or those of a folder, and their documents.
 
-    Several files are taken in an order that chance fixed, so that the last are like the others.
+    Those of a folder are taken in an order that chance fixed, so that the last are like the others.
     """
-    files = [path for path in paths if not path.is_dir()]
-    for root in filter(Path.is_dir, paths):
-        inside = sorted(files_below(root))
-        texts = [path for path in inside if path.suffix.lower() in TEXTS]
-        tables = [path for path in inside if path.suffix.lower() in TABLES]
-        if not texts and not tables:
+    if path.suffix.lower() in TABLES:
+        raise ValueError(
+            f"--data {path} is a table: put it into a folder and give hf:FOLDER and --text-column"
+        )
+    files, is_folder = [path], path.is_dir()
+    if is_folder:
+        files = [file for file in sorted(files_below(path)) if file.suffix.lower() in TEXTS]
+        if not files:
             raise ValueError(
-                f"--data {root} contains no {', '.join(TEXTS)}, .parquet, .jsonl, .csv or .tsv "
-                f"file: give the files themselves, or hf:{root} for a Hugging Face data set"
+                f"--data {path} contains no {', '.join(TEXTS)} file: give the file itself, or "
+                f"hf:{path} for tables"
             )
-        files += texts or tables
-    files = list(dict.fromkeys(files))
-    suffixes = {path.suffix.lower() for path in files}
-    facts = [_facts_of(path) for path in files]
-    if suffixes & {*TABLES}:
-        if len(suffixes) > 1:
-            raise ValueError(
-                f"--data must be tables of one format, got {files[0]} and other formats"
-            )
-        return ["table", column, *facts], _table(files, suffixes.pop(), column)
     random.Random(0).shuffle(files)
     # A folder's file is a document; one that is all there is has some.
-    whole = len(files) > 1 or paths[0].is_dir()
-    documents = lambda: chain.from_iterable(_of_file(path, whole) for path in files)  # noqa: E731
-    return ["files", whole, *map(_facts_of, files)], documents
+    documents = lambda: chain.from_iterable(_of_file(file, is_folder) for file in files)  # noqa: E731
+    return ["files", is_folder, *map(_facts_of, files)], documents
 
 
 def _facts_of(path: Path) -> list[Any]:
@@ -190,22 +159,6 @@ def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
             if parts or piece.strip():
                 parts.append(piece)
     yield document()
-
-
-def _table(paths: list[Path], suffix: str, column: str) -> Documents:
-    datasets, shown = hub.library(f"--data {paths[0]}"), f"--data {paths[0]}"
-    how: dict[str, Any] = {}
-    if TABLES[suffix] == "csv":
-        # A cell such as "NA" or "null" is text; an empty one alone has no value.
-        how = {"keep_default_na": False, "na_values": [""], "usecols": [column]}
-        how |= {"sep": "\t" if suffix == ".tsv" else ","}
-        how |= {"features": datasets.Features({column: datasets.Value("string")})}
-    for path in paths:
-        check_file(path)  # a library would wait for a pipe, or read a hole to its end
-    with hub.errors_of_datasets(shown):
-        files = [str(path.resolve()) for path in paths]
-        table = datasets.load_dataset(TABLES[suffix], data_files=files, split="train", **how)
-    return _column(table, shown, column)
 
 
 def _of_hub(name: str, column: str) -> tuple[list[Any], Documents]:

@@ -41,10 +41,6 @@ class TokenStream:
         """Return tokens ``begin`` to ``end`` of these."""
         return replace(self, begin=self.begin + begin, end=self.begin + end)
 
-    def read(self) -> np.ndarray:
-        """Return a map of the tokens (T,)."""
-        return np.memmap(self.path, self.dtype, mode="r")[self.begin : self.end]
-
     def counts(self, vocab_size: int) -> Tensor:
         """Return how often each token is there: (vocab_size,) int64."""
         counts = np.zeros(vocab_size, np.int64)

@@ -127,10 +127,6 @@ class Tokenizer:
             )
         return known or self.vocab_size
 
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json, to be given as ``--tokenizer``."""
-        self.tokenizer.save(str(path))
-
 
 @contextmanager
 def _errors_of_library(name: str) -> Iterator[None]:
