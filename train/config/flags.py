@@ -68,21 +68,6 @@ def _betas(text: str) -> tuple[float, ...]:
     return betas
 
 
-def _interval(text: str) -> int | str:
-    """Read steps, "20", or epochs, "0.5ep", which stay as they are written."""
-    if not text.endswith("ep"):
-        return count(text)
-    number(float, 0.001)(text.removesuffix("ep"))
-    return text
-
-
-def steps_of(interval: int | str, steps_per_epoch: int) -> int:
-    """Return how many steps an interval is, at least one unless it is 0."""
-    if isinstance(interval, int):
-        return interval
-    return max(1, round(float(interval.removesuffix("ep")) * steps_per_epoch))
-
-
 def in_utf8(text: str) -> str:
     """Read what a tokeniser is to take."""
     try:
@@ -289,11 +274,11 @@ class Settings:
         "warn if the attention entropy of a layer falls below this fraction of its maximum, or "
         "below a third of its recent median; 0 disables the warning",
     )
-    kappa_every: int | str = flag(
+    kappa_every: int = flag(
         20,
-        _interval,
-        "interval between samples of kappa, in steps or epochs: 20 or 0.5ep; the first and the "
-        "last step are always sampled; 0 disables sampling",
+        count,
+        "steps between samples of kappa; the first and the last step are always sampled; 0 "
+        "disables sampling",
     )
     kappa_samples: int | None = flag(
         None,
@@ -301,11 +286,8 @@ class Settings:
         "batch entries per rank in each sample of kappa (4), and held-out items over all ranks in "
         "each probe (16)",
     )
-    kappa_probe: int | str = flag(
-        0,
-        _interval,
-        "interval between measurements of kappa on fixed held-out items, in steps or epochs; 0 "
-        "disables them",
+    kappa_probe: int = flag(
+        0, count, "steps between measurements of kappa on fixed held-out items; 0 disables them"
     )
     qk_clip: float = flag(
         0.0,

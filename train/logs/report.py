@@ -109,13 +109,7 @@ class Report:
             table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
 
-    def open(
-        self,
-        first: int,
-        *,
-        unfinished: dict[str, Any] | None = None,
-        known: dict[str, Any] | None = None,
-    ) -> None:
+    def open(self, first: int, *, last_again: bool = False) -> None:
         """Open the files of JSON lines, and drop what they have from step ``first`` on.
 
         A run that begins anew, and was not told to go on or follows one that was finished, keeps
@@ -123,8 +117,7 @@ class Report:
 
         Args:
             first: step to go on with.
-            unfinished: row of the step before, if it is yet to be written, or again.
-            known: row of the step before, which is written unless it is there.
+            last_again: whether the row of the step before is yet to be written, or again.
         """
         if not self.is_main_process:
             return
@@ -133,8 +126,7 @@ class Report:
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
-        done = first - (unfinished is not None)
-        self.metrics = JsonLines(metrics, done, self.log, steps=_STEPS, **METRICS_ROW)
+        self.metrics = JsonLines(metrics, first - last_again, self.log, steps=_STEPS, **METRICS_ROW)
         kappa = self.folder / "kappa.jsonl"
         self.kappa = JsonLines(kappa, first, self.log, steps=_SAMPLED, **KAPPA_ROW)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log, steps=_SAMPLED)
@@ -145,8 +137,6 @@ class Report:
             probe = self.folder / "kappa_probe.jsonl"
             self.probe = JsonLines(probe, first, self.log, **KAPPA_ROW)
             self.logs.append(self.probe)
-        if known is not None and all(row["step"] != known["step"] for row in self.metrics.rows):
-            self.metrics.append([known])
 
     def keep(self, files: Mapping[str, str]) -> None:
         """Write files of text, by name, into the run's folder."""

@@ -33,7 +33,7 @@ class Task:
         test: the items that measure the best weights, once, at the end.
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
         about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
-            names; "images", of ``data.images.saved.about``.
+            names; "images", of ``data.images.about``.
         identity: digests of what a run that goes on must find as it was, by what it is in words,
             such as "the text under a.txt".
         files: text by the name of a file that the run's folder gets when it begins, such as the

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from leaner_kernels import ConditioningPenalty, KappaMonitor, QKClip
-from train.config.flags import Settings, steps_of
+from train.config.flags import Settings
 from train.data.sampler import held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
@@ -27,7 +27,6 @@ class Kappa:
         world: the processes.
         report: is passed the rows.
         alarms: is passed those of training steps.
-        steps_per_epoch: for what is every so many epochs.
         last: step of the run, which is sampled as the first is.
 
     Raises:
@@ -43,7 +42,6 @@ class Kappa:
         world: World,
         report: Report,
         alarms: Alarms,
-        steps_per_epoch: int,
         last: int,
     ):
         self.model, self.task, self.world, self.last = model, task, world, last
@@ -56,12 +54,12 @@ class Kappa:
             self.conditioning = ConditioningPenalty(model, settings.kappa_penalty)
         if settings.kappa_every:
             writers = [w for w in (report.tensorboard, report.wandb) if w is not None]
-            self.every = steps_of(settings.kappa_every, steps_per_epoch)
+            self.every = settings.kappa_every
             samples = settings.kappa_samples or SAMPLES
             self.monitor = KappaMonitor(
                 model, every=self.every, samples=samples, path=report.kappa, writer=writers
             )
-        self.probe_every = steps_of(settings.kappa_probe, steps_per_epoch)
+        self.probe_every = settings.kappa_probe
         if self.probe_every:
             self.probed = self._items()
             self.prober = KappaMonitor(model, samples=len(self.probed[0]))

@@ -162,16 +162,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
         report.log(f"resumed from {path}")
     report.keep(task.files)
-    kappa = Kappa(
-        model,
-        task,
-        settings,
-        world,
-        report,
-        alarms,
-        schedule.steps_per_epoch,
-        last=schedule.steps - 1,
-    )
+    last = schedule.steps - 1
+    kappa = Kappa(model, task, settings, world, report, alarms, last)
     return Run(
         passes=Passes(model, way, world),
         norms=norms,
@@ -201,14 +193,14 @@ def _take_up(
     alarms: Alarms,
 ) -> None:
     """Go on with the files of a run, and with its alarms."""
-    if unfinished is not None and not schedule.evaluation_is_due(progress.step):
-        # The run is to be longer than it was, and goes on without an evaluation here.
-        report.open(progress.step, known=unfinished)
-    else:
-        report.open(progress.step, unfinished=unfinished)
+    report.open(progress.step, last_again=unfinished is not None)
+    last = [] if unfinished is None else [unfinished]
+    if schedule.evaluation_is_due(progress.step):
         progress.unfinished = unfinished
+    elif report.is_main_process:
+        # The run is to be longer than it was, and goes on without an evaluation here.
+        report.metrics.append(last)
     if report.is_main_process:
-        last = [] if progress.unfinished is None else [progress.unfinished]
         alarms.replay(report.metrics.rows + last, report.kappa.rows)
     if progress.step < schedule.steps:
         report.begin_anew()

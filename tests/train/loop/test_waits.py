@@ -61,7 +61,7 @@ def run_of(name: str, precision: str, size: int) -> Any:
     model = parallel.make_model(task.build, world, seed=0, bf16=bf16, way="one")
     norms, report = BatchNorms(model), mock.MagicMock()
     schedule = Schedule(task, settings, world)
-    kappa = Kappa(model, task, settings, world, report, None, schedule.steps_per_epoch, 99)
+    kappa = Kappa(model, task, settings, world, report, None, 99)
     return SimpleNamespace(
         task=task,
         settings=settings,
