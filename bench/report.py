@@ -11,7 +11,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -351,24 +351,6 @@ def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     ]
 
 
-def accuracy() -> pd.DataFrame:
-    """Return what ``bench.kappa.accuracy`` found, by kind of spectrum."""
-    content = json.loads((RESULTS / "kappa_accuracy.json").read_text("utf-8"))
-    rows = pd.DataFrame.from_dict(content["kind"] | content["all"], "index")
-    return pd.DataFrame(
-        {
-            "spectrum": rows.index,
-            "matrices": rows["matrices"].to_numpy(),
-            "resolved": rows["resolved"].to_numpy(),
-            "singular": rows["singular"].to_numpy(),
-            "called resolved though singular": rows["singular_resolved"].to_numpy(),
-            "error to 10⁶": rows["to_1e6"].to_numpy(),
-            "to 3·10⁶": rows["to_3e6"].to_numpy(),
-            "of what is allowed, %": 100 * rows["allowed"].to_numpy(),
-        }
-    )
-
-
 def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return what ``bench.training`` measured, with the median ratio and its range."""
     return pd.DataFrame(
@@ -431,97 +413,6 @@ def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return beside(cells, [left["gpu"], left["stage"]], 1)
 
 
-class Goal(NamedTuple):
-    """What is to be reached: a figure that is at least, or at most, a bound.
-
-    Attributes:
-        text: in which the columns of a row have their values.
-        rows: of ``frames.standings`` or ``lean`` that have the goal, as ``query`` reads it.
-        figure: what is held to the bound, as ``DataFrame.eval`` reads it.
-        bound: likewise.
-        at_least: the figure must reach the bound; otherwise it may not pass it.
-    """
-
-    text: str
-    rows: str
-    figure: str
-    bound: str
-    at_least: bool = True
-
-
-KAPPA = "kind == 'kappa' and not cpu"
-VIT_BASE = (
-    "kind == 'model' and row == 'vit_base' and stage == 'training' and mode == 'compiled' "
-    "and not cpu"
-)
-BERT = "row == 'crammed_bert'"
-GOALS = (
-    *(
-        Goal(
-            f"{{case}} on an {gpu}: at most {ms} ms",
-            f"case == 'kappa_197x1024' and on.str.contains('{gpu}')",
-            *("1e3 * median", ms, False),
-        )
-        for gpu, ms in (("H200", "0.5"), ("A100", "0.8"), ("RTX A6000", "2.5"))
-    ),
-    Goal("{case}: 10 × as fast as {other}", KAPPA, "times_best", "10"),
-    Goal("{case}: 100 × as fast as svdvals", KAPPA, "times_default", "100"),
-    Goal(
-        "{case}: every=1 costs at most 2%",
-        *("kind == 'step' and every == 1 and not cpu", "100 * overhead", "2", False),
-    ),
-    Goal(
-        "{case}: 1.5 × the fastest peer, {other}",
-        "kind == 'attention' and op in ['cross_covariance', 'channel', 'window', 'outlook'] "
-        "and stage == 'both' and mode == 'graph'",
-        *("times_best", "1.5"),
-    ),
-    Goal("vit_base {variant}: 1.1 × compiled timm in training", VIT_BASE, "times_default", "1.1"),
-    Goal(
-        "vit_base original on an H200: 4,000 images/s in training",
-        f"{VIT_BASE} and variant == 'original' and on.str.contains('H200')",
-        *("images_per_s", "4000"),
-    ),
-    Goal(
-        "crammed_bert lean: 1.3 × {other}, {mode}",
-        f"kind == 'language' and {BERT} and variant == 'lean' and not cpu",
-        *("times_best", "1.3"),
-    ),
-)
-LEAN = "crammed_bert: lean 1.4 × the tokens/s of the original"
-GOALS_OF_LEAN = (
-    Goal(f"{LEAN}, eager", BERT, "1 / time", "1.4"),
-    Goal(f"{LEAN}, compiled", BERT, "1 / `time, compiled`", "1.4"),
-    Goal(
-        "{row}: lean over original memory at most the paper's {as printed:.2f}",
-        *("row != 'crammed_bert'", "peak", "`as printed`", False),
-    ),
-)
-
-
-def goals(standing: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """Return each goal that applies to what was measured, the best row that has it, a verdict."""
-    lines: dict[tuple[str, str], dict[str, Any]] = {}
-    for frame, declared in ((standing, GOALS), (ratios, GOALS_OF_LEAN)):
-        for goal in declared:
-            rows = frame.query(goal.rows)
-            rows = rows.assign(figure=rows.eval(goal.figure), bound=rows.eval(goal.bound))
-            for row in rows.dropna(subset=["figure", "bound"]).to_dict("records"):
-                figure, bound = row["figure"], row["bound"]
-                margin = figure / bound if goal.at_least else bound / figure
-                line = {
-                    "on": row["on"],
-                    "goal": goal.text.format(**row),
-                    "measured": frames.number(figure),
-                    "verdict": "met" if margin >= 1 else "**missed**",
-                    "margin": margin,
-                }
-                kept = lines.setdefault((line["on"], line["goal"]), line)
-                if margin > kept["margin"]:
-                    kept.update(line)
-    return pd.DataFrame(lines.values()).drop(columns="margin", errors="ignore")
-
-
 def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     """Return the tables of each page, of these files or else of bench/results.
 
@@ -532,15 +423,14 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     timed = frames.timed(results)
     if timed.empty:
         raise SystemExit("no measured rows in " + ", ".join(map(str, paths)))
-    standing, ratios = frames.standings(timed), lean(timed)
+    standing = frames.standings(timed)
     tables = {
         "runs": runs(results),
-        "goals": goals(standing, ratios),
         "attention": attention(standing),
         "kappa": kappa(standing),
         "monitor": monitor(standing),
         "models": models(standing),
-        "lean": ratios,
+        "lean": lean(timed),
         "unmeasured": unmeasured(results),
     }
     pages = {
@@ -552,7 +442,6 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     if not paths:
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
         tables |= {
-            "accuracy": accuracy(),
             "training": training(measured),
             "predicted": predicted(timed, predictions("predictions")),
         }
