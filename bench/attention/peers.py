@@ -15,7 +15,6 @@ import leaner_kernels
 from bench.attention.cases import AttentionCase
 from bench.harness.peers import AbsentError, Peer, compiled, found
 
-Build = Callable[[Any, torch.device], Callable[..., Tensor]]
 BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -68,15 +67,6 @@ def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
-def every_backend(sdpa: Build, layout: str = "heads") -> dict[str, Peer]:
-    """Return PyTorch's attention with the backend that it chooses, and with each by name."""
-    forced = {
-        name: Peer(sdpa, layout, context=partial(sdpa_kernel, backend))
-        for name, backend in BACKENDS.items()
-    }
-    return {"sdpa": Peer(sdpa, layout), **forced}
-
-
 def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> dict[str, Peer]:
     """Return our peers that also give statistics: plain, of a sampled step, and of an unsampled.
 
@@ -94,21 +84,6 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
 
     return {
         name: Peer(partial(build, sample), layout, ours=True) for name, sample in SAMPLES.items()
-    }
-
-
-def operator_peers(
-    leaner: Build, leaner_stats: Callable[..., Any], eager: Build, others: dict[str, Peer]
-) -> dict[str, Peer]:
-    """Return the peers of an operator: ours, with statistics too, the paper's code, and others."""
-    return {
-        "leaner": Peer(leaner, "packed", ours=True),
-        **every_sample(leaner_stats, "packed"),
-        "eager": Peer(eager, "packed"),
-        **others,
-        "eager_compiled": Peer(
-            lambda case, device: compiled(eager(case, device), device), "packed"
-        ),
     }
 
 
@@ -248,13 +223,18 @@ def _leaner(
     return partial(function, **options)
 
 
+# PyTorch's attention with each backend by name, beside the one that it chooses.
+FORCED = {
+    name: Peer(_sdpa, context=partial(sdpa_kernel, backend)) for name, backend in BACKENDS.items()
+}
 PEERS = {
     "leaner_attention": Peer(partial(_leaner, "attention"), ours=True),
     # The operator below it, which never calls a library.
     "leaner_kernel": Peer(_leaner_kernel, ours=True),
     "leaner_packed": Peer(partial(_leaner, "attention_qkvpacked"), "packed", ours=True),
     **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
-    **every_backend(_sdpa),
+    "sdpa": Peer(_sdpa),
+    **FORCED,
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
     "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
     "eager": Peer(_eager),
@@ -275,9 +255,8 @@ PEERS = {
     },
     "sdpa_padded": Peer(_sdpa, ragged=True),
     **{
-        f"{name}_padded": replace(peer, ragged=True)
-        for name, peer in every_backend(_sdpa).items()
-        if name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
+        f"{name}_padded": replace(FORCED[name], ragged=True)
+        for name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
     },
     "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
     "eager_padded": Peer(_eager, ragged=True),

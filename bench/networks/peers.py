@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.attention.vision import cross_covariance
+from bench.attention.operators import cross_covariance
 from bench.harness.peers import AbsentError, found
 from bench.networks.cases import Batch
 

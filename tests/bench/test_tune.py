@@ -5,17 +5,15 @@ import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
-from bench.attention.nystrom import CASES as NYSTROM_CASES
-from bench.attention.vision import CASES as VISION_CASES
+from bench.attention.operators import CASES
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule
 from tests.tile_tables import TABLES
 
 BF16 = torch.bfloat16
-SMALLEST = sorted(VISION_CASES, key=lambda case: -case.bytes("forward"))
+SMALLEST = sorted(CASES, key=lambda case: -case.bytes("forward"))
 EVERY = {case.op: case for case in SMALLEST} | {
-    "nystrom": NYSTROM_CASES[0],
     "short": AttentionCase("short", "cuda", 2, 4, 50, 10, BF16),
     "tiny": AttentionCase("tiny", "cuda", 2, 4, 16, 10, BF16),
     "middle": AttentionCase("middle", "cuda", 24, 12, 197, 64, BF16),

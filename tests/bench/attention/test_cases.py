@@ -6,7 +6,7 @@ import torch
 import leaner_kernels
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.catalogue import ATTENTION_CASES
-from bench.attention.vision import VisionCase
+from bench.attention.operators import OperatorCase
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in ATTENTION_CASES}
@@ -75,7 +75,7 @@ def test_crossed_and_ragged_scores_are_counted_row_by_row(queries, lengths, caus
 
 @pytest.mark.parametrize("op", ["cross_covariance", "channel", "window", "outlook"])
 def test_the_public_function_takes_the_shapes_and_parameters(op):
-    case = VisionCase(op, "cpu", op, 2, 6, 3, 4, torch.float32, window=3)
+    case = OperatorCase(op, "cpu", op, 2, 6, 3, 4, torch.float32, window=3)
     inputs = [torch.randn(shape) for shape in case.input_shapes]
     function = getattr(leaner_kernels, f"{op}_attention")
     assert function(*inputs, **case.params).shape == case.out_shape
