@@ -22,17 +22,20 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-import leaner_kernels  # noqa: F401  (registers the operators)
+from bench.attention.cases import AttentionCase
+from bench.attention.gate import AttentionProblem
+from bench.attention.peers import PEERS
 from bench.harness import clock, command
+from bench.harness.checked import one_call
+from bench.harness.gate import Inputs
+from bench.harness.peers import AbsentError
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
@@ -41,7 +44,7 @@ DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
 SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
 COMPILING = 10  # processes that fill Triton's cache beforehand
-REPLAYS, SECONDS = 7, 0.002
+SECONDS = 0.05  # about how long a call is timed
 
 
 class Shape(NamedTuple):
@@ -53,9 +56,18 @@ class Shape(NamedTuple):
     tokens: int
 
     @property
-    def batch(self) -> int:
-        """How many sequences."""
-        return max(1, TOKENS_OF_A_BATCH // self.tokens)
+    def case(self) -> AttentionCase:
+        """The shape as a case of the benchmarks."""
+        batch = max(1, TOKENS_OF_A_BATCH // self.tokens)
+        lengths = (self.tokens,) * batch if self.kind == "varlen" else ()
+        sizes = batch, HEADS, self.tokens, self.head_dim, torch.bfloat16
+        return AttentionCase("", DEVICE, *sizes, causal=self.causal, lengths=lengths)
+
+    @property
+    def inputs(self) -> Inputs:
+        """Random tensors of it."""
+        problem = AttentionProblem(self.case, torch.device(DEVICE), copies=1)
+        return problem.inputs("varlen" if self.kind == "varlen" else "heads")[0]
 
 
 def _shapes() -> Iterator[Shape]:
@@ -78,74 +90,45 @@ def _shapes() -> Iterator[Shape]:
 SHAPES = tuple(_shapes())
 
 
-def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]:
-    """Return what is compared, by name, and its tensors: q, k, v and the output's gradient."""
-    _, dim, causal, tokens = shape
-    dense = shape.kind == "dense"
-    size = (shape.batch, HEADS, tokens, dim) if dense else (shape.batch * tokens, HEADS, dim)
-    tensors = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
-    if dense:
-        params = None, 0.0, causal, dim**-0.5, 0.0, -1, -1
-        kernel = torch.ops.leaner_kernels.attention
-        return {
-            "ours": lambda q, k, v: kernel(q, k, v, None, None, *params)[0],
-            "library": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
-        }, tensors
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts = torch.arange(shape.batch + 1, device=DEVICE, dtype=torch.int32) * tokens
-    starts, longest = (starts, starts), (tokens, tokens)
-    window = (-1, 0) if causal else (-1, -1)
-    kernel = torch.ops.leaner_kernels.attention_varlen
-    params = None, *longest, 0.0, causal, dim**-0.5, -1, -1
-    return {
-        "ours": lambda q, k, v: kernel(q, k, v, *starts, *params)[0],
-        "library": lambda q, k, v: varlen_attn(q, k, v, *starts, *longest, window_size=window),
-    }, tensors
+def _varlen_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    """Return the operator below ``attention_varlen``, which never calls a library."""
+    starts, kernel = case.offsets(device), torch.ops.leaner_kernels.attention_varlen
+    rest = starts, starts, None, case.tokens, case.tokens, 0.0, case.causal, case.scale, -1, -1
+    return lambda q, k, v: kernel(q, k, v, *rest)[0]
 
 
-def gradients(forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
-    """Run forward and backward."""
-    return torch.autograd.grad(forward(), leaves, grad)
+# What is compared, and how it is built, by the kind of shape.
+SIDES = {
+    "dense": {"ours": PEERS["leaner_kernel"].build, "library": PEERS["sdpa"].build},
+    "varlen": {"ours": _varlen_kernel, "library": PEERS["torch_varlen"].build},
+}
 
 
 def run_once(shapes: Sequence[Shape]) -> None:
     """Compile our kernels of some shapes, which leaves them in Triton's cache on the disk."""
     for shape in shapes:
-        functions, (*leaves, grad) = calls(shape)
-        leaves = [t.requires_grad_() for t in leaves]
-        gradients(partial(functions["ours"], *leaves), leaves, grad)
+        function = SIDES[shape.kind]["ours"](shape.case, torch.device(DEVICE))
+        one_call("both", function)(shape.inputs)
     torch.cuda.synchronize()
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the median seconds of a call, of CUDA graphs that replay it."""
-    timer = clock.Clock(DEVICE)
-    torch.cuda.synchronize()  # the inputs were made on another stream
-    with torch.cuda.stream(clock.capture_stream()):
-        once = clock.seconds(call, timer, rounds=1)
-        timer.calls = max(1, min(50, round(SECONDS / once)))
-        run = clock.graph_round(lambda _: call(), [None], timer.calls)
-        return clock.seconds(run, timer, REPLAYS)
 
 
 def measure_shape(shape: Shape) -> dict[str, Any]:
     """Return the microseconds of a shape; a library that refuses it has None."""
-    functions, (*leaves, grad) = calls(shape)
-    leaves = [t.requires_grad_() for t in leaves]
-    row: dict[str, Any] = {**shape._asdict(), "batch": shape.batch, "heads": HEADS}
-    outs = {}
-    for name, function in functions.items():
+    case, inputs = shape.case, shape.inputs
+    row: dict[str, Any] = {**shape._asdict(), "batch": case.batch, "heads": HEADS}
+    outs = []
+    for name, build in SIDES[shape.kind].items():
         try:
-            outs[name] = function(*leaves).detach()
-            forward = partial(function, *leaves)
-            row[f"{name}_forward"] = 1e6 * seconds(forward)
-            row[f"{name}_both"] = 1e6 * seconds(partial(gradients, forward, leaves, grad))
-        except RuntimeError as error:
+            function = build(case, torch.device(DEVICE))
+            outs.append(function(*inputs.leaves).detach().float())
+            for direction in ("forward", "both"):
+                call = one_call(direction, function)
+                row[f"{name}_{direction}"] = 1e6 * clock.timed(call, [inputs], DEVICE, SECONDS)
+        except (AbsentError, RuntimeError) as error:
             row[f"{name}_forward"] = row[f"{name}_both"] = None
             row[f"{name}_refuses"] = str(error).splitlines()[0][:120]
     if len(outs) == 2:
-        row["difference"] = (outs["ours"].float() - outs["library"].float()).abs().max().item()
+        row["difference"] = (outs[0] - outs[1]).abs().max().item()
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 

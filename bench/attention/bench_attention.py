@@ -1,12 +1,10 @@
 """Attention of every kind, forward, backward and both, against every peer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
@@ -32,12 +30,8 @@ def rows() -> Iterator[Any]:
 
 def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
     """Time one row, and add what it cost to the benchmark's ``extra_info``."""
-    captured = row.mode == "graph"
     call = one_call(row.what, function)
-    if captured:
-        torch.cuda.synchronize()  # the inputs were made on another stream
-    stream = torch.cuda.stream(clock.capture_stream()) if captured else nullcontext()
-    with peers_of(row.case)[row.name].context(), stream:
+    with peers_of(row.case)[row.name].context(), clock.capturing(row.mode):
         if row.what == "backward":
             sets = [(function(*inputs.leaves), inputs) for inputs in sets]
         run_round = clock.record(
@@ -48,7 +42,7 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
             info["clocks_mhz"] = machine.Gpu(0).clocks_mhz
         if row.mode == "eager":
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
-        if captured and row.what == "both":
+        if row.mode == "graph" and row.what == "both":
             info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
 
 

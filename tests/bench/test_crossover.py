@@ -86,13 +86,15 @@ def test_the_committed_rules_are_those_of_the_committed_sweep(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])
-def test_both_sides_of_a_shape_compute_the_same(kind: str, monkeypatch: Any) -> None:
-    """On a CPU, where PyTorch has no varlen attention, ours alone."""
+def test_a_shape_is_measured_on_both_sides(kind: str, monkeypatch: Any) -> None:
+    """On a CPU, where PyTorch has no varlen attention."""
     monkeypatch.setattr(crossover, "DEVICE", "cpu")
     monkeypatch.setattr(crossover, "TOKENS_OF_A_BATCH", 64)
-    functions, (*leaves, _) = crossover.calls(Shape(kind, 16, True, 32))
-    outs = [functions["ours"](*leaves)]
+    row = crossover.measure_shape(Shape(kind, 16, True, 32))
+    assert (row["kind"], row["batch"], row["heads"]) == (kind, 2, 16)
+    assert min(row["ours_forward"], row["ours_both"]) > 0
     if kind == "dense":
-        outs.append(functions["library"](*leaves))
-    assert outs[0].shape == leaves[0].shape
-    assert (outs[0] - outs[-1]).abs().max() < 0.02  # bfloat16, of values up to 3
+        assert row["library_both"] > 0
+        assert row["difference"] < 0.02  # bfloat16, of values up to 3
+    else:
+        assert (row["library_both"], row["library_refuses"]) == (None, "runs on CUDA only")
