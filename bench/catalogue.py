@@ -1,9 +1,8 @@
 """List all cases in the order in which they are measured."""
 
 from bench.attention.catalogue import ATTENTION_CASES
-from bench.harness.steps import STEP_CASES
 from bench.kappa.spectra import MATRIX_CASES
-from bench.networks.cases import PAPER_CASES
+from bench.networks.cases import PAPER_CASES, STEP_CASES
 
 # What bench/gpu.sh checks before anything is timed: a shape of each kind of attention.
 ONE_OF_EACH = (

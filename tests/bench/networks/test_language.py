@@ -82,11 +82,10 @@ def test_a_quarter_of_the_tokens_is_masked_for_bert():
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
 def test_transformers_models_of_the_rows_have_parameters_within_a_percent(case):
     pytest.importorskip("transformers")
-    for build, differs in TRANSFORMERS[case.architecture].values():
+    for build in TRANSFORMERS[case.architecture].values():
         with torch.device("meta"):
             theirs = sum(weight.numel() for weight in build(case.config).parameters())
         assert abs(theirs / case.entry.audited_params - 1) < 0.01
-        assert differs
 
 
 def test_gpt2_of_transformers_is_our_model_but_for_its_biases():
