@@ -18,13 +18,12 @@ import pandas as pd
 from bench import frames
 from bench.harness import command
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
-from models import papers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = frames.RESULTS, ROOT / "docs"
 PAGES = {
     "README": ROOT / "README.md",
-    **{name: DOCS / f"{name}.md" for name in ("faster", "train", "results", "resources")},
+    **{name: DOCS / f"{name}.md" for name in ("faster", "results", "resources")},
 }
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
 RATIOS = {
@@ -62,17 +61,6 @@ HEADLINE = (
     *("vit_huge", "long_1024"),
 )
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
-# What the paper prints of a row, the first of these, and how a page calls it.
-PRINTED = {
-    "top1": "% top-1",
-    "glue": "GLUE",
-    "val_loss": "held-out loss",
-    "accuracy": "%",
-}
-# What a recipe trains on: 300 epochs of ImageNet-1k; ten billion tokens; 2,000 batches of 128 × 64.
-IMAGES = 300 * 1_281_167
-TOKENS = {"crammed_bert": 10**10, "gpt2_tinystories": 2000 * 128 * 64}
-SAME_NETWORK = {"deit_base": "vit_base", "deit_large": "vit_large"}
 BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 
 
@@ -177,46 +165,6 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
     names = list(STEPS.values())
     lines.sort(key=lambda line: (names.index(line["training step"].split(",")[0]), line["called"]))
     return pd.DataFrame(lines)
-
-
-def reproduce(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the paper: what it prints, and hours predicted from measured steps."""
-    steps = timed[
-        (timed["on"] == "NVIDIA H200")  # as the column is called
-        & (timed["stage"] == "training")
-        & timed["peer"].isin(["leaner", "leaner_compiled"])
-    ]
-    rates = steps["images_per_s"].fillna(steps["tokens_per_s"])
-    fastest = rates.groupby([steps["row"], steps["variant"]]).max()
-    by_row: dict[str, dict[str, papers.PaperRow]] = {}
-    for (name, variant), row in papers.ROWS.items():
-        if row.printed:
-            by_row.setdefault(name, {})[variant] = row
-    lines = []
-    for name, variants in by_row.items():
-        row = variants["original"]
-        measure = next(measure for measure in PRINTED if measure in row.printed)
-        printed = [f"{variants[variant].printed[measure]:g}" for variant in variants]
-        items = IMAGES if row.takes_images else TOKENS.get(name)
-        hours = []
-        for variant in variants:
-            rate = fastest.get((SAME_NETWORK.get(name, name), variant))
-            known = rate is not None and items is not None
-            hours.append(duration(items / rate) if known else "not measured")
-        lines.append(
-            {
-                "row": name,
-                "the paper's batch": f"{8 if row.takes_images else 1} × {row.batch}",
-                "time on one H200, predicted": " / ".join(dict.fromkeys(hours)),
-                "the paper's result": f"{' / '.join(printed)} {PRINTED[measure]}",
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def duration(seconds: float) -> str:
-    """Return hours, or seconds where they are few."""
-    return f"{seconds / 3600:.1f} h" if seconds >= 600 else f"{seconds:.0f} s"
 
 
 def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -360,11 +308,8 @@ def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             "ours": row["ours"],
             "theirs": row["theirs"],
             "whose": row["peer"],
-            "ours / theirs": statistics.median(row["ratios"]) if row["ratios"] else None,
-            "of each turn": f"{frames.number(min(row['ratios']))} to "
-            f"{frames.number(max(row['ratios']))}"
-            if row["ratios"]
-            else "",
+            "ours / theirs": statistics.median(row["ratios"]),
+            "of each turn": " to ".join(frames.number(end(row["ratios"])) for end in (min, max)),
         }
         for row in rows
     )
@@ -436,7 +381,6 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     pages = {
         "README": {"headline": headline(timed)},
         "faster": {"steps": steps(timed), "front": front(timed)},
-        "train": {"reproduce": reproduce(timed)},
         "results": tables,
     }
     if not paths:
