@@ -1,14 +1,14 @@
-"""Find where PyTorch's attention is faster than ours, and write the rules that dispatch to it.
+"""Find where PyTorch's attention is faster than ours, and print the rules that dispatch to it.
 
     python -m bench.crossover --sweep FILE   # on a GPU, about two minutes; writes JSON
-    python -m bench.crossover FILE...        # of one GPU; replaces its rules in library.toml
+    python -m bench.crossover FILE           # prints the GPU's section of library.toml
 
 The sweep times self-attention in bfloat16 without mask, lengths and dropout, dense and varlen
 (sequences of one length, end to end), forward alone and with its backward: our kernel beside what
 everybody has, ``scaled_dot_product_attention`` with the backend that it chooses and
 ``torch.nn.attention.varlen``.
 
-The rules, in ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
+The rules, for ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
 dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
 runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
 that it loses, ours is called.
@@ -16,10 +16,8 @@ that it loses, ours is called.
 
 import json
 import multiprocessing
-import re
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import groupby, product
@@ -37,8 +35,6 @@ from bench.harness.checked import one_call
 from bench.harness.gate import Inputs
 from bench.harness.peers import AbsentError
 
-ROOT = Path(__file__).resolve().parents[1]
-LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
 SPREAD = 1.03  # two runs of one kernel differ by as much
 DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
@@ -149,25 +145,20 @@ def sweep(path: Path, limit: float) -> None:
         command.write(path, rows, **origin)
 
 
-def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
-    """Return the capability of the GPU and the rows of all files.
+def read(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return the capability of the GPU and the rows of a file.
 
     Raises:
-        SystemExit: a file cannot be read, is no sweep, or is of another GPU, in one line.
+        SystemExit: it cannot be read or is no sweep, in one line.
     """
-    rows, gpus = [], set()
-    for path in paths:
-        try:
-            table = json.loads(path.read_text("utf-8"))
-            gpus.add(table["machine_info"]["gpu"]["compute_capability"])
-            rows += table["rows"]
-        except OSError as error:
-            raise SystemExit(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path}: not written by bench.crossover ({error!r})") from None
-    if len(gpus) > 1:
-        raise SystemExit(f"all files must be of one GPU, got compute capabilities {sorted(gpus)}")
-    return int(gpus.pop().replace(".", "")), rows
+    try:
+        table = json.loads(path.read_text("utf-8"))
+        capability = table["machine_info"]["gpu"]["compute_capability"]
+        return int(capability.replace(".", "")), list(table["rows"])
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: not written by bench.crossover ({error!r})") from None
 
 
 def ranges(times: dict[int, float]) -> list[list[int]]:
@@ -205,39 +196,21 @@ def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def section(capability: int, source: str, table: Sequence[dict[str, Any]]) -> str:
-    """Render the rules of a GPU as ``library.toml`` has them."""
-    lines = ["[[gpus]]", f"capabilities = [{capability}]", f'source = "{source}"', "rules = ["]
-    for rule in table:
+def section(path: Path) -> str:
+    """Return the rules of a sweep's GPU as ``library.toml`` has them."""
+    capability, rows = read(path)
+    head = f'[[gpus]]\ncapabilities = [{capability}]\nsource = "bench/results/{path.name}"'
+    lines = [head, "rules = ["]
+    for rule in rules(rows):
         fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
         lines.append(f"  {{ {fields} }},")
     return "\n".join([*lines, "]", ""])
 
 
-def without(part: str, capability: int) -> str:
-    """Return a section without a GPU that now has one of its own, empty if it was the only one."""
-    gpus = tomllib.loads(part)["gpus"][0]["capabilities"]
-    left = [gpu for gpu in gpus if gpu != capability]
-    if gpus and not left:
-        return part.partition("\n]\n")[2].strip()  # a comment on the next section
-    return part.replace(f"capabilities = {gpus}", f"capabilities = {left}", 1)
-
-
-def replace_rules(results: Sequence[Path], output: Path) -> None:
-    """Write the rules of a measured GPU in the place of those that it had."""
-    capability, rows = read(results)
-    source = ", ".join(f"bench/results/{path.name}" for path in results)
-    new = section(capability, source, list(rules(rows)))
-    head, *parts = re.split(r"(?m)^(?=\[\[gpus\]\])", output.read_text("utf-8"))
-    kept = [other for part in parts if (other := without(part, capability))]
-    output.write_text("\n\n".join(part.strip() for part in (head, new, *kept)) + "\n", "utf-8")
-    sys.stdout.write(f"{output}: rules of compute capability {capability} written\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Sweep, or read the files and write the rules."""
+    """Sweep, or read a file and print the rules."""
     parser = command.parser("bench.crossover", __doc__)
-    parser.add_argument("results", nargs="*", type=Path, help="JSON files of --sweep")
+    parser.add_argument("result", nargs="?", type=Path, help="JSON file of --sweep")
     parser.add_argument("--sweep", type=Path, metavar="FILE", help="time every shape, into FILE")
     parser.add_argument(
         "--seconds",
@@ -245,21 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=150,
         help="with --sweep, start no new shape after this many seconds (150)",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=LIBRARY,
-        help="file of rules to update (leaner_kernels/ops/attention/library.toml)",
-    )
     options = parser.parse_args(arguments)
-    if bool(options.results) == bool(options.sweep):
-        parser.error("give either --sweep FILE or the files of a sweep")
+    if bool(options.result) == bool(options.sweep):
+        parser.error("give either --sweep FILE or the file of a sweep")
     if options.sweep:
         command.need_gpu("bench.crossover --sweep")
         sweep(options.sweep, options.seconds)
     else:
-        replace_rules(options.results, options.output)
+        sys.stdout.write(section(options.result))
 
 
 if __name__ == "__main__":
