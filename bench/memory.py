@@ -30,33 +30,29 @@ def table_rows() -> list[str]:
     return list(dict.fromkeys(r.row for r in papers.ROWS.values() if r.variant == "lean"))
 
 
-def records(
-    rows: Sequence[str],
-    batch: int | None,
-    precision: memory.Precision,
-    recompute: bool,
-    eager: int = 0,
-) -> Iterator[dict[str, Any]]:
-    """Yield one record for each model: bytes predicted and measured, and the paper's ratio."""
+def records(rows: Sequence[str], batch: int | None, **options: Any) -> Iterator[dict[str, Any]]:
+    """Yield one record for each model: bytes predicted and measured, and the paper's ratio.
+
+    Args:
+        rows: of ``table_rows``.
+        batch: samples in a step; None for the paper's.
+        **options: ``precision``, ``recompute`` and ``eager``, as in ``models.memory.Step``.
+    """
     for row in rows:
         size = memory.paper_batch_size(row) if batch is None else batch
         original: dict[str, Any] = {}
         for variant in ("original", "lean"):
             model = partial(papers.build, row, variant)
-            options = {"precision": precision, "recompute": recompute, "eager": eager}
             predicted = memory.predict(model, size, **options)
             measured = measure(model, size, **options) if torch.cuda.is_available() else None
-            record = {
-                "row": row,
-                "variant": variant,
-                "batch": size,
-                **options,
+            printed = papers.ROWS[row, variant].printed.get("memory_gb")
+            record = {"row": row, "variant": variant, "batch": size, **options}
+            record |= {
                 "predicted": vars(predicted) | {"total": predicted.total},
                 "measured": measured,
-                "printed_memory_gb": papers.ROWS[row, variant].printed.get("memory_gb"),
+                "printed_memory_gb": printed,
             }
             original = original or record
-            printed = record["printed_memory_gb"]
             record["ratio"] = predicted.total / original["predicted"]["total"]
             record["ratio_measured"] = measured and measured / original["measured"]
             record["ratio_paper"] = printed and printed / original["printed_memory_gb"]
@@ -101,26 +97,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
     parser = command.parser("bench.memory", __doc__)
-    parser.add_argument(
-        "--row",
-        action="append",
-        metavar="NAME",
-        help="row of the paper to predict; may be repeated (all)",
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
-    parser.add_argument(
-        "--precision",
-        choices=memory.PRECISIONS,
-        default="bf16",
-        help="precision of the step (bf16)",
-    )
-    parser.add_argument(
-        "--ac",
-        choices=("none", "full"),
-        default="none",
-        help="activation checkpointing: full recomputes every block (none)",
-    )
-    parser.add_argument(
+    option = parser.add_argument
+    option("--row", action="append", choices=table_rows(), help="a row; may be repeated (all)")
+    option("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
+    option("--precision", choices=memory.PRECISIONS, default="bf16", help="of the step (bf16)")
+    option("--ac", choices=("none", "full"), default="none", help="full: recompute blocks (none)")
+    option(
         "--eager",
         type=int,
         choices=(0, 1, 2),
@@ -128,17 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="use eager softmax attention, which keeps 1 or 2 tensors of scores per layer; 0 uses "
         "our kernels (0)",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one model per line")
+    option("--json", action="store_true", help="print a JSON list, one model per line")
     flags = parser.parse_args(arguments)
-    rows = flags.row or table_rows()
-    unknown = [row for row in rows if row not in table_rows()]
-    if unknown:
-        parser.error(f"--row must be one of {', '.join(table_rows())}, got {unknown[0]}")
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
     if flags.eager and flags.ac == "full":
         parser.error("--eager needs --ac none, got full")
-    found = list(records(rows, flags.batch, flags.precision, flags.ac == "full", flags.eager))
+    options = {"precision": flags.precision, "recompute": flags.ac == "full", "eager": flags.eager}
+    found = list(records(flags.row or table_rows(), flags.batch, **options))
     if flags.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     else:
