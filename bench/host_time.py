@@ -18,6 +18,7 @@ import time
 import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import leaner_kernels
 from bench.harness import command
@@ -58,30 +59,20 @@ def cases() -> list[HostCase]:
 
     def packed_torch(qkv: Tensor) -> Tensor:
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
-
-    def with_lengths(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return leaner_kernels.attention(query, key, value, key_lengths=lengths)
-
-    def with_mask(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, seen)
+        return sdpa(query, key, value).transpose(1, 2)
 
     def varlen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return leaner_kernels.attention_varlen(query, key, value, starts, TOKENS // 2)
 
-    plain = F.scaled_dot_product_attention
     tokens = [(TOKENS, HEADS, DIM)] * 3
+    ours, ours_packed = leaner_kernels.attention, leaner_kernels.attention_qkvpacked
+    with_lengths = partial(ours, key_lengths=lengths)
+    with_mask = partial(sdpa, attn_mask=seen)
     return [
-        HostCase(
-            "`attention_qkvpacked`",
-            leaner_kernels.attention_qkvpacked,
-            packed_torch,
-            packed,
-            packed,
-        ),
-        HostCase("`attention`", leaner_kernels.attention, plain, split, split),
+        HostCase("`attention_qkvpacked`", ours_packed, packed_torch, packed, packed),
+        HostCase("`attention`", ours, sdpa, split, split),
         HostCase("`attention`, key_lengths", with_lengths, with_mask, split, split),
-        HostCase("`attention_varlen`", varlen, plain, tokens, split),
+        HostCase("`attention_varlen`", varlen, sdpa, tokens, split),
     ]
 
 
