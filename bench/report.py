@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/results.md and docs/resources.md from bench/results.
+"""Fill the tables of README.md, docs/faster.md and docs/results.md from bench/results.
 
 ``python -m bench.report`` rewrites what stands between the pages' markers and draws
 docs/results.png; ``--check`` only compares the pages. With files named, their tables go to standard
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = frames.RESULTS, ROOT / "docs"
 PAGES = {
     "README": ROOT / "README.md",
-    **{name: DOCS / f"{name}.md" for name in ("faster", "results", "resources")},
+    **{name: DOCS / f"{name}.md" for name in ("faster", "results")},
 }
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
 RATIOS = {
@@ -315,25 +315,6 @@ def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     )
 
 
-def kernels_by_gpu(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return what the kernels of a name take on an architecture, at the worst of their launches."""
-    frame = pd.DataFrame(rows)
-    frame["kernels"] = frame["kernel"].str.strip("_").str.split("_").str[0]
-    frame["pass"] = frame["kernel"].str.contains("bwd").map({True: "backward", False: "forward"})
-    frame["gpu"] = "sm_" + frame["capability"].astype(str)
-    by = frame.groupby(["kernels", "pass", "gpu"], sort=False)
-    worst = by.agg(registers=("registers", "max"), fewest=("programs_per_sm", "min"))
-    spills = by["spills"].max().map(lambda spills: f", {spills} s" if spills else "")
-    cells = worst["registers"].astype(str) + " / " + worst["fewest"].astype(str) + spills
-    return cells.rename("").reset_index()
-
-
-def resources() -> pd.DataFrame:
-    """Return ``kernels_by_gpu`` of the committed table, GPUs next to each other."""
-    cells = kernels_by_gpu(json.loads((RESULTS / "resources.json").read_text("utf-8"))["rows"])
-    return beside(cells[["kernels", ""]], [cells["pass"], cells["gpu"]], 1)
-
-
 def predictions(name: str) -> pd.DataFrame:
     """Return the rows of a file of ``bench.gpu_model.predictions``."""
     content = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
@@ -389,7 +370,6 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
             "training": training(measured),
             "predicted": predicted(timed, predictions("predictions")),
         }
-        pages["resources"] = {"resources": resources()}
     return pages
 
 

@@ -1,8 +1,8 @@
 """Report the GPU resources of every shipped attention kernel by compiling it without a GPU.
 
-``python -m bench.resources --write`` writes bench/results/resources.json, which
-``python -m bench.report`` shows in docs/resources.md; tests/aot compiles softmax attention again
-and fails where it is worse. The launches are what the CUDA operators request on each case.
+``python -m bench.resources --write`` writes bench/results/resources.json; tests/aot compiles
+softmax attention again and fails where it is worse. The launches are what the CUDA operators
+request on each case.
 ``python -m bench.gpu_model CASE`` prints those of one case.
 """
 
@@ -42,29 +42,21 @@ def table_cases() -> list[AnyCase]:
     return [*cases, *different.values()]
 
 
-def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Yield the name of every row, without compiling anything."""
-    for name, _ in _launches(cases, gpus):
-        yield name
+def launches(
+    cases: Iterable[AnyCase], gpus: Iterable[int]
+) -> Iterator[tuple[dict[str, Any], Launch]]:
+    """Yield the name of every row with its launch, without compiling anything."""
+    for case, gpu in product(cases, gpus):
+        for launch, found in call_of(case).launches(gpu).items():
+            for one in found:
+                yield dict(zip(KEYS, (case.name, launch, gpu, one.name))), one
 
 
 def rows(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes."""
-    for name, one in _launches(cases, gpus):
+    for name, one in launches(cases, gpus):
         used = compile_launch(one, name["capability"])
         yield name | {figure: getattr(used, figure) for figure in FIGURES}
-
-
-def _launches(
-    cases: Iterable[AnyCase], gpus: Iterable[int]
-) -> Iterator[tuple[dict[str, Any], Launch]]:
-    for case, gpu in product(cases, gpus):
-        for launch, found in call_of(case).launches(gpu).items():
-            yield from ((_name(case, launch, gpu, one), one) for one in found)
-
-
-def _name(case: AnyCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
-    return dict(zip(KEYS, (case.name, launch, capability, one.name)))
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -98,15 +90,6 @@ def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
         yield f"{row['programs_per_sm']} programs fit, the table has {limit['programs_per_sm']}"
 
 
-def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
-    """Compile everything for these GPUs; return the table."""
-    found: list[dict[str, Any]] = []
-    for case in cases:
-        found += rows([case], gpus)
-        sys.stderr.write(f"{case.name}: {len(found)} rows\n")
-    return {"versions": {name: version(name) for name in ("triton", "torch")}, "rows": found}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = command.parser("bench.resources", __doc__)
@@ -114,9 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--write", action="store_true", required=True, help="write bench/results/resources.json"
     )
     parser.parse_args(arguments)
-    table = measure(table_cases(), IN_TABLE)
-    kept = [{name: row[name] for name in (*KEYS, *KEPT)} for row in table["rows"]]
-    command.write(TABLE, kept, versions=table["versions"])
+    kept: list[dict[str, Any]] = []
+    for case in table_cases():
+        found = rows([case], IN_TABLE)
+        kept += ({name: row[name] for name in (*KEYS, *KEPT)} for row in found)
+        sys.stderr.write(f"{case.name}: {len(kept)} rows\n")
+    versions = {name: version(name) for name in ("triton", "torch")}
+    command.write(TABLE, kept, versions=versions)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The kernels of the other operators, compiled for GPUs this machine does not have.
 
-The benchmark's cases on every GPU are in docs/resources.md; here are other dtypes and head
-dimensions, with what takes the most registers.
+The benchmark's cases on every GPU are in bench/results/resources.json; here are other dtypes and
+head dimensions, with what takes the most registers.
 """
 
 import os

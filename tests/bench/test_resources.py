@@ -129,8 +129,8 @@ def test_spills_in_loops_are_for_releases_that_tiles_were_not_chosen_with(
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    names = resources.names(resources.table_cases(), resources.IN_TABLE)
-    launched = list(map(resources.key, names))
+    rows = resources.launches(resources.table_cases(), resources.IN_TABLE)
+    launched = [resources.key(name) for name, _ in rows]
     assert [resources.key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
     # Of Nyström attention one case of each number of landmarks.
