@@ -21,11 +21,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from bench import host_time
 from bench.attention.operators import OperatorCase
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
 from leaner_kernels.ops import _launch
 from leaner_kernels.ops.attention import op
+from tests.aot import pretended_gpu
 
 BF16 = torch.bfloat16
 
@@ -80,7 +80,7 @@ def launched() -> Iterator[list[Launched]]:
 
         return run
 
-    with host_time.driver(launcher, device=0), caches(dict):
+    with pretended_gpu.driver(launcher, device=0), caches(dict):
         LOG.clear()
         yield LOG
 
