@@ -91,36 +91,36 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
     rows = timed[(timed["kind"] == "attention") & (timed["stage"] == "both") & ~timed["cpu"]]
-    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "")]
-    lines = []
-    for (_, case), here in rows.groupby(["on", "case"], sort=False):
-        kernels, peers = here[here["peer"].isin(OWN_KERNELS)], here[~here["ours"]]
-        if case not in LABELS or kernels.empty or peers.empty:
-            continue
-        kernel, best = (rows.nsmallest(1, "median").iloc[0] for rows in (kernels, peers))
-        defaults = [peers[peers["peer"] == name] for name in frames.DEFAULTS]
-        default = next((rows.iloc[0] for rows in defaults if len(rows)), best)
-        dispatched = kernel["peer"] == "leaner_kernel" and find_rule_of_library(
-            int(kernel["capability"].replace(".", "")),
-            *(False, bool(kernel["causal"]), True, int(kernel["head_dim"]), int(kernel["tokens"])),
-        )
-        ours = default if dispatched else kernel
-        time = frames.number(1e6 * kernel["median"])
-        lines.append(
-            {
-                "attention, forward + backward": LABELS[case],
-                "B·H·N·D": kernel["size"].replace(",", "").replace(" bfloat16", ""),
-                "ours, µs": f"PyTorch's ({time})" if dispatched else time,
-                "PyTorch or timm, µs": frames.number(1e6 * default["median"]),
-                "× as fast": frames.number(default["median"] / ours["median"]),
-                "fastest other, µs": f"{frames.number(1e6 * best['median'])} {best['peer']}",
-                "× the fastest": frames.number(best["median"] / ours["median"]),
-                "ours, mJ": frames.scaled(1e3, ours["joules"]),
-                "PyTorch or timm, mJ": frames.scaled(1e3, default["joules"]),
-            }
-        )
-    order = list(LABELS.values())
-    return pd.DataFrame(sorted(lines, key=lambda line: order.index(next(iter(line.values())))))
+    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "") & rows["case"].isin(LABELS)]
+    rows = frames.standings(rows[rows["peer"].isin(OWN_KERNELS) | ~rows["ours"]])
+    rows = rows[rows["median_best"].notna()]
+    rows = rows.sort_values("case", key=lambda cases: cases.map([*LABELS].index), kind="stable")
+    default = rows["median_default"].fillna(rows["median_best"])
+    joules = rows["joules_default"].where(rows["median_default"].notna(), rows["joules_best"])
+    to_library = pd.Series(map(_is_dispatched, rows.to_dict("records")), rows.index, dtype=bool)
+    ours, times = rows["median"].where(~to_library, default), frames.words(1e6 * rows["median"])
+    return pd.DataFrame(
+        {
+            "attention, forward + backward": rows["case"].map(LABELS),
+            "B·H·N·D": rows["size"].str.replace(",", "").str.replace(" bfloat16", ""),
+            "ours, µs": times.where(~to_library, "PyTorch's (" + times + ")"),
+            "PyTorch or timm, µs": frames.words(1e6 * default),
+            "× as fast": frames.words(default / ours),
+            "fastest other, µs": frames.words(1e6 * rows["median_best"]) + " " + rows["peer_best"],
+            "× the fastest": frames.words(rows["median_best"] / ours),
+            "ours, mJ": frames.words(1e3 * rows["joules"].where(~to_library, joules)),
+            "PyTorch or timm, mJ": frames.words(1e3 * joules),
+        }
+    )
+
+
+def _is_dispatched(row: Mapping[str, Any]) -> bool:
+    """Whether ``attention`` calls PyTorch's on a case of ``leaner_kernel``."""
+    if row["peer"] != "leaner_kernel":
+        return False
+    capability = int(row["capability"].replace(".", ""))
+    sizes = int(row["head_dim"]), int(row["tokens"])
+    return bool(find_rule_of_library(capability, False, bool(row["causal"]), True, *sizes))
 
 
 def headline(timed: pd.DataFrame) -> pd.DataFrame:
@@ -136,35 +136,26 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
     """Return whole training steps on a GPU beside the fastest of others, for the first page."""
     rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
     rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
-    rows = rows.assign(rate=rows["images_per_s"].fillna(rows["tokens_per_s"]))
-    lines = []
-    for (_, row, mode), here in rows.groupby(["on", "row", "mode"], sort=False):
-        for variant in ("original", "lean"):
-            sides = here[here["variant"] == variant]
-            ours = sides[sides["peer"].isin(["leaner", "leaner_compiled"])]
-            others = sides[~sides["ours"]].nlargest(1, "rate")
-            if ours.empty or others.empty:
-                continue
-            mine, best = ours.iloc[0], others.iloc[0]
-            joules = mine[["joules_per_image", "joules_per_token"]].dropna()
-            peer = best["peer"].removesuffix("_compiled")
-            lines.append(
-                {
-                    "training step": f"{STEPS[row]}, {variant}",
-                    "called": mode,
-                    "ours, a second": frames.number(mine["rate"]),
-                    "fastest other": f"{frames.number(best['rate'])} {peer}",
-                    "times as fast": frames.number(mine["rate"] / best["rate"]),
-                    "ours, peak GB": frames.scaled(1e-9, mine["peak_memory_bytes"]),
-                    "other, peak GB": frames.scaled(1e-9, best["peak_memory_bytes"]),
-                    "ours, mJ for each": frames.scaled(
-                        1e3, joules.iloc[0] if len(joules) else None
-                    ),
-                }
-            )
-    names = list(STEPS.values())
-    lines.sort(key=lambda line: (names.index(line["training step"].split(",")[0]), line["called"]))
-    return pd.DataFrame(lines)
+    rows = rows.assign(
+        rate=rows["images_per_s"].fillna(rows["tokens_per_s"]),
+        of_item=rows["joules_per_image"].fillna(rows["joules_per_token"]),
+    )
+    rows = frames.standings(rows[rows["peer"].str.startswith("leaner") | ~rows["ours"]])
+    rows = rows[rows["rate_best"].notna()].sort_values("mode", kind="stable")
+    rows = rows.sort_values("row", key=lambda names: names.map([*STEPS].index), kind="stable")
+    peer = rows["peer_best"].str.removesuffix("_compiled")
+    return pd.DataFrame(
+        {
+            "training step": rows["row"].map(STEPS) + ", " + rows["variant"],
+            "called": rows["mode"],
+            "ours, a second": frames.words(rows["rate"]),
+            "fastest other": frames.words(rows["rate_best"]) + " " + peer,
+            "times as fast": frames.words(rows["rate"] / rows["rate_best"]),
+            "ours, peak GB": frames.words(1e-9 * rows["peak_memory_bytes"]),
+            "other, peak GB": frames.words(1e-9 * rows["peak_memory_bytes_best"]),
+            "ours, mJ for each": frames.words(1e3 * rows["of_item"]),
+        }
+    )
 
 
 def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
