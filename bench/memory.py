@@ -30,23 +30,19 @@ def table_rows() -> list[str]:
     return list(dict.fromkeys(r.row for r in papers.ROWS.values() if r.variant == "lean"))
 
 
-def records(rows: Sequence[str], batch: int | None, **options: Any) -> Iterator[dict[str, Any]]:
-    """Yield one record for each model: bytes predicted and measured, and the paper's ratio.
-
-    Args:
-        rows: of ``table_rows``.
-        batch: samples in a step; None for the paper's.
-        **options: ``precision``, ``recompute`` and ``eager``, as in ``models.memory.Step``.
-    """
+def records(
+    rows: Sequence[str], batch: int | None, precision: memory.Precision
+) -> Iterator[dict[str, Any]]:
+    """Yield one record for each model: bytes predicted and measured, and the paper's ratio."""
     for row in rows:
         size = memory.paper_batch_size(row) if batch is None else batch
         original: dict[str, Any] = {}
         for variant in ("original", "lean"):
             model = partial(papers.build, row, variant)
-            predicted = memory.predict(model, size, **options)
-            measured = measure(model, size, **options) if torch.cuda.is_available() else None
+            predicted = memory.predict(model, size, precision=precision)
+            measured = measure(model, size, precision) if torch.cuda.is_available() else None
             printed = papers.ROWS[row, variant].printed.get("memory_gb")
-            record = {"row": row, "variant": variant, "batch": size, **options}
+            record = {"row": row, "variant": variant, "batch": size, "precision": precision}
             record |= {
                 "predicted": vars(predicted) | {"total": predicted.total},
                 "measured": measured,
@@ -60,17 +56,17 @@ def records(rows: Sequence[str], batch: int | None, **options: Any) -> Iterator[
             yield record
 
 
-def measure(build: Any, batch_size: int, **options: Any) -> int:
+def measure(build: Any, batch_size: int, precision: memory.Precision) -> int:
     """Return the peak bytes of tensors in a training step on the GPU, the second of a run.
 
     Args:
         build: as in ``models.memory.predict``, here called under the CUDA device.
         batch_size: samples in the step.
-        **options: ``precision``, ``recompute`` and ``eager``, as in ``models.memory.Step``.
+        precision: as in ``models.memory.Step``.
     """
     gc.collect()
     with torch.device("cuda"):
-        step = memory.Step(build(), **options)
+        step = memory.Step(build(), precision=precision)
         inputs = step.batch(batch_size)
     optimizer = AdamW(step.model.parameters(), fused=True)
     for _ in range(2):
@@ -101,23 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     option("--row", action="append", choices=table_rows(), help="a row; may be repeated (all)")
     option("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
     option("--precision", choices=memory.PRECISIONS, default="bf16", help="of the step (bf16)")
-    option("--ac", choices=("none", "full"), default="none", help="full: recompute blocks (none)")
-    option(
-        "--eager",
-        type=int,
-        choices=(0, 1, 2),
-        default=0,
-        help="use eager softmax attention, which keeps 1 or 2 tensors of scores per layer; 0 uses "
-        "our kernels (0)",
-    )
     option("--json", action="store_true", help="print a JSON list, one model per line")
     flags = parser.parse_args(arguments)
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
-    if flags.eager and flags.ac == "full":
-        parser.error("--eager needs --ac none, got full")
-    options = {"precision": flags.precision, "recompute": flags.ac == "full", "eager": flags.eager}
-    found = list(records(flags.row or table_rows(), flags.batch, **options))
+    found = list(records(flags.row or table_rows(), flags.batch, flags.precision))
     if flags.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     else:
