@@ -12,7 +12,7 @@ import torch
 from bench.attention.catalogue import peers_of, problem_of
 from bench.catalogue import IN_ORDER, OVERVIEW
 from bench.harness import machine
-from bench.harness.checked import Checked, Current, Row, first_line
+from bench.harness.checked import Current, Row, first_line
 from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
 from bench.harness.peers import REFUSALS, AbsentError
@@ -94,13 +94,8 @@ def pytest_report_collectionfinish(config):
 
 
 @pytest.fixture(scope="session")
-def checked() -> Checked:
-    return Checked(peers_of, problem_of)
-
-
-@pytest.fixture(scope="session")
 def current() -> Current:
-    return Current()
+    return Current(peers_of, problem_of)
 
 
 @pytest.fixture

@@ -89,11 +89,12 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     facts, peer = data["cases"][extra["case"]], extra["peer"]
     kind = extra.get("kind", "attention")
     row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
-    row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
-    row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
+    info = data["machine_info"]
+    row |= {"on": data["names"][facts["device"]], "kind": kind}
+    row["triton"] = info["versions"].get("triton")
+    row["capability"] = (info["gpu"] or {}).get("compute_capability")
     packed = "rows" in facts and extra.get("layout") == "packed"  # softmax attention alone has both
     row["start"] = "packed" if packed else ""
-    row |= {"triton": data["machine_info"]["versions"].get("triton")}
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"

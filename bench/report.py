@@ -126,8 +126,6 @@ def _is_dispatched(row: Mapping[str, Any]) -> bool:
 def headline(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the rows and columns of ``front`` that the first page shows."""
     table = front(timed)
-    if table.empty:
-        return table
     rows = table.iloc[:, 0].isin([LABELS[case] for case in HEADLINE])
     return table[rows].iloc[:, :7]
 

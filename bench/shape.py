@@ -21,11 +21,11 @@ from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem
 from bench.attention.peers import peers_of
 from bench.harness import clock, command
-from bench.harness.checked import Checked, one_call
+from bench.harness.checked import Current, one_call
 from bench.harness.gate import WrongError
 from bench.harness.peers import REFUSALS, AbsentError
 
-DIRECTIONS, SECONDS = ("forward", "both"), 0.15
+DIRECTIONS = "forward", "both"
 PROFILED = (
     *("leaner_kernel", "leaner_packed", "sdpa"),
     *("leaner_varlen", "torch_varlen"),  # of sequences of different lengths
@@ -34,15 +34,15 @@ PROFILED = (
 
 def rows(case: AttentionCase) -> Iterator[list[str]]:
     """Yield a row for each peer: its name, and microseconds in each direction or why not."""
-    checked = Checked(peers_of, AttentionProblem)
+    current = Current(peers_of, AttentionProblem)
     for name, peer in peers_of(case).items():
         times = []
         for direction in DIRECTIONS:
             try:
-                function, _, sets = checked.peer(case, name)
+                function, _, sets = current.peer(case, name)
                 with peer.context():
                     call = one_call(direction, function)
-                    times.append(f"{1e6 * clock.timed(call, sets, case.device, SECONDS):,.1f}")
+                    times.append(f"{1e6 * clock.timed(call, sets, case.device):,.1f}")
             except (AbsentError, WrongError, *REFUSALS) as error:
                 absent = isinstance(error, AbsentError)
                 times.append("absent" if absent else f"{type(error).__name__}: {error}"[:60])

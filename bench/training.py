@@ -2,9 +2,9 @@
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 
-What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's and
-torchvision's loaders, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios
-are medians of those of each turn. A peer that is not installed is named, and its row left out.
+What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's
+loader, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios are medians of
+those of each turn. A peer that is not installed is named, and its row left out.
 Pictures and texts are made here. Where it says so, times are of the processor, all threads
 together: what other work on the machine takes does not count.
 """
@@ -148,13 +148,11 @@ def write_pictures(folder: Path) -> None:
 
 
 def pictures(folder: Path) -> Iterator[Row]:
-    """Yield pictures a second of the processor, in this process, beside the loaders of others."""
+    """Yield pictures a second of the processor, in this process, beside timm's loader."""
     write_pictures(folder)
-    kinds = {"timm": _of_timm, "torchvision": _of_torchvision}
     for recipe, policy in RECIPES.items():
-        peers = {name: partial(_rate, kind, folder, policy) for name, kind in kinds.items()}
-        ours = partial(_rate, _of_ours, folder, policy)
-        yield from compared(f"pictures, {recipe}", "a CPU second", ours, peers)
+        ours, timm = (partial(_rate, make, folder, policy) for make in (_of_ours, _of_timm))
+        yield from compared(f"pictures, {recipe}", "a CPU second", ours, {"timm": timm})
 
 
 def _rate(make: Callable[..., Any], folder: Path, policy: str | None) -> float:
@@ -199,19 +197,6 @@ def _of_timm(folder: Path, policy: str | None) -> Iterator[Any]:
         pin_memory=False,
         device=torch.device("cpu"),
     )
-
-
-@contextlib.contextmanager
-def _of_torchvision(folder: Path, policy: str | None) -> Iterator[Any]:
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import InterpolationMode, v2
-
-    steps = [v2.RandomResizedCrop(SIDE, interpolation=InterpolationMode.BICUBIC, antialias=True)]
-    steps += [v2.RandomHorizontalFlip(), *([v2.RandAugment(magnitude=9)] if policy else [])]
-    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
-    steps += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    data = ImageFolder(str(folder / "train"), v2.Compose(steps))
-    yield torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
 
 
 def text(folder: Path) -> Iterator[Row]:

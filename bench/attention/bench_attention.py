@@ -13,9 +13,6 @@ from bench.catalogue import ONE_OF_EACH
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row, one_call
 
-# How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
-SECONDS = {"cpu": 0.25, "cuda": 0.15}
-
 
 def rows() -> Iterator[Any]:
     """Peers follow each other within a case, so that a drifting clock rate favours none."""
@@ -35,7 +32,7 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
         if row.what == "backward":
             sets = [(function(*inputs.leaves), inputs) for inputs in sets]
         run_round = clock.record(
-            benchmark, row.clock, row.mode, call, sets, SECONDS[row.case.device]
+            benchmark, row.clock, row.mode, call, sets, clock.SECONDS[row.case.device]
         )
         info = benchmark.extra_info
         if row.case.device == "cuda":
@@ -47,10 +44,10 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
 
 
 @each_row(rows())
-def test_attention(row, benchmark, checked, attempt):
+def test_attention(row, benchmark, current, attempt):
     case = row.case
     with attempt(row) as info:
-        function, budget_used, sets = checked.peer(case, row.name)
+        function, budget_used, sets = current.peer(case, row.name)
         measure(row, benchmark, function, sets)
         # Useful work of a call, and what part its rate is of measured ceilings.
         median = clock.median(benchmark)

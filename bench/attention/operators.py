@@ -304,18 +304,16 @@ def _leaner_stats(
 def _sdpa_channels(case: OperatorCase, device: torch.device) -> Callable[..., Tensor]:
     """D channels attend to D channels, with the tokens as head dimension."""
 
-    def cosines(qkv: Tensor, temperature: Tensor) -> Tensor:
+    def run(qkv: Tensor, *temperature: Tensor) -> Tensor:
         q, k, v = qkv.permute(2, 0, 3, 4, 1)
-        q, k = F.normalize(q, dim=-1) * temperature[:, None, None], F.normalize(k, dim=-1)
-        out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        if temperature:  # cross-covariance: cosines
+            q, k = F.normalize(q, dim=-1) * temperature[0][:, None, None], F.normalize(k, dim=-1)
+            out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+        else:
+            out = F.scaled_dot_product_attention(k, v, q, scale=case.scale)
         return out.permute(0, 3, 1, 2)
 
-    def channel(qkv: Tensor) -> Tensor:
-        q, k, v = qkv.permute(2, 0, 3, 4, 1)
-        out = F.scaled_dot_product_attention(k, v, q, scale=case.scale)
-        return out.permute(0, 3, 1, 2)
-
-    return cosines if case.op == "cross_covariance" else channel
+    return run
 
 
 def _sdpa_windows(case: OperatorCase, device: torch.device) -> Callable[..., Tensor]:
@@ -361,22 +359,6 @@ def _timm_channels(case: OperatorCase, device: torch.device) -> Callable[..., Te
     return run
 
 
-def _timm_window(case: OperatorCase, device: torch.device) -> Callable[..., Tensor]:
-    """Cuts all of qkv; inside timm's model the windows are cut before its projection."""
-    sides = case.window, case.window
-    module = _timm_module("davit", "WindowAttention", case.width, sides, case.heads)
-    partition = found("timm.models.davit", "window_partition")
-    reverse = found("timm.models.davit", "window_reverse")
-
-    def run(qkv: Tensor) -> Tensor:
-        module.qkv.value = windows = partition(qkv.flatten(3), sides).flatten(1, 2)
-        out = _run_given(case, module, qkv, len(windows), case.window**2).flatten(2)
-        out = reverse(out.unflatten(1, sides), sides, case.size, case.size)
-        return out.unflatten(3, (case.heads, case.head_dim))
-
-    return run
-
-
 def _timm_outlook(case: OperatorCase, device: torch.device) -> Callable[..., Tensor]:
     module = _timm_module("volo", "OutlookAttention", case.width, case.heads, **case.patches)
     module.v, module.attn, module.pool = Given(), Given(), nn.Identity()
@@ -388,10 +370,10 @@ def _timm_outlook(case: OperatorCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
+# timm cuts windows before its projection: cutting what a projection gives would not be its time.
 _TIMM = {
     "cross_covariance": _timm_channels,
     "channel": _timm_channels,
-    "window": _timm_window,
     "outlook": _timm_outlook,
 }
 _SDPA = {

@@ -12,7 +12,6 @@ from bench.harness.steps import Training, classifying
 from bench.kappa.spectra import MATRIX_CASES, Matrices, MatrixCase, peers_of
 from bench.networks.cases import STEP_CASES, StepCase
 
-SECONDS = {"cpu": 0.25, "cuda": 0.15}
 # A library that loops over a batch may take seconds for one call: then few calls must do.
 SLOW, FEW_ROUNDS = 0.3, 2
 # Pairs of windows of steps, and about how many seconds they may take.
@@ -46,7 +45,7 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
         if slow:
             benchmark.pedantic(function, args=(matrices.sets[0],), rounds=FEW_ROUNDS)
         else:
-            seconds = SECONDS[row.case.device]
+            seconds = clock.SECONDS[row.case.device]
             # From Python: most libraries synchronise, which no graph can capture.
             mode = clock.FROM_PYTHON[row.case.device]
             clock.record(benchmark, row.clock, mode, function, matrices.sets, seconds)

@@ -51,10 +51,6 @@ class PaperCase:
         """Arguments of the constructor."""
         return self.entry.config | self.sizes
 
-    def items(self, stage: str) -> int:
-        """Return how many items a call of a stage takes."""
-        raise NotImplementedError
-
     def build(self, device: torch.device) -> nn.Module:
         """Return our model on a device, with values drawn there from a fixed seed."""
         model = papers.build(self.row, self.variant, device="meta", **self.sizes)

@@ -26,8 +26,6 @@ WORDS = {
     "volo": {**COMMON, "depths": "layers"},
     "davit": {"heads": "num_heads", "window": "window_size"},
 }
-# Of constructors that take images of any size.
-WITHOUT_SIZE = ("davit",)
 
 
 def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
@@ -44,14 +42,10 @@ def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
         raise AbsentError(f"timm has no {architecture}")
     sizes = dict(config)
     head_dim = sizes.pop("head_dim", "split")
-    if architecture in WITHOUT_SIZE:
+    if architecture == "davit":  # takes images of any size
         sizes.pop("image_size", None)
     words = WORDS[architecture]
     return BUILDERS[architecture](head_dim, **{words.get(k, k): v for k, v in sizes.items()})
-
-
-def _splits(head_dim: int | str, dim: int, heads: int) -> bool:
-    return head_dim == "split" or head_dim * heads == dim
 
 
 def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
@@ -90,7 +84,7 @@ def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:
     # What timm's entry points of the rows set.
     model = found("timm.models.xcit", "Xcit")(eta=1e-5, tokens_norm=True, **sizes)
     dim, heads = sizes["embed_dim"], sizes["num_heads"]
-    if not _splits(head_dim, dim, heads):
+    if head_dim != "split" and head_dim * heads != dim:
         for block in model.blocks:
             block.attn = WideXCA(block.attn, dim, heads, head_dim)
     return model
