@@ -1,7 +1,6 @@
 """Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ import torch
 from bench.attention.catalogue import peers_of, problem_of
 from bench.catalogue import IN_ORDER, OVERVIEW
 from bench.harness import machine
-from bench.harness.checked import Checked, Current, Row, first_line
+from bench.harness.checked import Current, Row, first_line
 from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
 from bench.harness.peers import REFUSALS, AbsentError
@@ -40,7 +39,7 @@ def pytest_addoption(parser, pluginmanager):
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-benchmark and the terminal read their options
+@pytest.hookimpl(tryfirst=True)  # before pytest-benchmark and others read their options
 def pytest_configure(config):
     config.stash[UNMEASURED], config.stash[NOTES] = [], []
     config.stash[STARTED] = time.monotonic()
@@ -48,6 +47,14 @@ def pytest_configure(config):
         config.option.benchmark_columns = COLUMNS
     # Skipped rows are listed under "not measured", a line for each reason.
     config.option.reportchars = config.option.reportchars.replace("a", "fE")
+    if is_overview(config) and not torch.cuda.is_available():
+        config.option.keyword, config.option.bench_seconds = OVERVIEW, OVERVIEW_SECONDS
+        # Threads that wait for each other take tens of times longer where another process is busy.
+        torch.set_num_threads(1)
+        config.stash[NOTES].append(
+            "this is an overview, on one thread: -k EXPRESSION, a file or --bench-seconds=SECONDS "
+            "chooses among all rows"
+        )
 
 
 def is_overview(config: pytest.Config) -> bool:
@@ -70,8 +77,6 @@ def pytest_collection_modifyitems(config, items):
                 f"{len(items) - len(kept):,} GPU rows deselected: torch sees no CUDA device; "
                 "on a GPU machine run bench/gpu.sh OUTDIR STAGE"
             )
-        if is_overview(config):
-            kept = overview(config, kept)
     chosen = set(kept)
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = kept
@@ -84,35 +89,13 @@ def row_of(item: pytest.Item) -> Any:
     return getattr(item, "callspec", None) and item.callspec.params.get("row")
 
 
-def overview(config: pytest.Config, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the rows that tell most on a CPU, in their order; limit the run's time and threads."""
-    config.option.bench_seconds = OVERVIEW_SECONDS
-    # Threads that wait for each other take tens of times longer where another process is busy.
-    torch.set_num_threads(1)
-    places = {}
-    for item in items:
-        for place, pattern in enumerate(OVERVIEW):
-            if row_of(item) and re.fullmatch(pattern, item.callspec.id):
-                places[item] = place
-    config.stash[NOTES].append(
-        f"{len(items) - len(places):,} CPU rows deselected: this is an overview, on one thread; "
-        "-k EXPRESSION, a file or --bench-seconds=SECONDS chooses among all rows"
-    )
-    return sorted(places, key=places.__getitem__)
-
-
 def pytest_report_collectionfinish(config):
     return config.stash[NOTES]
 
 
 @pytest.fixture(scope="session")
-def checked() -> Checked:
-    return Checked(peers_of, problem_of)
-
-
-@pytest.fixture(scope="session")
 def current() -> Current:
-    return Current()
+    return Current(peers_of, problem_of)
 
 
 @pytest.fixture

@@ -1,14 +1,14 @@
-"""Find where PyTorch's attention is faster than ours, and write the rules that dispatch to it.
+"""Find where PyTorch's attention is faster than ours, and print the rules that dispatch to it.
 
     python -m bench.crossover --sweep FILE   # on a GPU, about two minutes; writes JSON
-    python -m bench.crossover FILE...        # of one GPU; replaces its rules in library.toml
+    python -m bench.crossover FILE           # prints the GPU's section of library.toml
 
 The sweep times self-attention in bfloat16 without mask, lengths and dropout, dense and varlen
 (sequences of one length, end to end), forward alone and with its backward: our kernel beside what
 everybody has, ``scaled_dot_product_attention`` with the backend that it chooses and
 ``torch.nn.attention.varlen``.
 
-The rules, in ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
+The rules, for ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
 dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
 runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
 that it loses, ours is called.
@@ -16,32 +16,31 @@ that it loses, ours is called.
 
 import json
 import multiprocessing
-import re
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-import leaner_kernels  # noqa: F401  (registers the operators)
+from bench.attention.cases import AttentionCase
+from bench.attention.gate import AttentionProblem
+from bench.attention.peers import PEERS
 from bench.harness import clock, command
+from bench.harness.checked import one_call
+from bench.harness.gate import Inputs
+from bench.harness.peers import AbsentError
 
-ROOT = Path(__file__).resolve().parents[1]
-LIBRARY = ROOT / "leaner_kernels" / "ops" / "attention" / "library.toml"
 SPREAD = 1.03  # two runs of one kernel differ by as much
 DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
 SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
 COMPILING = 10  # processes that fill Triton's cache beforehand
-REPLAYS, SECONDS = 7, 0.002
+SECONDS = 0.05  # about how long a call is timed
 
 
 class Shape(NamedTuple):
@@ -53,9 +52,18 @@ class Shape(NamedTuple):
     tokens: int
 
     @property
-    def batch(self) -> int:
-        """How many sequences."""
-        return max(1, TOKENS_OF_A_BATCH // self.tokens)
+    def case(self) -> AttentionCase:
+        """The shape as a case of the benchmarks."""
+        batch = max(1, TOKENS_OF_A_BATCH // self.tokens)
+        lengths = (self.tokens,) * batch if self.kind == "varlen" else ()
+        sizes = batch, HEADS, self.tokens, self.head_dim, torch.bfloat16
+        return AttentionCase("", DEVICE, *sizes, causal=self.causal, lengths=lengths)
+
+    @property
+    def inputs(self) -> Inputs:
+        """Random tensors of it."""
+        problem = AttentionProblem(self.case, torch.device(DEVICE), copies=1)
+        return problem.inputs("varlen" if self.kind == "varlen" else "heads")[0]
 
 
 def _shapes() -> Iterator[Shape]:
@@ -78,74 +86,45 @@ def _shapes() -> Iterator[Shape]:
 SHAPES = tuple(_shapes())
 
 
-def calls(shape: Shape) -> tuple[dict[str, Callable[..., Tensor]], list[Tensor]]:
-    """Return what is compared, by name, and its tensors: q, k, v and the output's gradient."""
-    _, dim, causal, tokens = shape
-    dense = shape.kind == "dense"
-    size = (shape.batch, HEADS, tokens, dim) if dense else (shape.batch * tokens, HEADS, dim)
-    tensors = [torch.randn(size, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
-    if dense:
-        params = None, 0.0, causal, dim**-0.5, 0.0, -1, -1
-        kernel = torch.ops.leaner_kernels.attention
-        return {
-            "ours": lambda q, k, v: kernel(q, k, v, None, None, *params)[0],
-            "library": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal),
-        }, tensors
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts = torch.arange(shape.batch + 1, device=DEVICE, dtype=torch.int32) * tokens
-    starts, longest = (starts, starts), (tokens, tokens)
-    window = (-1, 0) if causal else (-1, -1)
-    kernel = torch.ops.leaner_kernels.attention_varlen
-    params = None, *longest, 0.0, causal, dim**-0.5, -1, -1
-    return {
-        "ours": lambda q, k, v: kernel(q, k, v, *starts, *params)[0],
-        "library": lambda q, k, v: varlen_attn(q, k, v, *starts, *longest, window_size=window),
-    }, tensors
+def _varlen_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    """Return the operator below ``attention_varlen``, which never calls a library."""
+    starts, kernel = case.offsets(device), torch.ops.leaner_kernels.attention_varlen
+    rest = starts, starts, None, case.tokens, case.tokens, 0.0, case.causal, case.scale, -1, -1
+    return lambda q, k, v: kernel(q, k, v, *rest)[0]
 
 
-def gradients(forward: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> Any:
-    """Run forward and backward."""
-    return torch.autograd.grad(forward(), leaves, grad)
+# What is compared, and how it is built, by the kind of shape.
+SIDES = {
+    "dense": {"ours": PEERS["leaner_kernel"].build, "library": PEERS["sdpa"].build},
+    "varlen": {"ours": _varlen_kernel, "library": PEERS["torch_varlen"].build},
+}
 
 
 def run_once(shapes: Sequence[Shape]) -> None:
     """Compile our kernels of some shapes, which leaves them in Triton's cache on the disk."""
     for shape in shapes:
-        functions, (*leaves, grad) = calls(shape)
-        leaves = [t.requires_grad_() for t in leaves]
-        gradients(partial(functions["ours"], *leaves), leaves, grad)
+        function = SIDES[shape.kind]["ours"](shape.case, torch.device(DEVICE))
+        one_call("both", function)(shape.inputs)
     torch.cuda.synchronize()
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the median seconds of a call, of CUDA graphs that replay it."""
-    timer = clock.Clock(DEVICE)
-    torch.cuda.synchronize()  # the inputs were made on another stream
-    with torch.cuda.stream(clock.capture_stream()):
-        once = clock.seconds(call, timer, rounds=1)
-        timer.calls = max(1, min(50, round(SECONDS / once)))
-        run = clock.graph_round(lambda _: call(), [None], timer.calls)
-        return clock.seconds(run, timer, REPLAYS)
 
 
 def measure_shape(shape: Shape) -> dict[str, Any]:
     """Return the microseconds of a shape; a library that refuses it has None."""
-    functions, (*leaves, grad) = calls(shape)
-    leaves = [t.requires_grad_() for t in leaves]
-    row: dict[str, Any] = {**shape._asdict(), "batch": shape.batch, "heads": HEADS}
-    outs = {}
-    for name, function in functions.items():
+    case, inputs = shape.case, shape.inputs
+    row: dict[str, Any] = {**shape._asdict(), "batch": case.batch, "heads": HEADS}
+    outs = []
+    for name, build in SIDES[shape.kind].items():
         try:
-            outs[name] = function(*leaves).detach()
-            forward = partial(function, *leaves)
-            row[f"{name}_forward"] = 1e6 * seconds(forward)
-            row[f"{name}_both"] = 1e6 * seconds(partial(gradients, forward, leaves, grad))
-        except RuntimeError as error:
+            function = build(case, torch.device(DEVICE))
+            outs.append(function(*inputs.leaves).detach().float())
+            for direction in ("forward", "both"):
+                call = one_call(direction, function)
+                row[f"{name}_{direction}"] = 1e6 * clock.timed(call, [inputs], DEVICE, SECONDS)
+        except (AbsentError, RuntimeError) as error:
             row[f"{name}_forward"] = row[f"{name}_both"] = None
             row[f"{name}_refuses"] = str(error).splitlines()[0][:120]
     if len(outs) == 2:
-        row["difference"] = (outs["ours"].float() - outs["library"].float()).abs().max().item()
+        row["difference"] = (outs[0] - outs[1]).abs().max().item()
     return {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
@@ -166,25 +145,20 @@ def sweep(path: Path, limit: float) -> None:
         command.write(path, rows, **origin)
 
 
-def read(paths: Sequence[Path]) -> tuple[int, list[dict[str, Any]]]:
-    """Return the capability of the GPU and the rows of all files.
+def read(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """Return the capability of the GPU and the rows of a file.
 
     Raises:
-        SystemExit: a file cannot be read, is no sweep, or is of another GPU, in one line.
+        SystemExit: it cannot be read or is no sweep, in one line.
     """
-    rows, gpus = [], set()
-    for path in paths:
-        try:
-            table = json.loads(path.read_text("utf-8"))
-            gpus.add(table["machine_info"]["gpu"]["compute_capability"])
-            rows += table["rows"]
-        except OSError as error:
-            raise SystemExit(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise SystemExit(f"{path}: not written by bench.crossover ({error!r})") from None
-    if len(gpus) > 1:
-        raise SystemExit(f"all files must be of one GPU, got compute capabilities {sorted(gpus)}")
-    return int(gpus.pop().replace(".", "")), rows
+    try:
+        table = json.loads(path.read_text("utf-8"))
+        capability = table["machine_info"]["gpu"]["compute_capability"]
+        return int(capability.replace(".", "")), list(table["rows"])
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path}: not written by bench.crossover ({error!r})") from None
 
 
 def ranges(times: dict[int, float]) -> list[list[int]]:
@@ -222,39 +196,21 @@ def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             }
 
 
-def section(capability: int, source: str, table: Sequence[dict[str, Any]]) -> str:
-    """Render the rules of a GPU as ``library.toml`` has them."""
-    lines = ["[[gpus]]", f"capabilities = [{capability}]", f'source = "{source}"', "rules = ["]
-    for rule in table:
+def section(path: Path) -> str:
+    """Return the rules of a sweep's GPU as ``library.toml`` has them."""
+    capability, rows = read(path)
+    head = f'[[gpus]]\ncapabilities = [{capability}]\nsource = "bench/results/{path.name}"'
+    lines = [head, "rules = ["]
+    for rule in rules(rows):
         fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
         lines.append(f"  {{ {fields} }},")
     return "\n".join([*lines, "]", ""])
 
 
-def without(part: str, capability: int) -> str:
-    """Return a section without a GPU that now has one of its own, empty if it was the only one."""
-    gpus = tomllib.loads(part)["gpus"][0]["capabilities"]
-    left = [gpu for gpu in gpus if gpu != capability]
-    if gpus and not left:
-        return part.partition("\n]\n")[2].strip()  # a comment on the next section
-    return part.replace(f"capabilities = {gpus}", f"capabilities = {left}", 1)
-
-
-def replace_rules(results: Sequence[Path], output: Path) -> None:
-    """Write the rules of a measured GPU in the place of those that it had."""
-    capability, rows = read(results)
-    source = ", ".join(f"bench/results/{path.name}" for path in results)
-    new = section(capability, source, list(rules(rows)))
-    head, *parts = re.split(r"(?m)^(?=\[\[gpus\]\])", output.read_text("utf-8"))
-    kept = [other for part in parts if (other := without(part, capability))]
-    output.write_text("\n\n".join(part.strip() for part in (head, new, *kept)) + "\n", "utf-8")
-    sys.stdout.write(f"{output}: rules of compute capability {capability} written\n")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Sweep, or read the files and write the rules."""
+    """Sweep, or read a file and print the rules."""
     parser = command.parser("bench.crossover", __doc__)
-    parser.add_argument("results", nargs="*", type=Path, help="JSON files of --sweep")
+    parser.add_argument("result", nargs="?", type=Path, help="JSON file of --sweep")
     parser.add_argument("--sweep", type=Path, metavar="FILE", help="time every shape, into FILE")
     parser.add_argument(
         "--seconds",
@@ -262,21 +218,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=150,
         help="with --sweep, start no new shape after this many seconds (150)",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        default=LIBRARY,
-        help="file of rules to update (leaner_kernels/ops/attention/library.toml)",
-    )
     options = parser.parse_args(arguments)
-    if bool(options.results) == bool(options.sweep):
-        parser.error("give either --sweep FILE or the files of a sweep")
+    if bool(options.result) == bool(options.sweep):
+        parser.error("give either --sweep FILE or the file of a sweep")
     if options.sweep:
         command.need_gpu("bench.crossover --sweep")
         sweep(options.sweep, options.seconds)
     else:
-        replace_rules(options.results, options.output)
+        sys.stdout.write(section(options.result))
 
 
 if __name__ == "__main__":

@@ -89,11 +89,12 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     facts, peer = data["cases"][extra["case"]], extra["peer"]
     kind = extra.get("kind", "attention")
     row = facts | {"median": stats.get("median"), "iqr": stats.get("iqr")} | extra
-    row |= {"on": data["names"][facts["device"]], "kind": kind, "file": data["file"]}
-    row |= {"capability": (data["machine_info"]["gpu"] or {}).get("compute_capability")}
+    info = data["machine_info"]
+    row |= {"on": data["names"][facts["device"]], "kind": kind}
+    row["triton"] = info["versions"].get("triton")
+    row["capability"] = (info["gpu"] or {}).get("compute_capability")
     packed = "rows" in facts and extra.get("layout") == "packed"  # softmax attention alone has both
     row["start"] = "packed" if packed else ""
-    row |= {"triton": data["machine_info"]["versions"].get("triton")}
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
     compiled = "compiled" if peer.endswith("_compiled") else "eager"
@@ -124,32 +125,30 @@ def size(facts: dict[str, Any]) -> str:
     return ", ".join([*words, facts["dtype"]])
 
 
-def standings(frame: pd.DataFrame, by: str = "median") -> pd.DataFrame:
-    """Return our best row of every comparison, and how it stands against the others.
+def standings(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return our fastest row of every comparison, and how it stands against the others.
 
     Args:
         frame: of ``timed``.
-        by: the column of which less is better.
 
     Returns:
-        ``times_default`` and ``times_best`` say how many times less it is than what everybody has,
-        and than the best row that is not ours, which ``other`` names.
+        Columns that end in ``_default`` and ``_best`` are those of what everybody has, and of the
+        fastest row that is not ours; ``times_default`` and ``times_best`` say how many times less
+        time ours takes, and ``versus`` also names the best.
     """
-    rows = frame[frame[by].notna()].sort_values(by, kind="stable")
+    rows = frame[frame["median"].notna()].sort_values("median", kind="stable")
     right = rows["error_hard"].isna() | (rows["error_hard"] <= RIGHT)
     default = rows[rows["peer"].isin(DEFAULTS)].sort_values(
         "peer", key=lambda peers: peers.map(DEFAULTS.index), kind="stable"
     )
     ours = rows[rows["ours"]].drop_duplicates(KEY)
     for some, name in ((default, "default"), (rows[~rows["ours"] & right], "best")):
-        others = some.drop_duplicates(KEY)[[*KEY, by, "peer"]]
-        others = others.rename(columns={by: f"{by}_{name}", "peer": f"peer_{name}"})
-        ours = ours.merge(others, on=KEY, how="left")
-        ours[f"times_{name}"] = ours[f"{by}_{name}"] / ours[by].where(ours[by] > 0)
-    order = frame.drop_duplicates(KEY)[KEY]
-    ours["other"] = ours["peer_best"].astype(object).fillna("").astype(str)
-    ours["versus"] = (words(ours["times_best"]) + " " + ours["other"]).str.strip()
-    return order.merge(ours, on=KEY)
+        others = some.drop_duplicates(KEY).set_index(KEY).add_suffix(f"_{name}")
+        ours = ours.merge(others, left_on=KEY, right_index=True, how="left").copy()
+        ours[f"times_{name}"] = ours[f"median_{name}"] / ours["median"].where(ours["median"] > 0)
+    best = ours["peer_best"].astype(object).fillna("").astype(str)
+    ours["versus"] = (words(ours["times_best"]) + " " + best).str.strip()
+    return frame.drop_duplicates(KEY)[KEY].merge(ours, on=KEY)
 
 
 def number(value: Any) -> str:
@@ -159,11 +158,6 @@ def number(value: Any) -> str:
     if value is None or pd.isna(value):
         return ""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def scaled(factor: float, value: Any) -> str:
-    """Format a number times a factor, nothing without one."""
-    return "" if pd.isna(value) else number(factor * value)
 
 
 def words(values: pd.Series) -> pd.Series:

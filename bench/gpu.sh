@@ -16,7 +16,7 @@
 #   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
 #   profile    Nsight Compute of attention: with -k "CASE ..." of the cases named (vit_base bert davit_stage1)
 #   models     the other models, timed
-#   compiled   what is slow to compile: FlexAttention, and the other models through torch.compile
+#   compiled   what is slow to compile: formulas of operators, and the other models, through torch.compile
 #
 # EXPRESSION, pytest's, narrows a stage: "bench -k 'lra or long_2048'", "models -k xcit".
 # A stage of its own, "listops_seeds", trains the two ListOps rows in full, five seeds each, into folders of OUTDIR:
@@ -225,7 +225,7 @@ case $stage in
     ;;
   bench)
     native_library
-    timed "benchmarks" $total "not flex and not compiled" bench/attention bench/kappa
+    timed "benchmarks" $total "not compiled" bench/attention bench/kappa
     ;;
   inference)
     compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" bench/networks
@@ -277,7 +277,7 @@ case $stage in
   models)
     timed "models" $total "not compiled and not ($whole)" bench/networks
     ;;
-  compiled) timed "compiled" $total "(flex or compiled) and not ($whole)" bench ;;
+  compiled) timed "compiled" $total "compiled and not ($whole)" bench ;;
   listops_seeds)
     total=510
     # What is stopped keeps its checkpoint; a seed that is finished is only evaluated again.

@@ -31,11 +31,7 @@ def table_rows() -> list[str]:
 
 
 def records(
-    rows: Sequence[str],
-    batch: int | None,
-    precision: memory.Precision,
-    recompute: bool,
-    eager: int = 0,
+    rows: Sequence[str], batch: int | None, precision: memory.Precision
 ) -> Iterator[dict[str, Any]]:
     """Yield one record for each model: bytes predicted and measured, and the paper's ratio."""
     for row in rows:
@@ -43,20 +39,16 @@ def records(
         original: dict[str, Any] = {}
         for variant in ("original", "lean"):
             model = partial(papers.build, row, variant)
-            options = {"precision": precision, "recompute": recompute, "eager": eager}
-            predicted = memory.predict(model, size, **options)
-            measured = measure(model, size, **options) if torch.cuda.is_available() else None
-            record = {
-                "row": row,
-                "variant": variant,
-                "batch": size,
-                **options,
+            predicted = memory.predict(model, size, precision=precision)
+            measured = measure(model, size, precision) if torch.cuda.is_available() else None
+            printed = papers.ROWS[row, variant].printed.get("memory_gb")
+            record = {"row": row, "variant": variant, "batch": size, "precision": precision}
+            record |= {
                 "predicted": vars(predicted) | {"total": predicted.total},
                 "measured": measured,
-                "printed_memory_gb": papers.ROWS[row, variant].printed.get("memory_gb"),
+                "printed_memory_gb": printed,
             }
             original = original or record
-            printed = record["printed_memory_gb"]
             record["ratio"] = predicted.total / original["predicted"]["total"]
             record["ratio_measured"] = measured and measured / original["measured"]
             record["ratio_paper"] = printed and printed / original["printed_memory_gb"]
@@ -64,17 +56,17 @@ def records(
             yield record
 
 
-def measure(build: Any, batch_size: int, **options: Any) -> int:
+def measure(build: Any, batch_size: int, precision: memory.Precision) -> int:
     """Return the peak bytes of tensors in a training step on the GPU, the second of a run.
 
     Args:
         build: as in ``models.memory.predict``, here called under the CUDA device.
         batch_size: samples in the step.
-        **options: ``precision``, ``recompute`` and ``eager``, as in ``models.memory.Step``.
+        precision: as in ``models.memory.Step``.
     """
     gc.collect()
     with torch.device("cuda"):
-        step = memory.Step(build(), **options)
+        step = memory.Step(build(), precision=precision)
         inputs = step.batch(batch_size)
     optimizer = AdamW(step.model.parameters(), fused=True)
     for _ in range(2):
@@ -101,44 +93,15 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
     parser = command.parser("bench.memory", __doc__)
-    parser.add_argument(
-        "--row",
-        action="append",
-        metavar="NAME",
-        help="row of the paper to predict; may be repeated (all)",
-    )
-    parser.add_argument("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
-    parser.add_argument(
-        "--precision",
-        choices=memory.PRECISIONS,
-        default="bf16",
-        help="precision of the step (bf16)",
-    )
-    parser.add_argument(
-        "--ac",
-        choices=("none", "full"),
-        default="none",
-        help="activation checkpointing: full recomputes every block (none)",
-    )
-    parser.add_argument(
-        "--eager",
-        type=int,
-        choices=(0, 1, 2),
-        default=0,
-        help="use eager softmax attention, which keeps 1 or 2 tensors of scores per layer; 0 uses "
-        "our kernels (0)",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON list, one model per line")
+    option = parser.add_argument
+    option("--row", action="append", choices=table_rows(), help="a row; may be repeated (all)")
+    option("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
+    option("--precision", choices=memory.PRECISIONS, default="bf16", help="of the step (bf16)")
+    option("--json", action="store_true", help="print a JSON list, one model per line")
     flags = parser.parse_args(arguments)
-    rows = flags.row or table_rows()
-    unknown = [row for row in rows if row not in table_rows()]
-    if unknown:
-        parser.error(f"--row must be one of {', '.join(table_rows())}, got {unknown[0]}")
     if flags.batch is not None and flags.batch < 1:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
-    if flags.eager and flags.ac == "full":
-        parser.error("--eager needs --ac none, got full")
-    found = list(records(rows, flags.batch, flags.precision, flags.ac == "full", flags.eager))
+    found = list(records(flags.row or table_rows(), flags.batch, flags.precision))
     if flags.json:
         sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
     else:

@@ -1,4 +1,4 @@
-"""Fill the tables of README.md, docs/results.md and docs/resources.md from bench/results.
+"""Fill the tables of README.md, docs/faster.md and docs/results.md from bench/results.
 
 ``python -m bench.report`` rewrites what stands between the pages' markers and draws
 docs/results.png; ``--check`` only compares the pages. With files named, their tables go to standard
@@ -11,20 +11,19 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
 from bench import frames
 from bench.harness import command
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
-from models import papers
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = frames.RESULTS, ROOT / "docs"
 PAGES = {
     "README": ROOT / "README.md",
-    **{name: DOCS / f"{name}.md" for name in ("faster", "train", "results", "resources")},
+    **{name: DOCS / f"{name}.md" for name in ("faster", "results")},
 }
 # Lean over original: of a column of ``frames.timed``, and of which peer's.
 RATIOS = {
@@ -62,17 +61,6 @@ HEADLINE = (
     *("vit_huge", "long_1024"),
 )
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
-# What the paper prints of a row, the first of these, and how a page calls it.
-PRINTED = {
-    "top1": "% top-1",
-    "glue": "GLUE",
-    "val_loss": "held-out loss",
-    "accuracy": "%",
-}
-# What a recipe trains on: 300 epochs of ImageNet-1k; ten billion tokens; 2,000 batches of 128 × 64.
-IMAGES = 300 * 1_281_167
-TOKENS = {"crammed_bert": 10**10, "gpt2_tinystories": 2000 * 128 * 64}
-SAME_NETWORK = {"deit_base": "vit_base", "deit_large": "vit_large"}
 BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 
 
@@ -103,43 +91,41 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
     rows = timed[(timed["kind"] == "attention") & (timed["stage"] == "both") & ~timed["cpu"]]
-    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "")]
-    lines = []
-    for (_, case), here in rows.groupby(["on", "case"], sort=False):
-        kernels, peers = here[here["peer"].isin(OWN_KERNELS)], here[~here["ours"]]
-        if case not in LABELS or kernels.empty or peers.empty:
-            continue
-        kernel, best = (rows.nsmallest(1, "median").iloc[0] for rows in (kernels, peers))
-        defaults = [peers[peers["peer"] == name] for name in frames.DEFAULTS]
-        default = next((rows.iloc[0] for rows in defaults if len(rows)), best)
-        dispatched = kernel["peer"] == "leaner_kernel" and find_rule_of_library(
-            int(kernel["capability"].replace(".", "")),
-            *(False, bool(kernel["causal"]), True, int(kernel["head_dim"]), int(kernel["tokens"])),
-        )
-        ours = default if dispatched else kernel
-        time = frames.number(1e6 * kernel["median"])
-        lines.append(
-            {
-                "attention, forward + backward": LABELS[case],
-                "B·H·N·D": kernel["size"].replace(",", "").replace(" bfloat16", ""),
-                "ours, µs": f"PyTorch's ({time})" if dispatched else time,
-                "PyTorch or timm, µs": frames.number(1e6 * default["median"]),
-                "× as fast": frames.number(default["median"] / ours["median"]),
-                "fastest other, µs": f"{frames.number(1e6 * best['median'])} {best['peer']}",
-                "× the fastest": frames.number(best["median"] / ours["median"]),
-                "ours, mJ": frames.scaled(1e3, ours["joules"]),
-                "PyTorch or timm, mJ": frames.scaled(1e3, default["joules"]),
-            }
-        )
-    order = list(LABELS.values())
-    return pd.DataFrame(sorted(lines, key=lambda line: order.index(next(iter(line.values())))))
+    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "") & rows["case"].isin(LABELS)]
+    rows = frames.standings(rows[rows["peer"].isin(OWN_KERNELS) | ~rows["ours"]])
+    rows = rows[rows["median_best"].notna()]
+    rows = rows.sort_values("case", key=lambda cases: cases.map([*LABELS].index), kind="stable")
+    default = rows["median_default"].fillna(rows["median_best"])
+    joules = rows["joules_default"].where(rows["median_default"].notna(), rows["joules_best"])
+    to_library = pd.Series(map(_is_dispatched, rows.to_dict("records")), rows.index, dtype=bool)
+    ours, times = rows["median"].where(~to_library, default), frames.words(1e6 * rows["median"])
+    return pd.DataFrame(
+        {
+            "attention, forward + backward": rows["case"].map(LABELS),
+            "B·H·N·D": rows["size"].str.replace(",", "").str.replace(" bfloat16", ""),
+            "ours, µs": times.where(~to_library, "PyTorch's (" + times + ")"),
+            "PyTorch or timm, µs": frames.words(1e6 * default),
+            "× as fast": frames.words(default / ours),
+            "fastest other, µs": frames.words(1e6 * rows["median_best"]) + " " + rows["peer_best"],
+            "× the fastest": frames.words(rows["median_best"] / ours),
+            "ours, mJ": frames.words(1e3 * rows["joules"].where(~to_library, joules)),
+            "PyTorch or timm, mJ": frames.words(1e3 * joules),
+        }
+    )
+
+
+def _is_dispatched(row: Mapping[str, Any]) -> bool:
+    """Whether ``attention`` calls PyTorch's on a case of ``leaner_kernel``."""
+    if row["peer"] != "leaner_kernel":
+        return False
+    capability = int(row["capability"].replace(".", ""))
+    sizes = int(row["head_dim"]), int(row["tokens"])
+    return bool(find_rule_of_library(capability, False, bool(row["causal"]), True, *sizes))
 
 
 def headline(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the rows and columns of ``front`` that the first page shows."""
     table = front(timed)
-    if table.empty:
-        return table
     rows = table.iloc[:, 0].isin([LABELS[case] for case in HEADLINE])
     return table[rows].iloc[:, :7]
 
@@ -148,75 +134,26 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
     """Return whole training steps on a GPU beside the fastest of others, for the first page."""
     rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
     rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
-    rows = rows.assign(rate=rows["images_per_s"].fillna(rows["tokens_per_s"]))
-    lines = []
-    for (_, row, mode), here in rows.groupby(["on", "row", "mode"], sort=False):
-        for variant in ("original", "lean"):
-            sides = here[here["variant"] == variant]
-            ours = sides[sides["peer"].isin(["leaner", "leaner_compiled"])]
-            others = sides[~sides["ours"]].nlargest(1, "rate")
-            if ours.empty or others.empty:
-                continue
-            mine, best = ours.iloc[0], others.iloc[0]
-            joules = mine[["joules_per_image", "joules_per_token"]].dropna()
-            peer = best["peer"].removesuffix("_compiled")
-            lines.append(
-                {
-                    "training step": f"{STEPS[row]}, {variant}",
-                    "called": mode,
-                    "ours, a second": frames.number(mine["rate"]),
-                    "fastest other": f"{frames.number(best['rate'])} {peer}",
-                    "times as fast": frames.number(mine["rate"] / best["rate"]),
-                    "ours, peak GB": frames.scaled(1e-9, mine["peak_memory_bytes"]),
-                    "other, peak GB": frames.scaled(1e-9, best["peak_memory_bytes"]),
-                    "ours, mJ for each": frames.scaled(
-                        1e3, joules.iloc[0] if len(joules) else None
-                    ),
-                }
-            )
-    names = list(STEPS.values())
-    lines.sort(key=lambda line: (names.index(line["training step"].split(",")[0]), line["called"]))
-    return pd.DataFrame(lines)
-
-
-def reproduce(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the paper: what it prints, and hours predicted from measured steps."""
-    steps = timed[
-        (timed["on"] == "NVIDIA H200")  # as the column is called
-        & (timed["stage"] == "training")
-        & timed["peer"].isin(["leaner", "leaner_compiled"])
-    ]
-    rates = steps["images_per_s"].fillna(steps["tokens_per_s"])
-    fastest = rates.groupby([steps["row"], steps["variant"]]).max()
-    by_row: dict[str, dict[str, papers.PaperRow]] = {}
-    for (name, variant), row in papers.ROWS.items():
-        if row.printed:
-            by_row.setdefault(name, {})[variant] = row
-    lines = []
-    for name, variants in by_row.items():
-        row = variants["original"]
-        measure = next(measure for measure in PRINTED if measure in row.printed)
-        printed = [f"{variants[variant].printed[measure]:g}" for variant in variants]
-        items = IMAGES if row.takes_images else TOKENS.get(name)
-        hours = []
-        for variant in variants:
-            rate = fastest.get((SAME_NETWORK.get(name, name), variant))
-            known = rate is not None and items is not None
-            hours.append(duration(items / rate) if known else "not measured")
-        lines.append(
-            {
-                "row": name,
-                "the paper's batch": f"{8 if row.takes_images else 1} × {row.batch}",
-                "time on one H200, predicted": " / ".join(dict.fromkeys(hours)),
-                "the paper's result": f"{' / '.join(printed)} {PRINTED[measure]}",
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def duration(seconds: float) -> str:
-    """Return hours, or seconds where they are few."""
-    return f"{seconds / 3600:.1f} h" if seconds >= 600 else f"{seconds:.0f} s"
+    rows = rows.assign(
+        rate=rows["images_per_s"].fillna(rows["tokens_per_s"]),
+        of_item=rows["joules_per_image"].fillna(rows["joules_per_token"]),
+    )
+    rows = frames.standings(rows[rows["peer"].str.startswith("leaner") | ~rows["ours"]])
+    rows = rows[rows["rate_best"].notna()].sort_values("mode", kind="stable")
+    rows = rows.sort_values("row", key=lambda names: names.map([*STEPS].index), kind="stable")
+    peer = rows["peer_best"].str.removesuffix("_compiled")
+    return pd.DataFrame(
+        {
+            "training step": rows["row"].map(STEPS) + ", " + rows["variant"],
+            "called": rows["mode"],
+            "ours, a second": frames.words(rows["rate"]),
+            "fastest other": frames.words(rows["rate_best"]) + " " + peer,
+            "times as fast": frames.words(rows["rate"] / rows["rate_best"]),
+            "ours, peak GB": frames.words(1e-9 * rows["peak_memory_bytes"]),
+            "other, peak GB": frames.words(1e-9 * rows["peak_memory_bytes_best"]),
+            "ours, mJ for each": frames.words(1e3 * rows["of_item"]),
+        }
+    )
 
 
 def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -351,24 +288,6 @@ def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     ]
 
 
-def accuracy() -> pd.DataFrame:
-    """Return what ``bench.kappa.accuracy`` found, by kind of spectrum."""
-    content = json.loads((RESULTS / "kappa_accuracy.json").read_text("utf-8"))
-    rows = pd.DataFrame.from_dict(content["kind"] | content["all"], "index")
-    return pd.DataFrame(
-        {
-            "spectrum": rows.index,
-            "matrices": rows["matrices"].to_numpy(),
-            "resolved": rows["resolved"].to_numpy(),
-            "singular": rows["singular"].to_numpy(),
-            "called resolved though singular": rows["singular_resolved"].to_numpy(),
-            "error to 10⁶": rows["to_1e6"].to_numpy(),
-            "to 3·10⁶": rows["to_3e6"].to_numpy(),
-            "of what is allowed, %": 100 * rows["allowed"].to_numpy(),
-        }
-    )
-
-
 def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return what ``bench.training`` measured, with the median ratio and its range."""
     return pd.DataFrame(
@@ -378,33 +297,11 @@ def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
             "ours": row["ours"],
             "theirs": row["theirs"],
             "whose": row["peer"],
-            "ours / theirs": statistics.median(row["ratios"]) if row["ratios"] else None,
-            "of each turn": f"{frames.number(min(row['ratios']))} to "
-            f"{frames.number(max(row['ratios']))}"
-            if row["ratios"]
-            else "",
+            "ours / theirs": statistics.median(row["ratios"]),
+            "of each turn": " to ".join(frames.number(end(row["ratios"])) for end in (min, max)),
         }
         for row in rows
     )
-
-
-def kernels_by_gpu(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return what the kernels of a name take on an architecture, at the worst of their launches."""
-    frame = pd.DataFrame(rows)
-    frame["kernels"] = frame["kernel"].str.strip("_").str.split("_").str[0]
-    frame["pass"] = frame["kernel"].str.contains("bwd").map({True: "backward", False: "forward"})
-    frame["gpu"] = "sm_" + frame["capability"].astype(str)
-    by = frame.groupby(["kernels", "pass", "gpu"], sort=False)
-    worst = by.agg(registers=("registers", "max"), fewest=("programs_per_sm", "min"))
-    spills = by["spills"].max().map(lambda spills: f", {spills} s" if spills else "")
-    cells = worst["registers"].astype(str) + " / " + worst["fewest"].astype(str) + spills
-    return cells.rename("").reset_index()
-
-
-def resources() -> pd.DataFrame:
-    """Return ``kernels_by_gpu`` of the committed table, GPUs next to each other."""
-    cells = kernels_by_gpu(json.loads((RESULTS / "resources.json").read_text("utf-8"))["rows"])
-    return beside(cells[["kernels", ""]], [cells["pass"], cells["gpu"]], 1)
 
 
 def predictions(name: str) -> pd.DataFrame:
@@ -431,97 +328,6 @@ def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     return beside(cells, [left["gpu"], left["stage"]], 1)
 
 
-class Goal(NamedTuple):
-    """What is to be reached: a figure that is at least, or at most, a bound.
-
-    Attributes:
-        text: in which the columns of a row have their values.
-        rows: of ``frames.standings`` or ``lean`` that have the goal, as ``query`` reads it.
-        figure: what is held to the bound, as ``DataFrame.eval`` reads it.
-        bound: likewise.
-        at_least: the figure must reach the bound; otherwise it may not pass it.
-    """
-
-    text: str
-    rows: str
-    figure: str
-    bound: str
-    at_least: bool = True
-
-
-KAPPA = "kind == 'kappa' and not cpu"
-VIT_BASE = (
-    "kind == 'model' and row == 'vit_base' and stage == 'training' and mode == 'compiled' "
-    "and not cpu"
-)
-BERT = "row == 'crammed_bert'"
-GOALS = (
-    *(
-        Goal(
-            f"{{case}} on an {gpu}: at most {ms} ms",
-            f"case == 'kappa_197x1024' and on.str.contains('{gpu}')",
-            *("1e3 * median", ms, False),
-        )
-        for gpu, ms in (("H200", "0.5"), ("A100", "0.8"), ("RTX A6000", "2.5"))
-    ),
-    Goal("{case}: 10 × as fast as {other}", KAPPA, "times_best", "10"),
-    Goal("{case}: 100 × as fast as svdvals", KAPPA, "times_default", "100"),
-    Goal(
-        "{case}: every=1 costs at most 2%",
-        *("kind == 'step' and every == 1 and not cpu", "100 * overhead", "2", False),
-    ),
-    Goal(
-        "{case}: 1.5 × the fastest peer, {other}",
-        "kind == 'attention' and op in ['cross_covariance', 'channel', 'window', 'outlook'] "
-        "and stage == 'both' and mode == 'graph'",
-        *("times_best", "1.5"),
-    ),
-    Goal("vit_base {variant}: 1.1 × compiled timm in training", VIT_BASE, "times_default", "1.1"),
-    Goal(
-        "vit_base original on an H200: 4,000 images/s in training",
-        f"{VIT_BASE} and variant == 'original' and on.str.contains('H200')",
-        *("images_per_s", "4000"),
-    ),
-    Goal(
-        "crammed_bert lean: 1.3 × {other}, {mode}",
-        f"kind == 'language' and {BERT} and variant == 'lean' and not cpu",
-        *("times_best", "1.3"),
-    ),
-)
-LEAN = "crammed_bert: lean 1.4 × the tokens/s of the original"
-GOALS_OF_LEAN = (
-    Goal(f"{LEAN}, eager", BERT, "1 / time", "1.4"),
-    Goal(f"{LEAN}, compiled", BERT, "1 / `time, compiled`", "1.4"),
-    Goal(
-        "{row}: lean over original memory at most the paper's {as printed:.2f}",
-        *("row != 'crammed_bert'", "peak", "`as printed`", False),
-    ),
-)
-
-
-def goals(standing: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """Return each goal that applies to what was measured, the best row that has it, a verdict."""
-    lines: dict[tuple[str, str], dict[str, Any]] = {}
-    for frame, declared in ((standing, GOALS), (ratios, GOALS_OF_LEAN)):
-        for goal in declared:
-            rows = frame.query(goal.rows)
-            rows = rows.assign(figure=rows.eval(goal.figure), bound=rows.eval(goal.bound))
-            for row in rows.dropna(subset=["figure", "bound"]).to_dict("records"):
-                figure, bound = row["figure"], row["bound"]
-                margin = figure / bound if goal.at_least else bound / figure
-                line = {
-                    "on": row["on"],
-                    "goal": goal.text.format(**row),
-                    "measured": frames.number(figure),
-                    "verdict": "met" if margin >= 1 else "**missed**",
-                    "margin": margin,
-                }
-                kept = lines.setdefault((line["on"], line["goal"]), line)
-                if margin > kept["margin"]:
-                    kept.update(line)
-    return pd.DataFrame(lines.values()).drop(columns="margin", errors="ignore")
-
-
 def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     """Return the tables of each page, of these files or else of bench/results.
 
@@ -532,31 +338,27 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     timed = frames.timed(results)
     if timed.empty:
         raise SystemExit("no measured rows in " + ", ".join(map(str, paths)))
-    standing, ratios = frames.standings(timed), lean(timed)
+    standing = frames.standings(timed)
     tables = {
         "runs": runs(results),
-        "goals": goals(standing, ratios),
         "attention": attention(standing),
         "kappa": kappa(standing),
         "monitor": monitor(standing),
         "models": models(standing),
-        "lean": ratios,
+        "lean": lean(timed),
         "unmeasured": unmeasured(results),
     }
     pages = {
         "README": {"headline": headline(timed)},
         "faster": {"steps": steps(timed), "front": front(timed)},
-        "train": {"reproduce": reproduce(timed)},
         "results": tables,
     }
     if not paths:
         measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
         tables |= {
-            "accuracy": accuracy(),
             "training": training(measured),
             "predicted": predicted(timed, predictions("predictions")),
         }
-        pages["resources"] = {"resources": resources()}
     return pages
 
 

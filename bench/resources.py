@@ -1,8 +1,9 @@
 """Report the GPU resources of every shipped attention kernel by compiling it without a GPU.
 
-``python -m bench.resources`` prints a table; ``--write`` writes bench/results/resources.json, which
-``python -m bench.report`` shows in docs/resources.md; tests/aot compiles softmax attention again
-and fails where it is worse. The launches are what the CUDA operators request on each case.
+``python -m bench.resources --write`` writes bench/results/resources.json; tests/aot compiles
+softmax attention again and fails where it is worse. The launches are what the CUDA operators
+request on each case.
+``python -m bench.gpu_model CASE`` prints those of one case.
 """
 
 import sys
@@ -12,14 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.catalogue import OPERATOR_CASES
-from bench.gpu_model.compile_ahead import (
-    GPUS,
-    Launch,
-    compile_launch,
-    spill_faults,
-)
+from bench.attention.cases import CASES
+from bench.attention.operators import CASES as OPERATOR_CASES
+from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, spill_faults
 from bench.gpu_model.launches import AnyCase, call_of
 from bench.harness import command
 from leaner_kernels.ops._tiles import ARCHITECTURES
@@ -36,43 +32,31 @@ KEPT = "registers", "shared", "spills", "programs_per_sm"
 FIGURES = *KEPT, "stack", "looped_spills"  # the last two are held to limits
 
 
-def cuda_cases() -> list[AttentionCase]:
-    """Return the cases of softmax attention that the kernels run."""
-    return [case for case in CASES if case.device == "cuda"]
-
-
 def table_cases() -> list[AnyCase]:
     """Return the cases that the kernels run; of other operators those whose kernels differ."""
+    cases = [case for case in CASES if case.device == "cuda"]
     different: dict[Any, AnyCase] = {}
     for case in OPERATOR_CASES:
         if case.device == "cuda":
             different.setdefault((case.op, case.compiled_for), case)
-    return [*cuda_cases(), *different.values()]
+    return [*cases, *different.values()]
 
 
-def names(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Yield the name of every row, without compiling anything."""
-    for name, _ in _launches(cases, gpus):
-        yield name
+def launches(
+    cases: Iterable[AnyCase], gpus: Iterable[int]
+) -> Iterator[tuple[dict[str, Any], Launch]]:
+    """Yield the name of every row with its launch, without compiling anything."""
+    for case, gpu in product(cases, gpus):
+        for launch, found in call_of(case).launches(gpu).items():
+            for one in found:
+                yield dict(zip(KEYS, (case.name, launch, gpu, one.name))), one
 
 
 def rows(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
     """Yield every row of the table: its name, and what the launch takes."""
-    for name, one in _launches(cases, gpus):
+    for name, one in launches(cases, gpus):
         used = compile_launch(one, name["capability"])
         yield name | {figure: getattr(used, figure) for figure in FIGURES}
-
-
-def _launches(
-    cases: Iterable[AnyCase], gpus: Iterable[int]
-) -> Iterator[tuple[dict[str, Any], Launch]]:
-    for case, gpu in product(cases, gpus):
-        for launch, found in call_of(case).launches(gpu).items():
-            yield from ((_name(case, launch, gpu, one), one) for one in found)
-
-
-def _name(case: AnyCase, launch: str, capability: int, one: Launch) -> dict[str, Any]:
-    return dict(zip(KEYS, (case.name, launch, capability, one.name)))
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -106,44 +90,20 @@ def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
         yield f"{row['programs_per_sm']} programs fit, the table has {limit['programs_per_sm']}"
 
 
-def measure(cases: Sequence[AnyCase], gpus: Iterable[int]) -> dict[str, Any]:
-    """Compile everything for these GPUs; return the table."""
-    found: list[dict[str, Any]] = []
-    for case in cases:
-        found += rows([case], gpus)
-        sys.stderr.write(f"{case.name}: {len(found)} rows\n")
-    return {"versions": {name: version(name) for name in ("triton", "torch")}, "rows": found}
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = command.parser("bench.resources", __doc__)
     parser.add_argument(
-        "--write",
-        action="store_true",
-        help="write bench/results/resources.json instead of printing the table",
+        "--write", action="store_true", required=True, help="write bench/results/resources.json"
     )
-    parser.add_argument(
-        "--case", action="append", help="compile only this case; may be repeated (all)"
-    )
-    args = parser.parse_args(arguments)
-    cases = {case.name: case for case in table_cases()}
-    if unknown := set(args.case or ()) - set(cases):
-        parser.error(f"--case must be one of {', '.join(cases)}, got {', '.join(sorted(unknown))}")
-    if args.write and args.case:
-        parser.error("--write writes every case: leave out --case")
-    wanted = [case for name, case in cases.items() if not args.case or name in args.case]
-    table = measure(wanted, IN_TABLE)
-    if args.write:
-        kept = [{name: row[name] for name in (*KEYS, *KEPT)} for row in table["rows"]]
-        command.write(TABLE, kept, versions=table["versions"])
-    else:
-        import pandas as pd
-
-        from bench import frames
-
-        columns = [*KEYS, *FIGURES]
-        sys.stdout.write(frames.markdown(pd.DataFrame(table["rows"])[columns]) + "\n")
+    parser.parse_args(arguments)
+    kept: list[dict[str, Any]] = []
+    for case in table_cases():
+        found = rows([case], IN_TABLE)
+        kept += ({name: row[name] for name in (*KEYS, *KEPT)} for row in found)
+        sys.stderr.write(f"{case.name}: {len(kept)} rows\n")
+    versions = {name: version(name) for name in ("triton", "torch")}
+    command.write(TABLE, kept, versions=versions)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ and of PyTorch's; what compiles and warms up is not profiled.
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -22,7 +21,7 @@ from bench.attention.cases import CASES, AttentionCase
 from bench.attention.gate import AttentionProblem
 from bench.attention.peers import peers_of
 from bench.harness import clock, command
-from bench.harness.checked import Checked, one_call
+from bench.harness.checked import Current, one_call
 from bench.harness.gate import WrongError
 from bench.harness.peers import REFUSALS, AbsentError
 
@@ -33,38 +32,22 @@ PROFILED = (
 )
 
 
-def microseconds(checked: Checked, case: AttentionCase, peer: str, direction: str) -> float:
-    """Return how long a peer takes in one direction.
-
-    Raises:
-        AbsentError: the peer is not installed or does not support the case.
-        WrongError: its result is outside the error budget.
-    """
-    function, _, sets = checked.peer(case, peer)
-    mode = clock.MODES[case.device][0]
-    stream = nullcontext()
-    if mode == "graph":
-        torch.cuda.synchronize()  # the inputs were made on another stream
-        stream = torch.cuda.stream(clock.capture_stream())
-    reading = clock.Clock(case.device)
-    with peers_of(case)[peer].context(), stream:
-        timed = clock.rounds_of(reading, mode, one_call(direction, function), sets, 0.15)
-        return 1e6 * clock.seconds(timed[0], reading, timed[1])
-
-
 def rows(case: AttentionCase) -> Iterator[list[str]]:
     """Yield a row for each peer: its name, and microseconds in each direction or why not."""
-    checked = Checked(peers_of, AttentionProblem)
-    for peer in peers_of(case):
+    current = Current(peers_of, AttentionProblem)
+    for name, peer in peers_of(case).items():
         times = []
         for direction in DIRECTIONS:
             try:
-                times.append(f"{microseconds(checked, case, peer, direction):,.1f}")
+                function, _, sets = current.peer(case, name)
+                with peer.context():
+                    call = one_call(direction, function)
+                    times.append(f"{1e6 * clock.timed(call, sets, case.device):,.1f}")
             except (AbsentError, WrongError, *REFUSALS) as error:
                 absent = isinstance(error, AbsentError)
                 times.append("absent" if absent else f"{type(error).__name__}: {error}"[:60])
         if set(times) != {"absent"}:
-            yield [peer, *times]
+            yield [name, *times]
 
 
 def profile(cases: Sequence[AttentionCase]) -> None:

@@ -1,23 +1,21 @@
-"""Measure the cost of training beside the model: loop, input, checkpoints, logs; no GPU needed.
+"""Measure the cost of training beside the model: loop, input, checkpoints; no GPU needed.
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 
-What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's and
-torchvision's loaders, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios
-are medians of those of each turn. A peer that is not installed is named, and its row left out.
+What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's
+loader, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios are medians of
+those of each turn. A peer that is not installed is named, and its row left out.
 Pictures and texts are made here. Where it says so, times are of the processor, all threads
 together: what other work on the machine takes does not count.
 """
 
 import contextlib
 import io
-import json
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -39,9 +37,8 @@ TURNS = 3
 SMALL = {"embed_dim": 32, "heads": 2, "head_dim": 16, "depth": 12, "mlp_ratio": 2.0}
 STEPS, WARM = 60, 20
 PICTURES, BATCH, SIDE = 128, 64, 224
-RECIPES = {"plain": (None, 0.0), "paper": ("rand-m9-mstd0.5", 0.0)}
+RECIPES = {"plain": None, "paper": "rand-m9-mstd0.5"}
 MILLIONS = {"embed_dim": 768, "depth": 14, "heads": 12, "head_dim": 64}  # 101 million parameters
-LOGGED, LAYERS, EVERY = 20_000, 48, 10
 
 
 class Row(NamedTuple):
@@ -51,16 +48,16 @@ class Row(NamedTuple):
         measured: what.
         unit: of both figures.
         ours, theirs: medians.
-        peer: whose the second is; None where there is none.
+        peer: whose the second is.
         ratios: ours over the peer's, of each turn.
     """
 
     measured: str
     unit: str
     ours: float
-    theirs: float | None = None
-    peer: str | None = None
-    ratios: tuple[float, ...] = ()
+    theirs: float
+    peer: str
+    ratios: tuple[float, ...]
 
 
 Figures = Callable[[], float]
@@ -151,30 +148,28 @@ def write_pictures(folder: Path) -> None:
 
 
 def pictures(folder: Path) -> Iterator[Row]:
-    """Yield pictures a second of the processor, in this process, beside the loaders of others."""
+    """Yield pictures a second of the processor, in this process, beside timm's loader."""
     write_pictures(folder)
-    kinds = {"timm": _of_timm, "torchvision": _of_torchvision}
-    for recipe, (policy, erase) in RECIPES.items():
-        peers = {n: partial(_rate, k, folder, policy, erase) for n, k in kinds.items()}
-        ours = partial(_rate, _of_ours, folder, policy, erase)
-        yield from compared(f"pictures, {recipe}", "a CPU second", ours, peers)
+    for recipe, policy in RECIPES.items():
+        ours, timm = (partial(_rate, make, folder, policy) for make in (_of_ours, _of_timm))
+        yield from compared(f"pictures, {recipe}", "a CPU second", ours, {"timm": timm})
 
 
-def _rate(make: Callable[..., Any], folder: Path, policy: str | None, erase: float) -> float:
-    with make(folder, policy, erase) as loader:
+def _rate(make: Callable[..., Any], folder: Path, policy: str | None) -> float:
+    with make(folder, policy) as loader:
         began = time.process_time()
         count = sum(len(batch[0]) for batch in islice(loader, PICTURES // BATCH))
         return count / (time.process_time() - began)
 
 
 @contextlib.contextmanager
-def _of_ours(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
+def _of_ours(folder: Path, policy: str | None) -> Iterator[Any]:
     from train.data.images import open_images
     from train.data.images.augment import Augment
     from train.data.loader import loading
     from train.data.sampler import BatchSampler, Split
 
-    augment = Augment(rand_augment=policy, erase=erase)
+    augment = Augment(rand_augment=policy)
     found = open_images(str(folder), size=SIDE, channels=3, seed=0, augment=augment)
     split = Split(BATCH, 1, 1)
     last = PICTURES // BATCH
@@ -184,7 +179,7 @@ def _of_ours(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _of_timm(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
+def _of_timm(folder: Path, policy: str | None) -> Iterator[Any]:
     from timm.data import create_dataset, create_loader
 
     data = create_dataset("", root=str(folder), split="train", is_training=True)
@@ -193,7 +188,6 @@ def _of_timm(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
         (3, SIDE, SIDE),
         BATCH,
         is_training=True,
-        re_prob=erase,
         scale=(0.08, 1.0),
         color_jitter=0.0,
         auto_augment=policy,
@@ -203,19 +197,6 @@ def _of_timm(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
         pin_memory=False,
         device=torch.device("cpu"),
     )
-
-
-@contextlib.contextmanager
-def _of_torchvision(folder: Path, policy: str | None, erase: float) -> Iterator[Any]:
-    from torchvision.datasets import ImageFolder
-    from torchvision.transforms import InterpolationMode, v2
-
-    steps = [v2.RandomResizedCrop(SIDE, interpolation=InterpolationMode.BICUBIC, antialias=True)]
-    steps += [v2.RandomHorizontalFlip(), *([v2.RandAugment(magnitude=9)] if policy else [])]
-    steps += [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
-    steps += [v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), v2.RandomErasing(erase)]
-    data = ImageFolder(str(folder / "train"), v2.Compose(steps))
-    yield torch.utils.data.DataLoader(data, BATCH, shuffle=True, drop_last=True)
 
 
 def text(folder: Path) -> Iterator[Row]:
@@ -310,64 +291,24 @@ def checkpoints(folder: Path) -> Iterator[Row]:
     params = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     for kind in found[0][0]:
         own, others = zip(*((a[kind], b[kind]) for a, b in found))
-        ratios = tuple(a / b for a, b in zip(own, others) if b)
+        ratios = tuple(a / b for a, b in zip(own, others))
         middle = map(statistics.median, (own, others))
         yield Row(f"checkpoint of {params:.0f} million: {kind}", "s", *middle, "DCP", ratios)
 
 
 def _watched(save: Callable[[], Any], wait: Callable[[], Any], to: Path) -> dict[str, float]:
-    """Return seconds that ``save`` blocks, of the longest pause after it, and of the whole."""
+    """Return seconds that ``save`` blocks, and of the whole."""
     shutil.rmtree(to, ignore_errors=True)
     began = time.perf_counter()
     save()
     blocked = time.perf_counter() - began
-    done = threading.Thread(target=wait)
-    done.start()
-    longest, last = 0.0, time.perf_counter()
-    while done.is_alive():
-        sum(range(2000))
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
+    wait()
     whole = time.perf_counter() - began
     shutil.rmtree(to, ignore_errors=True)
-    return {"blocks training": blocked, "longest pause after that": longest, "all": whole}
+    return {"blocks training": blocked, "all": whole}
 
 
-def logs(folder: Path) -> Iterator[Row]:
-    """Yield how long the logs of a long run take to go on with."""
-    from train.logs.alarms import Alarms
-    from train.logs.report import Report
-    from train.vit import ImageSettings
-
-    folder = folder / "logs"
-    folder.mkdir()
-    metrics = {"epoch": 0.0, "lr": 1e-3, "grad_norm": 1.0, "throughput": 1.0, "data_wait": 0.0}
-    kappa = {"kappa": 10.0, "kappa_gaussian": 2.0, "rank": 8.0, "entropy": 2.5, "reason": None}
-    kappa |= {"sigma_max": 1.0, "tokens": 16, "columns": 32, "heads": 2, "head_dim": 16}
-    with (folder / "metrics.jsonl").open("w") as file:
-        for step in range(LOGGED):
-            row = {"step": step, "loss": 2 + step % 7 / 100, **metrics}
-            file.write(json.dumps(row) + "\n")
-    with (folder / "kappa.jsonl").open("w") as file:
-        for step in range(0, LOGGED, EVERY):
-            for layer in range(LAYERS):
-                row = {"step": step, "layer": f"blocks.{layer}.attn", **kappa}
-                file.write(json.dumps(row) + "\n")
-    settings = ImageSettings(model="vit_digits", resume="auto")
-
-    def resume() -> float:
-        began = time.perf_counter()
-        report = Report(folder, settings, is_main_process=True)
-        report.open(LOGGED)
-        assert report.kappa.rows
-        Alarms(settings).replay(report.metrics.rows, report.kappa.rows)
-        return time.perf_counter() - began
-
-    taken = statistics.median(resume() for _ in range(TURNS))
-    yield Row(f"logs of {LOGGED:,} steps and {LAYERS} layers resumed", "s", taken)
-
-
-PARTS = loop, pictures, text, checkpoints, logs
+PARTS = loop, pictures, text, checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,9 @@ tables beside the kernels; the JSON keeps every timing, losers included.
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,9 +31,9 @@ from bench.gpu_model.launches import AnyCase
 from bench.gpu_model.machine_code import disassemble
 from bench.harness import clock, command
 from leaner_kernels.ops import _tiles
+from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, Tile, rule
 
-ROUNDS = 20
 TOLERANCE = 2.0**-6  # of the largest element: two tiles sum in different orders, in half precision
 
 
@@ -52,97 +54,71 @@ def best(trials: Sequence[Trial]) -> Trial | None:
     return min(timed, key=lambda trial: trial.microseconds or 0.0, default=None)
 
 
-def keywords(row: Rule) -> dict[str, Any]:
-    """Return the keywords of a rule, without its tile."""
-    given = {"dim": row.dim, "tokens": row.tokens, "size": row.size, "gpus": row.gpus}
+def line(row: Rule, tile: dict[str, Any]) -> str:
+    """Render a rule with another tile, as it stands in its table."""
+    conditions = {"dim": row.dim, "tokens": row.tokens, "size": row.size, "gpus": row.gpus}
     default = asdict(rule())
-    given = {name: value for name, value in given.items() if value != default[name]}
-    return given | {"takes": tuple(sorted(row.takes))}
-
-
-def line(numbers: dict[str, Any]) -> str:
-    """Render a rule as it stands in its table."""
-    inside = ", ".join(f"{n}={value!r}" for n, value in numbers.items() if value != ())
-    return f"    rule({inside}),"
-
-
-class TileRun(NamedTuple):
-    """What one set of tensors was launched with, what Triton compiled, and what was written."""
-
-    launches: list[Any]
-    compiled: list[Any]
-    results: list[Tensor]
-
-    def again(self) -> None:
-        """Launch again."""
-        for launch in self.launches:
-            launch.start()
+    given = {name: value for name, value in conditions.items() if value != default[name]}
+    given |= ({"takes": tuple(sorted(row.takes))} if row.takes else {}) | tile
+    return f"    rule({', '.join(f'{name}={value!r}' for name, value in given.items())}),"
 
 
 class TileProblem:
-    """One case, on several sets of tensors that are drawn for each run.
+    """One case, on as many sets of tensors as outgrow the L2 cache.
 
     Attributes:
         rules: that each kernel of the forward and the backward follows on the GPU.
+        sets: (inputs, output's gradient, output, what else the backward takes) of the tiles that
+            ship.
     """
 
     def __init__(self, case: AnyCase, device: torch.device) -> None:
-        """Find which kernels run the case."""
-        self.case, self.device, self.call = case, device, launches.call_of(case)
-        self.copies = clock.copies_beyond_cache(case.bytes("forward"), device)
-        self.rules = self._shipped()
-
-    def _shipped(self) -> dict[str, Rule]:
-        found: dict[str, Rule] = {}
+        """Find which kernels run the case, and draw its tensors."""
+        self.case, self.call = case, launches.call_of(case)
+        self.rules: dict[str, Rule] = {}
 
         def note(name: str, row: Rule | None) -> Rule | None:
             if row is not None:
-                found[name] = row
+                self.rules[name] = row
             return row
 
-        call, gpu = self.call, _tiles.capability(self.device)
+        gpu = _tiles.capability(device)
         with (
             launches.changed_rules(note),
             mock.patch.object(_tiles, "capability", return_value=gpu),
             recorded(),
         ):
-            out, lse = call.attend(*call.inputs, *call.params)
-            call.gradients(out, call.inputs, out, lse)
-        return found
+            out, saved = self.call.attend(*self.call.inputs, *self.call.params)
+            self.call.gradients(out, self.call.inputs, out, saved)
+        generator = torch.Generator(device).manual_seed(0)
+        self.sets = []
+        with self.trying():  # the launch cache would keep the tiles that ship
+            for _ in range(clock.copies_beyond_cache(case.bytes("forward"), device)):
+                inputs = launches.filled(self.call.inputs, device, generator)
+                out, saved = self.call.attend(*inputs, *self.call.params)
+                grad = torch.empty_like(out).normal_(generator=generator)
+                self.sets.append((inputs, grad, out, saved))
 
-    def runs(self, kernel: str, tile: dict[str, Any]) -> list[TileRun]:
-        """Return what the kernel's direction was launched with, on each set of tensors."""
+    def run(self, kernel: str, tensors: tuple[Any, ...]) -> list[Tensor]:
+        """Run the direction that a kernel is of, and return its results."""
+        inputs, grad, *results = tensors
+        if "backward" not in kernel:
+            return [self.call.attend(*inputs, *self.call.params)[0]]
+        return [t for t in self.call.gradients(grad, inputs, *results) if t.numel()]
+
+    @contextmanager
+    def trying(self, kernel: str = "", tile: Any = ()) -> Iterator[list[Any]]:
+        """Give a kernel another tile and keep no launch; gather what Triton compiled for each."""
+        compiled: list[Any] = []
 
         def change(name: str, row: Rule | None) -> Rule | None:
             return row and replace(row, tile=Tile.of(**tile)) if name == kernel else row
 
-        with launches.changed_rules(change):
-            return [self._run("backward" in kernel, seed) for seed in range(self.copies)]
-
-    def _run(self, backward: bool, seed: int) -> TileRun:
-        from leaner_kernels.ops._launch_cache import Launch
-
-        call, generator = self.call, torch.Generator(self.device).manual_seed(seed)
-        inputs = launches.filled(call.inputs, self.device, generator)
-        started, compiled = [], []
-
         def first(launch: Launch, *_: Any, **_named: Any) -> None:
-            started.append(launch)
             compiled.append(launch.start())  # and nothing to keep
 
-        with mock.patch.object(Launch, "first", first):
-            out, saved = call.attend(*inputs, *call.params)
-            if not backward:
-                return TileRun(started, compiled, [out])
-            started.clear()
-            compiled.clear()
-            grad = torch.empty_like(out).normal_(generator=generator)
-            grads = call.gradients(grad, inputs, out, saved)
-        return TileRun(started, compiled, [t for t in grads if t.numel()])
-
-    def rule(self, trial: Trial) -> str:
-        """Render a winner as a line of its table."""
-        return line(keywords(self.rules[trial.kernel]) | trial.tile)
+        with launches.changed_rules(change), mock.patch.object(Launch, "first", first):
+            yield compiled
 
 
 def around(tile: Tile) -> list[dict[str, Any]]:
@@ -175,21 +151,18 @@ def try_tile(
     """Compile, compare and time one tile; also return what it computed."""
     name, registers = problem.case.name, None
     try:
-        runs = problem.runs(kernel, tile)
-        torch.cuda.synchronize()
-        results = [t.clone() for t in runs[0].results]
-        registers = max(getattr(one, "n_regs", 0) for one in runs[0].compiled)
-        for one in runs[0].compiled:
-            if getattr(one, "n_spills", 0) and disassemble(one.asm["cubin"]).looped_spills():
-                return Trial(kernel, name, tile, None, registers, "spills in a loop"), None
-        for result, expected in zip(results, truth or (), strict=bool(truth)):
-            error = (result.float() - expected.float()).abs().max()
-            if not error <= TOLERANCE * expected.float().abs().max():
-                return Trial(kernel, name, tile, None, registers, f"off by {error:.3g}"), None
-        timer = clock.Clock("cuda")
-        calls = timer.calls = 4 * len(runs)
-        run = clock.graph_round(TileRun.again, runs, calls)
-        seconds = clock.seconds(run, timer, ROUNDS)
+        with problem.trying(kernel, tile) as compiled:
+            results = problem.run(kernel, problem.sets[0])
+            torch.cuda.synchronize()
+            registers = max(getattr(one, "n_regs", 0) for one in compiled)
+            for one in compiled:
+                if getattr(one, "n_spills", 0) and disassemble(one.asm["cubin"]).looped_spills():
+                    raise RuntimeError("spills in a loop")
+            for result, expected in zip(results, truth or (), strict=bool(truth)):
+                error = (result.float() - expected.float()).abs().max()
+                if not error <= TOLERANCE * expected.float().abs().max():
+                    raise RuntimeError(f"off by {error:.3g}")
+            seconds = clock.timed(partial(problem.run, kernel), problem.sets, "cuda")
     except Exception as error:
         reason = (str(error) or type(error).__name__).splitlines()[0][:120]
         return Trial(kernel, name, tile, None, registers, reason), None
@@ -234,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             winner = best([trial for trial in found if trial.kernel == kernel])
             if winner is not None:
                 sys.stdout.write(f"# {name}: {winner.microseconds} us\n{kernel}\n")
-                sys.stdout.write(problem.rule(winner) + "\n")
+                sys.stdout.write(line(problem.rules[kernel], winner.tile) + "\n")
     if options.json is not None:
         command.write(options.json, [trial._asdict() for trial in trials], **command.origin())
 

@@ -1,12 +1,10 @@
 """Attention of every kind, forward, backward and both, against every peer."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
@@ -14,9 +12,6 @@ from bench.attention.catalogue import ATTENTION_CASES, peers_of
 from bench.catalogue import ONE_OF_EACH
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row, one_call
-
-# How long one row is timed. Hundreds of rows on a GPU must fit in minutes.
-SECONDS = {"cpu": 0.25, "cuda": 0.15}
 
 
 def rows() -> Iterator[Any]:
@@ -32,31 +27,27 @@ def rows() -> Iterator[Any]:
 
 def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
     """Time one row, and add what it cost to the benchmark's ``extra_info``."""
-    captured = row.mode == "graph"
     call = one_call(row.what, function)
-    if captured:
-        torch.cuda.synchronize()  # the inputs were made on another stream
-    stream = torch.cuda.stream(clock.capture_stream()) if captured else nullcontext()
-    with peers_of(row.case)[row.name].context(), stream:
+    with peers_of(row.case)[row.name].context(), clock.capturing(row.mode):
         if row.what == "backward":
             sets = [(function(*inputs.leaves), inputs) for inputs in sets]
         run_round = clock.record(
-            benchmark, row.clock, row.mode, call, sets, SECONDS[row.case.device]
+            benchmark, row.clock, row.mode, call, sets, clock.SECONDS[row.case.device]
         )
         info = benchmark.extra_info
         if row.case.device == "cuda":
             info["clocks_mhz"] = machine.Gpu(0).clocks_mhz
         if row.mode == "eager":
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
-        if captured and row.what == "both":
+        if row.mode == "graph" and row.what == "both":
             info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
 
 
 @each_row(rows())
-def test_attention(row, benchmark, checked, attempt):
+def test_attention(row, benchmark, current, attempt):
     case = row.case
     with attempt(row) as info:
-        function, budget_used, sets = checked.peer(case, row.name)
+        function, budget_used, sets = current.peer(case, row.name)
         measure(row, benchmark, function, sets)
         # Useful work of a call, and what part its rate is of measured ceilings.
         median = clock.median(benchmark)

@@ -166,18 +166,10 @@ class AttentionCase(Case):
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
-        return {
-            **super().facts(),
-            "batch": self.batch,
-            "heads": self.heads,
-            "rows": self.rows,
-            "tokens": self.tokens,
-            "head_dim": self.head_dim,
-            "causal": self.causal,
-            "padded": self.padded,
-            "lengths": list(self.lengths),
-            **({"window": self.window} if self.window else {}),
-        }
+        names = "batch", "heads", "rows", "tokens", "head_dim", "causal", "padded"
+        facts = super().facts() | {name: getattr(self, name) for name in names}
+        facts["lengths"] = list(self.lengths)
+        return facts | ({"window": self.window} if self.window else {})
 
 
 def _seen(rows: int, keys: int, causal: bool) -> int:

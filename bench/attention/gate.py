@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +14,10 @@ from bench.harness.gate import Inputs, Problem
 CHECKED_ENTRIES, CHECKED_SCORES = 8, 2**27
 
 
-def checked_entries(case: Any, device: torch.device) -> Tensor:
-    """Return batch entries, evenly spread, first and last among them."""
-    scores = case.heads * case.rows * case.tokens
-    count = max(1, min(CHECKED_ENTRIES, case.batch, CHECKED_SCORES // scores))
-    return torch.linspace(0, case.batch - 1, count, device=device).long()
+def checked_entries(batch: int, scores: int, device: torch.device) -> Tensor:
+    """Return batch entries of so many scores, evenly spread, first and last among them."""
+    count = max(1, min(CHECKED_ENTRIES, batch, CHECKED_SCORES // scores))
+    return torch.linspace(0, batch - 1, count, device=device).long()
 
 
 class AttentionProblem(Problem):
@@ -40,12 +38,13 @@ class AttentionProblem(Problem):
     @cached_property
     def entries(self) -> Tensor:
         """The batch entries that are checked."""
-        return checked_entries(self.case, self.device)
+        case = self.case
+        return checked_entries(case.batch, case.heads * case.rows * case.tokens, self.device)
 
     def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
         return lay_out(self.case, tensors, layout)
 
-    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
+    def _reference(self, *leaves: Tensor) -> Tensor:
         visible = self.case.visible(self.device)
         if self.case.padded or self.case.ragged:
             visible = visible[self.entries]

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
 from bench.attention.cases import AttentionCase
-from bench.harness.peers import AbsentError, Peer, compiled, found
+from bench.harness.peers import AbsentError, Peer, found
 
-Build = Callable[[Any, torch.device], Callable[..., Tensor]]
 BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -68,15 +66,6 @@ def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
-def every_backend(sdpa: Build, layout: str = "heads") -> dict[str, Peer]:
-    """Return PyTorch's attention with the backend that it chooses, and with each by name."""
-    forced = {
-        name: Peer(sdpa, layout, context=partial(sdpa_kernel, backend))
-        for name, backend in BACKENDS.items()
-    }
-    return {"sdpa": Peer(sdpa, layout), **forced}
-
-
 def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> dict[str, Peer]:
     """Return our peers that also give statistics: plain, of a sampled step, and of an unsampled.
 
@@ -97,67 +86,6 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
     }
 
 
-def operator_peers(
-    leaner: Build, leaner_stats: Callable[..., Any], eager: Build, others: dict[str, Peer]
-) -> dict[str, Peer]:
-    """Return the peers of an operator: ours, with statistics too, the paper's code, and others."""
-    return {
-        "leaner": Peer(leaner, "packed", ours=True),
-        **every_sample(leaner_stats, "packed"),
-        "eager": Peer(eager, "packed"),
-        **others,
-        "eager_compiled": Peer(
-            lambda case, device: compiled(eager(case, device), device), "packed"
-        ),
-    }
-
-
-def flex_mask(case: AttentionCase, device: torch.device) -> BlockMask | None:
-    """Return the case's visible scores as FlexAttention wants them: computed, not looked up.
-
-    Sequences of a ragged case lie in one row of tokens.
-    """
-    if not case.causal and not case.padded and not case.ragged:  # a window comes with causality
-        return None
-    lengths = case.key_lengths(device)
-    documents = torch.arange(case.batch, device=device)
-    documents = documents.repeat_interleave(lengths) if case.ragged else None
-
-    def seen(b: Tensor, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
-        inside = col >= 0
-        if documents is not None:
-            inside = documents[row] == documents[col]
-        elif lengths is not None:
-            inside = col < lengths[b]
-        inside = inside & (row >= col) if case.causal else inside
-        return inside & (row - col <= case.window) if case.window else inside
-
-    if documents is not None:
-        return create_block_mask(seen, None, None, *[len(documents)] * 2, device=device)
-    batch = None if lengths is None else case.batch
-    return create_block_mask(seen, batch, None, case.rows, case.tokens, device=device)
-
-
-def _compiled_flex(device: torch.device) -> Callable[..., Tensor]:
-    if device.type != "cuda":
-        raise AbsentError("has no backward outside CUDA")
-    return compiled(flex_attention, device)
-
-
-def _flex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    return partial(_compiled_flex(device), block_mask=flex_mask(case, device))
-
-
-def _flex_document(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    compiled, mask = _compiled_flex(device), flex_mask(case, device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-        return compiled(q, k, v, block_mask=mask)[0].transpose(0, 1)
-
-    return run
-
-
 def _half_on_cuda(case: AttentionCase, device: torch.device) -> None:
     if device.type != "cuda":
         raise AbsentError("runs on CUDA only")
@@ -174,26 +102,16 @@ def _self_attention(case: AttentionCase) -> None:
 
 def _flash_attn(module: str, case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function = found(module, "flash_attn_func")
+    options: dict[str, Any] = {"causal": case.causal, "window_size": case.window_size}
+    if case.ragged:
+        for side in "qk":
+            options[f"cu_seqlens_{side}"] = case.offsets(device)
+            options[f"max_seqlen_{side}"] = case.tokens
+    function = found(module, "flash_attn_varlen_func" if case.ragged else "flash_attn_func")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=case.causal, window_size=case.window_size)
+        out = function(q, k, v, **options)
         return out[0] if isinstance(out, tuple) else out  # versions 3 and 4 return (out, lse)
-
-    return run
-
-
-def _flash_attn_varlen(
-    module: str, case: AttentionCase, device: torch.device
-) -> Callable[..., Tensor]:
-    _half_on_cuda(case, device)
-    function, ends = found(module, "flash_attn_varlen_func"), {}
-    for side in "qk":
-        ends |= {f"cu_seqlens_{side}": case.offsets(device), f"max_seqlen_{side}": case.tokens}
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, **ends, causal=case.causal)
-        return out[0] if isinstance(out, tuple) else out
 
     return run
 
@@ -248,17 +166,21 @@ def _leaner(
     return partial(function, **options)
 
 
+# PyTorch's attention with each backend by name, beside the one that it chooses.
+FORCED = {
+    name: Peer(_sdpa, context=partial(sdpa_kernel, backend)) for name, backend in BACKENDS.items()
+}
 PEERS = {
     "leaner_attention": Peer(partial(_leaner, "attention"), ours=True),
     # The operator below it, which never calls a library.
     "leaner_kernel": Peer(_leaner_kernel, ours=True),
     "leaner_packed": Peer(partial(_leaner, "attention_qkvpacked"), "packed", ours=True),
     **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
-    **every_backend(_sdpa),
+    "sdpa": Peer(_sdpa),
+    **FORCED,
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
     "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
     "eager": Peer(_eager),
-    "flex": Peer(_flex),
     **{
         name: Peer(partial(_flash_attn, module), layout="tokens")
         for name, module in FLASH_ATTN.items()
@@ -275,15 +197,13 @@ PEERS = {
     },
     "sdpa_padded": Peer(_sdpa, ragged=True),
     **{
-        f"{name}_padded": replace(peer, ragged=True)
-        for name, peer in every_backend(_sdpa).items()
-        if name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
+        f"{name}_padded": replace(FORCED[name], ragged=True)
+        for name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
     },
     "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
     "eager_padded": Peer(_eager, ragged=True),
-    "flex_document": Peer(_flex_document, "varlen", ragged=True),
     **{
-        f"{name}_varlen": Peer(partial(_flash_attn_varlen, module), "varlen", ragged=True)
+        f"{name}_varlen": Peer(partial(_flash_attn, module), "varlen", ragged=True)
         for name, module in FLASH_ATTN.items()
     },
 }

@@ -16,11 +16,26 @@ from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 
 class Current:
-    """What the case at hand is measured on: that of the case before is freed."""
+    """What the case at hand is measured on, and each peer after its gate.
 
-    def __init__(self) -> None:
+    What the case before was measured on is freed.
+    """
+
+    def __init__(
+        self,
+        peers_of: Callable[[Any], dict[str, Peer]],
+        problem_of: Callable[[Any, torch.device, int], Problem],
+    ) -> None:
+        """Start without a case.
+
+        Args:
+            peers_of: all peers of a case of attention, by name.
+            problem_of: so many sets of tensors of such a case, with what checks a peer on them.
+        """
+        self.peers_of, self.problem_of = peers_of, problem_of
         self.case: Any = None
         self.built: Any = None
+        self.checked: dict[tuple[Any, str], Any] = {}
 
     def use(self, case: Any, build: Callable[[Any], Any]) -> Any:
         """Return what ``build`` makes of a case."""
@@ -30,30 +45,11 @@ class Current:
             self.case = case
         return self.built
 
-
-class Checked:
-    """The problem of the case at hand, and each peer after its gate."""
-
-    def __init__(
-        self,
-        peers_of: Callable[[Any], dict[str, Peer]],
-        problem_of: Callable[[Any, torch.device, int], Problem],
-    ) -> None:
-        """Start without a problem.
-
-        Args:
-            peers_of: all peers of a case, by name.
-            problem_of: so many sets of tensors of a case, with what checks a peer on them.
-        """
-        self.peers_of, self.problem_of = peers_of, problem_of
-        self.current = Current()
-        self.checked: dict[tuple[Any, str], Any] = {}
-
     def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
         """Return a function, how much of its error budget it used, and inputs; or raise why not."""
         device, peer = torch.device(case.device), self.peers_of(case)[name]
         copies = clock.copies_beyond_cache(case.bytes("forward"), device)
-        problem = self.current.use(case, lambda case: self.problem_of(case, device, copies))
+        problem = self.use(case, lambda case: self.problem_of(case, device, copies))
         if (case, name) not in self.checked:
             try:
                 self.checked[case, name] = _check(peer, problem)

@@ -6,15 +6,18 @@ problem is measured against memory as in a model, where other layers come betwee
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
 
 MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
-# Of rows that are only called from Python, and how long one of them is timed.
+# Of rows that are only called from Python.
 FROM_PYTHON = {"cpu": "wall", "cuda": "eager"}
+# How long one row is timed, of a kernel and of a whole step: hundreds must fit in minutes.
+SECONDS = {"cpu": 0.25, "cuda": 0.15}
 STEP_SECONDS = {"cpu": 0.25, "cuda": 1.0}
 ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
 MIN_ROUNDS, MAX_ROUNDS = 10, 50
@@ -118,6 +121,30 @@ def rounds_of(
     run_round = (graph_round if mode == "graph" else eager_round)(call, sets, clock.calls)
     round_seconds = clock.calls * seconds(run_round, clock, rounds=1)
     return run_round, max(MIN_ROUNDS, min(MAX_ROUNDS, int(budget / round_seconds)))
+
+
+@contextmanager
+def capturing(mode: str) -> Iterator[None]:
+    """Make ``capture_stream`` current for ``graph``; for other modes nothing."""
+    if mode != "graph":
+        yield
+        return
+    torch.cuda.synchronize()  # what is captured may use what was made on another stream
+    with torch.cuda.stream(capture_stream()):
+        yield
+
+
+def timed(
+    call: Callable[[Any], Any], sets: Sequence[Any], device_type: str, budget: float = 0.15
+) -> float:
+    """Return the median seconds of a call: of a CUDA graph on a GPU, from Python on a CPU.
+
+    Arguments are as in ``rounds_of``.
+    """
+    clock, mode = Clock(device_type), MODES[device_type][0]
+    with capturing(mode):
+        run_round, rounds = rounds_of(clock, mode, call, sets, budget)
+        return seconds(run_round, clock, rounds)
 
 
 def median(benchmark: Any) -> float:

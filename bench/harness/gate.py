@@ -7,7 +7,7 @@ assert that it is the same.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -51,12 +51,10 @@ class Problem:
     Attributes:
         names: of the results that are compared.
         entries: of every tensor's first axis that are checked, by default all.
-        apart: a layout whose peers compute something else, if there is one.
     """
 
     names: Any
     entries: Any = ...
-    apart: str = ""
 
     def __init__(self, case: Any, device: torch.device, copies: int):
         """Draw every tensor that is differentiated, and the output's gradient, from a fixed seed.
@@ -71,14 +69,13 @@ class Problem:
         generator = torch.Generator(device).manual_seed(0)
         self.sets = [self._draw(generator) for _ in range(copies)]
         self.inputs = cache(self._inputs)
-        self.truth = cache(self._truth)
 
     def _draw(self, generator: torch.Generator) -> tuple[Tensor, ...]:
         """Return a set: the tensors that are differentiated, and the output's gradient."""
         raise NotImplementedError
 
-    def _reference(self, apart: bool, *leaves: Tensor) -> Tensor:
-        """Return the textbook output in the dtype of the inputs, or what ``apart`` computes."""
+    def _reference(self, *leaves: Tensor) -> Tensor:
+        """Return the textbook output in the dtype of the inputs."""
         raise NotImplementedError
 
     def _inputs(self, layout: str) -> list[Inputs]:
@@ -89,16 +86,17 @@ class Problem:
         *leaves, grad = tensors
         return Inputs(tuple(t.detach().requires_grad_() for t in leaves), grad)
 
-    def _truth(self, apart: bool) -> list[tuple[Tensor, float]]:
-        """Return for each of ``names`` the float64 result, and the error allowed."""
-        exact, same_dtype = (self._eager(apart, d) for d in (torch.float64, self.case.dtype))
+    @cached_property
+    def truth(self) -> list[tuple[Tensor, float]]:
+        """For each of ``names`` the float64 result, and the error allowed."""
+        exact, same_dtype = map(self._eager, (torch.float64, self.case.dtype))
         return [(e, budget(e, s)) for e, s in zip(exact, same_dtype, strict=True)]
 
-    def _eager(self, apart: bool, dtype: torch.dtype) -> list[Tensor]:
+    def _eager(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the textbook results for the entries that are checked, computed in a dtype."""
         *leaves, grad = (t[self.entries].to(dtype) for t in self.sets[0])
         leaves = [t.detach().requires_grad_() for t in leaves]
-        out = self._reference(apart, *leaves)
+        out = self._reference(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
     def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
@@ -120,8 +118,7 @@ class Problem:
         grads = torch.autograd.grad(out, inputs.leaves, inputs.grad)
         fractions = {}
         results = self._results(peer.layout, out.detach(), grads)
-        truth = self.truth(peer.layout == self.apart)
-        for name, result, (exact, allowed) in zip(self.names, results, truth, strict=True):
+        for name, result, (exact, allowed) in zip(self.names, results, self.truth, strict=True):
             error = (result.double() - exact).abs().max().item()
             fractions[name] = share_of_budget(f"{name} is", error, allowed)
         return fractions

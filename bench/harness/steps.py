@@ -1,9 +1,8 @@
-"""A training step of a ViT with and without KappaMonitor, timed whole on the host's clock."""
+"""Training steps of a model, and the same with and without KappaMonitor, on the host's clock."""
 
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,65 +13,10 @@ from bench.harness import counters
 from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
 from leaner_kernels import KappaMonitor
-from models.vit import VisionTransformer
 
 EVERY = (1, 10, 50)
 SAMPLES = 4
 MIN_STEPS = 10  # in a window, which then ends with one synchronisation
-
-
-@dataclass(frozen=True)
-class StepCase:
-    """A model and its batch; forward and loss in bfloat16 autocast on a GPU, float32 on a CPU.
-
-    Attributes:
-        name: an identifier; cases of the CPU begin with ``cpu_``.
-        device: ``cuda`` or ``cpu``.
-        batch: images.
-        sizes: of the model; heads of width 64 in every layer.
-        compiled: whether torch.compile compiles the model.
-    """
-
-    name: str
-    device: str
-    batch: int
-    sizes: dict[str, int] = field(hash=False)
-    compiled: bool = False
-
-    def facts(self) -> dict[str, object]:
-        """Return what a reader of a result needs to repeat the case."""
-        sizes = self.sizes
-        return {
-            "device": self.device,
-            "dtype": "bfloat16" if self.device == "cuda" else "float32",
-            "batch": self.batch,
-            "tokens": (sizes["image_size"] // sizes["patch_size"]) ** 2 + 1,
-            "width": sizes["embed_dim"],
-            "depth": sizes["depth"],
-            "heads": sizes["heads"],
-            "samples": SAMPLES,
-            "compiled": self.compiled,
-        }
-
-
-VIT_BASE_LEAN = {"image_size": 224, "patch_size": 16, "embed_dim": 768, "depth": 7, "heads": 16}
-SMALL = {"image_size": 32, "patch_size": 4, "embed_dim": 192, "depth": 4, "heads": 3}
-STEP_CASES = (
-    StepCase("vit_base_lean_step", "cuda", 128, VIT_BASE_LEAN),
-    StepCase("vit_base_lean_step_compiled", "cuda", 128, VIT_BASE_LEAN, compiled=True),
-    StepCase("cpu_vit_step", "cpu", 4, SMALL),
-)
-
-
-def training_of(case: StepCase) -> "Training":
-    """Return a case's model and a batch, from a fixed seed."""
-    torch.manual_seed(0)
-    model = VisionTransformer(**case.sizes).to(case.device)
-    if case.compiled:
-        model.compile(dynamic=False)
-    side = case.sizes["image_size"]
-    images = torch.randn(case.batch, 3, side, side, device=case.device)
-    return classifying(model, images, torch.randint(1000, (case.batch,), device=case.device))
 
 
 def mixed(device: torch.device) -> AbstractContextManager[Any]:

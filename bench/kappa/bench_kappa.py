@@ -1,7 +1,6 @@
 """Condition numbers of batches against every library, and what the monitor adds to a step."""
 
 import statistics
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -9,26 +8,23 @@ import torch
 
 from bench.harness import clock, counters, machine, steps
 from bench.harness.checked import Row, each_row
-from bench.kappa.spectra import (
-    MATRIX_CASES,
-    Matrices,
-    MatrixCase,
-    peers_of,
-)
+from bench.harness.steps import Training, classifying
+from bench.kappa.spectra import MATRIX_CASES, Matrices, MatrixCase, peers_of
+from bench.networks.cases import STEP_CASES, StepCase
 
-SECONDS = {"cpu": 0.25, "cuda": 0.15}
 # A library that loops over a batch may take seconds for one call: then few calls must do.
 SLOW, FEW_ROUNDS = 0.3, 2
 # Pairs of windows of steps, and about how many seconds they may take.
 STEP_ROUNDS, STEP_LIMIT = 5, {"cpu": 8.0, "cuda": float("inf")}
 
 
-def step_rows() -> Iterator[Row]:
-    """Every interval on every model."""
-    for case in steps.STEP_CASES:
-        for every in steps.EVERY:
-            name = f"every={every}"
-            yield Row(case, name, on_host=True, every=every)
+def training_of(case: StepCase) -> Training:
+    """Return a case's model and a batch, from a fixed seed."""
+    device = torch.device(case.device)
+    model = case.build(device)
+    if case.compiled:
+        model.compile(dynamic=False)
+    return classifying(model, *case.draw(torch.Generator(device).manual_seed(0)))
 
 
 def matrices_of(case: MatrixCase) -> Matrices:
@@ -49,7 +45,7 @@ def measure(row: Row, benchmark: Any, matrices: Matrices) -> dict[str, float]:
         if slow:
             benchmark.pedantic(function, args=(matrices.sets[0],), rounds=FEW_ROUNDS)
         else:
-            seconds = SECONDS[row.case.device]
+            seconds = clock.SECONDS[row.case.device]
             # From Python: most libraries synchronise, which no graph can capture.
             mode = clock.FROM_PYTHON[row.case.device]
             clock.record(benchmark, row.clock, mode, function, matrices.sets, seconds)
@@ -79,11 +75,15 @@ def test_kappa(row, benchmark, current, attempt):
         )
 
 
-@each_row(step_rows())
+@each_row(
+    Row(case, f"every={every}", on_host=True, every=every)
+    for case in STEP_CASES
+    for every in steps.EVERY
+)
 def test_monitored_step(row, benchmark, current, attempt):
     case = row.case
     with attempt(row) as info:
-        training = current.use(case, steps.training_of)
+        training = current.use(case, training_of)
         rounds, limit = STEP_ROUNDS, STEP_LIMIT[case.device]
         without = steps.compare(training, row.every, benchmark, row.clock, rounds, limit)
         if benchmark.stats is None:  # --benchmark-disable: only the rows were to be counted

@@ -15,7 +15,6 @@ from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
 from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
 from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of, whose
-from bench.networks.peers import differences
 
 
 def models_of(case: PaperCase) -> Models:
@@ -75,5 +74,3 @@ def test_model(row, benchmark, current, attempt):
             **measure(row, benchmark, models),
         )
         info[f"{case.item}s_per_s"] = case.items(row.what) / clock.median(benchmark)
-        if case.kind == "language" and not row.ours:
-            info["differs"] = differences(case.architecture, whose(row.name))

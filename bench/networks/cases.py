@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from bench.harness.steps import SAMPLES
 from models import papers
 
 IGNORED = -100  # the target of a token that does not count
@@ -50,10 +51,6 @@ class PaperCase:
         """Arguments of the constructor."""
         return self.entry.config | self.sizes
 
-    def items(self, stage: str) -> int:
-        """Return how many items a call of a stage takes."""
-        raise NotImplementedError
-
     def build(self, device: torch.device) -> nn.Module:
         """Return our model on a device, with values drawn there from a fixed seed."""
         model = papers.build(self.row, self.variant, device="meta", **self.sizes)
@@ -93,16 +90,23 @@ class ModelCase(PaperCase):
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
-        same = [row for row, variant in twins(self.entry) if variant == self.variant]
-        return super().facts() | {"image_size": self.config["image_size"], "same": same}
+        return super().facts() | {"image_size": self.config["image_size"]}
 
 
-def twins(entry: papers.PaperRow) -> Iterator[tuple[str, str]]:
-    """Yield the other rows that are the same network, as DeiT is ViT."""
-    for key, other in papers.ROWS.items():
-        same = (other.architecture, other.config) == (entry.architecture, entry.config)
-        if same and key[0] != entry.row:
-            yield key
+@dataclass(frozen=True)
+class StepCase(ModelCase):
+    """A vision row whose training steps are taken with and without KappaMonitor.
+
+    Attributes:
+        compiled: whether torch.compile compiles the model.
+    """
+
+    compiled: bool = False
+    kind = "step"
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader of a result needs to repeat the case."""
+        return super().facts() | {"samples": SAMPLES, "compiled": self.compiled}
 
 
 class Batch(NamedTuple):
@@ -208,3 +212,12 @@ def _small() -> Iterator[PaperCase]:
 
 
 PAPER_CASES = (*_every_row(), *_small())
+# The lean ViT-B with feed-forwards of the original's width.
+_WIDE, _SMALL_VIT = {"mlp_ratio": 4.0}, {"image_size": 32, "patch_size": 4, "embed_dim": 192}
+STEP_CASES = (
+    StepCase("vit_base_lean_step", "cuda", "vit_base", "lean", 128, _WIDE),
+    StepCase("vit_base_lean_step_compiled", "cuda", "vit_base", "lean", 128, _WIDE, compiled=True),
+    StepCase(
+        "cpu_vit_step", "cpu", "vit_base", "original", 4, _SMALL_VIT | {"depth": 4, "heads": 3}
+    ),
+)

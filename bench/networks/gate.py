@@ -7,7 +7,7 @@ numbers.
 
 import copy
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,10 @@ def peers_of(case: PaperCase) -> list[str]:
 class Models:
     """What a case is measured on: models by name, each with the weights that it began with.
 
+    A subclass has ``build`` (a library's model, or ours, by whose it is), ``training`` (what takes
+    steps of a model by its name) and ``check``, which runs a model once in a stage and returns its
+    largest error as a fraction of the error allowed, or raises ``WrongError``.
+
     Attributes:
         case: that is measured.
         device: where the models are.
@@ -55,32 +59,16 @@ class Models:
         weights: the first of each module.
     """
 
+    build: Any
+    training: Any
+    check: Any
+
     def __init__(self, case: Any):
         """Start without models."""
         self.case, self.device = case, torch.device(case.device)
         self.models: dict[str, nn.Module] = {}
         self.compiled: dict[tuple[str, bool], Any] = {}
         self.weights: dict[str, dict[str, Tensor]] = {}
-
-    def build(self, whose: str) -> nn.Module:
-        """Return a library's model, or ours, on the device."""
-        raise NotImplementedError
-
-    def training(self, name: str) -> Training:
-        """Return a model that takes steps."""
-        raise NotImplementedError
-
-    def check(self, name: str, stage: str = "training") -> float:
-        """Run a model once in a stage and compare it.
-
-        Returns:
-            The largest error as a fraction of the error allowed.
-
-        Raises:
-            WrongError: it is above 1, or a number is not finite.
-            AbsentError: as ``model``.
-        """
-        raise NotImplementedError
 
     def model(self, name: str, stage: str = "training") -> nn.Module:
         """Return a model in the mode of a stage, with the first weights and no gradients.
@@ -167,13 +155,6 @@ class VisionModels(Models):
         return share_of_budget(f"{stage}: logits are", error, allowed)
 
 
-class Result(NamedTuple):
-    """A model's losses of a batch, and the gradient of their mean, as one vector."""
-
-    losses: Tensor
-    gradient: Tensor
-
-
 class LanguageModels(Models):
     """What a ``LanguageCase`` is measured on: a batch, the models, and the truth."""
 
@@ -204,19 +185,26 @@ class LanguageModels(Models):
         return model
 
     @cached_property
-    def truth(self) -> tuple[Result, Result]:
-        """The exact result for the first samples, and that of plain PyTorch in our precision.
+    def truth(self) -> dict[str, tuple[Tensor, float]]:
+        """The exact losses of the first samples and their gradient, and the error allowed of each.
 
-        Both run on the CPU, where every operator of this project calls PyTorch. Exact is float64
-        for a case in float32, and for one in bfloat16 float32.
+        Allowed is what plain PyTorch in our precision errs, twice, on the CPU, where every operator
+        of this project calls PyTorch. Exact is float64 for a case in float32, and for one in
+        bfloat16 float32. A gradient is compared by length: a model has tensors whose gradient is
+        small and noisy, where two right computations differ by more than twice.
         """
         model = self.reference
         batch = Batch(*(t[:CHECKED].cpu() for t in self.batch))
         if self.device.type == "cpu":
-            return result(copy.deepcopy(model).double(), batch), result(model, batch)
-        exact = result(model, batch)
-        with torch.autocast("cpu", torch.bfloat16):
-            return exact, result(model, batch)
+            exact, plain = result(copy.deepcopy(model).double(), batch), result(model, batch)
+        else:
+            exact = result(model, batch)
+            with torch.autocast("cpu", torch.bfloat16):
+                plain = result(model, batch)
+        rounding = torch.finfo(torch.float32).eps * exact[1].norm()
+        allowed = 2 * ((plain[1] - exact[1]).norm() + rounding)
+        losses = exact[0], budget(exact[0], plain[0])
+        return {"losses": losses, "gradient": (exact[1], allowed.item())}
 
     @cached_property
     def first_samples(self) -> Batch:
@@ -242,39 +230,27 @@ class LanguageModels(Models):
         model = self.model(name)
         self.models["leaner"].load_state_dict(self.reference.state_dict())
         with mixed(self.device):
-            ours = result(model, self.first_samples)
-        exact, plain = self.truth
-        loss_error = (ours.losses[:CHECKED].double() - exact.losses).abs().max().item()
-        errors = {
-            "losses": (loss_error, budget(exact.losses, plain.losses)),
-            "gradient": (
-                (ours.gradient - exact.gradient).norm().item(),
-                gradient_budget(exact.gradient, plain.gradient),
+            of_tokens, gradient = result(model, self.first_samples)
+        (exact, allowed), (exact_gradient, allowed_gradient) = self.truth.values()
+        loss_error = (of_tokens[:CHECKED].double() - exact).abs().max().item()
+        return max(
+            share_of_budget("losses", loss_error, allowed),
+            share_of_budget(
+                "gradient", (gradient - exact_gradient).norm().item(), allowed_gradient
             ),
-        }
-        return max(share_of_budget(what, *error) for what, error in errors.items())
+        )
 
 
-def result(model: nn.Module, batch: Batch) -> Result:
-    """Run our model forward and backward; return its result in float64 on the CPU."""
+def result(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Run our model; return the losses and the gradient of their mean, a vector in float64."""
     model.zero_grad(set_to_none=True)
     of_tokens = losses(model, batch)
     mean_loss(of_tokens, batch).backward()
     gradient = torch.cat([p.grad.flatten().double().cpu() for p in gradients_of(model)])
     model.zero_grad(set_to_none=True)
-    return Result(of_tokens.detach().cpu(), gradient)
+    return of_tokens.detach().cpu(), gradient
 
 
 def gradients_of(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that have a gradient: all that a step uses."""
     return [p for p in model.parameters() if p.grad is not None]
-
-
-def gradient_budget(exact: Tensor, plain: Tensor) -> float:
-    """Return the largest error of a gradient that is allowed, as ``gate.budget`` but by length.
-
-    A model has tensors whose gradient is small and noisy: their largest single errors in two right
-    computations differ by more than twice.
-    """
-    rounding = torch.finfo(torch.float32).eps * exact.norm()
-    return (2 * ((plain - exact).norm() + rounding)).item()

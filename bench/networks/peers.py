@@ -2,8 +2,8 @@
 
 timm splits the width among the heads; where a row widens it, its attention gets projections of that
 width around its own computation. Models of transformers are as close as their options allow: each
-is a module of a batch that returns the mean loss, and ``differences`` states in which way it is
-another model than ours.
+is a module of a batch that returns the mean loss, and its builder says in which way it is another
+model than ours.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.attention.vision import cross_covariance
+from bench.attention.operators import cross_covariance
 from bench.harness.peers import AbsentError, found
 from bench.networks.cases import Batch
 
@@ -26,8 +26,6 @@ WORDS = {
     "volo": {**COMMON, "depths": "layers"},
     "davit": {"heads": "num_heads", "window": "window_size"},
 }
-# Of constructors that take images of any size.
-WITHOUT_SIZE = ("davit",)
 
 
 def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
@@ -44,14 +42,10 @@ def timm_model(architecture: str, config: Mapping[str, Any]) -> nn.Module:
         raise AbsentError(f"timm has no {architecture}")
     sizes = dict(config)
     head_dim = sizes.pop("head_dim", "split")
-    if architecture in WITHOUT_SIZE:
+    if architecture == "davit":  # takes images of any size
         sizes.pop("image_size", None)
     words = WORDS[architecture]
     return BUILDERS[architecture](head_dim, **{words.get(k, k): v for k, v in sizes.items()})
-
-
-def _splits(head_dim: int | str, dim: int, heads: int) -> bool:
-    return head_dim == "split" or head_dim * heads == dim
 
 
 def _vit(head_dim: int | str, **sizes: Any) -> nn.Module:
@@ -90,7 +84,7 @@ def _xcit(head_dim: int | str, **sizes: Any) -> nn.Module:
     # What timm's entry points of the rows set.
     model = found("timm.models.xcit", "Xcit")(eta=1e-5, tokens_norm=True, **sizes)
     dim, heads = sizes["embed_dim"], sizes["num_heads"]
-    if not _splits(head_dim, dim, heads):
+    if head_dim != "split" and head_dim * heads != dim:
         for block in model.blocks:
             block.attn = WideXCA(block.attn, dim, heads, head_dim)
     return model
@@ -127,10 +121,6 @@ class MaskedModel(nn.Module):
         """Return the mean loss of the tokens that count."""
         return self.model(batch.tokens, labels=batch.targets).loss
 
-    def logits(self, batch: Batch) -> Tensor:
-        """Return (B, N, V)."""
-        return self.model(batch.tokens).logits
-
 
 class CausalModel(MaskedModel):
     """GPT-2 with its head."""
@@ -166,14 +156,22 @@ def _masked(name: str, config: Mapping[str, Any], **own: Any) -> nn.Module:
 
 
 def bert(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``BertForMaskedLM``; two layers of its feed-forward have the weights of our three."""
+    """Return ``BertForMaskedLM``; its feed-forward of two layers has the weights of our gated one.
+
+    Norms after the residual, biases, learned positions, a layer before the decoder, logits of every
+    token.
+    """
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     hidden = _hidden(config) * 3 // 4
     return _masked("Bert", config, intermediate_size=hidden, type_vocab_size=1, **dropout)
 
 
 def modernbert(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``ModernBertForMaskedLM``, gated and without biases as ours, all attention global."""
+    """Return ``ModernBertForMaskedLM``, gated and without biases as ours, all attention global.
+
+    Rotary positions, norms without bias, a layer before the decoder; logits of the masked tokens
+    alone, as ours.
+    """
     return _masked(
         "ModernBert",
         config,
@@ -185,7 +183,10 @@ def modernbert(config: Mapping[str, Any]) -> nn.Module:
 
 
 def gpt2(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``GPT2LMHeadModel``, with our heads where they do not divide the width."""
+    """Return ``GPT2LMHeadModel``, with our heads where they do not divide the width.
+
+    A classifier of its own with a bias, biases of q, k and v, logits in float32.
+    """
     dim, heads = config["embed_dim"], config["heads"]
     settings = found("transformers", "GPT2Config")(
         vocab_size=config["vocab_size"],
@@ -214,35 +215,11 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
     return CausalModel(model)
 
 
-Build = Callable[[Mapping[str, Any]], nn.Module]
-# By architecture: name, how it is built, and in what it differs from ours.
-TRANSFORMERS: dict[str, dict[str, tuple[Build, str]]] = {
-    "bert": {
-        "transformers": (
-            bert,
-            "BERT: norms after the residual, biases, learned positions, a feed-forward of two "
-            "layers with the weights of the gated one, a layer before the decoder, logits of every "
-            "token",
-        ),
-        "transformers_modernbert": (
-            modernbert,
-            "ModernBERT: rotary positions, norms without bias, a layer before the decoder; logits "
-            "of the masked tokens alone, as ours",
-        ),
-    },
-    "gpt": {
-        "transformers": (
-            gpt2,
-            "GPT-2 with our heads put in, and a classifier of its own with a bias: q, k and v have "
-            "biases; logits in float32",
-        ),
-    },
+# By architecture and name; docstrings say in what each differs from ours.
+TRANSFORMERS: dict[str, dict[str, Callable[[Mapping[str, Any]], nn.Module]]] = {
+    "bert": {"transformers": bert, "transformers_modernbert": modernbert},
+    "gpt": {"transformers": gpt2},
 }
-
-
-def differences(architecture: str, name: str) -> str:
-    """Return in what a model of transformers is another than ours."""
-    return TRANSFORMERS[architecture][name][1]
 
 
 def transformers_model(
@@ -260,4 +237,4 @@ def transformers_model(
         AbsentError: transformers is not installed, or has no such model.
     """
     torch.manual_seed(0)
-    return TRANSFORMERS[architecture][name][0](config).to(device)
+    return TRANSFORMERS[architecture][name](config).to(device)

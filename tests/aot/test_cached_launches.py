@@ -21,12 +21,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
-from bench import host_time
-from bench.attention.nystrom import NystromCase
-from bench.attention.vision import VisionCase
+from bench.attention.operators import OperatorCase
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
 from leaner_kernels.ops import _launch
 from leaner_kernels.ops.attention import op
+from tests.aot import pretended_gpu
 
 BF16 = torch.bfloat16
 
@@ -81,7 +80,7 @@ def launched() -> Iterator[list[Launched]]:
 
         return run
 
-    with host_time.driver(launcher, device=0), caches(dict):
+    with pretended_gpu.driver(launcher, device=0), caches(dict):
         LOG.clear()
         yield LOG
 
@@ -260,10 +259,10 @@ def dense(rows: int = 64, shifted: str = "", grad: torch.dtype = BF16, slots: in
 
 
 OPERATORS = {
-    "window": VisionCase("window", "cuda", "window", 2, 14, 2, 32, BF16),
-    "outlook": VisionCase("outlook", "cuda", "outlook", 2, 8, 2, 32, BF16),
-    "channel": VisionCase("channel", "cuda", "channel", 2, 7, 2, 32, BF16),
-    "nystrom": NystromCase("nystrom", "cuda", 2, 2, 64, 32, 16, BF16),
+    "window": OperatorCase("window", "cuda", "window", 2, 14, 2, 32, BF16),
+    "outlook": OperatorCase("outlook", "cuda", "outlook", 2, 8, 2, 32, BF16),
+    "channel": OperatorCase("channel", "cuda", "channel", 2, 7, 2, 32, BF16),
+    "nystrom": OperatorCase("nystrom", "cuda", "nystrom", 2, 64, 2, 32, BF16, landmarks=16),
 }
 
 

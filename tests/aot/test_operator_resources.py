@@ -1,7 +1,7 @@
 """The kernels of the other operators, compiled for GPUs this machine does not have.
 
-The benchmark's cases on every GPU are in docs/resources.md; here are other dtypes and head
-dimensions, with what takes the most registers.
+The benchmark's cases on every GPU are in bench/results/resources.json; here are other dtypes and
+head dimensions, with what takes the most registers.
 """
 
 import os
@@ -13,8 +13,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from bench.attention.nystrom import NystromCase
-from bench.attention.vision import VisionCase
+from bench.attention.operators import OperatorCase
 from bench.gpu_model.compile_ahead import GPUS, compile_like
 from bench.gpu_model.launches import call_of
 from bench.resources import SUPPORTED
@@ -23,13 +22,13 @@ BF16, FP32 = torch.bfloat16, torch.float32
 EVERY = "forward", "statistics", "capture", "backward"
 
 
-def vision(op: str, dim: int, dtype: torch.dtype = BF16, window: int = 7) -> VisionCase:
+def vision(op: str, dim: int, dtype: torch.dtype = BF16, window: int = 7) -> OperatorCase:
     side = 4 * window if op == "window" else 28 if op == "outlook" else 14
-    return VisionCase(op, "cuda", op, 2, side, 12, dim, dtype, window=window)
+    return OperatorCase(op, "cuda", op, 2, side, 12, dim, dtype, window=window)
 
 
-def nystrom(dim: int, landmarks: int) -> NystromCase:
-    return NystromCase("nystrom", "cuda", 2, 2, 2048, dim, landmarks, BF16)
+def nystrom(dim: int, landmarks: int) -> OperatorCase:
+    return OperatorCase("nystrom", "cuda", "nystrom", 2, 2048, 2, dim, BF16, landmarks=landmarks)
 
 
 CALLS: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench import host_time
 from leaner_kernels import attention, attention_qkvpacked, attention_varlen
 from leaner_kernels.ops import _launch_cache, _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch, op
+from tests.aot import pretended_gpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
@@ -48,7 +48,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
     op._plans.clear()
     op._backwards.clear()
-    with host_time.gpu():
+    with pretended_gpu.gpu():
         yield found
 
 
@@ -371,9 +371,3 @@ def test_a_hook_that_saves_another_layout_goes_another_way(launches: list[Launch
     launches.clear()
     torch.autograd.grad(out, inputs, grad)
     assert [each.entry is usual for each in launches] == [False]
-
-
-def test_the_benchmark_prints_a_row_of_each_pass() -> None:
-    pytest.importorskip("tabulate")
-    text = host_time.table(host_time.measure(0.0))
-    assert len(text.splitlines()) == 2 + len(host_time.cases()) * len(host_time.PASSES)

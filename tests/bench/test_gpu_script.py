@@ -149,7 +149,7 @@ def test_an_expression_narrows_a_stage(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "bench", "-k", "lra or text")
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
-    assert line.endswith("-k (lra or text) and (not cpu_ and (not flex and not compiled))")
+    assert line.endswith("-k (lra or text) and (not cpu_ and (not compiled))")
     assert (tmp_path / "out/bench-lra-or-text.json").exists()
 
 

@@ -5,17 +5,15 @@ import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
-from bench.attention.nystrom import CASES as NYSTROM_CASES
-from bench.attention.vision import CASES as VISION_CASES
+from bench.attention.operators import CASES
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule
 from tests.tile_tables import TABLES
 
 BF16 = torch.bfloat16
-SMALLEST = sorted(VISION_CASES, key=lambda case: -case.bytes("forward"))
+SMALLEST = sorted(CASES, key=lambda case: -case.bytes("forward"))
 EVERY = {case.op: case for case in SMALLEST} | {
-    "nystrom": NYSTROM_CASES[0],
     "short": AttentionCase("short", "cuda", 2, 4, 50, 10, BF16),
     "tiny": AttentionCase("tiny", "cuda", 2, 4, 16, 10, BF16),
     "middle": AttentionCase("middle", "cuda", 24, 12, 197, 64, BF16),
@@ -32,7 +30,8 @@ def as_rule(text: str) -> Rule:
 def test_tiles_around_the_one_that_ships_are_tried(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Launch, "start", lambda _: None)
+    started: list[Launch] = []
+    monkeypatch.setattr(Launch, "start", lambda launch: started.append(launch))
     monkeypatch.setattr(_tiles, "capability", lambda _: 90)
     problem = tune.TileProblem(EVERY[name], torch.device("cpu"))
     assert {"backward" in kernel for kernel in problem.rules} == {False, True}
@@ -42,13 +41,15 @@ def test_tiles_around_the_one_that_ships_are_tried(
         assert shipped == row.tile.arguments
         assert len(others) > 10
         other = next(t for t in others if all(t[o] != shipped.get(o, 1) for o in CHANGED))
-        (run,) = problem.runs(kernel, other)
+        started.clear()
+        with problem.trying(kernel, other) as compiled:
+            results = problem.run(kernel, problem.sets[0])
+        assert len(results) == 1 if "forward" in kernel else results
         # A kernel in Gluon has no stages.
-        options = [option for option in CHANGED if option in run.launches[-1].arguments]
-        assert any(all(one.arguments[o] == other[o] for o in options) for one in run.launches)
-        assert len(run.compiled) == len(run.launches)
-        trial = tune.Trial(kernel, name, other, 1.0, 128)
-        assert as_rule(problem.rule(trial)).tile == rule(**other).tile
+        options = [option for option in CHANGED if option in started[-1].arguments]
+        assert any(all(one.arguments[o] == other[o] for o in options) for one in started)
+        assert len(compiled) == len(started)
+        assert as_rule(tune.line(row, other)).tile == rule(**other).tile
 
 
 def test_the_fastest_that_has_a_time_wins() -> None:

@@ -6,7 +6,7 @@ import torch
 import leaner_kernels
 from bench.attention.cases import CASES, AttentionCase
 from bench.attention.catalogue import ATTENTION_CASES
-from bench.attention.vision import VisionCase
+from bench.attention.operators import OperatorCase
 
 CPU = torch.device("cpu")
 BY_NAME = {case.name: case for case in ATTENTION_CASES}
@@ -39,43 +39,37 @@ def test_work_is_what_the_roofline_counts(
     assert case.flops("backward") / 1e9 == pytest.approx(backward_gflop, abs=0.005)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_scores_are_those_that_the_mask_shows(causal, padded):
-    case = AttentionCase("", "cpu", 3, 2, 9, 4, torch.float32, causal=causal, padded=padded)
-    expected = 0
-    for batch in range(3):
-        length = case.key_lengths(CPU)[batch].item() if padded else 9
-        expected += sum(
-            col < length and (row >= col or not causal) for row in range(9) for col in range(9)
-        )
+KINDS = (
+    *({}, {"padded": True}, {"causal": True}, {"causal": True, "padded": True}),
+    {"causal": True, "window": 3},
+    *({"queries": queries, "causal": causal} for queries in (1, 5, 12) for causal in (False, True)),
+    *({"lengths": (9, 1, 4), "causal": causal} for causal in (False, True)),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_scores_and_bytes_are_counted_row_by_row(kind):
+    case = AttentionCase("", "cpu", 3, 2, 9, 4, torch.float32, **kind)
+    rows, keys = (case.lengths,) * 2 if case.ragged else ((case.rows,) * 3, (9,) * 3)
+    seen = case.key_lengths(CPU).tolist() if case.padded else keys
+    expected = sum(
+        (row >= col or not case.causal) and (row - col <= case.window or not case.window)
+        for r, n in zip(rows, seen, strict=True)
+        for row in range(r)
+        for col in range(n)
+    )
     assert case.scores == 2 * expected
     shown = case.visible(CPU)
-    assert (shown is None) == (not causal and not padded)
-    if shown is not None:
-        assert 2 * shown.expand(3, 1, 9, 9).sum() == case.scores
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("queries", "lengths"), [(1, ()), (5, ()), (12, ()), (None, (9, 1, 4))])
-def test_crossed_and_ragged_scores_are_counted_row_by_row(queries, lengths, causal):
-    case = AttentionCase(
-        "", "cpu", 3, 2, 9, 4, torch.float32, causal=causal, queries=queries, lengths=lengths
-    )
-    rows, keys = (lengths, lengths) if lengths else ((queries,) * 3, (9,) * 3)
-    expected = sum(
-        row >= col or not causal for r, n in zip(rows, keys) for row in range(r) for col in range(n)
-    )
-    assert case.scores == 2 * expected
-    # q, out; k, v; lse: float32 all.
-    moved = 2 * 4 * (2 * 4 * (sum(rows) + sum(keys)) + sum(rows))
-    assert case.bytes("forward") == moved
+    if shown is not None and not case.ragged:
+        assert 2 * shown.expand(3, 1, case.rows, 9).sum() == case.scores
+    # q, out; k, v; lse: float32 all. Keys past a length are read, and get a gradient.
+    assert case.bytes("forward") == 2 * 4 * (2 * 4 * (sum(rows) + sum(keys)) + sum(rows))
     assert case.bytes("backward") == 2 * 4 * 4 * (3 * sum(rows) + 4 * sum(keys))
 
 
 @pytest.mark.parametrize("op", ["cross_covariance", "channel", "window", "outlook"])
 def test_the_public_function_takes_the_shapes_and_parameters(op):
-    case = VisionCase(op, "cpu", op, 2, 6, 3, 4, torch.float32, window=3)
+    case = OperatorCase(op, "cpu", op, 2, 6, 3, 4, torch.float32, window=3)
     inputs = [torch.randn(shape) for shape in case.input_shapes]
     function = getattr(leaner_kernels, f"{op}_attention")
     assert function(*inputs, **case.params).shape == case.out_shape

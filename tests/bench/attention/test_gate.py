@@ -6,13 +6,12 @@ from functools import partial
 import pytest
 import torch
 
-from bench.attention import nystrom, vision
+from bench.attention import operators
 from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import peers_of, problem_of
 from bench.attention.gate import AttentionProblem
-from bench.attention.nystrom import CASES, composition, softmax_attention
+from bench.attention.operators import OperatorCase
 from bench.attention.peers import eager_attention
-from bench.attention.vision import VisionCase
 from bench.harness.gate import WrongError, budget
 from bench.harness.peers import REFUSALS, AbsentError, Peer
 from tests.error_budget import assert_within_budget
@@ -118,17 +117,16 @@ def test_a_mask_that_is_ignored_is_refused(kind):
         judge(eager, case=replace(CASE, **{kind: True}))
 
 
-# Other operators: those of vision and Nyström attention.
+# Other operators.
 
 
 def small(op, dtype=torch.float32):
-    if op == "nystrom":
-        return next(replace(c, tokens=64, dtype=dtype) for c in CASES if c.device == "cpu")
-    return VisionCase(op, "cpu", op, 2, 6, 2, 8, dtype, window=3)
+    size = 64 if op == "nystrom" else 6
+    return OperatorCase(op, "cpu", op, 2, size, 2, 8, dtype, window=3, landmarks=16)
 
 
-def judge_operator(case, function, layout="packed"):
-    return problem_of(case, CPU, copies=1).check(Peer(None, layout), function)
+def judge_operator(case, function):
+    return problem_of(case, CPU, copies=1).check(Peer(None, "packed"), function)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -141,21 +139,21 @@ def test_every_peer_of_an_operator_computes_the_same(op, dtype):
             try:
                 fractions = problem.check(peer, peer.build(case, CPU))
             except (AbsentError, *REFUSALS):
-                assert name.startswith("sdpa_") or name == "eager_compiled"
+                assert name == "eager_compiled"
                 continue
         assert all(0 <= fraction <= 1 for fraction in fractions.values()), name
         passed.add(name)
     ours = {name for name, peer in peers_of(case).items() if peer.ours}
     assert ours | {"eager"} <= passed
-    assert ("timm" in passed) == (op != "nystrom")
-    assert ("sdpa" in passed) == (op != "outlook")
+    assert ("timm" in passed) == (op not in ("window", "nystrom"))
+    assert ("sdpa" in passed) == (op not in ("outlook", "nystrom"))
 
 
 @pytest.mark.parametrize(
     ("op", "place", "name"),
     [
         (op, place, name)
-        for op, names in vision.GRADIENTS.items()
+        for op, names in operators.GRADIENTS.items()
         for place, name in enumerate(names)
     ],
 )
@@ -165,25 +163,16 @@ def test_a_wrong_gradient_is_refused_by_name(op, place, name):
     def function(*leaves):
         leaves = list(leaves)
         leaves[place] = WrongGradient.apply(leaves[place])
-        return vision.eager(case, *leaves)
+        return operators.eager(case, *leaves)
 
     with pytest.raises(WrongError, match=f"^{name} is off by"):
         judge_operator(case, function)
 
 
-def test_exact_attention_is_held_to_itself_and_is_no_nystrom_attention():
-    case = small("nystrom")
-    exact, approximate = partial(softmax_attention, case), partial(composition, case)
-    assert judge_operator(case, exact, "softmax")["out"] <= 1
-    for function, layout in ((exact, "packed"), (approximate, "softmax")):
-        with pytest.raises(WrongError, match=r"^out is off by"):
-            judge_operator(case, function, layout)
-
-
 def test_landmarks_differ_so_that_every_iteration_counts(monkeypatch):
     case = small("nystrom")
     problem = problem_of(case, CPU, copies=1)
-    assert problem.truth(False)
-    monkeypatch.setattr(nystrom, "ITERATIONS", nystrom.ITERATIONS - 1)
+    assert problem.truth
+    monkeypatch.setattr(operators, "ITERATIONS", operators.ITERATIONS - 1)
     with pytest.raises(WrongError, match=r"^out is off by"):
-        problem.check(Peer(None, "packed"), partial(composition, case))
+        problem.check(Peer(None, "packed"), partial(operators.eager, case))

@@ -6,12 +6,10 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import flex_attention
 
-from bench.attention import peers
 from bench.attention.cases import CASES, AttentionCase
-from bench.attention.gate import AttentionProblem, heads_first, outside
-from bench.attention.peers import PEERS, flex_mask, peers_of
+from bench.attention.gate import AttentionProblem
+from bench.attention.peers import PEERS, peers_of
 from bench.harness.peers import AbsentError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -42,11 +40,6 @@ def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):
     assert "CUDA only" in reason(name, CASE, CPU)
     assert "padded" in reason(name, replace(CASE, padded=True))
     assert "float32" in reason(name, replace(CASE, dtype=torch.float32))
-
-
-def test_a_peer_without_the_arguments_of_a_case_says_so():
-    assert "backward" in reason("flex", CASE, CPU)
-    assert "backward" in reason("flex_document", RAGGED, CPU)
 
 
 @pytest.mark.parametrize("name", ["leaner_packed", "flash_attn_2_packed"])
@@ -89,39 +82,9 @@ def test_varlen_libraries_get_offsets_and_the_longest(causal, monkeypatch, host_
     case, offsets = replace(RAGGED, causal=causal), [0, 5, 133, 136]
     assert PEERS["flash_attn_3_varlen"].build(case, CUDA)(1, 2, 3) == 6
     assert PEERS["torch_varlen"].build(case, CUDA)(1, 2, 3) == 6
-    limits = {"max_seqlen_q": 128, "max_seqlen_k": 128, "causal": causal}
+    limits = {"max_seqlen_q": 128, "max_seqlen_k": 128, "causal": causal, "window_size": (-1, -1)}
     assert calls[0] == (offsets, offsets, limits)
     assert calls[1] == (offsets, offsets, 128, 128, (-1, 0) if causal else (-1, -1))
-
-
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_flex_sees_what_the_case_shows(causal, padded):
-    case = AttentionCase("small", "cpu", 3, 2, 130, 16, torch.float32, causal=causal, padded=padded)
-    mask, shown = flex_mask(case, CPU), case.visible(CPU)
-    assert (mask is None) == (shown is None)
-    if mask is not None:
-        batch, row, col = torch.meshgrid(*map(torch.arange, (3, 130, 130)), indexing="ij")
-        assert torch.equal(mask.mask_mod(batch, None, row, col), shown.expand(3, 1, 130, 130)[:, 0])
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("causal", [False, True])
-def test_flex_attends_within_each_packed_sequence(causal, monkeypatch):
-    # Uncompiled it runs on a CPU, though without a backward.
-    monkeypatch.setattr(peers, "_compiled_flex", lambda device: flex_attention)
-    case = AttentionCase(
-        "small", "cpu", 3, 2, 9, 16, torch.float64, causal=causal, lengths=(5, 9, 1)
-    )
-    problem = AttentionProblem(case, CPU, copies=1)
-    packed, padded = (
-        [leaf.detach() for leaf in problem.inputs(layout)[0].leaves]
-        for layout in ("varlen", "heads")
-    )
-    out = PEERS["flex_document"].build(case, CPU)(*packed)
-    expected = PEERS["eager_padded"].build(case, CPU)(*padded)
-    expected = expected.masked_fill(outside(case, CPU), 0)
-    torch.testing.assert_close(heads_first(case, out, "varlen"), expected)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import peers_of, problem_of
 from bench.attention.peers import PEERS, eager_attention
-from bench.harness.checked import Checked
+from bench.harness.checked import Current
 from bench.harness.gate import WrongError
 from bench.harness.peers import AbsentError, Peer
 
@@ -43,7 +43,7 @@ def put(monkeypatch):
 
 @pytest.mark.parametrize(("function", "error"), [(absent, AbsentError), (wrong, WrongError)])
 def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, put):
-    builds, state = put(function), Checked(peers_of, problem_of)
+    builds, state = put(function), Current(peers_of, problem_of)
     messages = []
     for _ in range(2):
         with pytest.raises(error) as raised:
@@ -52,7 +52,7 @@ def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, pu
         del raised
     assert builds == ["small"]
     assert messages[0] == messages[1] != ""
-    tensor = weakref.ref(state.current.built.sets[0][0])
+    tensor = weakref.ref(state.built.sets[0][0])
     state.peer(OTHER, "eager")
     gc.collect()
     assert tensor() is None
@@ -61,7 +61,7 @@ def test_a_failed_peer_is_checked_once_and_its_case_is_freed(function, error, pu
 def test_what_our_own_peer_raises_is_no_absence(put):
     put(absent, ours=True)
     with pytest.raises(torch.OutOfMemoryError):
-        Checked(peers_of, problem_of).peer(CASE, "mine")
+        Current(peers_of, problem_of).peer(CASE, "mine")
 
 
 def test_the_reason_that_pytorch_warns_of_is_kept(put):
@@ -73,4 +73,4 @@ def test_the_reason_that_pytorch_warns_of_is_kept(put):
     with pytest.raises(
         AbsentError, match=r"^refuses the case: No available kernel. head_dim is odd$"
     ):
-        Checked(peers_of, problem_of).peer(CASE, "mine")
+        Current(peers_of, problem_of).peer(CASE, "mine")

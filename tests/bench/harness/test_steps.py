@@ -7,14 +7,16 @@ import pytest
 from bench.harness import steps
 from bench.harness.clock import Clock
 from bench.harness.gate import WrongError
+from bench.kappa.bench_kappa import training_of
+from bench.networks.cases import StepCase
 
 SIZES = {"image_size": 8, "patch_size": 4, "embed_dim": 64, "depth": 2, "heads": 1}
-TINY = steps.StepCase("cpu_tiny_step", "cpu", 2, SIZES)
+TINY = StepCase("cpu_tiny_step", "cpu", "vit_base", "original", 2, SIZES)
 
 
 @pytest.fixture(scope="module")
 def training():
-    return steps.training_of(TINY)
+    return training_of(TINY)
 
 
 def recorder(ran):
