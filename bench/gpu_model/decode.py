@@ -14,8 +14,6 @@ from bench.gpu_model.ptx import BITS, Kernel, Statement, UnsupportedError, recon
 SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
 # What changes neither the result here nor which instruction it is.
 MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
-CACHING = {"volatile", "relaxed", "acquire", "release", "gpu", "cta", "nc", "weak"}
-CACHING |= {f"L1::{kind}" for kind in ("evict_first", "evict_last", "evict_normal", "no_allocate")}
 SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
 UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
@@ -139,7 +137,7 @@ class Program:
         kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
         if parts[0] == "setp":
             kept[1] = UNSIGNED_NAMES.get(kept[1], kept[1])
-        if parts[0] in ("max", "min") and len(s.operands) == 4:
+        if parts[0] == "max" and len(s.operands) == 4:
             kept[0] += "3"
         kind = kept.pop()
         if "ftz" in parts:
@@ -154,14 +152,10 @@ class Program:
         else:
             raise UnsupportedError(name)
         widths = self._executor.widths[name]
-        operands, variant = s.operands, 0
-        if parts[0] == "lop3":
-            *operands, table = operands
-            variant = int(table, 0)
-        if len(operands) != len(widths):
-            raise UnsupportedError(f"{len(operands)} operands")
-        slots = (self._operand(o, w) for o, w in zip(operands, widths, strict=True))
-        self._set(name, *slots, results=1, variant=variant)
+        if len(s.operands) != len(widths):
+            raise UnsupportedError(f"{len(s.operands)} operands")
+        slots = (self._operand(o, w) for o, w in zip(s.operands, widths, strict=True))
+        self._set(name, *slots, results=1)
 
     def _decode_mov(self, s: Statement, parts: list[str]) -> None:
         to, source = s.operands
@@ -198,19 +192,12 @@ class Program:
             raise UnsupportedError("a guard")
         self._set("ret")
 
-    _decode_exit = _decode_ret
-
-    def _decode_trap(self, s: Statement, parts: list[str]) -> None:
-        self._set("trap")
-
     def _decode_bar(self, s: Statement, parts: list[str]) -> None:
         if "warp" in parts:
-            return self._set("bar.warp")
+            return self._set("nop")
         if parts[-1] not in ("sync", "aligned") or s.operands != ("0",) or s.guard:
             raise UnsupportedError("a barrier of some warps")
         return self._set("bar")
-
-    _decode_barrier = _decode_bar
 
     def _decode_fence(self, s: Statement, parts: list[str]) -> None:
         if parts[1:3] != ["proxy", "async"]:
@@ -238,7 +225,7 @@ class Program:
     def _decode_access(self, parts: list[str], registers: str, address: str) -> None:
         verb, *rest, kind = parts
         space = "global" if "global" in rest else "shared"
-        if unknown := set(rest) - CACHING - {space, "v2", "v4", "v8"}:
+        if unknown := set(rest) - {space, "v2", "v4"}:
             raise UnsupportedError(", ".join(unknown))
         names = _vector(registers)
         widths = {self._width(n) for n in names if n.startswith("%")}
@@ -256,7 +243,7 @@ class Program:
         )
 
     def _decode_cp(self, s: Statement, parts: list[str]) -> None:
-        if parts[2] in ("commit_group", "wait_all"):
+        if parts[2] == "commit_group":
             return self._set(s.opcode)
         if parts[2] == "wait_group":
             return self._set(s.opcode, variant=int(s.operands[0]))
@@ -331,14 +318,10 @@ class Program:
         )
 
     def _decode_shfl(self, s: Statement, parts: list[str]) -> None:
-        to, _, inside = s.operands[0].partition("|")
-        self._set(
-            f"shfl.{parts[2]}",
-            self._register(to, 32),
-            self._register(inside or "_", 1),
-            *(self._operand(o, 32) for o in s.operands[1:4]),
-            results=2,
-        )
+        *operands, lanes, _ = s.operands
+        if lanes != "31":
+            raise UnsupportedError("lanes in groups")
+        self._decode_lanes(s._replace(operands=tuple(operands)), parts)
 
     def _decode_redux(self, s: Statement, parts: list[str]) -> None:
         self._decode_lanes(s._replace(operands=s.operands[:2]), parts)

@@ -32,7 +32,7 @@ KEPT = {
     "st.global": "STG",
     "shfl": "SHFL",
 }
-NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
+NOT_KEPT = "cp.async."  # begins like another, and becomes another instruction
 MAX_OFF = 0.25  # of counts
 MAX_DIFFERENCE = 0.1  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken

@@ -61,7 +61,7 @@ struct Counts {  // of one instruction; skipped are lanes that its guard kept fr
 #define NAME(name, text) name,
 #define TEXT(name, text) text,
 enum Finding : int { EACH_FINDING(NAME) FINDINGS };
-inline const char* const FINDING_NAMES[] = {EACH_FINDING(TEXT)};
+extern "C" const char* finding_names[] = {EACH_FINDING(TEXT) nullptr};
 #undef NAME
 #undef TEXT
 static_assert(FINDINGS == 20);  // the length of Job::found

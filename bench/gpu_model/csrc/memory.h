@@ -41,7 +41,7 @@ class Machine {
   }
   [[noreturn]] void stop(Finding finding, const Warp& w, int lane, u64 address) {
     report(finding, w, lane, address);
-    throw Fault(FINDING_NAMES[finding]);
+    throw Fault(finding_names[finding]);
   }
   Counts& counts() { return job.counts[now - job.code]; }
 

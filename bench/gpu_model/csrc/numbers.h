@@ -51,11 +51,6 @@ inline float maximum(float a, float b) {
   if (a == 0 && b == 0) return as_float(as_bits(a) & as_bits(b));
   return a > b ? a : b;
 }
-inline float minimum(float a, float b) {
-  if (a != a || b != b) return a != a && b != b ? as_float(0x7fffffff) : a != a ? b : a;
-  if (a == 0 && b == 0) return as_float(as_bits(a) | as_bits(b));
-  return a < b ? a : b;
-}
 
 // 2^x, right to the last bit nearly everywhere; hardware is off by two.
 inline float power_of_two(float x) {

@@ -64,24 +64,13 @@ struct Replay {
     double issued, cycles;
 };
 
-const char* kind_name(int n) {
-    static const char* names[] = {"",          "BAR",    "LDGDEPBAR", "DEPBAR",
-                                  "HGMMA",     "WARPGROUP.DEPBAR",    "LDGSTS", "store", "MEMBAR"};
-    return n <= kFence ? names[n] : nullptr;
-}
-
-const char* pipe_name(int n) {
-    static const char* names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions",
-                                  "tensor cores", "uniform", "shared memory",    "global memory"};
-    return n < kPipes ? names[n] : nullptr;
-}
-
-const char* reason_name(int n) {
-    static const char* names[] = {"fixed latency", "shared memory", "global memory",
-                                  "special functions", "tensor cores", "barrier", "other latency",
-                                  "busy unit",     "another warp's turn"};
-    return n < kReasons ? names[n] : nullptr;
-}
+const char* kind_names[] = {"",      "BAR",    "LDGDEPBAR", "DEPBAR", "HGMMA", "WARPGROUP.DEPBAR",
+                            "LDGSTS", "store", "MEMBAR",    nullptr};
+const char* pipe_names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions", "tensor cores",
+                            "uniform", "shared memory", "global memory",    nullptr};
+const char* reason_names[] = {"fixed latency", "shared memory", "global memory", "special functions",
+                              "tensor cores",  "barrier",       "other latency", "busy unit",
+                              "another warp's turn",            nullptr};
 
 }  // extern "C"
 

@@ -130,10 +130,6 @@ inline void commit_copies(Machine&, Warp& w, const Instruction&, u32) {
 inline void wait_for_copies(Machine& m, Warp& w, const Instruction& i, u32) {
   m.finish_copies(w, size_t(i.variant));
 }
-inline void wait_for_all_copies(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  commit_copies(m, w, i, mask);
-  m.finish_copies(w, 0);
-}
 
 // Eight rows of eight halves a register; lane k * 8 + r has the address of row r of matrix k.
 template <bool WRITE> void matrix_rows(Machine& m, Warp& w, const Instruction& i, u32) {
@@ -168,7 +164,7 @@ template <bool WRITE> void matrix_rows(Machine& m, Warp& w, const Instruction& i
   if (m.job.count) m.count_shared(at, i.vector == 4 ? ALL : (1u << 8 * i.vector) - 1, 16);
 }
 
-inline void add_transfers(std::vector<Operation>& all) {
+inline void add_transfers(Operations& all) {
   all.push_back({"ld.global", global_access<false>});
   all.push_back({"st.global", global_access<true>});
   all.push_back({"ld.shared", shared_access<false>});
@@ -176,7 +172,6 @@ inline void add_transfers(std::vector<Operation>& all) {
   all.push_back({"cp.async", copy_async});
   all.push_back({"cp.async.commit_group", commit_copies});
   all.push_back({"cp.async.wait_group", wait_for_copies});
-  all.push_back({"cp.async.wait_all", wait_for_all_copies});
   all.push_back({"ldmatrix", matrix_rows<false>});
   all.push_back({"stmatrix", matrix_rows<true>});
 }
