@@ -116,21 +116,12 @@ class Executor {
 
   void start(Warp& w, const u32* place) {
     const size_t slots = job_.tracks_wgmma ? job_.register_bytes / SLOT : 0;
-    w.pc = 0, w.reconverge = -1, w.active = w.alive = ALL;
-    w.done = w.waiting = w.fenced = false;
-    w.divergences.clear(), w.copies.clear(), w.open_copies.clear(), w.reads.clear();
-    w.open_reads.clear(), w.proxy_fences.clear();
-    w.committed = w.completed = w.fence = 0;
-    w.result_of.assign(slots, 0), w.operand_of.assign(slots, 0), w.written.assign(slots, 0);
-    auto fill = [&](s32 slot, auto value) {
-      u32* lanes = reinterpret_cast<u32*>(w.registers + slot);
-      for (int l = 0; l < LANES; l++) lanes[l] = value(l);
-    };
-    fill(job_.tid, [&](int l) { return w.id * LANES + l; });
-    fill(job_.ntid, [&](int) { return u32(warps_.size()) * LANES; });
-    for (int axis = 0; axis < 3; axis++) {
-      fill(job_.ctaid[axis], [&](int) { return place[axis]; });
-      fill(job_.nctaid[axis], [&](int) { return u32(job_.grid[axis]); });
+    w = Warp{.registers = w.registers, .id = w.id};
+    for (auto* marks : {&w.result_of, &w.operand_of, &w.written}) marks->resize(slots);
+    for (u32 l = 0; l < LANES; l++) {
+      const u32 values[] = {l, w.id * LANES + l, u32(warps_.size()) * LANES, place[0], place[1], place[2],
+                            u32(job_.grid[0]), u32(job_.grid[1]), u32(job_.grid[2])};
+      for (int n = 0; n < 9; n++) reinterpret_cast<u32*>(w.registers + job_.special[n])[l] = values[n];
     }
   }
 

@@ -186,16 +186,14 @@ class SM {
         switch (s.pipe) {
             case kIssue: break;
             case kShared:
-                shared_ = std::max(shared_, now) + s.wavefronts;
-                job_.busy[kShared] += s.wavefronts;
+                serve(now, s.wavefronts);
                 done = shared_ + s.latency;
                 read = std::max(now + kReadShared, shared_);
                 kind = kWaitShared;
                 break;
             case kMemory: {
                 kind = kWaitMemory;
-                shared_ = std::max(shared_, now) + s.wavefronts;
-                job_.busy[kShared] += s.wavefronts;
+                serve(now, s.wavefronts);
                 const double arrives = transfer(now, s);
                 if (s.kind == kCopy) warp.copied = std::max(warp.copied, arrives);
                 // L2 acknowledges a store; memory, and loads on their way, are not waited for.
@@ -207,8 +205,7 @@ class SM {
                 kind = kWaitTensor;
                 job_.busy[kTensor] += s.interval;
                 if (s.kind == kWgmma) {
-                    shared_ = std::max(shared_, now - kFetchAhead) + s.wavefronts;
-                    job_.busy[kShared] += s.wavefronts;
+                    serve(now - kFetchAhead, s.wavefronts);
                     free[kTensor] = std::max(std::max(free[kTensor], now + kWgmmaStart) + s.interval, shared_);
                     warp.product = free[kTensor] + job_.tail;
                     if (s.argument) warp.products.push_back(warp.product);
@@ -232,6 +229,11 @@ class SM {
             prepare(warp, s, now);
             if (s.kind == kBarrier) meet(warp, s, now);
         }
+    }
+
+    void serve(double from, double wavefronts) {
+        shared_ = std::max(shared_, from) + wavefronts;
+        job_.busy[kShared] += wavefronts;
     }
 
     static void set(Warp& warp, int scoreboard, double when, Reason kind) {
