@@ -121,7 +121,8 @@ class Predicted(NamedTuple):
 def predict(execution: Execution, capability: int, times: float) -> Predicted:
     """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
     used = compile_launch(execution.launch, capability)
-    code, runs = machine_code.of_execution(execution, used.cubin)
+    code: MachineCode = used.code
+    runs = machine_code.runs(code, machine_code.counted(execution))
 
     def on(gpu: units.GPU) -> Prediction:
         if not runs.known:
@@ -133,7 +134,15 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
         a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
         floors = {unit: n * a_cycle for unit, n in cycles.items()}
         try:
-            work = replay.work_of(execution, used, code, runs, times)
+            work = replay.Work(
+                code,
+                machine_code.walks(code, runs),
+                execution.warps,
+                execution.programs * times,
+                used.programs_per_sm,
+                replay.accesses(execution),
+                execution.tensor_bytes * times,
+            )
             return Prediction(floors, replay.time(work, gpu))
         except ValueError as error:
             return Prediction(floors, None, str(error))

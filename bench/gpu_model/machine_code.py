@@ -226,12 +226,6 @@ class Runs(NamedTuple):
         return self.off <= MAX_OFF
 
 
-def of_execution(execution: Execution, cubin: bytes) -> tuple[MachineCode, Runs]:
-    """Return the machine code of a launch that was executed and counted, and how often it ran."""
-    code = disassemble(cubin)
-    return code, runs(code, counted(execution))
-
-
 def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     """Return how often each block runs, so that flow is kept and ``known`` is met best."""
     from scipy.optimize import nnls
