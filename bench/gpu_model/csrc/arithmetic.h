@@ -122,7 +122,7 @@ inline void add_floats(Operations& all) {
   floats("max", [](float a, float b) { return maximum(a, b); });
   floats("max3", [](float a, float b, float c) { return maximum(maximum(a, b), c); });
   floats("sqrt", [](float a) { return std::sqrt(a); });
-  floats("ex2", [](float a) { return power_of_two(a); });
+  floats("ex2", [](float a) { return std::exp2(a); });
   all.each("neg.f32", [](u32 a) { return a ^ 0x80000000; });
   all.each("abs.f32", [](u32 a) { return a & 0x7fffffff; });
 
