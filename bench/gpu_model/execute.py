@@ -46,7 +46,6 @@ class Execution:
         grid: programs of the launch.
         findings: what was found, the first thousand.
         found: how often, by what.
-        instructions: of all warps.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
     """
@@ -56,7 +55,6 @@ class Execution:
     findings: list[Finding]
     found: dict[str, int]
     counts: Any
-    instructions: int
     tensor_bytes: float
     launch: Launch | None = None
 
@@ -212,7 +210,6 @@ def execute(
         findings,
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
-        job.executed,
         float(sum(size for _, size in tensors)),
     )
 

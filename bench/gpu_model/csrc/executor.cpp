@@ -156,7 +156,6 @@ class Executor {
         const u32 guard = *reinterpret_cast<const u32*>(w.registers + i.guard);
         mask &= i.negated ? ~guard : guard;
       }
-      job_.executed++;
       if (job_.count) {
         machine_.counts().executed++;
         machine_.counts().skipped += std::popcount(w.active & ~mask);

@@ -86,7 +86,7 @@ struct Job {
   Counts* counts;
   Report* reports;
   s64 max_reports, num_reports, found[20];
-  s64 limit, executed;  // instructions of a warp between barriers, and of all in total
+  s64 limit;  // instructions of a warp between barriers
   char error[256];
 };
 
