@@ -100,38 +100,3 @@ def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch)
     text = described()
     assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
     assert "predicted floors on H200" in text
-
-
-LOOP = """
-	//## File "kernel.py", line 1
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 BRA `(.L_x_2) ;
-.L_x_1:
-	//## File "kernel.py", line 2
-        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
-        /*0030*/                   STL [R1], R4 ;
-        /*0040*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
-        /*0050*/               @P1 BRA `(.L_x_1) ;
-.L_x_2:
-	//## File "kernel.py", line 3
-        /*0060*/                   STG.E [R2], R4 ;
-        /*0070*/                   EXIT ;
-.L_x_3:
-        /*0080*/                   BRA `(.L_x_3);
-"""
-
-
-def test_runs_of_blocks_follow_from_what_is_kept() -> None:
-    code = machine_code.parse(LOOP)
-    assert code.blocks == [(0, 2), (2, 6), (6, 8), (8, 9)]
-    assert set(code.edges) == {(0, 2), (0, 1), (1, 1), (1, 2), (2, 4), (3, 3)}
-    known = {("HMMA", "kernel.py", 2): 14.0, ("STG", "kernel.py", 3): 1.0}
-    found = machine_code.runs(code, known)
-    assert found.of_block == pytest.approx([1, 7, 1, 0], abs=1e-3)
-    assert found.off < 1e-3
-    assert machine_code.executed(code, found.of_block)["STL"] == pytest.approx(7, abs=1e-2)
-
-
-def test_counts_that_no_flow_explains_are_off() -> None:
-    known = {("HMMA", "kernel.py", 2): 14.0, ("STG", "kernel.py", 3): 5.0}
-    assert machine_code.runs(machine_code.parse(LOOP), known).off > 0.1

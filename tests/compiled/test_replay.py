@@ -163,8 +163,14 @@ def test_a_warp_walks_through_nested_loops_in_order() -> None:
     code = machine_code.parse(NESTED)
     known = {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0, ("STG", "?", 0): 3.0}
     found = machine_code.runs(code, known)
+    assert found.off < 1e-3
     inner = [2, 3] * 4
     assert machine_code.walks(code, found) == [[0, *[1, *inner, 4, 5, 6] * 2, 1, *inner, 4, 5, 7]]
+
+
+def test_counts_that_no_flow_explains_are_off() -> None:
+    known = {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0, ("STG", "?", 0): 15.0}
+    assert machine_code.runs(machine_code.parse(NESTED), known).off > 0.1
 
 
 def test_a_loop_that_flow_alone_would_leave_apart_is_entered() -> None:
