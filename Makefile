@@ -120,13 +120,12 @@ test-compiled: $(TEST_READY)
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
 
 # What takes long and finds little beside the rest.
-test-nightly: $(TEST_READY) $(OLDEST_READY)
+test-nightly: $(TEST_READY)
 	$(MAIN) -m nightly
 	$(HASWELL) $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "not slow and not nightly"
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter -n $(WORKERS) -m "slow or nightly"
 	$(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies -n $(WORKERS) -k large_tensors
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m nightly
-	$(EXECUTE) $(OLDEST)/bin/pytest tests/compiled/test_gluon_flavours.py -n $(WORKERS) -m "not nightly"
 
 test-nightly-aot: $(TEST_READY)
 	$(PARALLEL) $(NEWEST)/bin/pytest tests/aot -n $(WORKERS) -m nightly

@@ -305,7 +305,7 @@ def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def predictions(name: str) -> pd.DataFrame:
-    """Return the rows of a file of ``bench.gpu_model.predictions``."""
+    """Return the rows of a file of ``bench.gpu_model --json``."""
     content = json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
     rows = pd.DataFrame(content["rows"])
     return rows.assign(triton=content["versions"]["triton"])

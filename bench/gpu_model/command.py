@@ -1,8 +1,9 @@
-"""Simulate a case of the benchmark on a GPU that is not present.
+"""Simulate cases of the benchmark on a GPU that is not present.
 
     python -m bench.gpu_model vit_base                  # every launch, as compiled for sm_90
     python -m bench.gpu_model vit_base --arch 80 --only backward --lines 12
     python -m bench.gpu_model nystrom_listops --only backward --unchecked
+    python -m bench.gpu_model all --arch 80 86 90 --only forward backward --unchecked --json FILE
 
 One entry of the batch and up to four heads are executed (eight entries of short sequences, every
 head of operators other than softmax attention), with all checks, and what programs did is counted:
@@ -10,12 +11,18 @@ bank conflicts, sectors of global memory, and, of the machine code that ptxas ma
 warps and the source lines that run most of them.
 The time of the whole case is predicted from the machine code, with what its warps wait for and
 where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
+The last of these writes bench/results/predictions.json, which ``bench.report`` shows.
+calibration.json beside it is for sm_90 alone, with ``--separate``, by the release of Triton that an
+H200 ran; a test holds it to what was measured.
 """
 
 import dataclasses
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -27,14 +34,16 @@ from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
+from bench.gpu_model.launches import AnyCase
 from bench.gpu_model.machine_code import MachineCode, Runs
-from bench.harness.command import parser as parser_of
+from bench.harness import command
 from leaner_kernels.ops import _tiles
 
 DIRECTIONS = "forward", "statistics", "backward"
+BYTES, UNKNOWN = "bytes", "unknown"
 
 
-def smaller(case: Any) -> tuple[Any, float]:
+def smaller(case: AnyCase) -> tuple[AnyCase, float]:
     """Return a case with less of the same, and how many times as much the whole one is.
 
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
@@ -49,7 +58,7 @@ def smaller(case: Any) -> tuple[Any, float]:
 
 
 def run(
-    case: Any,
+    case: AnyCase,
     direction: str,
     capability: int,
     *,
@@ -99,61 +108,85 @@ class Prediction(NamedTuple):
     reason: str = ""
 
 
-def predict(
-    execution: Execution,
-    used: Resources,
-    of_code: tuple[MachineCode, Runs],
-    gpu: units.GPU,
-    times: float,
-) -> Prediction:
-    """Time a launch, ``times`` as large as it was executed, on a GPU."""
-    code, found = of_code
-    if not found.known:
-        return Prediction(
-            {}, None, f"its machine code is unknown, counts differ by {found.off:.0%}"
-        )
-    executed = machine_code.executed(code, found.of_block, execution.warps)
-    cycles = units.cycles(executed, execution.wavefronts, gpu)
-    a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
-    floors = {unit: n * a_cycle for unit, n in cycles.items()}
-    try:
-        work = replay.work_of(execution, used, code, found, times)
-        return Prediction(floors, replay.time(work, gpu))
-    except ValueError as error:
-        return Prediction(floors, None, str(error))
+class Predicted(NamedTuple):
+    """A launch that was executed, its machine code, and a prediction by the name of each GPU."""
+
+    execution: Execution
+    used: Resources
+    code: MachineCode
+    runs: Runs
+    on: dict[str, Prediction]
 
 
-def describe(
-    execution: Execution, used: Resources, capability: int, times: float, lines: int
-) -> Iterator[str]:
-    """Yield lines about a launch; counts are of a program, floors of ``times`` such launches."""
-    per = execution.programs
+def predict(execution: Execution, capability: int, times: float) -> Predicted:
+    """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
+    used = compile_launch(execution.launch, capability)
+    code: MachineCode = used.code
+    runs = machine_code.runs(code, machine_code.counted(execution))
+
+    def on(gpu: units.GPU) -> Prediction:
+        if not runs.known:
+            return Prediction(
+                {}, None, f"its machine code is unknown, counts differ by {runs.off:.0%}"
+            )
+        executed = machine_code.executed(code, runs.of_block, execution.warps)
+        cycles = units.cycles(executed, execution.wavefronts, gpu)
+        a_cycle = round(execution.programs * times) / gpu.num_sms / gpu.boost_hz
+        floors = {unit: n * a_cycle for unit, n in cycles.items()}
+        try:
+            work = replay.Work(
+                code,
+                machine_code.walks(code, runs),
+                execution.warps,
+                execution.programs * times,
+                used.programs_per_sm,
+                replay.accesses(execution),
+                execution.tensor_bytes * times,
+            )
+            return Prediction(floors, replay.time(work, gpu))
+        except ValueError as error:
+            return Prediction(floors, None, str(error))
+
+    by_name = {name: on(gpu) for name, gpu in units.gpus_of(capability).items()}
+    return Predicted(execution, used, code, runs, by_name)
+
+
+def simulate(
+    case: AnyCase, direction: str, capability: int, *, check: bool = True, packed: bool = True
+) -> list[Predicted]:
+    """Execute a part of one direction of a case as ``run`` does, and time the whole."""
+    part, times = smaller(case)
+    executions = run(part, direction, capability, times=times, check=check, packed=packed)
+    return [predict(execution, capability, times) for execution in executions]
+
+
+def describe(launch: Predicted, lines: int) -> Iterator[str]:
+    """Yield lines about a launch; counts are of a program, the rest is of the first GPU."""
+    execution, used, code, runs, on = launch
+    name, predicted = next(iter(on.items()))
     grid = " x ".join(map(str, execution.grid))
     yield (
         f"{execution.name}: {grid} programs of {execution.warps} warps, {used.programs_per_sm} at "
         f"once on an SM; {used.registers} registers, {used.shared} bytes shared, "
         f"{used.stack} of stack"
     )
-    for name, actual, least in (
+    for moved, actual, least in (
         ("wavefronts of shared memory", "wavefronts", "min_wavefronts"),
         ("sectors of global memory", "sectors", "min_sectors"),
     ):
         total = sum(getattr(n, actual) for n in execution.counts)
         fewest = sum(getattr(n, least) for n in execution.counts)
         if fewest:
-            yield f"  {total / per:,.0f} {name}, {total / fewest:.2f} times the fewest"
-    of_code = machine_code.of_execution(execution, used.cubin)
-    name, gpu = units.gpu_of(capability)
-    predicted = predict(execution, used, of_code, gpu, times)
-    code, found = of_code
+            mean = total / execution.programs
+            yield f"  {mean:,.0f} {moved}, {total / fewest:.2f} times the fewest"
     if predicted.floors:
-        by_line: Counter[tuple[str, int]] = Counter()
-        for (start, end), runs in zip(code.blocks, found.of_block, strict=True):
-            for one in code.instructions[start:end]:
-                by_line[one.file, one.line] += runs * execution.warps
+        sizes = [end - start for start, end in code.blocks]
+        of_each = [
+            n * execution.warps for n, size in zip(runs.of_block, sizes) for _ in range(size)
+        ]
         yield (
-            f"  {by_line.total():,.0f} machine instructions of warps, counts differ from the "
-            f"executor's by {found.off:.1%}; at {_hottest(by_line, lines)}"
+            f"  {sum(of_each):,.0f} machine instructions of warps, counts differ from the "
+            f"executor's by {runs.off:.1%}; at {_hottest(code, of_each, lines)}"
         )
         floors = {unit: 1e6 * seconds for unit, seconds in predicted.floors.items()}
         yield f"  predicted floors on {name}, µs: {_ranked(floors, '{:,.1f}')}"
@@ -161,14 +194,11 @@ def describe(
         yield f"  predicted on {name}: {1e6 * timing.seconds:,.1f} µs; {timing.binds} binds"
         yield f"    units are busy: {_ranked(timing.busy, '{:.0%}', 0.1)}"
         yield f"    warps wait for: {_ranked(timing.waited, '{:.0%}', 0.02)}"
-        by_line = Counter()
-        for one, cycles in zip(code.instructions, timing.waited_at, strict=True):
-            by_line[one.file, one.line] += cycles  # type: ignore[assignment] - a float
-        yield f"    and at: {_hottest(by_line, lines)}"
+        yield f"    and at: {_hottest(code, timing.waited_at, lines)}"
     else:
         yield f"  not timed: {predicted.reason}"
-    for name, n in execution.found.items():
-        yield f"  FOUND {n} times: {name}"
+    for what, n in execution.found.items():
+        yield f"  FOUND {n} times: {what}"
     for finding in execution.findings[:5]:
         yield f"    {finding}"
 
@@ -179,24 +209,83 @@ def _ranked(amounts: Mapping[str, float], form: str, least: float = 0.0) -> str:
     return ", ".join(f"{name} {form.format(n)}" for name, n in ranked if n > least)
 
 
-def _hottest(by_line: Counter[tuple[str, int]], lines: int) -> str:
+def _hottest(code: MachineCode, amounts: Iterable[float], lines: int) -> str:
+    """Return the source lines whose machine instructions have most of an amount."""
+    by_line: Counter[tuple[str, int]] = Counter()
+    for one, n in zip(code.instructions, amounts, strict=True):
+        by_line[one.file, one.line] += n  # type: ignore[assignment] - a float
     total = by_line.total() or 1
     ranked = by_line.most_common(lines)
     return ", ".join(f"{file}:{line} {n / total:.0%}" for (file, line), n in ranked)
 
 
+def floor_of_bytes(case: AnyCase, direction: str, gpu: units.GPU) -> float:
+    """Return the seconds of every tensor moved once, at the rate that a copy attains."""
+    return case.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
+
+
+def row(
+    name: str, case: AnyCase, direction: str, predictions: Sequence[Prediction], programs: int
+) -> dict[str, Any]:
+    """Return one direction of a case on a GPU: seconds predicted, and the floor.
+
+    The floor is the larger of ``floor_of_bytes`` and of what the busiest unit of each launch takes.
+    ``limit`` says which.
+
+    Args:
+        name: of the GPU.
+        case: of the benchmark.
+        direction: ``forward`` or ``backward``.
+        predictions: of each launch.
+        programs: how many an SM holds at once, the fewest of any launch.
+    """
+    moved = floor_of_bytes(case, direction, units.GPUS[name])
+    busiest = [max(one.floors.values(), default=0.0) for one in predictions]
+    floors = predictions[busiest.index(max(busiest))].floors
+    computed = sum(busiest)
+    limit = BYTES if all(one.floors for one in predictions) else f"{BYTES}, units {UNKNOWN}"
+    timings = [one.timing for one in predictions if one.timing is not None]
+    known = len(timings) == len(predictions)
+    return {
+        "gpu": name,
+        "case": case.name,
+        "stage": direction,
+        "predicted": _short(sum(timing.seconds for timing in timings)) if known else None,
+        "floor": _short(max(moved, computed)),
+        "limit": limit if moved >= computed else max(floors, key=floors.__getitem__),
+        "binds": ", ".join(dict.fromkeys(t.binds for t in timings)) if known else UNKNOWN,
+        "programs": programs,
+    }
+
+
+def _short(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+def rows(case: AnyCase, direction: str, launched: Sequence[Predicted]) -> Iterator[dict[str, Any]]:
+    """Yield ``row`` for each GPU that the launches of a direction were timed on."""
+    programs = min(launch.used.programs_per_sm for launch in launched)
+    for name in launched[0].on:
+        yield row(name, case, direction, [launch.on[name] for launch in launched], programs)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command."""
-    parser = parser_of("bench.gpu_model", __doc__)
+    parser = command.parser("bench.gpu_model", __doc__)
     parser.add_argument(
-        "case", choices=ON_GPU, metavar="CASE", help=f"case to simulate: {', '.join(ON_GPU)}"
+        "case",
+        nargs="+",
+        choices=(*ON_GPU, "all"),
+        metavar="CASE",
+        help=f"cases to simulate, or all but the slow ones of nystrom: {', '.join(ON_GPU)}",
     )
     parser.add_argument(
         "--arch",
         type=int,
+        nargs="+",
         choices=tuple(units.MODELS),
-        default=90,
-        help="compute capability to compile for (90)",
+        default=[90],
+        help="compute capabilities to compile for (90)",
     )
     parser.add_argument(
         "--only",
@@ -211,22 +300,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--unchecked", action="store_true", help="skip the checks, and only count and time"
     )
+    parser.add_argument(
+        "--separate", action="store_true", help="pass q, k and v as separate tensors, not packed"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="file to write predictions of forward and backward to (none)"
+    )
     args = parser.parse_args(argv)
-    whole = ON_GPU[args.case]
-    part, times = smaller(whole)
-    name, gpu = units.gpu_of(args.arch)
+    every = [name for name in ON_GPU if not name.startswith("nystrom")]
+    written: list[dict[str, Any]] = []
     found = False
     try:
-        for direction in args.only:
-            executions = run(part, direction, args.arch, times=times, check=not args.unchecked)
-            for execution in executions:
-                used = compile_launch(execution.launch, args.arch)
-                lines = describe(execution, used, args.arch, times, args.lines)
-                print(f"{direction}, sm_{args.arch}", *lines, sep="\n", flush=True)  # noqa: T201
-                found |= bool(execution.findings)
-            if direction != "statistics":
-                us = 1e6 * whole.bytes(direction) / (gpu.bytes_per_s * units.ATTAINED_BYTES)
-                print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
+        for case in map(ON_GPU.__getitem__, every if "all" in args.case else args.case):
+            # Benchmarks have the tensors of vision operators always packed.
+            packed = not (args.separate and isinstance(case, AttentionCase))
+            for arch, direction in product(args.arch, args.only):
+                launched = simulate(case, direction, arch, check=not args.unchecked, packed=packed)
+                for launch in launched:
+                    lines = describe(launch, args.lines)
+                    print(f"{case.name} {direction}, sm_{arch}", *lines, sep="\n", flush=True)  # noqa: T201
+                    found |= bool(launch.execution.findings)
+                if direction != "statistics":
+                    written += rows(case, direction, launched)
+                    name, gpu = next(iter(units.gpus_of(arch).items()))
+                    us = 1e6 * floor_of_bytes(case, direction, gpu)
+                    print(f"  predicted floor of bytes on {name}: {us:.1f} µs\n")  # noqa: T201
     except (library.NoCompilerError, ptx.UnsupportedError, ExecutionError) as error:
         sys.exit(f"python -m bench.gpu_model: {error}")
+    if args.json:
+        versions = {name: version(name) for name in ("triton", "torch")}
+        command.write(args.json, written, versions=versions)
     sys.exit(found)

@@ -84,7 +84,6 @@ class Resources:
         threads: of a program.
         programs_per_sm: how many programs one SM holds at once.
         cubin: its machine code.
-        wgmma: whether that has asynchronous products.
     """
 
     registers: int
@@ -93,7 +92,6 @@ class Resources:
     threads: int
     programs_per_sm: int
     cubin: bytes = field(repr=False)
-    wgmma: bool = False
 
     @cached_property
     def code(self) -> Any:
@@ -114,11 +112,8 @@ class Resources:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the use of local memory, and with operands of products."""
-        from bench.gpu_model import operands
-
-        strays = operands.strays(self.code) if self.wgmma else []
-        return spill_faults(self.stack, self.looped_spills) + strays
+        """What is wrong with the use of local memory."""
+        return spill_faults(self.stack, self.looped_spills)
 
 
 @dataclass(frozen=True)
@@ -253,7 +248,6 @@ def _read(compiled: Any, gpu: GPU) -> Resources:
         threads=threads,
         programs_per_sm=programs_per_sm(gpu, usage["REG"], shared, threads, columns),
         cubin=cubin,
-        wgmma="wgmma.mma_async" in compiled.asm["ptx"],
     )
 
 

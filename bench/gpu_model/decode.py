@@ -14,9 +14,8 @@ from bench.gpu_model.ptx import BITS, Kernel, Statement, UnsupportedError, recon
 SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
 # What changes neither the result here nor which instruction it is.
 MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
-CACHING = {"volatile", "relaxed", "acquire", "release", "gpu", "cta", "nc", "weak"}
-CACHING |= {f"L1::{kind}" for kind in ("evict_first", "evict_last", "evict_normal", "no_allocate")}
-SPECIAL = [f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
+SPECIAL = ["%laneid", "%tid.x", "%ntid.x"]  # filled in by the executor
+SPECIAL += [f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz"]
 UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
@@ -35,6 +34,7 @@ class Program:
         code, operands: the executor's arrays.
         register_bytes: of a warp.
         constants: slots of immediate numbers, by value; ``parameters``: of arguments, by place.
+        special: slots of ``SPECIAL``.
         operation_names: the executor's, by their numbers in ``code``.
         tracks_wgmma: it has asynchronous products.
     """
@@ -47,7 +47,7 @@ class Program:
         self.parameters: dict[tuple[int, int], Slot] = {}
         self._registers: dict[str, Slot] = {}
         self._operands: list[int] = []
-        self.special = {name: self._register(name, 32) for name in SPECIAL}
+        self.special = [self._register(name, 32) for name in SPECIAL]
         self.code = (library.Instruction * len(kernel.statements))()
         self.tracks_wgmma = False
         for instruction, statement in zip(self.code, kernel.statements, strict=True):
@@ -66,7 +66,7 @@ class Program:
 
     def _width(self, name: str) -> int:
         prefix = name.rstrip("0123456789")
-        if name in SPECIAL or name == "%laneid":
+        if name in SPECIAL:
             return 32
         if prefix not in self.kernel.registers:
             raise UnsupportedError(f"register {name}")
@@ -80,11 +80,6 @@ class Program:
         if name not in self._registers:
             self._registers[name] = self._allocate(bits)
         return self._registers[name].offset
-
-    @property
-    def lane_numbers(self) -> Slot | None:
-        """Slot of %laneid, if it is read."""
-        return self._registers.get("%laneid")
 
     def _operand(self, text: str, bits: int) -> int:
         if text.startswith("%") or text == "_":
@@ -139,7 +134,7 @@ class Program:
         kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
         if parts[0] == "setp":
             kept[1] = UNSIGNED_NAMES.get(kept[1], kept[1])
-        if parts[0] in ("max", "min") and len(s.operands) == 4:
+        if parts[0] == "max" and len(s.operands) == 4:
             kept[0] += "3"
         kind = kept.pop()
         if "ftz" in parts:
@@ -154,14 +149,10 @@ class Program:
         else:
             raise UnsupportedError(name)
         widths = self._executor.widths[name]
-        operands, variant = s.operands, 0
-        if parts[0] == "lop3":
-            *operands, table = operands
-            variant = int(table, 0)
-        if len(operands) != len(widths):
-            raise UnsupportedError(f"{len(operands)} operands")
-        slots = (self._operand(o, w) for o, w in zip(operands, widths, strict=True))
-        self._set(name, *slots, results=1, variant=variant)
+        if len(s.operands) != len(widths):
+            raise UnsupportedError(f"{len(s.operands)} operands")
+        slots = (self._operand(o, w) for o, w in zip(s.operands, widths, strict=True))
+        self._set(name, *slots, results=1)
 
     def _decode_mov(self, s: Statement, parts: list[str]) -> None:
         to, source = s.operands
@@ -198,32 +189,17 @@ class Program:
             raise UnsupportedError("a guard")
         self._set("ret")
 
-    _decode_exit = _decode_ret
-
-    def _decode_trap(self, s: Statement, parts: list[str]) -> None:
-        self._set("trap")
-
     def _decode_bar(self, s: Statement, parts: list[str]) -> None:
         if "warp" in parts:
-            return self._set("bar.warp")
+            return self._set("nop")
         if parts[-1] not in ("sync", "aligned") or s.operands != ("0",) or s.guard:
             raise UnsupportedError("a barrier of some warps")
         return self._set("bar")
-
-    _decode_barrier = _decode_bar
 
     def _decode_fence(self, s: Statement, parts: list[str]) -> None:
         if parts[1:3] != ["proxy", "async"]:
             raise UnsupportedError("a fence")
         self._set("fence.proxy.async")
-
-    def _decode_ld(self, s: Statement, parts: list[str]) -> None:
-        if parts[1] == "param":
-            return self._decode_parameter(s)
-        return self._decode_access(parts, s.operands[0], s.operands[1])
-
-    def _decode_st(self, s: Statement, parts: list[str]) -> None:
-        self._decode_access(parts, s.operands[1], s.operands[0])
 
     def _decode_parameter(self, s: Statement) -> None:
         to, source = s.operands
@@ -235,16 +211,19 @@ class Program:
         slots = self._register(to, key[1]), self.parameters[key].offset
         self._set(name, *slots, results=1)
 
-    def _decode_access(self, parts: list[str], registers: str, address: str) -> None:
+    def _decode_st(self, s: Statement, parts: list[str]) -> None:
         verb, *rest, kind = parts
+        if rest == ["param"]:
+            return self._decode_parameter(s)
+        registers, address = s.operands if verb == "ld" else s.operands[::-1]
         space = "global" if "global" in rest else "shared"
-        if unknown := set(rest) - CACHING - {space, "v2", "v4", "v8"}:
+        if unknown := set(rest) - {space, "v2", "v4"}:
             raise UnsupportedError(", ".join(unknown))
         names = _vector(registers)
         widths = {self._width(n) for n in names if n.startswith("%")}
         width = widths.pop() if widths else max(16, BITS[kind])
         base, offset = self._address(address, 64 if space == "global" else 32)
-        self._set(
+        return self._set(
             f"{verb}.{space}",
             *(self._operand(n, width) for n in names),
             base,
@@ -255,8 +234,10 @@ class Program:
             offset=offset,
         )
 
+    _decode_ld = _decode_st
+
     def _decode_cp(self, s: Statement, parts: list[str]) -> None:
-        if parts[2] in ("commit_group", "wait_all"):
+        if parts[2] == "commit_group":
             return self._set(s.opcode)
         if parts[2] == "wait_group":
             return self._set(s.opcode, variant=int(s.operands[0]))
@@ -274,26 +255,24 @@ class Program:
             variant=source_offset,
         )
 
-    def _decode_matrix(self, parts: list[str], registers: str, address: str) -> None:
+    def _decode_stmatrix(self, s: Statement, parts: list[str]) -> None:
         if "m8n8" not in parts or parts[-1] != "b16":
-            raise UnsupportedError(".".join(parts))
+            raise UnsupportedError(s.opcode)
+        loads = parts[0] == "ldmatrix"
+        registers, address = s.operands if loads else s.operands[::-1]
         slots = [self._operand(n, 32) for n in _vector(registers)]
         base, offset = self._address(address, 32)
         self._set(
             parts[0],
             *slots,
             base,
-            results=len(slots) if parts[0] == "ldmatrix" else 0,
+            results=len(slots) if loads else 0,
             vector=len(slots),
             offset=offset,
             variant="trans" in parts,
         )
 
-    def _decode_ldmatrix(self, s: Statement, parts: list[str]) -> None:
-        self._decode_matrix(parts, s.operands[0], s.operands[1])
-
-    def _decode_stmatrix(self, s: Statement, parts: list[str]) -> None:
-        self._decode_matrix(parts, s.operands[1], s.operands[0])
+    _decode_ldmatrix = _decode_stmatrix
 
     def _decode_mma(self, s: Statement, parts: list[str]) -> None:
         shape = next(p for p in parts if p.startswith("m16"))
@@ -331,14 +310,10 @@ class Program:
         )
 
     def _decode_shfl(self, s: Statement, parts: list[str]) -> None:
-        to, _, inside = s.operands[0].partition("|")
-        self._set(
-            f"shfl.{parts[2]}",
-            self._register(to, 32),
-            self._register(inside or "_", 1),
-            *(self._operand(o, 32) for o in s.operands[1:4]),
-            results=2,
-        )
+        *operands, lanes, _ = s.operands
+        if lanes != "31":
+            raise UnsupportedError("lanes in groups")
+        self._decode_lanes(s._replace(operands=tuple(operands)), parts)
 
     def _decode_redux(self, s: Statement, parts: list[str]) -> None:
         self._decode_lanes(s._replace(operands=s.operands[:2]), parts)

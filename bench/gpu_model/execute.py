@@ -46,7 +46,6 @@ class Execution:
         grid: programs of the launch.
         findings: what was found, the first thousand.
         found: how often, by what.
-        instructions: of all warps.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
     """
@@ -56,7 +55,6 @@ class Execution:
     findings: list[Finding]
     found: dict[str, int]
     counts: Any
-    instructions: int
     tensor_bytes: float
     launch: Launch | None = None
 
@@ -175,7 +173,6 @@ def execute(
     registers = _registers(program, list(arguments.values()), warps)
     counts = (library.Counts * len(program.code))()
     reports = (library.Report * MAX_REPORTS)()
-    axes = [[program.special[f"%{name}.{axis}"] for axis in "xyz"] for name in ("ctaid", "nctaid")]
     job = library.Job(
         code=program.code,
         operands=ctypes.addressof(program.operands),
@@ -185,10 +182,7 @@ def execute(
         register_bytes=program.register_bytes,
         warps=warps,
         shared_bytes=shared,
-        tid=program.special["%tid.x"],
-        ntid=program.special["%ntid.x"],
-        ctaid=tuple(axes[0]),
-        nctaid=tuple(axes[1]),
+        special=tuple(program.special),
         grid=grid,
         check=check,
         count=count,
@@ -216,7 +210,6 @@ def execute(
         findings,
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
-        job.executed,
         float(sum(size for _, size in tensors)),
     )
 
@@ -258,21 +251,17 @@ def _registers(program: decode.Program, arguments: list[Any], warps: int) -> np.
     start = -found.ctypes.data % decode.SLOT_BYTES[1]
     registers = found[start : start + warps * size].reshape(warps, size)
 
-    def fill(slot: decode.Slot, values: list[int]) -> None:
-        kind = {1: "<u4", 16: "<u2", 32: "<u4", 64: "<u8"}[slot.bits]
-        lanes = np.array(values, dtype=np.uint64).astype(kind)
-        data = lanes[:1] if slot.bits == 1 else np.resize(lanes, WARP)
-        raw = np.frombuffer(data.tobytes(), dtype=np.uint8)
+    def fill(slot: decode.Slot, value: int) -> None:
+        width, lanes = (4, 1) if slot.bits == 1 else (slot.bits // 8, WARP)
+        raw = np.frombuffer(value.to_bytes(8, "little")[:width] * lanes, dtype=np.uint8)
         registers[:, slot.offset : slot.offset + len(raw)] = raw
 
     for (_, value), slot in program.constants.items():
-        fill(slot, [value])
+        fill(slot, value)
     for (place, _), slot in program.parameters.items():
         # Behind the arguments come pointers to scratch memory, which no kernel here has.
         value = arguments[place] if place < len(arguments) else 0
-        fill(slot, [_bits(value)])
-    if program.lane_numbers is not None:
-        fill(program.lane_numbers, list(range(WARP)))
+        fill(slot, _bits(value))
     return registers
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import Launch, distinct, recorded
+from leaner_kernels.ops import _tiles, operator
 from leaner_kernels.ops._tiles import Rule, Tiles
+from leaner_kernels.ops.attention import op
 
 SAMPLES = 4
 AnyCase: TypeAlias = Any  # of ``bench.attention.catalogue``
@@ -42,8 +44,6 @@ class OperatorCall(NamedTuple):
 
         ``capture`` is what a sampled step launches beside ``statistics``.
         """
-        from leaner_kernels.ops import _tiles
-
         sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
         with mock.patch.object(_tiles, "capability", return_value=capability):
             with recorded() as plain:
@@ -71,8 +71,6 @@ def dense_call(
     window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
-    from leaner_kernels.ops.attention import op
-
     return OperatorCall(
         *op.on_gpu(op.Dense),
         (query, key, value, *inputs),
@@ -90,8 +88,6 @@ def varlen_call(
     window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on sequences that lie end to end in (T, 3, H, D)."""
-    from leaner_kernels.ops.attention import op
-
     starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return OperatorCall(
         *op.on_gpu(op.Varlen),
@@ -120,15 +116,6 @@ def changed_rules(
         yield
 
 
-def operator_call(case: AnyCase) -> OperatorCall:
-    """Return a call of an operator of ``ops.operator``."""
-    from leaner_kernels.ops import operator
-
-    operator_class = operator.OPERATORS[f"{case.op}_attention"]
-    passes = operator.computed_by(operator_class, on_gpu=True)
-    return OperatorCall(*passes, case.meta_inputs, case.operator_params, takes_out=False)
-
-
 def filled(
     arguments: Sequence[Any],
     device: torch.device | str = "cpu",
@@ -154,16 +141,15 @@ def filled(
 def call_of(case: AnyCase) -> OperatorCall:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if not isinstance(case, AttentionCase):
-        return operator_call(case)
-    from leaner_kernels.ops.attention.op import split_qkv
-
+        passes = operator.computed_by(operator.OPERATORS[f"{case.op}_attention"], on_gpu=True)
+        return OperatorCall(*passes, case.meta_inputs, case.operator_params, takes_out=False)
     params: tuple[Any, ...] = 0.0, case.causal, case.scale
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}
     if case.ragged:
         packed = torch.empty(case.query_rows, 3, case.heads, case.head_dim, **options)
         return varlen_call(packed, case.batch, case.tokens, None, params)
     packed = torch.empty(case.batch, case.tokens, 3, case.heads, case.head_dim, **options)
-    query, key, value = split_qkv(packed)
+    query, key, value = op.split_qkv(packed)
     if case.crossed:
         rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
         query = rows.transpose(1, 2)

@@ -66,23 +66,25 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._library = library = ctypes.CDLL(str(path))
-        for function in (
-            *(library.operation_name, library.finding_name),
-            *(library.pipe_name, library.reason_name, library.kind_name),
-        ):
-            function.restype = ctypes.c_char_p
-        self.operations = {
-            name: number for number, name in enumerate(_names(library.operation_name))
-        }
-        self.pipes = _names(library.pipe_name)
-        self.reasons = _names(library.reason_name)
-        self.kinds = {name: number for number, name in enumerate(_names(library.kind_name))}
+        library.operation_name.restype = ctypes.c_char_p
+        names = map(library.operation_name, itertools.count())
+        names = itertools.takewhile(lambda name: name is not None, names)
+        self.operations = {name.decode(): number for number, name in enumerate(names)}
         self.widths = {name: self._widths(n) for name, n in self.operations.items()}
-        self.findings = _names(library.finding_name)
+        self.findings = self._names("finding_names")
+        self.pipes, self.reasons = self._names("pipe_names"), self._names("reason_names")
+        self.kinds = {name: number for number, name in enumerate(self._names("kind_names"))}
 
     def _widths(self, operation: int) -> tuple[int, ...]:
         widths = (self._library.operand_width(operation, k) for k in itertools.count())
         return tuple(itertools.takewhile(bool, widths))
+
+    def _names(self, of: str) -> list[str]:
+        first = ctypes.pointer(ctypes.c_char_p.in_dll(self._library, of))
+        names = itertools.takewhile(
+            lambda name: name is not None, map(first.__getitem__, itertools.count())
+        )
+        return [name.decode() for name in names]
 
     def run(self, job: Any) -> bool:
         """Execute; return False where the job's ``error`` holds why it ended early."""
@@ -91,11 +93,6 @@ class Library:
     def replay(self, job: Any) -> bool:
         """Time the programs of an SM; return False where they come to no end."""
         return self._library.replay(ctypes.byref(job)) == 0
-
-
-def _names(name_of: Any) -> list[str]:
-    names = itertools.takewhile(lambda name: name is not None, map(name_of, itertools.count()))
-    return [name.decode() for name in names]
 
 
 @functools.cache
@@ -108,9 +105,11 @@ def load() -> Library:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise NoCompilerError("the executor is built by g++ or clang++, and neither is on PATH")
+    # Its release, and what the native processor has.
+    command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
+    target = subprocess.run(command, capture_output=True, check=False).stderr
     sources = sorted(SOURCES.iterdir())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest = hashlib.sha256(b"".join([version, *(s.read_bytes() for s in sources), _processor()]))
+    digest = hashlib.sha256(b"".join([target, *(source.read_bytes() for source in sources)]))
     path = BUILD / f"executor-{digest.hexdigest()[:16]}.so"
     if not path.exists():
         BUILD.mkdir(parents=True, exist_ok=True)
@@ -124,12 +123,3 @@ def load() -> Library:
             )
         made.replace(path)
     return Library(path)
-
-
-def _processor() -> bytes:
-    """Return what code for the native processor depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    except OSError:
-        return b""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "").encode()

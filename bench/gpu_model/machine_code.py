@@ -32,7 +32,7 @@ KEPT = {
     "st.global": "STG",
     "shfl": "SHFL",
 }
-NOT_KEPT = "bar.warp", "cp.async."  # begin like others, and become other instructions
+NOT_KEPT = "cp.async."  # begins like another, and becomes another instruction
 MAX_OFF = 0.25  # of counts
 MAX_DIFFERENCE = 0.1  # of executed instructions, that the way through a kernel differs from counts
 WITHIN = 0.02  # a way that is due so nearly is taken
@@ -224,12 +224,6 @@ class Runs(NamedTuple):
     def known(self) -> bool:
         """Whether counts are met well enough to be used."""
         return self.off <= MAX_OFF
-
-
-def of_execution(execution: Execution, cubin: bytes) -> tuple[MachineCode, Runs]:
-    """Return the machine code of a launch that was executed and counted, and how often it ran."""
-    code = disassemble(cubin)
-    return code, runs(code, counted(execution))
 
 
 def runs(code: MachineCode, known: dict[Key, float]) -> Runs:

@@ -4,7 +4,7 @@ Source: PTX ISA 9.0.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 
@@ -90,19 +90,10 @@ def _statement(text: str, file: int, line: int) -> Statement:
     if text.startswith("@"):
         guard, rest = text[1:].split(None, 1)
     opcode, _, operands = rest.partition(" ") if " " in rest else rest.partition("\t")
-    return Statement(opcode.strip(), tuple(_split(operands)), guard, text, file, line)
-
-
-def _split(operands: str) -> Iterator[str]:
-    """Yield what commas outside brackets part."""
-    depth, start = 0, 0
-    for at, letter in enumerate(operands):
-        depth += (letter in "{[(") - (letter in "}])")
-        if letter == "," and depth == 0:
-            yield operands[start:at].strip()
-            start = at + 1
-    if last := operands[start:].strip():
-        yield last
+    parts = re.split(r",(?![^{\[]*[}\]])", operands)  # at commas outside of brackets
+    return Statement(
+        opcode.strip(), tuple(filter(None, map(str.strip, parts))), guard, text, file, line
+    )
 
 
 def cut(

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench.gpu_model import library, machine_code, units
-from bench.gpu_model.compile_ahead import WARP, Resources
+from bench.gpu_model.compile_ahead import WARP
 from bench.gpu_model.execute import Execution
-from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction, Runs
+from bench.gpu_model.machine_code import Key, MachineCode, MachineInstruction
 
 MAX_ISSUED = 3_000_000  # by one SM; beyond, the rate so far goes on
 
@@ -147,27 +147,6 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     waited = dict(zip(executor.reasons, (n / total for n in job.waited), strict=True))
     seconds = model.launch + cycles / gpu.sustained_hz
     return Timing(seconds, busy, waited, list(waited_at))
-
-
-def work_of(
-    execution: Execution, used: Resources, code: MachineCode, runs: Runs, times: float = 1.0
-) -> Work:
-    """Return a launch that was executed and counted, ``times`` as large as it was.
-
-    ``code`` and ``runs`` are those of ``machine_code.of_execution``.
-
-    Raises:
-        ValueError: its counts lead to no way through the code.
-    """
-    return Work(
-        code,
-        machine_code.walks(code, runs),
-        execution.warps,
-        execution.programs * times,
-        used.programs_per_sm,
-        accesses(execution),
-        execution.tensor_bytes * times,
-    )
 
 
 def accesses(execution: Execution) -> dict[Key, Access]:

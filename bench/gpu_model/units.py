@@ -184,6 +184,6 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
     }
 
 
-def gpu_of(capability: int) -> tuple[str, GPU]:
-    """Return the first GPU of a compute capability that times are given for."""
-    return next((name, gpu) for name, gpu in GPUS.items() if gpu.capability == capability)
+def gpus_of(capability: int) -> dict[str, GPU]:
+    """Return the GPUs of a compute capability, by name."""
+    return {name: gpu for name, gpu in GPUS.items() if gpu.capability == capability}

@@ -56,8 +56,7 @@ class MapView(NamedTuple):
 #
 # Triton 3.6 brings ptxas 12.8 for GPUs up to Hopper and 12.9 for newer ones. 12.8 leaves out some
 # instructions that compute where an operand of wgmma lies: on an H200 such a product read shared
-# memory out of bounds. ``bench.gpu_model.operands`` finds it in machine code; of what 12.9 makes,
-# in none.
+# memory out of bounds. What 12.9 makes of the same PTX has them all.
 
 
 @contextmanager

@@ -19,21 +19,17 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-import triton
-
 from bench import resources
 from bench.attention.cases import CASES, AttentionCase
-from bench.gpu_model import machine_code, operands
 from bench.gpu_model.compile_ahead import (
     GPUS,
     compile_launch,
     compile_like,
     recorded,
-    specialise,
     tuned,
 )
-from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_call
-from leaner_kernels.ops import _gluon, _launch_cache, _tiles
+from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
+from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch
 from leaner_kernels.ops.attention.call import Call, Results
@@ -337,17 +333,3 @@ def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch)
     assert kernels(heads(), seed=seed, dropout_p=0.1) == {"short"}
     odd = torch.empty(3, 16, 41, dtype=BF16, device="meta")[..., :40]
     assert kernels(odd.unflatten(2, (4, 10)).transpose(1, 2)) == {"short"}
-
-
-def test_an_assembler_that_loses_operands_is_found_out() -> None:
-    """What ptxas 12.8 makes of ViT-B's forward, which an H200 did not survive."""
-    from triton import knobs
-
-    if _launch_cache._release(knobs.nvidia.ptxas.version) >= _launch_cache.RIGHT_PTXAS:
-        pytest.skip("this Triton's ptxas is right")
-    case = AttentionCase("vit_base", "cuda", 128, 16, 197, 64, BF16)
-    (forward,) = call_of(case).launches(90)["forward"]
-    found = specialise(forward, 90)
-    compiled = triton.compile(found.source, target=found.target, options=found.options)
-    code = machine_code.disassemble(compiled.asm["cubin"])
-    assert any("FMUL" in stray for stray in operands.strays(code))

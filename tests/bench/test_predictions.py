@@ -4,8 +4,7 @@ import pytest
 
 from bench.attention.cases import CASES
 from bench.gpu_model import units
-from bench.gpu_model.command import Prediction
-from bench.gpu_model.predictions import row
+from bench.gpu_model.command import Prediction, row
 from bench.gpu_model.replay import Timing
 
 CASE = next(case for case in CASES if case.name == "vit_base")

@@ -1,7 +1,9 @@
 """``python -m bench.gpu_model``: what is wrong with a kernel shows in what it prints."""
 
+import json
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,6 @@ if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
 from bench.gpu_model import command, machine_code, units
-from bench.gpu_model.compile_ahead import compile_launch
 from bench.gpu_model.execute import executing
 
 
@@ -37,8 +38,7 @@ def described(depth: int = 64, barrier: bool = False, **options: int) -> str:
     with executing(90, count=True) as executions:
         _products_kernel[1,](x, torch.empty_like(x), 40, depth, barrier, num_warps=4, **options)
     (execution,) = executions
-    used = compile_launch(execution.launch, 90)
-    return "\n".join(command.describe(execution, used, 90, 132.0, 4))
+    return "\n".join(command.describe(command.predict(execution, 90, 132.0), 4))
 
 
 def predicted(text: str) -> float:
@@ -61,8 +61,9 @@ def floor(text: str, unit: str) -> float:
     return float(found[1].rstrip(",").replace(",", ""))
 
 
-def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, "vit_base", "--only", "forward")
+def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    written = tmp_path / "predictions.json"
+    text = printed(capsys, "vit_base", "--only", "forward", "--json", str(written))
     assert "_hopper_fwd_kernel: 4 x 1 x 1 programs of 4 warps" in text
     assert "FOUND" not in text
     # HGMMA: scores over a depth of 64, and as much for the output. Three tiles of 64 rows against
@@ -73,6 +74,14 @@ def test_a_kernel_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
     assert predicted(text) > 50
+    rows = json.loads(written.read_text("utf-8"))["rows"]
+    assert [(row["gpu"], row["stage"]) for row in rows] == [
+        ("H200", "forward"),
+        ("H100", "forward"),
+    ]
+    assert rows[0]["predicted"] == pytest.approx(
+        1e-6 * predicted(text) + units.MODELS[90].launch, rel=0.01
+    )
     assert "warps wait for: " in text
     assert re.search(r"and at: \w+\.py:\d+ \d+%", text)
 
@@ -91,38 +100,3 @@ def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch)
     text = described()
     assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
     assert "predicted floors on H200" in text
-
-
-LOOP = """
-	//## File "kernel.py", line 1
-        /*0000*/                   MOV R1, c[0x0][0x28] ;
-        /*0010*/              @!P0 BRA `(.L_x_2) ;
-.L_x_1:
-	//## File "kernel.py", line 2
-        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
-        /*0030*/                   STL [R1], R4 ;
-        /*0040*/                   HMMA.16816.F32.BF16 R4, R8, R2, R4 ;
-        /*0050*/               @P1 BRA `(.L_x_1) ;
-.L_x_2:
-	//## File "kernel.py", line 3
-        /*0060*/                   STG.E [R2], R4 ;
-        /*0070*/                   EXIT ;
-.L_x_3:
-        /*0080*/                   BRA `(.L_x_3);
-"""
-
-
-def test_runs_of_blocks_follow_from_what_is_kept() -> None:
-    code = machine_code.parse(LOOP)
-    assert code.blocks == [(0, 2), (2, 6), (6, 8), (8, 9)]
-    assert set(code.edges) == {(0, 2), (0, 1), (1, 1), (1, 2), (2, 4), (3, 3)}
-    known = {("HMMA", "kernel.py", 2): 14.0, ("STG", "kernel.py", 3): 1.0}
-    found = machine_code.runs(code, known)
-    assert found.of_block == pytest.approx([1, 7, 1, 0], abs=1e-3)
-    assert found.off < 1e-3
-    assert machine_code.executed(code, found.of_block)["STL"] == pytest.approx(7, abs=1e-2)
-
-
-def test_counts_that_no_flow_explains_are_off() -> None:
-    known = {("HMMA", "kernel.py", 2): 14.0, ("STG", "kernel.py", 3): 5.0}
-    assert machine_code.runs(machine_code.parse(LOOP), known).off > 0.1

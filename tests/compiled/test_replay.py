@@ -10,7 +10,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench import frames, report
 from bench.attention.cases import CASES
-from bench.gpu_model import machine_code, predictions, replay, units
+from bench.gpu_model import command, machine_code, replay, units
 
 GPU_NAME = units.GPUS["H100"]
 MODEL = units.MODELS[90]
@@ -163,8 +163,14 @@ def test_a_warp_walks_through_nested_loops_in_order() -> None:
     code = machine_code.parse(NESTED)
     known = {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0, ("STG", "?", 0): 3.0}
     found = machine_code.runs(code, known)
+    assert found.off < 1e-3
     inner = [2, 3] * 4
     assert machine_code.walks(code, found) == [[0, *[1, *inner, 4, 5, 6] * 2, 1, *inner, 4, 5, 7]]
+
+
+def test_counts_that_no_flow_explains_are_off() -> None:
+    known = {("HMMA", "?", 0): 12.0, ("LDG", "?", 0): 3.0, ("STG", "?", 0): 15.0}
+    assert machine_code.runs(machine_code.parse(NESTED), known).off > 0.1
 
 
 def test_a_loop_that_flow_alone_would_leave_apart_is_entered() -> None:
@@ -224,10 +230,9 @@ def test_what_an_h200_measured_is_met(name: str, stage: str) -> None:
     measured = report.own_kernels(frames.timed([frames.read(path) for path in RESULTS]))
     measured = measured[(measured["case"] == name) & (measured["stage"] == stage)]
     (case,) = (case for case in CASES if case.name == name)
-    found = next(
-        row for row in predictions.rows(case, 90, [stage], packed=False) if row["gpu"] == "H200"
-    )
-    assert (found["case"], found["stage"]) == (name, stage)
+    launched = command.simulate(case, stage, 90, check=False, packed=False)
+    found = next(command.rows(case, stage, launched))
+    assert (found["gpu"], found["case"], found["stage"]) == ("H200", name, stage)
     assert found["predicted"] == pytest.approx(measured["median"].item(), rel=0.1)
 
 

@@ -11,63 +11,45 @@ namespace {
 
 // ---- instructions whose lanes depend on each other ----
 
-enum Shuffle { BUTTERFLY, INDEX, DOWN, UP };
-
-// Operands: result, the predicate of lanes in range or -1, source, lane or distance, range.
-template <Shuffle MODE> void shuffle(Machine& m, Warp& w, const Instruction&, u32 mask) {
-  const u32 *from = w.lanes<u32>(2), *amount = w.lanes<u32>(3), *range = w.lanes<u32>(4);
-  u32 found[LANES], inside = 0;
+// Operands: result, source, and in each lane the number of another one or its distance.
+template <bool BUTTERFLY> void shuffle(Machine& m, Warp& w, const Instruction&, u32 mask) {
+  const u32 *from = w.lanes<u32>(1), *amount = w.lanes<u32>(2);
+  u32 found[LANES];
   for (int l = 0; l < LANES; l++) {
-    const u32 segment = range[l] >> 8 & 31, end = range[l] & 31, n = amount[l] & 31;
-    const s32 last = s32((l & segment) | (end & ~segment)), first = s32(l & segment);
-    s32 source = MODE == BUTTERFLY ? s32(l ^ n)
-                 : MODE == INDEX   ? s32(u32(first) | (n & ~segment))
-                 : MODE == DOWN    ? s32(l + n)
-                                   : s32(l) - s32(n);
-    if (MODE == UP ? source >= last : source <= last) inside |= 1u << l;
-    else source = l;
+    const u32 source = (BUTTERFLY ? l ^ amount[l] : amount[l]) & 31;
     if ((mask >> l & 1) && !(mask >> source & 1)) m.report(INACTIVE_LANE, w, l, 0, source);
     found[l] = from[source];
   }
   for (int l = 0; l < LANES; l++)
     if (mask >> l & 1) w.lanes<u32>(0)[l] = found[l];
-  if (w.slots[1] >= 0) w.predicate(1) = (w.predicate(1) & ~mask) | (inside & mask);
 }
 
-template <class F> Operation reduction(std::string name, F) {
-  Handler run = [](Machine&, Warp& w, const Instruction&, u32 mask) {
-    const float* from = w.lanes<float>(1);
-    float found = from[std::countr_zero(mask)];
-    for (int l = std::countr_zero(mask) + 1; l < LANES; l++)
-      if (mask >> l & 1) found = F{}(found, from[l]);
-    for (int l = 0; l < LANES; l++)
-      if (mask >> l & 1) w.lanes<float>(0)[l] = found;
-  };
-  return {"redux." + name, run, {32, 32}};
+void reduce_maximum(Machine&, Warp& w, const Instruction&, u32 mask) {
+  const float* from = w.lanes<float>(1);
+  float found = from[std::countr_zero(mask)];
+  for (int l = 0; l < LANES; l++)
+    if (mask >> l & 1) found = maximum(found, from[l]);
+  for (int l = 0; l < LANES; l++)
+    if (mask >> l & 1) w.lanes<float>(0)[l] = found;
 }
 
 void nothing(Machine&, Warp&, const Instruction&, u32) {}
-void trap(Machine&, Warp&, const Instruction&, u32) { throw Fault("trap"); }
 
 // ---- the table ----
 
 enum Control { BRANCH, RETURN, BARRIER, CONTROLS };  // the first operations, without handlers
 
-const std::vector<Operation>& operations() {
-  static const std::vector<Operation> table = [] {
-    std::vector<Operation> all{{"bra", nullptr}, {"ret", nullptr}, {"bar", nullptr}};
+const Operations& operations() {
+  static const Operations table = [] {
+    Operations all;
+    for (const char* name : {"bra", "ret", "bar"}) all.push_back({name, nullptr});
     add_arithmetic(all);
     add_transfers(all);
     add_tensor_cores(all);
-    all.push_back({"shfl.bfly", shuffle<BUTTERFLY>});
-    all.push_back({"shfl.idx", shuffle<INDEX>});
-    all.push_back({"shfl.down", shuffle<DOWN>});
-    all.push_back({"shfl.up", shuffle<UP>});
-    all.push_back(reduction("min.f32", [](float a, float b) { return minimum(a, b); }));
-    all.push_back(reduction("max.f32", [](float a, float b) { return maximum(a, b); }));
-    all.push_back({"bar.warp", nothing});
+    all.push_back({"shfl.bfly.32", shuffle<true>, {32, 32, 32}});
+    all.push_back({"shfl.idx.32", shuffle<false>, {32, 32, 32}});
+    all.push_back({"redux.max.f32", reduce_maximum, {32, 32}});
     all.push_back({"nop", nothing});
-    all.push_back({"trap", trap});
     return all;
   }();
   return table;
@@ -134,21 +116,12 @@ class Executor {
 
   void start(Warp& w, const u32* place) {
     const size_t slots = job_.tracks_wgmma ? job_.register_bytes / SLOT : 0;
-    w.pc = 0, w.reconverge = -1, w.active = w.alive = ALL;
-    w.done = w.waiting = w.fenced = false;
-    w.divergences.clear(), w.copies.clear(), w.open_copies.clear(), w.reads.clear();
-    w.open_reads.clear(), w.proxy_fences.clear();
-    w.committed = w.completed = w.fence = 0;
-    w.result_of.assign(slots, 0), w.operand_of.assign(slots, 0), w.written.assign(slots, 0);
-    auto fill = [&](s32 slot, auto value) {
-      u32* lanes = reinterpret_cast<u32*>(w.registers + slot);
-      for (int l = 0; l < LANES; l++) lanes[l] = value(l);
-    };
-    fill(job_.tid, [&](int l) { return w.id * LANES + l; });
-    fill(job_.ntid, [&](int) { return u32(warps_.size()) * LANES; });
-    for (int axis = 0; axis < 3; axis++) {
-      fill(job_.ctaid[axis], [&](int) { return place[axis]; });
-      fill(job_.nctaid[axis], [&](int) { return u32(job_.grid[axis]); });
+    w = Warp{.registers = w.registers, .id = w.id};
+    for (auto* marks : {&w.result_of, &w.operand_of, &w.written}) marks->resize(slots);
+    for (u32 l = 0; l < LANES; l++) {
+      const u32 values[] = {l, w.id * LANES + l, u32(warps_.size()) * LANES, place[0], place[1], place[2],
+                            u32(job_.grid[0]), u32(job_.grid[1]), u32(job_.grid[2])};
+      for (int n = 0; n < 9; n++) reinterpret_cast<u32*>(w.registers + job_.special[n])[l] = values[n];
     }
   }
 
@@ -183,7 +156,6 @@ class Executor {
         const u32 guard = *reinterpret_cast<const u32*>(w.registers + i.guard);
         mask &= i.negated ? ~guard : guard;
       }
-      job_.executed++;
       if (job_.count) {
         machine_.counts().executed++;
         machine_.counts().skipped += std::popcount(w.active & ~mask);
@@ -240,5 +212,4 @@ int operand_width(int n, int k) {
   const auto& widths = operations()[n].widths;
   return size_t(k) < widths.size() ? widths[k] : 0;
 }
-const char* finding_name(int n) { return n < FINDINGS ? FINDING_NAMES[n] : nullptr; }
 }

@@ -61,7 +61,9 @@ struct Counts {  // of one instruction; skipped are lanes that its guard kept fr
 #define NAME(name, text) name,
 #define TEXT(name, text) text,
 enum Finding : int { EACH_FINDING(NAME) FINDINGS };
-inline const char* const FINDING_NAMES[] = {EACH_FINDING(TEXT)};
+extern "C" {
+const char* finding_names[] = {EACH_FINDING(TEXT) nullptr};
+}
 #undef NAME
 #undef TEXT
 static_assert(FINDINGS == 20);  // the length of Job::found
@@ -78,13 +80,13 @@ struct Job {
   s64 num_regions;
   u8* registers;  // of all warps, constants and parameters filled in
   s64 register_bytes, warps, shared_bytes;
-  s32 tid, ntid, ctaid[3], nctaid[3];  // slots of special registers
-  s64 grid[3];                         // programs along each axis
+  s32 special[9];  // slots of special registers, as decode.py has them
+  s64 grid[3];     // programs along each axis
   s64 check, count, tracks_wgmma;
   Counts* counts;
   Report* reports;
   s64 max_reports, num_reports, found[20];
-  s64 limit, executed;  // instructions of a warp between barriers, and of all in total
+  s64 limit;  // instructions of a warp between barriers
   char error[256];
 };
 
@@ -106,20 +108,20 @@ struct Warp {
   u8* registers;
   const s32* slots;  // of the operands of the current instruction
   u32 id;
-  s32 pc, reconverge;
-  u32 active, alive;
-  bool done, waiting;
+  s32 pc = 0, reconverge = -1;
+  u32 active = ALL, alive = ALL;
+  bool done = false, waiting = false;
   std::vector<Divergence> divergences;
   std::vector<std::vector<Copy>> copies;  // committed groups, oldest first
   std::vector<Copy> open_copies;
   // Of wgmma: groups are numbered from 1, the open one is committed + 1.
-  u32 committed, completed;
-  bool fenced;                           // since the last group was committed
-  std::vector<std::vector<u32>> reads;   // 16-byte pieces that each group in flight reads
+  u32 committed = 0, completed = 0;
+  bool fenced = false;                  // since the last group was committed
+  std::vector<std::vector<u32>> reads;  // 16-byte pieces that each group in flight reads
   std::vector<u32> open_reads;
-  std::vector<u32> result_of, operand_of;  // by slot: the group that writes, that reads
-  std::vector<u32> written;                // by slot: when an ordinary instruction did
-  u32 fence;                               // when wgmma.fence was executed
+  // By slot: the group that writes, that reads, and when an ordinary instruction wrote.
+  std::vector<u32> result_of, operand_of, written;
+  u32 fence = 0;  // when wgmma.fence was executed
   std::vector<ProxyFence> proxy_fences;
 
   template <class T> T* lanes(int operand) const {

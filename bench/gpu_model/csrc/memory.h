@@ -14,22 +14,14 @@ class Machine {
   u32 clock = 1;               // counts instructions that order others
   std::vector<u8> shared;
 
-  Machine(Job& job, const std::vector<Warp>& warps)
-      : job(job), warps(warps), shared(job.shared_bytes + 16) {
-    if (!job.check) return;
-    written_.resize(shared.size());
-    read_.resize(shared.size());
-    copying_.resize(shared.size());
-    stamp_.resize(shared.size());
-    reading_.resize(shared.size() / 16 + 1);
-  }
+  Machine(Job& job, const std::vector<Warp>& warps) : job(job), warps(warps) {}
 
   void clear() {
-    std::fill(shared.begin(), shared.end(), 0xff);
-    std::fill(written_.begin(), written_.end(), 0);
-    std::fill(read_.begin(), read_.end(), 0);
-    std::fill(copying_.begin(), copying_.end(), 0);
-    std::fill(reading_.begin(), reading_.end(), 0);
+    const size_t bytes = job.shared_bytes + 16, checked = job.check ? bytes : 0;
+    shared.assign(bytes, 0xff);
+    for (auto* marks : {&written_, &read_, &stamp_}) marks->assign(checked, 0);
+    copying_.assign(checked, 0);
+    reading_.assign(checked / 16 + 1, 0);
     epoch = clock = 1;
   }
 
@@ -41,7 +33,7 @@ class Machine {
   }
   [[noreturn]] void stop(Finding finding, const Warp& w, int lane, u64 address) {
     report(finding, w, lane, address);
-    throw Fault(FINDING_NAMES[finding]);
+    throw Fault(finding_names[finding]);
   }
   Counts& counts() { return job.counts[now - job.code]; }
 
@@ -150,10 +142,10 @@ class Machine {
   }
 
   // Wavefronts that shared memory takes for an access, and the fewest: bank conflicts are the rest.
-  void count_shared(const u32* addresses, u32 mask, u32 bytes) {
+  void count_shared(const u64* addresses, u32 mask, u32 bytes) {
     const int phase = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;  // lanes that are served together
     for (int start = 0; start < LANES; start += phase) {
-      u32 words[2 * LANES];
+      u64 words[2 * LANES];
       int n = 0;
       for (int l = start; l < start + phase; l++)
         if (mask >> l & 1)
@@ -170,9 +162,8 @@ class Machine {
  private:
   // By byte of shared memory: epoch and warp of the last write and read, the warp whose copy is under
   // way, and when it was written; by 16 bytes, how many wgmma read.
-  std::vector<u32> written_, read_;
+  std::vector<u32> written_, read_, stamp_;
   std::vector<u8> copying_;
-  std::vector<u32> stamp_;
   std::vector<u16> reading_;
   const Region* last_ = nullptr;
 

@@ -51,21 +51,3 @@ inline float maximum(float a, float b) {
   if (a == 0 && b == 0) return as_float(as_bits(a) & as_bits(b));
   return a > b ? a : b;
 }
-inline float minimum(float a, float b) {
-  if (a != a || b != b) return a != a && b != b ? as_float(0x7fffffff) : a != a ? b : a;
-  if (a == 0 && b == 0) return as_float(as_bits(a) | as_bits(b));
-  return a < b ? a : b;
-}
-
-// 2^x, right to the last bit nearly everywhere; hardware is off by two.
-inline float power_of_two(float x) {
-  double wide = std::fmin(std::fmax(double(x), -200.0), 200.0);
-  double shifted = wide + 0x1.8p52, whole = shifted - 0x1.8p52, rest = wide - whole;
-  double p = 1.0178086009239699e-07;
-  for (double c : {1.3215486790144307e-06, 1.5252733804059841e-05, 1.5403530393381606e-04,
-                   1.3333558146428443e-03, 9.6181291076284769e-03, 5.5504108664821580e-02,
-                   2.4022650695910069e-01, 6.9314718055994529e-01, 1.0})
-    p = p * rest + c;
-  double scale = std::bit_cast<double>(u64(s64(whole) + 1023) << 52);
-  return x != x ? as_float(0x7fffffff) : float(p * scale);
-}

@@ -64,54 +64,39 @@ struct Replay {
     double issued, cycles;
 };
 
-const char* kind_name(int n) {
-    static const char* names[] = {"",          "BAR",    "LDGDEPBAR", "DEPBAR",
-                                  "HGMMA",     "WARPGROUP.DEPBAR",    "LDGSTS", "store", "MEMBAR"};
-    return n <= kFence ? names[n] : nullptr;
-}
-
-const char* pipe_name(int n) {
-    static const char* names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions",
-                                  "tensor cores", "uniform", "shared memory",    "global memory"};
-    return n < kPipes ? names[n] : nullptr;
-}
-
-const char* reason_name(int n) {
-    static const char* names[] = {"fixed latency", "shared memory", "global memory",
-                                  "special functions", "tensor cores", "barrier", "other latency",
-                                  "busy unit",     "another warp's turn"};
-    return n < kReasons ? names[n] : nullptr;
-}
+const char* kind_names[] = {"",      "BAR",    "LDGDEPBAR", "DEPBAR", "HGMMA", "WARPGROUP.DEPBAR",
+                            "LDGSTS", "store", "MEMBAR",    nullptr};
+const char* pipe_names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions", "tensor cores",
+                            "uniform", "shared memory", "global memory",    nullptr};
+const char* reason_names[] = {"fixed latency", "shared memory", "global memory", "special functions",
+                              "tensor cores",  "barrier",       "other latency", "busy unit",
+                              "another warp's turn",            nullptr};
 
 }  // extern "C"
 
 namespace {
 
 struct Warp {
-    int64_t program = -1;  // none: it has ended
     int slot, scheduler;
+    int64_t program = -1;  // none: it has ended
     int64_t at = 0, stop = 0;
     double last = 0, ready = 0;
     Reason reason = kFixed;
     bool at_barrier = false;
-    double scoreboard[kScoreboards];
-    Reason set_by[kScoreboards];
-    double copied;                // when the last cp.async has arrived
-    double stored;                // when the last store is acknowledged
-    std::vector<double> copies;   // when each committed group has
+    double scoreboard[kScoreboards] = {};
+    Reason set_by[kScoreboards] = {};
+    double copied = 0;             // when the last cp.async has arrived
+    double stored = 0;             // when the last store is acknowledged
+    double product = 0;            // when the last product of wgmma has ended
+    std::vector<double> copies;    // when each committed group has arrived
     std::vector<double> products;  // when each group of wgmma has ended
-    double product;
 };
 
 class SM {
    public:
     explicit SM(Replay& job) : job_(job), warps_(job.residents * job.warps) {
         for (auto& slots : meetings_) slots.resize(job.residents);
-        for (size_t n = 0; n < warps_.size(); ++n) {
-            warps_[n].slot = int(n / job.warps);
-            warps_[n].scheduler = int(n % kSchedulers);
-            of_[n % kSchedulers].push_back(&warps_[n]);
-        }
+        for (size_t n = 0; n < warps_.size(); ++n) of_[n % kSchedulers].push_back(&warps_[n]);
         left_.resize(job.residents);
         for (int slot = 0; slot < job.residents; ++slot) start(slot, 0.0);
     }
@@ -140,22 +125,11 @@ class SM {
 
     void start(int slot, double when) {
         if (started_ >= job_.programs) return;
-        const int64_t program = started_++;
+        const int64_t program = started_++, *trace = job_.starts + program % job_.kinds;
         left_[slot] = int(job_.warps);
         ++running_;
-        for (int64_t w = 0; w < job_.warps; ++w) {
-            Warp& warp = warps_[slot * job_.warps + w];
-            warp.program = program;
-            warp.at = job_.starts[program % job_.kinds];
-            warp.stop = job_.starts[program % job_.kinds + 1];
-            warp.last = when - 1;
-            warp.copied = warp.stored = warp.product = 0;
-            warp.copies.clear();
-            warp.products.clear();
-            std::fill_n(warp.scoreboard, kScoreboards, 0.0);
-            warp.ready = when;
-            warp.reason = kFixed;
-        }
+        for (int64_t w = slot * job_.warps; w < (slot + 1) * job_.warps; ++w)
+            warps_[w] = Warp{slot, int(w % kSchedulers), program, trace[0], trace[1], when - 1, when};
     }
 
     // When the unit of a step takes it.
@@ -197,16 +171,14 @@ class SM {
         switch (s.pipe) {
             case kIssue: break;
             case kShared:
-                shared_ = std::max(shared_, now) + s.wavefronts;
-                job_.busy[kShared] += s.wavefronts;
+                serve(now, s.wavefronts);
                 done = shared_ + s.latency;
                 read = std::max(now + kReadShared, shared_);
                 kind = kWaitShared;
                 break;
             case kMemory: {
                 kind = kWaitMemory;
-                shared_ = std::max(shared_, now) + s.wavefronts;
-                job_.busy[kShared] += s.wavefronts;
+                serve(now, s.wavefronts);
                 const double arrives = transfer(now, s);
                 if (s.kind == kCopy) warp.copied = std::max(warp.copied, arrives);
                 // L2 acknowledges a store; memory, and loads on their way, are not waited for.
@@ -218,8 +190,7 @@ class SM {
                 kind = kWaitTensor;
                 job_.busy[kTensor] += s.interval;
                 if (s.kind == kWgmma) {
-                    shared_ = std::max(shared_, now - kFetchAhead) + s.wavefronts;
-                    job_.busy[kShared] += s.wavefronts;
+                    serve(now - kFetchAhead, s.wavefronts);
                     free[kTensor] = std::max(std::max(free[kTensor], now + kWgmmaStart) + s.interval, shared_);
                     warp.product = free[kTensor] + job_.tail;
                     if (s.argument) warp.products.push_back(warp.product);
@@ -243,6 +214,11 @@ class SM {
             prepare(warp, s, now);
             if (s.kind == kBarrier) meet(warp, s, now);
         }
+    }
+
+    void serve(double from, double wavefronts) {
+        shared_ = std::max(shared_, from) + wavefronts;
+        job_.busy[kShared] += wavefronts;
     }
 
     static void set(Warp& warp, int scoreboard, double when, Reason kind) {

@@ -4,8 +4,16 @@
 
 enum Format { BF16, F16, TF32 };
 
-inline float widened(Format format, u16 x) {
-  return format == F16 ? half_to_float(x) : bfloat16_to_float(x);
+constexpr int in_register(Format format) { return format == TF32 ? 1 : 2; }
+constexpr int depth_of(Format format) { return 8 * in_register(format); }  // of a product
+
+// The numbers of a register: a pair of halves, or one TF32.
+template <class Set> void unpack_numbers(Format format, u32 x, Set set) {
+  if (format == TF32) return set(0, truncated_to_tf32(x));
+  for (int e = 0; e < 2; e++) {
+    const u16 half = u16(x >> 16 * e);
+    set(e, format == F16 ? half_to_float(half) : bfloat16_to_float(half));
+  }
 }
 
 // c (16, n) += a (16, depth) b (depth, n), in float32, in the order of the depth.
@@ -18,17 +26,13 @@ inline void multiply(float* c, const float* a, const float* b, int n, int depth)
     }
 }
 
-// Lane l of register r holds rows l / 4 + 8 (r odd) of A: a pair of halves, or one TF32.
-inline void load_a(const Warp& w, int operand, int registers, Format format, int depth, float* a) {
-  for (int r = 0; r < registers; r++)
+// Lane l of register r holds rows l / 4 + 8 (r odd) of A.
+inline void load_a(const Warp& w, int operand, Format format, float* a) {
+  for (int r = 0; r < 4; r++)
     for (int l = 0; l < LANES; l++) {
-      const u32 x = w.lanes<u32>(operand + r)[l];
-      float* row = a + (l / 4 + r % 2 * 8) * depth;
-      if (format == TF32) row[l % 4 + r / 2 * 4] = truncated_to_tf32(x);
-      else {
-        row[l % 4 * 2 + r / 2 * 8] = widened(format, u16(x));
-        row[l % 4 * 2 + r / 2 * 8 + 1] = widened(format, u16(x >> 16));
-      }
+      float* row = a + (l / 4 + r % 2 * 8) * depth_of(format);
+      const int k = (l % 4 + r / 2 * 4) * in_register(format);
+      unpack_numbers(format, w.lanes<u32>(operand + r)[l], [&](int e, float x) { row[k + e] = x; });
     }
 }
 
@@ -36,25 +40,21 @@ inline int accumulator_index(int r, int lane, int n) {
   return (lane / 4 + r / 2 % 2 * 8) * n + r / 4 * 8 + lane % 4 * 2 + r % 2;
 }
 
-// Operands: 4 results, A, B, 4 addends. mma of a shape m16n8kDEPTH.
-template <Format FORMAT, int DEPTH> void mma(Machine& m, Warp& w, const Instruction&, u32) {
+// Operands: 4 results, 4 registers of A, 2 of B, 4 addends.
+template <Format FORMAT> void mma(Machine& m, Warp& w, const Instruction&, u32) {
   need_all_lanes(m, w);
-  constexpr int in_a = FORMAT == TF32 ? DEPTH / 2 : DEPTH / 4, in_b = in_a / 2;
-  float a[16 * DEPTH], b[DEPTH * 8], c[16 * 8];
-  load_a(w, 4, in_a, FORMAT, DEPTH, a);
-  for (int r = 0; r < in_b; r++)
+  constexpr int depth = depth_of(FORMAT);
+  float a[16 * depth], b[depth * 8], c[16 * 8];
+  load_a(w, 4, FORMAT, a);
+  for (int r = 0; r < 2; r++)
     for (int l = 0; l < LANES; l++) {
-      const u32 x = w.lanes<u32>(4 + in_a + r)[l];
-      if (FORMAT == TF32) b[(l % 4 + r * 4) * 8 + l / 4] = truncated_to_tf32(x);
-      else {
-        b[(l % 4 * 2 + r * 8) * 8 + l / 4] = widened(FORMAT, u16(x));
-        b[(l % 4 * 2 + r * 8 + 1) * 8 + l / 4] = widened(FORMAT, u16(x >> 16));
-      }
+      float* column = b + (l % 4 + r * 4) * in_register(FORMAT) * 8 + l / 4;
+      unpack_numbers(FORMAT, w.lanes<u32>(8 + r)[l], [&](int e, float x) { column[8 * e] = x; });
     }
   for (int r = 0; r < 4; r++)
     for (int l = 0; l < LANES; l++)
-      c[accumulator_index(r, l, 8)] = w.lanes<float>(4 + in_a + in_b + r)[l];
-  multiply(c, a, b, 8, DEPTH);
+      c[accumulator_index(r, l, 8)] = w.lanes<float>(10 + r)[l];
+  multiply(c, a, b, 8, depth);
   for (int r = 0; r < 4; r++)
     for (int l = 0; l < LANES; l++) w.lanes<float>(r)[l] = c[accumulator_index(r, l, 8)];
 }
@@ -96,29 +96,21 @@ class Descriptor {
 
 // Read rows first .. first + rows - 1 of an operand; set(row, k, value) takes its elements.
 template <class Set>
-void load_shared(Machine& m, Warp& w, u64 bits, bool transposed, Format format, int first, int rows,
-                 int depth, Set set) {
-  const int element = format == TF32 ? 4 : 2, piece = 16 / element;
-  const Descriptor descriptor(bits, transposed, element);
+void load_shared(Machine& m, Warp& w, u64 bits, bool transposed, Format format, int first, int rows, Set set) {
+  const int each = in_register(format), piece = 4 * each;
+  const Descriptor descriptor(bits, transposed, 4 / each);
   const int row_step = transposed ? piece : 1, k_step = transposed ? 1 : piece;
   for (int row = 0; row < rows; row += row_step)
-    for (int k = 0; k < depth; k += k_step) {
+    for (int k = 0; k < depth_of(format); k += k_step) {
       const u32 at = descriptor.at(first + row, k);
-      const u8* data = m.shared_at(at, 16, w, 0);
+      u32 words[4];
+      std::memcpy(words, m.shared_at(at, 16, w, 0), 16);
       m.start_wgmma_read(at, w);
-      for (int e = 0; e < piece; e++) {
-        float value;
-        if (format == TF32) {
-          u32 x;
-          std::memcpy(&x, data + 4 * e, 4);
-          value = truncated_to_tf32(x);
-        } else {
-          u16 x;
-          std::memcpy(&x, data + 2 * e, 2);
-          value = widened(format, x);
-        }
-        set(transposed ? row + e : row, transposed ? k : k + e, value);
-      }
+      for (int n = 0; n < 4; n++)
+        unpack_numbers(format, words[n], [&](int e, float x) {
+          e += each * n;
+          set(transposed ? row + e : row, transposed ? k : k + e, x);
+        });
     }
 }
 
@@ -126,21 +118,21 @@ void load_shared(Machine& m, Warp& w, u64 bits, bool transposed, Format format, 
 // columns / 2 results, which are addends too, the predicate that keeps them, A (4 or 1), B.
 template <Format FORMAT> void wgmma(Machine& m, Warp& w, const Instruction& i, u32) {
   need_all_lanes(m, w);
-  constexpr int depth = FORMAT == TF32 ? 8 : 16;
+  constexpr int depth = depth_of(FORMAT);
   const int n = i.vector, results = n / 2;
   const bool in_registers = i.variant & 1;
   static thread_local std::vector<float> a, b, c;
   a.resize(16 * depth), b.resize(depth * n), c.resize(16 * n);
-  if (in_registers) load_a(w, results + 1, 4, FORMAT, depth, a.data());
+  if (in_registers) load_a(w, results + 1, FORMAT, a.data());
   else
-    load_shared(m, w, w.lanes<u64>(results + 1)[0], i.variant & 2, FORMAT, w.id % 4 * 16, 16, depth,
+    load_shared(m, w, w.lanes<u64>(results + 1)[0], i.variant & 2, FORMAT, w.id % 4 * 16, 16,
                 [&](int row, int k, float x) { a[row * depth + k] = x; });
-  load_shared(m, w, w.lanes<u64>(i.count - 1)[0], i.variant & 4, FORMAT, 0, n, depth,
+  load_shared(m, w, w.lanes<u64>(i.count - 1)[0], i.variant & 4, FORMAT, 0, n,
               [&](int col, int k, float x) { b[k * n + col] = x; });
   if (m.job.count && w.id % 4 == 0) {  // four warps read B once; conflicts are not looked for
-    const u64 bytes = u64(n + (in_registers ? 0 : 64)) * depth * (FORMAT == TF32 ? 4 : 2);
-    m.counts().wavefronts += bytes / 128;
-    m.counts().min_wavefronts += bytes / 128;
+    const u64 waves = (n + (in_registers ? 0 : 64)) / 4;  // of 128 bytes; a row has 32
+    m.counts().wavefronts += waves;
+    m.counts().min_wavefronts += waves;
   }
   const bool keeps = w.predicate(results) & 1;
   for (int r = 0; r < results; r++)
@@ -219,13 +211,10 @@ inline void check_in_flight(Machine& m, Warp& w, const Instruction& i, bool move
   }
 }
 
-inline void add_tensor_cores(std::vector<Operation>& all) {
-  all.push_back({"mma.m16n8k16.bf16", mma<BF16, 16>});
-  all.push_back({"mma.m16n8k16.f16", mma<F16, 16>});
-  all.push_back({"mma.m16n8k8.bf16", mma<BF16, 8>});
-  all.push_back({"mma.m16n8k8.f16", mma<F16, 8>});
-  all.push_back({"mma.m16n8k8.tf32", mma<TF32, 8>});
-  all.push_back({"mma.m16n8k4.tf32", mma<TF32, 4>});
+inline void add_tensor_cores(Operations& all) {
+  all.push_back({"mma.m16n8k16.bf16", mma<BF16>});
+  all.push_back({"mma.m16n8k16.f16", mma<F16>});
+  all.push_back({"mma.m16n8k8.tf32", mma<TF32>});
   all.push_back({"wgmma.k16.bf16", checked_wgmma<BF16>});
   all.push_back({"wgmma.k16.f16", checked_wgmma<F16>});
   all.push_back({"wgmma.k8.tf32", checked_wgmma<TF32>});

@@ -2,11 +2,10 @@
 #pragma once
 #include "operation.h"
 
-// The operands of a load or store are the registers, then the address.
-template <class A> u32 addresses_of(const Warp& w, const Instruction& i, u64* addresses) {
+// The operands of a load or store are the registers, then the address, of 32 or 64 bits.
+template <class A> void addresses_of(const Warp& w, const Instruction& i, u64* addresses) {
   const A* from = w.lanes<A>(i.count - 1);
-  for (int l = 0; l < LANES; l++) addresses[l] = u64(from[l]) + u64(i.offset);
-  return i.size * i.vector;
+  for (int l = 0; l < LANES; l++) addresses[l] = A(from[l] + i.offset);
 }
 
 // Elements may be narrower than the registers that hold them.
@@ -54,60 +53,39 @@ inline void check_lanes(Machine& m, const Warp& w, const Instruction& i, u32 mas
   }
 }
 
-template <bool WRITE> void global_access(Machine& m, Warp& w, const Instruction& i, u32 mask) {
+template <bool GLOBAL, bool WRITE> void access(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   u64 addresses[LANES];
   u8* places[LANES];
-  const u32 bytes = addresses_of<u64>(w, i, addresses);
+  const u32 bytes = i.size * i.vector;
+  addresses_of<std::conditional_t<GLOBAL, u64, u32>>(w, i, addresses);
   for (int l = 0; l < LANES; l++) {
     if (!(mask >> l & 1)) continue;
-    if constexpr (WRITE) {
-      u8 data[32];
-      from_registers(w, i, l, data);
-      places[l] = m.global(addresses[l], bytes, w, l, data);
-      std::memcpy(places[l], data, bytes);
-    } else {
-      places[l] = m.global(addresses[l], bytes, w, l);
-      to_registers(w, i, l, places[l]);
-    }
+    const u64 at = addresses[l];
+    u8 data[32];
+    if (WRITE) from_registers(w, i, l, data);
+    places[l] = GLOBAL ? m.global(at, bytes, w, l, WRITE ? data : nullptr) : m.shared_at(at, bytes, w, l);
+    if (!GLOBAL && WRITE) m.check_write(at, data, bytes, w, l);
+    if (!GLOBAL && !WRITE) m.check_read(at, bytes, w, l);
+    if (WRITE) std::memcpy(places[l], data, bytes);
+    else to_registers(w, i, l, places[l]);
   }
   if (WRITE && m.job.check) check_lanes(m, w, i, mask, places);
-  if (m.job.count && mask) m.count_global(addresses, mask, bytes);
-}
-
-template <bool WRITE> void shared_access(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  u64 addresses[LANES];
-  u8* places[LANES];
-  u32 at[LANES];
-  const u32 bytes = addresses_of<u32>(w, i, addresses);
-  for (int l = 0; l < LANES; l++) {
-    at[l] = u32(addresses[l]);
-    if (!(mask >> l & 1)) continue;
-    places[l] = m.shared_at(at[l], bytes, w, l);
-    if constexpr (WRITE) {
-      u8 data[32];
-      from_registers(w, i, l, data);
-      m.check_write(at[l], data, bytes, w, l);
-      std::memcpy(places[l], data, bytes);
-    } else {
-      m.check_read(at[l], bytes, w, l);
-      to_registers(w, i, l, places[l]);
-    }
-  }
-  if (WRITE && m.job.check) check_lanes(m, w, i, mask, places);
-  if (m.job.count && mask) m.count_shared(at, mask, bytes);
+  if (!m.job.count || !mask) return;
+  if (GLOBAL) m.count_global(addresses, mask, bytes);
+  else m.count_shared(addresses, mask, bytes);
 }
 
 // Operands: shared address, global address and, if any, how many bytes to read; the rest are zeros.
 inline void copy_async(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   const u32* to = w.lanes<u32>(0);
   const u64* from = w.lanes<u64>(1);
-  u32 at[LANES], reads = 0;
-  u64 addresses[LANES];
+  u32 reads = 0;
+  u64 at[LANES], addresses[LANES];
   for (int l = 0; l < LANES; l++) {
     at[l] = to[l] + u32(i.offset);
     addresses[l] = from[l] + s64(i.variant);
     if (!(mask >> l & 1)) continue;
-    Copy copy{at[l], u32(i.size), {}};
+    Copy copy{u32(at[l]), u32(i.size), {}};
     const u32 bytes = i.count > 2 ? w.lanes<u32>(2)[l] : copy.bytes;
     if (bytes > copy.bytes) m.stop(OUT_OF_BOUNDS, w, l, bytes);
     m.shared_at(at[l], copy.bytes, w, l);
@@ -130,17 +108,12 @@ inline void commit_copies(Machine&, Warp& w, const Instruction&, u32) {
 inline void wait_for_copies(Machine& m, Warp& w, const Instruction& i, u32) {
   m.finish_copies(w, size_t(i.variant));
 }
-inline void wait_for_all_copies(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  commit_copies(m, w, i, mask);
-  m.finish_copies(w, 0);
-}
 
 // Eight rows of eight halves a register; lane k * 8 + r has the address of row r of matrix k.
 template <bool WRITE> void matrix_rows(Machine& m, Warp& w, const Instruction& i, u32) {
   need_all_lanes(m, w);
-  const u32* from = w.lanes<u32>(i.count - 1);
-  u32 at[LANES];
-  for (int l = 0; l < LANES; l++) at[l] = from[l] + u32(i.offset);
+  u64 at[LANES];
+  addresses_of<u32>(w, i, at);
   u16 registers[4][2 * LANES];
   if (WRITE)
     for (int k = 0; k < i.vector; k++) std::memcpy(registers[k], w.lanes<u16>(k), 4 * LANES);
@@ -168,15 +141,14 @@ template <bool WRITE> void matrix_rows(Machine& m, Warp& w, const Instruction& i
   if (m.job.count) m.count_shared(at, i.vector == 4 ? ALL : (1u << 8 * i.vector) - 1, 16);
 }
 
-inline void add_transfers(std::vector<Operation>& all) {
-  all.push_back({"ld.global", global_access<false>});
-  all.push_back({"st.global", global_access<true>});
-  all.push_back({"ld.shared", shared_access<false>});
-  all.push_back({"st.shared", shared_access<true>});
+inline void add_transfers(Operations& all) {
+  all.push_back({"ld.global", access<true, false>});
+  all.push_back({"st.global", access<true, true>});
+  all.push_back({"ld.shared", access<false, false>});
+  all.push_back({"st.shared", access<false, true>});
   all.push_back({"cp.async", copy_async});
   all.push_back({"cp.async.commit_group", commit_copies});
   all.push_back({"cp.async.wait_group", wait_for_copies});
-  all.push_back({"cp.async.wait_all", wait_for_all_copies});
   all.push_back({"ldmatrix", matrix_rows<false>});
   all.push_back({"stmatrix", matrix_rows<true>});
 }
