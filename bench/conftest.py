@@ -167,23 +167,15 @@ def pytest_benchmark_update_json(config, output_json):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_benchmark_group_stats(benchmarks, group_by):
-    """Name rows for their peer; compare an original with its lean variant."""
+def pytest_benchmark_group_stats(benchmarks):
+    """Name rows for their peer."""
     benchmarks[:] = [row for row in benchmarks if "shape" in row["extra_info"]]
-    groups = yield
-    if group_by != "group":
-        return groups
-    compared: dict[str, list[dict[str, Any]]] = {}
     for row in benchmarks:
-        info, group = row["extra_info"], row["group"]
-        name, variant = info["peer"], info["shape"].get("variant")
-        if variant:
-            name, group = f"{name}, {variant}", group.replace(f"_{variant}", "")
+        info = row["extra_info"]
+        row["name"] = " ".join([info["peer"], *filter(None, [info["shape"].get("variant")])])
         if "overhead" in info:
-            spread = f"{info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
-            name = f"KappaMonitor {name}: {spread}"
-        compared.setdefault(group, []).append(row | {"name": name})
-    return list(compared.items())
+            row["name"] += f" {info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
+    return (yield)
 
 
 def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:

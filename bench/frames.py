@@ -115,9 +115,8 @@ def size(facts: dict[str, Any]) -> str:
             tokens = f"{min(facts['lengths'])}…{tokens}"
         elif facts["rows"] != facts["tokens"]:
             tokens = f"{facts['rows']}×{tokens}"
-        kinds = [kind for kind in ("causal", "padded") if facts[kind]]
         heads = f"{facts['batch']}·{facts['heads']}·{tokens}·{facts['head_dim']}"
-        return " ".join([heads, facts["dtype"], *kinds])
+        return f"{heads} {facts['dtype']}" + " causal" * facts["causal"]
     if "size" in facts:
         return f"{facts['size']}, {facts['dtype']}"
     parts = {name: value for name, value in facts.items() if name not in (*NO_SIZE, "dtype")}

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.attention.cases import CASES
 from bench.attention.operators import CASES as OPERATOR_CASES
-from bench.gpu_model.compile_ahead import GPUS, Launch, compile_launch, spill_faults
+from bench.gpu_model.compile_ahead import Launch, compile_launch
 from bench.gpu_model.launches import AnyCase, call_of
 from bench.harness import command
 from leaner_kernels.ops._tiles import ARCHITECTURES
@@ -25,8 +25,6 @@ TABLE = ROOT / "bench" / "results" / "resources.json"
 # Held to the limits and, by the tests, to the table; what else is in GPUS to the limits alone.
 SUPPORTED = ARCHITECTURES
 IN_TABLE = *SUPPORTED, 100
-# Registers that a kernel may take beyond the committed table before the check fails.
-SLACK = 16
 KEYS = "case", "launch", "capability", "kernel"
 KEPT = "registers", "shared", "spills", "programs_per_sm"
 FIGURES = *KEPT, "stack", "looped_spills"  # the last two are held to limits
@@ -57,37 +55,6 @@ def rows(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, An
     for name, one in launches(cases, gpus):
         used = compile_launch(one, name["capability"])
         yield name | {figure: getattr(used, figure) for figure in FIGURES}
-
-
-def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """Return a row's name."""
-    return tuple(row[name] for name in KEYS)
-
-
-def faults(row: dict[str, Any], table: dict[str, Any]) -> list[str]:
-    """Return what is wrong with a row: in itself, and against a table that has its GPU."""
-    shared = GPUS[row["capability"]].shared_per_program
-    found = []
-    found += spill_faults(row["stack"], row["looped_spills"])
-    if row["shared"] > shared:
-        found.append(f"{row['shared']} bytes of shared memory, {shared} are there")
-    elif row["programs_per_sm"] < 1:
-        found.append("an SM cannot hold one program")
-    if row["capability"] in IN_TABLE and table["versions"]["triton"] == version("triton"):
-        limit = next((line for line in table["rows"] if key(line) == key(row)), None)
-        if limit is None:
-            found.append("not in the table: python -m bench.resources --write")
-        else:
-            found += _worse(row, limit)
-    where = f"{row['case']} {row['launch']} on sm_{row['capability']}, {row['kernel']}"
-    return [f"{where}: {fault}" for fault in found]
-
-
-def _worse(row: dict[str, Any], limit: dict[str, Any]) -> Iterator[str]:
-    if row["registers"] > limit["registers"] + SLACK:
-        yield f"{row['registers']} registers, the table has {limit['registers']}"
-    if row["programs_per_sm"] < limit["programs_per_sm"]:
-        yield f"{row['programs_per_sm']} programs fit, the table has {limit['programs_per_sm']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

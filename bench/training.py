@@ -2,16 +2,14 @@
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 
-What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's
-loader, a memory-mapped file of tokens, ``tokenizers``, ``dcp.async_save``. Ratios are medians of
-those of each turn. A peer that is not installed is named, and its row left out.
-Pictures and texts are made here. Where it says so, times are of the processor, all threads
-together: what other work on the machine takes does not count.
+What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's loader,
+``dcp.async_save``. Ratios are medians of those of each turn. A peer that is not installed is named,
+and its row left out. Pictures are made here. Where it says so, times are of the processor, all
+threads together: what other work on the machine takes does not count.
 """
 
 import contextlib
 import io
-import os
 import shutil
 import statistics
 import sys
@@ -199,58 +197,6 @@ def _of_timm(folder: Path, policy: str | None) -> Iterator[Any]:
     )
 
 
-def text(folder: Path) -> Iterator[Row]:
-    """Yield how fast documents are encoded, and how fast batches of their tokens are had."""
-    from train.data.loader import loading
-    from train.data.sampler import BatchSampler, Split
-    from train.data.text.sources import find_source
-    from train.data.text.stream import Windows, encoded
-    from train.data.text.tokenizers import GPT, open_tokenizer
-
-    source = find_source("pydoc", 0, "text")
-    documents = list(source.documents())
-    size = sum(len(document.encode()) for document in documents) / 1e6
-    tokenizer = open_tokenizer("bpe", source, specials=GPT, vocab_size=2048)
-    length, batch, number = 1025, 16, 200  # as GPT-2 takes them
-
-    def encode() -> float:
-        shutil.rmtree(folder / "cache", ignore_errors=True)
-        began = time.process_time()
-        with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(folder / "cache")):
-            encoded(source, tokenizer)
-        return size / (time.process_time() - began)
-
-    def encode_batch() -> float:
-        began = time.process_time()
-        ids = [e.ids for e in tokenizer.tokenizer.encode_batch(documents)]
-        np.concatenate([np.array(each, np.uint16) for each in ids]).tofile(folder / "peer.bin")
-        return size / (time.process_time() - began)
-
-    yield from compared("text encoded", "MB a CPU second", encode, {"tokenizers": encode_batch})
-    tokens = encoded(source, tokenizer).tokens
-    windows = Windows(tokens, length, stride=length - 1, seed=0)
-
-    def batches() -> float:
-        wanted = BatchSampler(
-            len(windows), Split(batch, 1, 1), seed=0, rank=0, first=0, last=number
-        )
-        began = time.process_time()
-        with loading(windows, wanted, workers=0, device=torch.device("cpu")) as found:
-            count = sum(batch.tensors[0].numel() for batch in found)
-        return count / 1e6 / (time.process_time() - began)
-
-    def mapped() -> float:
-        began, count = time.process_time(), 0
-        for _ in range(number):
-            row = np.memmap(folder / "peer.bin", np.uint16, "r")
-            starts = torch.randint(len(row) - length, (batch,)).tolist()
-            cut = [torch.from_numpy(row[at : at + length].astype(np.int64)) for at in starts]
-            count += torch.stack(cut).numel()
-        return count / 1e6 / (time.process_time() - began)
-
-    yield from compared("tokens", "million a CPU second", batches, {"memmap": mapped})
-
-
 def checkpoints(folder: Path) -> Iterator[Row]:
     """Yield what a checkpoint of a model and AdamW's moments takes, beside DCP's."""
     from torch.distributed import checkpoint as dcp
@@ -308,7 +254,7 @@ def _watched(save: Callable[[], Any], wait: Callable[[], Any], to: Path) -> dict
     return {"blocks training": blocked, "all": whole}
 
 
-PARTS = loop, pictures, text, checkpoints
+PARTS = loop, pictures, checkpoints
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -23,7 +23,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches
 from bench.gpu_model.compile_ahead import recorded
@@ -182,11 +181,7 @@ def tune(problem: TileProblem) -> Iterator[Trial]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Parse the command line, tune and print."""
     parser = command.parser("bench.tune", __doc__)
-    takes = {
-        name: case
-        for name, case in ON_GPU.items()
-        if not (isinstance(case, AttentionCase) and (case.padded or case.lengths))
-    }
+    takes = {n: case for n, case in ON_GPU.items() if not getattr(case, "lengths", ())}
     parser.add_argument(
         "--case",
         nargs="+",

@@ -61,8 +61,6 @@ class AttentionCase(Case):
         head_dim: D.
         dtype: of every tensor.
         causal: row i sees columns 0 to i.
-        padded: sequences have lengths spread evenly from N / 2 to N; keys past a length are hidden,
-            but every query row counts.
         queries: R where it is not N.
         lengths: B lengths, the longest N, of sequences that lie end to end: no row past a length
             counts. Empty where every sequence has N tokens.
@@ -77,7 +75,6 @@ class AttentionCase(Case):
     head_dim: int
     dtype: torch.dtype
     causal: bool = False
-    padded: bool = False
     queries: int | None = None
     lengths: tuple[int, ...] = ()
     window: int = 0
@@ -114,13 +111,9 @@ class AttentionCase(Case):
 
     def key_lengths(self, device: torch.device) -> Tensor | None:
         """Return (B,) int32, or None where every key counts."""
-        if self.ragged:
-            return torch.tensor(self.lengths, dtype=torch.int32, device=device)
-        if not self.padded:
+        if not self.ragged:
             return None
-        half = self.tokens // 2
-        spread = torch.linspace(half, self.tokens, self.batch, device=device)
-        return spread.to(torch.int32)
+        return torch.tensor(self.lengths, dtype=torch.int32, device=device)
 
     def offsets(self, device: torch.device) -> Tensor:
         """Return (B + 1,) int32: where each sequence of a ragged case begins, and the last ends."""
@@ -166,7 +159,7 @@ class AttentionCase(Case):
 
     def facts(self) -> dict[str, object]:
         """Return what a reader of a result needs to repeat the case."""
-        names = "batch", "heads", "rows", "tokens", "head_dim", "causal", "padded"
+        names = "batch", "heads", "rows", "tokens", "head_dim", "causal"
         facts = super().facts() | {name: getattr(self, name) for name in names}
         facts["lengths"] = list(self.lengths)
         return facts | ({"window": self.window} if self.window else {})
@@ -238,7 +231,6 @@ CASES = (
     AttentionCase("cpu_vit", "cpu", 2, 4, 197, 64, _FP32),
     AttentionCase("cpu_causal", "cpu", 2, 4, 64, 32, _BF16, causal=True),
     AttentionCase("cpu_sliding", "cpu", 2, 4, 128, 32, _FP32, causal=True, window=24),
-    AttentionCase("cpu_padded", "cpu", 2, 4, 128, 32, _BF16, padded=True),
     AttentionCase("cpu_tnt", "cpu", 64, 4, 16, 10, _FP32),
     AttentionCase("cpu_class", "cpu", 8, 4, 197, 32, _FP32, queries=1),
     AttentionCase("cpu_ragged", "cpu", 4, 4, 128, 32, _FP32, lengths=(49, 128, 16, 81)),

@@ -46,7 +46,7 @@ class AttentionProblem(Problem):
 
     def _reference(self, *leaves: Tensor) -> Tensor:
         visible = self.case.visible(self.device)
-        if self.case.padded or self.case.ragged:
+        if self.case.ragged:
             visible = visible[self.entries]
         return self._counted(eager_attention(*leaves, visible, self.case.scale))
 

@@ -49,7 +49,7 @@ def _eager(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     # A mask only where it is needed: most backends are faster, or exist at all, without.
-    hidden = case.padded or case.ragged or case.window > 0
+    hidden = case.ragged or case.window > 0
     mask = case.visible(device) if hidden else None
     causal = case.causal and not hidden
     return partial(scaled_dot_product_attention, attn_mask=mask, is_causal=causal)
@@ -89,8 +89,6 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
 def _half_on_cuda(case: AttentionCase, device: torch.device) -> None:
     if device.type != "cuda":
         raise AbsentError("runs on CUDA only")
-    if case.padded:
-        raise AbsentError("takes padded sequences only after they are repacked")
     if case.dtype == torch.float32:
         raise AbsentError("takes float16 and bfloat16, not float32")
 

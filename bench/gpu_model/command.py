@@ -250,16 +250,12 @@ def row(
         "gpu": name,
         "case": case.name,
         "stage": direction,
-        "predicted": _short(sum(timing.seconds for timing in timings)) if known else None,
-        "floor": _short(max(moved, computed)),
+        "predicted": float(f"{sum(t.seconds for t in timings):.4g}") if known else None,
+        "floor": float(f"{max(moved, computed):.4g}"),
         "limit": limit if moved >= computed else max(floors, key=floors.__getitem__),
         "binds": ", ".join(dict.fromkeys(t.binds for t in timings)) if known else UNKNOWN,
         "programs": programs,
     }
-
-
-def _short(seconds: float) -> float:
-    return float(f"{seconds:.4g}")
 
 
 def rows(case: AnyCase, direction: str, launched: Sequence[Predicted]) -> Iterator[dict[str, Any]]:

@@ -165,12 +165,6 @@ def compile_launch(launch: Launch, capability: int) -> Resources:
 _compiled: dict[tuple[str, str, int], Resources] = {}
 
 
-def compile_like(launch: Launch, capability: int) -> Resources:
-    """Compile a launch, but for sm_86 take what this process compiled of the same for sm_80."""
-    same = capability == 86 and specialise(launch, 80).key in _compiled
-    return compile_launch(launch, 80 if same else capability)
-
-
 class Specialisation(NamedTuple):
     """What Triton compiles a launch to; ``arguments`` are those that the compiled kernel takes."""
 

@@ -139,15 +139,6 @@ def executing(
 _programs: dict[tuple[str, str, int], tuple[decode.Program, int]] = {}
 
 
-def check_findings(executions: list[Execution]) -> None:
-    """Raise ExecutionError with the first findings of these launches, if there are any."""
-    found = [(e.name, finding) for e in executions for finding in e.findings]
-    if found:
-        lines = "\n".join(f"{name}: {finding}" for name, finding in found[:5])
-        total = sum(sum(e.found.values()) for e in executions)
-        raise ExecutionError(f"{total} findings, the first of them:\n{lines}")
-
-
 class _Memory(NamedTuple):
     regions: Any
     names: list[str]

@@ -153,8 +153,5 @@ def call_of(case: AnyCase) -> OperatorCall:
     if case.crossed:
         rows = torch.empty(case.batch, case.rows, case.heads, case.head_dim, **options)
         query = rows.transpose(1, 2)
-    lengths = None
-    if case.padded:
-        lengths = torch.empty(case.batch, dtype=torch.int32, device="meta")
-    tensors = query, key, value, None, lengths, None
+    tensors = query, key, value, None, None, None
     return dense_call(*tensors, params=(*params, 0.0), window=case.window_size)

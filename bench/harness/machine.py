@@ -28,12 +28,14 @@ CLOCKS = {"sm": 1, "memory": 2}  # NVML_CLOCK_SM, NVML_CLOCK_MEM
 
 def versions() -> dict[str, str | None]:
     """Return the version of everything between a kernel and the GPU, None where it is absent."""
+    cudnn = torch.backends.cudnn.version()
+    dotted = cudnn and f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _installed("triton"),
         "cuda": torch.version.cuda,
-        "cudnn": _dotted(torch.backends.cudnn.version()),
+        "cudnn": dotted,
         "driver": Gpu(0).driver if torch.cuda.is_available() else None,
         "leaner_kernels": leaner_kernels.__version__,
     }
@@ -45,10 +47,6 @@ def _installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _dotted(cudnn: int | None) -> str | None:
-    return None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
 
 
 def commit(root: Path = ROOT) -> dict[str, Any]:

@@ -4,8 +4,7 @@ The matrices have random singular vectors and log-spaced singular values. Their 
 from LAPACK's singular values in float64, of the very float32 matrices that the peers get.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -67,10 +66,6 @@ def _ours(case: MatrixCase, device: torch.device) -> Kappa:
     return lambda a: condition_number(a).kappa
 
 
-def _cond(case: MatrixCase, device: torch.device) -> Kappa:
-    return torch.linalg.cond
-
-
 def _svdvals(case: MatrixCase, device: torch.device, dtype: torch.dtype = torch.float32) -> Kappa:
     def run(a: Tensor) -> Tensor:
         sigma = torch.linalg.svdvals(a.to(dtype))
@@ -107,28 +102,17 @@ def _gram_cupy(case: MatrixCase, device: torch.device) -> Kappa:
     return run
 
 
-@contextmanager
-def _cusolver() -> Iterator[None]:
-    before = torch.backends.cuda.preferred_linalg_library()
-    torch.backends.cuda.preferred_linalg_library("cusolver")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.preferred_linalg_library(before)
-
-
 # Functions of (B, N, M) float32 that return (B,) kappa.
 MATRIX_PEERS = {
     "leaner_condition_number": Peer(_ours, ours=True),
     "svdvals": Peer(_svdvals),
-    "cond": Peer(_cond),
+    "cond": Peer(lambda case, device: torch.linalg.cond),
     "svdvals_float64": Peer(partial(_svdvals, dtype=torch.float64)),
     "gram_eigvalsh": Peer(_gram_eigvalsh),
 }
 # Others than PyTorch's own choice.
 ON_GPU = {
     "gram_eigvalsh_cupy": Peer(_gram_cupy),
-    "gram_eigvalsh_cusolver": Peer(_gram_eigvalsh, context=_cusolver),
 }
 
 

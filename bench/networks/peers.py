@@ -109,50 +109,23 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 SDPA = {"attn_implementation": "sdpa"}
 
 
-class MaskedModel(nn.Module):
-    """BERT or ModernBERT with its head for masked tokens."""
+class MeanLoss(nn.Module):
+    """A model with its head."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, causal: bool):
         """Keep the model."""
         super().__init__()
-        self.model = model
+        self.model, self.causal = model, causal
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the mean loss of the tokens that count."""
-        return self.model(batch.tokens, labels=batch.targets).loss
-
-
-class CausalModel(MaskedModel):
-    """GPT-2 with its head."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the mean loss of all tokens."""
-        # Targets that are shifted already: otherwise the model shifts them, and drops one.
-        given = {"labels": batch.targets, "shift_labels": batch.targets, "use_cache": False}
-        return self.model(batch.tokens, **given).loss
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    given = config.get("head_dim", "split")
-    return config["embed_dim"] // config["heads"] if given == "split" else given
+        # Targets that are shifted already: otherwise a causal model shifts them, and drops one.
+        shifted = {"shift_labels": batch.targets, "use_cache": False} if self.causal else {}
+        return self.model(batch.tokens, labels=batch.targets, **shifted).loss
 
 
 def _hidden(config: Mapping[str, Any]) -> int:
     return int(config["embed_dim"] * config["mlp_ratio"])
-
-
-def _masked(name: str, config: Mapping[str, Any], **own: Any) -> nn.Module:
-    """Return transformers' masked language model of our sizes, with settings of its own."""
-    settings = found("transformers", f"{name}Config")(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["embed_dim"],
-        num_hidden_layers=config["depth"],
-        num_attention_heads=config["heads"],
-        max_position_embeddings=config["sequence_length"],
-        **own,
-        **SDPA,
-    )
-    return MaskedModel(found("transformers", f"{name}ForMaskedLM")(settings))
 
 
 def bert(config: Mapping[str, Any]) -> nn.Module:
@@ -161,25 +134,19 @@ def bert(config: Mapping[str, Any]) -> nn.Module:
     Norms after the residual, biases, learned positions, a layer before the decoder, logits of every
     token.
     """
-    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    hidden = _hidden(config) * 3 // 4
-    return _masked("Bert", config, intermediate_size=hidden, type_vocab_size=1, **dropout)
-
-
-def modernbert(config: Mapping[str, Any]) -> nn.Module:
-    """Return ``ModernBertForMaskedLM``, gated and without biases as ours, all attention global.
-
-    Rotary positions, norms without bias, a layer before the decoder; logits of the masked tokens
-    alone, as ours.
-    """
-    return _masked(
-        "ModernBert",
-        config,
-        intermediate_size=_hidden(config) // 2,
-        layer_types=["full_attention"] * config["depth"],
-        sparse_prediction=True,
-        **{f"{name}_token_id": 0 for name in ("pad", "bos", "eos", "cls", "sep")},
+    settings = found("transformers", "BertConfig")(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["embed_dim"],
+        num_hidden_layers=config["depth"],
+        num_attention_heads=config["heads"],
+        max_position_embeddings=config["sequence_length"],
+        intermediate_size=_hidden(config) * 3 // 4,
+        type_vocab_size=1,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **SDPA,
     )
+    return MeanLoss(found("transformers", "BertForMaskedLM")(settings), causal=False)
 
 
 def gpt2(config: Mapping[str, Any]) -> nn.Module:
@@ -204,7 +171,8 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
     )
     model = found("transformers", "GPT2LMHeadModel")(settings)
     linear = found("transformers.pytorch_utils", "Conv1D")
-    head_dim = _head_dim(config)
+    head_dim = config.get("head_dim", "split")
+    head_dim = dim // heads if head_dim == "split" else head_dim
     width = heads * head_dim
     for block in model.transformer.h:
         attn = block.attn
@@ -212,24 +180,20 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
         attn.scaling = head_dim**-0.5
         attn.c_attn, attn.c_proj = linear(3 * width, dim), linear(dim, width)
     model.lm_head = nn.Linear(dim, config["vocab_size"])
-    return CausalModel(model)
+    return MeanLoss(model, causal=True)
 
 
-# By architecture and name; docstrings say in what each differs from ours.
-TRANSFORMERS: dict[str, dict[str, Callable[[Mapping[str, Any]], nn.Module]]] = {
-    "bert": {"transformers": bert, "transformers_modernbert": modernbert},
-    "gpt": {"transformers": gpt2},
-}
+# By architecture; docstrings say in what each differs from ours.
+TRANSFORMERS = {"bert": bert, "gpt": gpt2}
 
 
 def transformers_model(
-    architecture: str, name: str, config: Mapping[str, Any], device: torch.device
+    architecture: str, config: Mapping[str, Any], device: torch.device
 ) -> nn.Module:
     """Build a model of transformers with random weights from a fixed seed.
 
     Args:
         architecture: as in ``papers.MODELS``.
-        name: one of its ``TRANSFORMERS``.
         config: arguments of our constructor.
         device: where.
 
@@ -237,4 +201,4 @@ def transformers_model(
         AbsentError: transformers is not installed, or has no such model.
     """
     torch.manual_seed(0)
-    return TRANSFORMERS[architecture][name](config).to(device)
+    return TRANSFORMERS[architecture](config).to(device)

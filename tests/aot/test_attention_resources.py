@@ -24,7 +24,6 @@ from bench.attention.cases import CASES, AttentionCase
 from bench.gpu_model.compile_ahead import (
     GPUS,
     compile_launch,
-    compile_like,
     recorded,
     tuned,
 )
@@ -34,6 +33,7 @@ from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch
 from leaner_kernels.ops.attention.call import Call, Results
 from leaner_kernels.ops.attention.op import new_out, split_qkv
+from tests.resource_limits import faults
 from tests.tile_tables import TABLES
 
 TABLE = json.loads(resources.TABLE.read_text("utf-8"))
@@ -135,7 +135,7 @@ def test_kernel_fits_every_supported_gpu(
         found = flavour.call(dim).launches(gpu)[kind]
         assert found, f"sm_{gpu}: nothing is launched"
         for one in found:
-            used = compile_like(one, gpu)
+            used = compile_launch(one, gpu)
             assert not used.faults, f"sm_{gpu} {one.name}: {used.faults}, {used}"
             assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu}: {used}"
             assert used.programs_per_sm >= 1, f"sm_{gpu}: {used}"
@@ -238,7 +238,7 @@ def test_case_of_the_benchmark_stays_within_the_committed_table(
 ) -> None:
     rows = list(resources.rows([case], [gpu]))
     assert {row["launch"] for row in rows} == set(KINDS)
-    found = [fault for row in rows for fault in resources.faults(row, TABLE)]
+    found = [fault for row in rows for fault in faults(row, TABLE)]
     if gpu == 100 and case.name in ("vit_huge", "long_2048_wide"):
         # Outside of loops; a Triton that tiles were not chosen with may need none.
         assert len(found) == 1 if tuned() else len(found) <= 1

@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
 from bench.attention.operators import OperatorCase
-from bench.gpu_model.compile_ahead import GPUS, compile_like
+from bench.gpu_model.compile_ahead import GPUS, compile_launch
 from bench.gpu_model.launches import call_of
 from bench.resources import SUPPORTED
 
@@ -71,7 +71,7 @@ def test_kernels_fit_supported_gpus(
     for gpu in wanted:
         found = call_of(case).launches(gpu)
         for one in (one for launch in launches for one in found[launch]):
-            used = compile_like(one, gpu)
+            used = compile_launch(one, gpu)
             assert not used.faults, f"sm_{gpu} {one.name}: {used.faults}, {used}"
             assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu} {one.name}: {used}"
             assert used.programs_per_sm >= 1, f"sm_{gpu} {one.name}: {used}"

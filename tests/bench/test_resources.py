@@ -15,6 +15,7 @@ from bench.attention.cases import CASES, AttentionCase
 from bench.attention.operators import CASES as OPERATOR_CASES
 from bench.gpu_model import compile_ahead
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
+from tests.resource_limits import faults, key
 
 BF16 = torch.bfloat16
 CASE = AttentionCase("small", "cuda", 2, 4, 50, 32, BF16)
@@ -94,11 +95,11 @@ def test_programs_on_an_sm_are_counted(
 
 
 def test_a_row_within_its_limits_passes() -> None:
-    assert resources.faults(ROW, TABLE) == []
+    assert faults(ROW, TABLE) == []
     fewer = changed(registers=90, shared=20_000, programs_per_sm=4)
-    assert resources.faults(fewer, TABLE) == []
-    assert resources.faults(changed(registers=116), TABLE) == []
-    assert resources.faults(changed(stack=24, spills=6), TABLE) == []
+    assert faults(fewer, TABLE) == []
+    assert faults(changed(registers=116), TABLE) == []
+    assert faults(changed(stack=24, spills=6), TABLE) == []
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_a_row_within_its_limits_passes() -> None:
     ],
 )
 def test_a_row_beyond_its_limits_fails(worse: dict, fault: str) -> None:
-    (found,) = resources.faults(changed(**worse), TABLE)
+    (found,) = faults(changed(**worse), TABLE)
     assert re.match(r"vit_base \w+ on sm_86, _a_kernel: ", found)
     assert fault in found
 
@@ -123,15 +124,15 @@ def test_spills_in_loops_are_for_releases_that_tiles_were_not_chosen_with(
     is_tuned: bool, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_ahead, "tuned", lambda: is_tuned)
-    assert resources.faults(changed(looped_spills=allowed), TABLE) == []
-    assert len(resources.faults(changed(looped_spills=allowed + 1), TABLE)) == 1
+    assert faults(changed(looped_spills=allowed), TABLE) == []
+    assert len(faults(changed(looped_spills=allowed + 1), TABLE)) == 1
 
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
     rows = resources.launches(resources.table_cases(), resources.IN_TABLE)
-    launched = [resources.key(name) for name, _ in rows]
-    assert [resources.key(row) for row in table["rows"]] == launched
+    launched = [key(name) for name, _ in rows]
+    assert [key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
     # Of Nyström attention one case of each number of landmarks.
     alike = {"nystrom_listops_lean", "nystrom_retrieval", "nystrom_image_lean"}
@@ -148,7 +149,5 @@ def test_the_command_writes_what_holds(monkeypatch: pytest.MonkeyPatch, tmp_path
     resources.main(["--write"])
     table = json.loads(resources.TABLE.read_text("utf-8"))
     assert {row["launch"] for row in table["rows"]} >= {"forward", "backward"}
-    found = [
-        fault for row in resources.rows([CASE], [80]) for fault in resources.faults(row, table)
-    ]
+    found = [fault for row in resources.rows([CASE], [80]) for fault in faults(row, table)]
     assert found == []

@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from bench.gpu_model.execute import Execution
 from tests import attention_cases, operator_cases, varlen_cases
 from tests.attention_cases import AttentionTestCase, poisoned
 from tests.error_budget import assert_within_budget
@@ -31,6 +32,13 @@ class Operator(NamedTuple):
         assert results.keys() <= exact.keys()
         for name, actual in results.items():
             assert_within_budget(actual, peers[name], exact[name])
+
+
+def check_findings(executions: list[Execution]) -> None:
+    """Fail with the first findings of these launches, if there are any."""
+    found = [f"{e.name}: {finding}" for e in executions for finding in e.findings]
+    total = sum(sum(e.found.values()) for e in executions)
+    assert not found, "\n".join([f"{total} findings, the first of them:", *found[:5]])
 
 
 def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -13,13 +13,13 @@ from torch import Tensor
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model.execute import Execution, check_findings, executing
+from bench.gpu_model.execute import Execution, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
 from tests import varlen_cases
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
-from tests.compiled.cases import BF16, HALF, OPERATORS, make_aligned, make_beside
+from tests.compiled.cases import BF16, HALF, OPERATORS, check_findings, make_aligned, make_beside
 from tests.varlen_cases import VarlenTestCase
 
 if not _gluon.AVAILABLE:

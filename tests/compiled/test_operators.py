@@ -10,10 +10,10 @@ import torch
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
 
-from bench.gpu_model.execute import check_findings, executing
+from bench.gpu_model.execute import executing
 from leaner_kernels.ops.nystrom import reference
 from leaner_kernels.ops.nystrom.inverse import Inversion, invert_backward, invert_forward
-from tests.compiled.cases import BF16, CHOSEN, HALF, OPERATORS
+from tests.compiled.cases import BF16, CHOSEN, HALF, OPERATORS, check_findings
 from tests.error_budget import assert_within_budget
 
 

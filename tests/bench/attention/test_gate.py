@@ -42,7 +42,7 @@ def test_the_budget_is_the_one_that_the_tests_hold(dtype, same_dtype_error):
         assert_within_budget(past, same_dtype, exact)
 
 
-KINDS = {}, {"causal": True}, {"padded": True}
+KINDS = {}, {"causal": True}
 LENGTHS = 5, 9, 1, 9, 2, 3, 4, 8, 7, 6, 5, 1
 
 
@@ -111,10 +111,9 @@ def test_a_wrong_peer_is_refused_with_its_error(function, named):
     assert "is allowed" in str(refused.value)
 
 
-@pytest.mark.parametrize("kind", ["causal", "padded"])
-def test_a_mask_that_is_ignored_is_refused(kind):
+def test_a_mask_that_is_ignored_is_refused():
     with pytest.raises(WrongError):
-        judge(eager, case=replace(CASE, **{kind: True}))
+        judge(eager, case=replace(CASE, causal=True))
 
 
 # Other operators.

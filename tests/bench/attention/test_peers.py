@@ -38,7 +38,6 @@ def test_a_missing_library_is_absent_by_name(name, module, monkeypatch):
         monkeypatch.setitem(sys.modules, ".".join(module.split(".")[:depth]), None)
     assert reason(name, CASE).startswith(f"{module} cannot be imported")
     assert "CUDA only" in reason(name, CASE, CPU)
-    assert "padded" in reason(name, replace(CASE, padded=True))
     assert "float32" in reason(name, replace(CASE, dtype=torch.float32))
 
 

@@ -44,14 +44,6 @@ def test_a_model_that_errs_is_refused(models):
     scale.remove()
 
 
-def test_a_wrong_gradient_is_refused_though_the_losses_are_right(models):
-    weight = models.model("leaner").blocks[0].attn.qkv.weight
-    scale = weight.register_hook(lambda grad: 1.01 * grad)
-    with pytest.raises(WrongError, match="gradient off by"):
-        models.check("leaner")
-    scale.remove()
-
-
 def test_models_of_another_library_must_be_finite():
     pytest.importorskip("transformers")
     models = models_of("gpt2_tinystories")
@@ -61,16 +53,15 @@ def test_models_of_another_library_must_be_finite():
         models.check("transformers")
 
 
-def test_the_exact_result_of_a_case_in_bfloat16_is_one_in_float32():
+def test_the_exact_losses_of_a_case_in_bfloat16_are_those_in_float32():
     models = models_of("gpt2_tinystories")
-    exact, in_float32 = models.truth["gradient"]
+    exact, in_float32 = models.truth
     models.__dict__.pop("truth")
     models.device = torch.device("cuda")  # only the CPU is used
-    losses, _ = models.truth["losses"]
-    assert losses.dtype == torch.float32
-    gradient, allowed = models.truth["gradient"]
-    torch.testing.assert_close(gradient, exact, rtol=0, atol=in_float32)
-    assert in_float32 < 2e-4 * exact.norm() < allowed < 0.2 * exact.norm()
+    wide, allowed = models.truth
+    assert (exact.dtype, wide.dtype) == (torch.float64, torch.float32)
+    torch.testing.assert_close(wide.double(), exact, rtol=0, atol=in_float32)
+    assert in_float32 < 2e-4 < allowed < 0.5
 
 
 def test_a_quarter_of_the_tokens_is_masked_for_bert():
@@ -83,10 +74,10 @@ def test_a_quarter_of_the_tokens_is_masked_for_bert():
 @pytest.mark.parametrize("case", ON_GPU, ids=lambda case: case.name)
 def test_transformers_models_of_the_rows_have_parameters_within_a_percent(case):
     pytest.importorskip("transformers")
-    for build in TRANSFORMERS[case.architecture].values():
-        with torch.device("meta"):
-            theirs = sum(weight.numel() for weight in build(case.config).parameters())
-        assert abs(theirs / case.entry.audited_params - 1) < 0.01
+    with torch.device("meta"):
+        model = TRANSFORMERS[case.architecture](case.config)
+    theirs = sum(weight.numel() for weight in model.parameters())
+    assert abs(theirs / case.entry.audited_params - 1) < 0.01
 
 
 def test_gpt2_of_transformers_is_our_model_but_for_its_biases():
@@ -94,7 +85,7 @@ def test_gpt2_of_transformers_is_our_model_but_for_its_biases():
     pytest.importorskip("transformers")
     case = BY_NAME["cpu_language_gpt2_tinystories_original"]
     batch, ours = case.draw(CPU), case.build(CPU)
-    peer = transformers_model("gpt", "transformers", case.config, CPU)
+    peer = transformers_model("gpt", case.config, CPU)
     theirs, state = peer.model.state_dict(), ours.state_dict()
     words = {
         "norm1": "ln_1",
