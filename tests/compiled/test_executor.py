@@ -157,6 +157,11 @@ def test_half_precision_rounds_to_nearest_even(name: str, dtype: torch.dtype) ->
     x[:4] = torch.tensor([1 + 2**-9, 1 + 3 * 2**-9, 70000.0, 1 + 2**-12])
     there = compute(f"cvt.rn.{name}.f32 %rs1, %r10; cvt.f32.{name} %r12, %rs1;", x, torch.zeros(32))
     assert torch.equal(there, x.to(dtype).float())
+    mixed = f"cvt.rn.{name}.f32 %rs1, %r10; fma.rn.f32.{name} %r12, %rs1, %rs1, %r11;"
+    rounded = x.to(dtype).double()
+    assert torch.equal(compute(mixed, x, 2 * x), (rounded * rounded + 2 * x).float())
+    mixed = f"cvt.rn.{name}.f32 %rs1, %r10; add.rn.f32.{name} %r12, %rs1, %r11;"
+    assert torch.equal(compute(mixed, x, 2 * x), (rounded + 2 * x).float())
     pairs = compute(f"cvt.rn.{name}x2.f32 %r12, %r11, %r10;", x, 2 * x).view(dtype)
     assert torch.equal(pairs, torch.stack([x, 2 * x], 1).to(dtype).flatten())
 

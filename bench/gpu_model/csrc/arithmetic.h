@@ -123,6 +123,15 @@ inline void add_floats(Operations& all) {
   floats("max3", [](float a, float b, float c) { return maximum(maximum(a, b), c); });
   floats("sqrt", [](float a) { return std::sqrt(a); });
   floats("ex2", [](float a) { return std::exp2(a); });
+  // Of halves and a float, as sm_120 has them.
+  all.each("add.f32.bf16", [](u16 a, float b) { return canonical(bfloat16_to_float(a) + b); });
+  all.each("add.f32.f16", [](u16 a, float b) { return canonical(half_to_float(a) + b); });
+  all.each("fma.f32.bf16", [](u16 a, u16 b, float c) {
+    return canonical(std::fma(bfloat16_to_float(a), bfloat16_to_float(b), c));
+  });
+  all.each("fma.f32.f16", [](u16 a, u16 b, float c) {
+    return canonical(std::fma(half_to_float(a), half_to_float(b), c));
+  });
   all.each("neg.f32", [](u32 a) { return a ^ 0x80000000; });
   all.each("abs.f32", [](u32 a) { return a & 0x7fffffff; });
 
