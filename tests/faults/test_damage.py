@@ -236,7 +236,7 @@ def kill_before_each(folder: Path, changes: list[int]) -> None:
 def test_a_kill_before_any_change_that_a_save_makes_loses_nothing(
     whole, tmp_path, capsys, pytestconfig
 ):
-    changes = [*range(1, 100)] if pytestconfig.getoption("--kills") >= 50 else [4, 14]
+    changes = [*range(1, 100)] if pytestconfig.getoption("--kills") >= 50 else [4, 9]
     code = f"from {__name__} import *; kill_before_each(Path(sys.argv[1]), {changes})"
     killer = [sys.executable, "-c", code, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
