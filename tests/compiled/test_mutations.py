@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
@@ -148,7 +149,9 @@ def test_memory_may_not_change_while_an_asynchronous_product_reads_it(
     pytest.fail(f"no barrier and no wait of {kernel} keeps writers from what wgmma reads: {found}")
 
 
-# How many of a kind may go unnoticed in all kernels of a call, and why.
+# How many of a kind may go unnoticed in all kernels of a call, and why; of two numbers the second
+# is of Triton before 3.9, which places more barriers.
+BEFORE_3_9 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 WAITED_BEFORE = "the wait before covers all copies that were made"
 FENCED_BEFORE = "the fence before covers all copies: nothing is written to shared memory between"
 FENCED_TWICE = "another fence lies between the same stores and the product, or no store before it"
@@ -159,11 +162,12 @@ TWO_BARRIERS = (
 ADDS_UP = "the next product adds to the same registers, in order, and nothing else reads them"
 REDUNDANT = {
     (MANY_HEADS, "ViT-B", 80): {
-        "bar": (3, NOTHING_BETWEEN),
+        "bar": ((3, 13), NOTHING_BETWEEN),
     },
     (MANY_HEADS, "ViT-B", 90): {
-        "bar": (14, TWO_BARRIERS),
-        "wgmma.wait_group": (5, ADDS_UP),
+        "bar": ((14, 30), TWO_BARRIERS),
+        "fence.proxy.async": ((0, 2), FENCED_TWICE),
+        "wgmma.wait_group": ((5, 6), ADDS_UP),
     },
     (MANY_HEADS, "ViT-B, dropout", 90): {
         "bar": (30, TWO_BARRIERS),
@@ -171,12 +175,12 @@ REDUNDANT = {
         "wgmma.wait_group": (6, ADDS_UP),
     },
     (MANY_HEADS, "GPT-2, 512 tokens", 80): {
-        "bar": (1, NOTHING_BETWEEN),
+        "bar": ((1, 22), NOTHING_BETWEEN),
     },
     (MANY_HEADS, "GPT-2, 512 tokens", 90): {
-        "bar": (25, TWO_BARRIERS),
+        "bar": ((25, 58), TWO_BARRIERS),
         "fence.proxy.async": (4, FENCED_TWICE),
-        "wgmma.wait_group": (2, ADDS_UP),
+        "wgmma.wait_group": ((2, 4), ADDS_UP),
     },
     ("varlen", "images of many sizes", 90): {
         # One of them since rows' statistics are stored in pairs, which a warp exchanges by itself.
@@ -204,7 +208,8 @@ def test_barriers_waits_and_fences_are_missed(call: tuple[str, str, int]) -> Non
             tried += 1
             unnoticed[mutation.kind] += outcome(mutation, *call, whole) == "unnoticed"
     assert tried > 20
-    allowed = {kind: most for kind, (most, _) in REDUNDANT[call].items()}
+    limits = {kind: most for kind, (most, _) in REDUNDANT[call].items()}
+    allowed = {k: n if isinstance(n, int) else n[BEFORE_3_9] for k, n in limits.items()}
     assert {kind: n for kind, n in unnoticed.items() if n > allowed.get(kind, 0)} == {}
 
 
