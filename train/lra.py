@@ -58,7 +58,7 @@ class LraSettings(flags.Settings):
         choices=("quick", "paper"),
     )
     data: str = flag(
-        "generated", str, "lists are generated, and read from no files", choices=("generated",)
+        "generated", str, "always generated: no files are read", choices=("generated",)
     )
     attention: str | None = flag(
         None,

@@ -254,7 +254,7 @@ class Settings:
     timeout: float = flag(
         1800.0,
         number(float, 0),
-        "seconds that a rank waits for another before it ends with an error; 0: PyTorch's own",
+        "seconds that a rank waits for another before it ends with an error; 0 keeps PyTorch's",
     )
     loss_alarm: float = flag(
         8.0,
