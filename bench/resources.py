@@ -13,8 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.attention.cases import CASES
-from bench.attention.operators import CASES as OPERATOR_CASES
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model.compile_ahead import Launch, compile_launch
 from bench.gpu_model.launches import AnyCase, call_of
 from bench.harness import command
@@ -28,16 +27,6 @@ IN_TABLE = *SUPPORTED, 100
 KEYS = "case", "launch", "capability", "kernel"
 KEPT = "registers", "shared", "spills", "programs_per_sm"
 FIGURES = *KEPT, "stack", "looped_spills"  # the last two are held to limits
-
-
-def table_cases() -> list[AnyCase]:
-    """Return the cases that the kernels run; of other operators those whose kernels differ."""
-    cases = [case for case in CASES if case.device == "cuda"]
-    different: dict[Any, AnyCase] = {}
-    for case in OPERATOR_CASES:
-        if case.device == "cuda":
-            different.setdefault((case.op, case.compiled_for), case)
-    return [*cases, *different.values()]
 
 
 def launches(
@@ -65,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.parse_args(arguments)
     kept: list[dict[str, Any]] = []
-    for case in table_cases():
+    for case in ON_GPU.values():
         found = rows([case], IN_TABLE)
         kept += ({name: row[name] for name in (*KEYS, *KEPT)} for row in found)
         sys.stderr.write(f"{case.name}: {len(kept)} rows\n")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import leaner_kernels as lk
+from leaner_kernels.ops.nystrom import reference as nystrom_reference
 from leaner_kernels.ops.operator import OPERATORS, computed_by
 from leaner_kernels.ops.outlook import reference as outlook_reference
-from leaner_kernels.ops.statistics import AttentionStats
+from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
 
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
@@ -149,6 +150,27 @@ class NystromTestCase(NamedTuple):
         return Inputs(NYSTROM, (*qkv, lengths), params, grad, sample_of(self.batch, device))
 
 
+class _Nystrom:
+    """The reference of Nyström attention, as ``Operator`` declares those of registered operators.
+
+    Nyström attention is composed of others: its public function is all there is.
+    """
+
+    differentiable, gradients = 3, "Tensor dquery, Tensor dkey, Tensor dvalue"
+
+    @staticmethod
+    def attend(*args: Any) -> Any:
+        a, k1, _, scores = nystrom_reference.attend(*args)
+
+        def statistics() -> Tensor:
+            stats = per_head(k1, scores[0], a)
+            stats[0] = torch.stack([s.amax((2, 3)) for s in scores]).amax(dim=0)
+            return stats
+
+        return a.transpose(1, 2), scores[0].logsumexp(dim=-1), statistics
+
+
+SPECIFICATIONS: dict[str, Any] = {**OPERATORS, NYSTROM: _Nystrom}
 OperatorTestCase = CovarianceTestCase | WindowTestCase | OutlookTestCase | NystromTestCase
 
 
@@ -276,7 +298,7 @@ def call(inputs: Inputs, *leaves: Tensor, suffix: str = "", **options: Any) -> A
 
 def leaves_of(inputs: Inputs, tensors: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors that have a gradient."""
-    return list(tensors[: OPERATORS[inputs.operator].differentiable])
+    return list(tensors[: SPECIFICATIONS[inputs.operator].differentiable])
 
 
 def name_results(
@@ -290,7 +312,7 @@ def name_results(
         assert heads[inputs.sample < 0].isnan().all(), "a slot with a negative index was written"
         found |= zip(STATISTICS, per_head, strict=True)
         found["heads"] = heads[inputs.sample >= 0]
-    names = [part.split()[-1] for part in OPERATORS[inputs.operator].gradients.split(",")]
+    names = [part.split()[-1] for part in SPECIFICATIONS[inputs.operator].gradients.split(",")]
     found |= zip(names, gradients, strict=True)
     if inputs.operator in (CROSS, CHANNEL):
         # Of other sizes: each is judged by its own.
@@ -302,8 +324,13 @@ def run_operator(inputs: Inputs) -> Results:
     """Run the operator with statistics, and its backward, on the device of the inputs."""
     tensors = tuple(t.detach() if t is not None else None for t in inputs.tensors)
     leaves = [t.requires_grad_() for t in leaves_of(inputs, tensors)]
-    operator = getattr(torch.ops.leaner_kernels, f"{inputs.operator}_with_stats")
-    results = operator(*tensors, inputs.sample, *inputs.numbers)
+    if inputs.operator == NYSTROM:
+        stats = call(inputs, *leaves, suffix="_with_stats", sample=inputs.sample)
+        per_head_stats = torch.stack([getattr(stats, name) for name in STATISTICS])
+        results = stats.out.transpose(1, 2), stats.lse, per_head_stats, stats.heads
+    else:
+        operator = getattr(torch.ops.leaner_kernels, f"{inputs.operator}_with_stats")
+        results = operator(*tensors, inputs.sample, *inputs.numbers)
     return name_results(inputs, results, torch.autograd.grad(results[0], leaves, inputs.grad))
 
 
@@ -339,7 +366,7 @@ def reference_results(
     with torch.set_grad_enabled(differentiate is None):
         for leaf in leaves:
             leaf.requires_grad_(differentiate is None)
-        out, lse, statistics = OPERATORS[inputs.operator].attend(*tensors, *inputs.numbers)
+        out, lse, statistics = SPECIFICATIONS[inputs.operator].attend(*tensors, *inputs.numbers)
         results = out, lse, statistics()
         if differentiate is None:
             gradients = torch.autograd.grad(out, leaves, grad)

@@ -119,6 +119,8 @@ def may_import_part(source: str, target: str) -> bool:
         return True
     if target == "_ops":  # the namespace of the operators: it imports torch alone
         return True
+    if (source, target) == ("ops.nystrom", "ops.attention"):
+        return True  # composed of it
     if source.startswith("ops."):
         if source.startswith("ops._") or source in MAY_IMPORT_SHARED:
             return target == source or target in MAY_IMPORT_SHARED.get(source, ())

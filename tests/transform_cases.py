@@ -59,14 +59,6 @@ def calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
             "outlook_attention",
             (randn(2, 3, 3, 2, 2), randn(2, 2, 2, 2, 9, 9), 3, 2, 1, 1.0),
         ),
-        "nystrom": (
-            "nystrom_attention",
-            (*(randn(2, 2, 4, 2) for _ in "qkv"), LENGTHS, 2, 0.4, 3, False),
-        ),
-        "nystrom, batch": (
-            "nystrom_attention",
-            (*(randn(2, 2, 4, 2) for _ in "qkv"), None, 2, 0.4, 3, True),
-        ),
     }
 
 

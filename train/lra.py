@@ -67,7 +67,7 @@ class LraSettings(flags.Settings):
         choices=("nystrom", "softmax"),
     )
     landmarks: int | None = flag(
-        None, flags.number(int, 1, 256), "number of landmarks of Nyström attention"
+        None, flags.number(int, 1), "number of landmarks of Nyström attention"
     )
     conv: int | None = flag(
         None,

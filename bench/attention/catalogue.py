@@ -10,7 +10,12 @@ from bench.harness.gate import Problem
 from bench.harness.peers import Peer
 
 ATTENTION_CASES: tuple[Any, ...] = (*cases.CASES, *operators.CASES)
-ON_GPU = {case.name: case for case in ATTENTION_CASES if case.device == "cuda"}
+# What runs a kernel of its own: Nyström attention is composed of others.
+ON_GPU = {
+    case.name: case
+    for case in ATTENTION_CASES
+    if case.device == "cuda" and getattr(case, "op", "") != "nystrom"
+}
 
 
 def peers_of(case: Any) -> dict[str, Peer]:

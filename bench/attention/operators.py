@@ -73,11 +73,6 @@ class OperatorCase(Case):
     landmarks: int = 64
 
     @property
-    def compiled_for(self) -> Any:
-        """What sets the kernels of a case apart from those of others."""
-        return (self.head_dim, self.landmarks) if self.op == "nystrom" else self.name
-
-    @property
     def tokens(self) -> int:
         """N."""
         return self.size if self.op == "nystrom" else self.size**2
@@ -115,15 +110,13 @@ class OperatorCase(Case):
             "channel": (self.scale,),
             "window": (self.window, self.window, self.scale),
             "outlook": (*self.patches.values(), self.scale),
-            "nystrom": (self.landmarks, self.scale, ITERATIONS, False),
         }[self.op]
 
     @property
-    def meta_inputs(self) -> tuple[Tensor | None, ...]:
-        """The operator's inputs; that of Nyström attention takes q, k and v apart, no lengths."""
+    def meta_inputs(self) -> tuple[Tensor, ...]:
+        """The operator's inputs, without memory."""
         options: dict[str, Any] = {"dtype": self.dtype, "device": "meta"}
-        inputs = [torch.empty(shape, **options) for shape in self.input_shapes]
-        return (*inputs[0].permute(2, 0, 3, 1, 4), None) if self.op == "nystrom" else (*inputs,)
+        return tuple(torch.empty(shape, **options) for shape in self.input_shapes)
 
     @property
     def out_shape(self) -> tuple[int, ...]:

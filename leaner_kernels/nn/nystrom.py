@@ -16,16 +16,16 @@ class NystromAttention(Capturing):
     """Self-attention through landmarks, whose width may differ from the width of its input.
 
     Args:
-        num_landmarks: number of means of consecutive tokens, 1 to 256. A sequence of at most that
-            many tokens gets softmax attention, as published.
+        num_landmarks: number of means of consecutive tokens. A sequence of at most that many
+            tokens gets softmax attention, as published.
         conv_kernel_size: width in tokens, an odd number, of a convolution of the values that is
             added to the heads: one kernel per head, no bias. None disables it.
-        iterations: of the pseudo-inverse, 1 to 32.
+        iterations: of the pseudo-inverse, at least 1.
         init: divides its first iterate by the largest column sum of each matrix, ``"matrix"``, or
             of the whole batch, ``"batch"``, as published; with the latter, the result of a sample
             depends on the others in the batch.
 
-    Other arguments are those of ``ManyHeadAttention``; ``head_dim`` is up to 64 on a GPU.
+    Other arguments are those of ``ManyHeadAttention``.
 
     Raises:
         ValueError: if a count or width is not supported.

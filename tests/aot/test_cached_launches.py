@@ -262,7 +262,6 @@ OPERATORS = {
     "window": OperatorCase("window", "cuda", "window", 2, 14, 2, 32, BF16),
     "outlook": OperatorCase("outlook", "cuda", "outlook", 2, 8, 2, 32, BF16),
     "channel": OperatorCase("channel", "cuda", "channel", 2, 7, 2, 32, BF16),
-    "nystrom": OperatorCase("nystrom", "cuda", "nystrom", 2, 64, 2, 32, BF16, landmarks=16),
 }
 
 

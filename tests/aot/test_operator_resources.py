@@ -27,10 +27,6 @@ def vision(op: str, dim: int, dtype: torch.dtype = BF16, window: int = 7) -> Ope
     return OperatorCase(op, "cuda", op, 2, side, 12, dim, dtype, window=window)
 
 
-def nystrom(dim: int, landmarks: int) -> OperatorCase:
-    return OperatorCase("nystrom", "cuda", "nystrom", 2, 2048, 2, dim, BF16, landmarks=landmarks)
-
-
 CALLS: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [
     *(
         (vision("cross_covariance", dim, dtype), ("statistics", "backward"), SUPPORTED)
@@ -53,9 +49,6 @@ CALLS: list[tuple[Any, tuple[str, ...], tuple[int, ...]]] = [
     (vision("outlook", 10), ("statistics",), (86,)),
     (vision("outlook", 48, FP32), ("capture",), (80,)),
     (vision("outlook", 48, FP32), ("backward",), (86,)),
-    # The number of tokens is no constant of any kernel; the inverse of 64 landmarks compiles for
-    # as long as all of these.
-    (nystrom(16, 16), EVERY, (80,)),
 ]
 
 

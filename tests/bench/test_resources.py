@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from bench import resources
-from bench.attention.cases import CASES, AttentionCase
-from bench.attention.operators import CASES as OPERATOR_CASES
+from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import compile_ahead
 from bench.gpu_model.compile_ahead import GPUS, compile_launch, distinct, programs_per_sm, recorded
 from tests.resource_limits import faults, key
@@ -130,20 +130,16 @@ def test_spills_in_loops_are_for_releases_that_tiles_were_not_chosen_with(
 
 def test_the_committed_table_has_what_is_launched_and_nothing_else() -> None:
     table = json.loads(resources.TABLE.read_text("utf-8"))
-    rows = resources.launches(resources.table_cases(), resources.IN_TABLE)
+    rows = resources.launches(ON_GPU.values(), resources.IN_TABLE)
     launched = [key(name) for name, _ in rows]
     assert [key(row) for row in table["rows"]] == launched
     assert len(set(launched)) == len(launched)
-    # Of Nyström attention one case of each number of landmarks.
-    alike = {"nystrom_listops_lean", "nystrom_retrieval", "nystrom_image_lean"}
-    on_gpu = {case.name for case in (*CASES, *OPERATOR_CASES) if case.device == "cuda"}
-    assert {row["case"] for row in table["rows"]} == on_gpu - alike
+    assert {row["case"] for row in table["rows"]} == set(ON_GPU)
 
 
 @pytest.mark.slow
 def test_the_command_writes_what_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resources, "CASES", (CASE,))
-    monkeypatch.setattr(resources, "OPERATOR_CASES", ())
+    monkeypatch.setattr(resources, "ON_GPU", {CASE.name: CASE})
     monkeypatch.setattr(resources, "IN_TABLE", (80,))
     monkeypatch.setattr(resources, "TABLE", tmp_path / "table.json")
     resources.main(["--write"])

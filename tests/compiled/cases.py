@@ -164,8 +164,6 @@ CHOSEN = {
     ("outlook", "VOLO", HALF, 90),
     ("covariance", "cross, XCiT", BF16, 90),
     ("covariance", "channel, last stage of DaViT", BF16, 80),
-    ("nystrom", "segments of two", BF16, 80),
-    ("nystrom", "padding inside a segment", BF16, 90),
     ("attention", "ViT-B", BF16, 89),
     ("attention", "inner tokens of TNT", BF16, 100),
     ("attention", "ViT-B, dropout", BF16, 100),
@@ -177,5 +175,4 @@ CHOSEN = {
     ("window", "DaViT", BF16, 120),
     ("outlook", "VOLO", BF16, 120),
     ("covariance", "cross, XCiT", BF16, 120),
-    ("nystrom", "segments of two", BF16, 120),
 }

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import leaner_kernels
 from leaner_kernels.ops.attention.checks import four_axes
-from leaner_kernels.ops.operator import OPERATORS
 from leaner_kernels.ops.statistics import AttentionStats
 from tests import attention_cases, operator_cases, varlen_cases
 from tests.error_budget import assert_within_budget
@@ -272,5 +271,5 @@ _REFERENCES: dict[str, Callable[[dict[str, Any], Tensor], Reference]] = {
     "attention": _attention,
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
-    **{name: partial(_operator, name) for name in OPERATORS},
+    **{name: partial(_operator, name) for name in operator_cases.SPECIFICATIONS},
 }

@@ -21,7 +21,6 @@ from tests.operator_cases import (
     CHANNEL,
     CROSS,
     CovarianceTestCase,
-    NystromTestCase,
     OperatorTestCase,
     OutlookTestCase,
     WindowTestCase,
@@ -113,10 +112,6 @@ LAUNCHES: dict[str, Callable[[], Results]] = {
     "windows in tiles": lambda: windows(WindowTestCase("", 1, (2, 1), (5, 7), 1, 5), SINGLE),
     "outlook": lambda: operator(OutlookTestCase("", 1, (3, 3), 1, 16, (3, 2, 1))),
     "outlook, odd sizes": lambda: operator(OutlookTestCase("", 1, (3, 4), 1, 5, (2, 1, 0)), SINGLE),
-    "landmarks": lambda: operator(NystromTestCase("", 1, 34, 1, 5, 17, (21,), iterations=1)),
-    "landmarks, float32": lambda: operator(
-        NystromTestCase("", 1, 33, 1, 17, 3, iterations=1), SINGLE
-    ),
 }
 
 

@@ -30,7 +30,6 @@ from leaner_kernels.ops.attention.kernels import (
     short_backward,
     short_forward,
 )
-from leaner_kernels.ops.nystrom import inverse, landmarks
 from leaner_kernels.ops.operator import OPERATORS, computed_by
 from tests.interpreter import online
 from tests.placement import sparse, without_wrapping
@@ -332,33 +331,3 @@ def test_a_gradient_may_be_a_view_of_something_huge() -> None:
     far = sparse(tuple(near.shape), HALF, (1, 2**30, 2**28, 16, 1)).copy_(near)
     run = run_operator("outlook_attention", *LOOK_OUT)
     run_both(run, (value, logits, far), (value, logits, near), range)
-
-
-def test_a_huge_batch_has_landmarks() -> None:
-    torch.manual_seed(0)
-    heads, tokens, num_landmarks = 2, 32, 16
-    batch = FAR // (heads * num_landmarks * DIM) + 1
-    inputs = tuple(last_entry(batch, heads, tokens, DIM) for _ in range(3))
-
-    def run(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        made = landmarks.landmarks_forward(query, key, value, None, num_landmarks, 0.25)
-        gradients = [sparse(tuple(made.k3v.shape), SINGLE) for _ in range(3)]
-        for t in gradients:
-            t[-1] = made.k3v[-1]
-        dk, dv = (sparse(tuple(key.shape), HALF) for _ in range(2))
-        landmarks.landmarks_backward(key, value, None, made, *gradients, 0.25, dk, dv)
-        return *made, gradients[1], dk, dv
-
-    run_both(run, inputs, last_of(inputs), last(heads))
-
-
-def test_a_huge_batch_passes_through_landmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of few landmarks: the sums over stretches of tokens are PyTorch's, over all of them."""
-    torch.manual_seed(0)
-    heads, tokens, dim = 2, 256, 16
-    batch = FAR // (heads * tokens * dim) + 1
-    qkv = tuple(last_entry(batch, heads, tokens, dim) for _ in range(3))
-    inputs = *qkv, None, last_entry(batch, tokens, heads, dim)
-    monkeypatch.setattr(inverse, "MAX_PROGRAMS", batch * heads)
-    run = run_operator("nystrom_attention", 2, 0.25, 1, False)
-    run_both(run, inputs, last_of(inputs), of_each_entry(batch))

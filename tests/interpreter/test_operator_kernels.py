@@ -1,7 +1,6 @@
 """The Triton kernels of the operators beside softmax attention, run by Triton's interpreter."""
 
 import os
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from tests.operator_cases import (
     CROSS,
     STATISTICS,
     CovarianceTestCase,
-    NystromTestCase,
     OperatorTestCase,
     OutlookTestCase,
     WindowTestCase,
@@ -30,16 +28,13 @@ from tests.operator_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from triton.runtime.interpreter import InterpreterBuilder
 
 from leaner_kernels import condition_number, cross_covariance_attention
 from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops.nystrom import launch as nystrom
-from leaner_kernels.ops.nystrom import reference as nystrom_reference
 from leaner_kernels.ops.outlook import launch as outlook
 from tests.interpreter.rounding import contracted, in_float32_first, in_half_arithmetic
 
-FAMILIES = "covariance", "window", "nystrom"
+FAMILIES = "covariance", "window"
 
 
 @in_float32_first
@@ -76,7 +71,6 @@ def test_outlook_stays_within_the_error_budget(name: str, dtype: torch.dtype) ->
         (named("window", "DaViT"), torch.float16),
         (named("window", "more than a tile"), torch.float16),
         (named("outlook", "pixels that no window holds"), torch.float16),
-        (NystromTestCase("", 1, 32, 1, 16, 4, (20,), iterations=1), torch.float16),
     ],
     ids=identify,
 )
@@ -102,7 +96,6 @@ def diagonal(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     [
         WindowTestCase("", 1, (1, 1), (4, 4), 1, 16),
         CovarianceTestCase("channels", CHANNEL, 1, 16, 1, 16),
-        NystromTestCase("", 1, 32, 1, 16, 16, iterations=1),
         OutlookTestCase("one pixel", 1, (4, 4), 2, 1, (1, 1, 0)),
         OutlookTestCase("one pixel, head_dim 32", 1, (4, 4), 2, 32, (1, 1, 0)),
     ],
@@ -124,9 +117,6 @@ def test_a_row_whose_weight_is_all_on_one_key_has_no_entropy(
             first[0, :, :, part, 0] = tokens.view(4, 4, 16)
     elif isinstance(case, CovarianceTestCase):
         first[0, :, 1, 0], first[0, :, 2, 0] = query, key
-    elif isinstance(case, NystromTestCase):
-        for t, tokens in zip(inputs.tensors, (query, key)):
-            t[0, 0] = tokens.repeat_interleave(2, dim=0)
     with contracted():
         entropy = run_kernels(inputs)["entropy"]
     assert (entropy == 0).all(), entropy
@@ -247,73 +237,3 @@ def test_a_place_that_is_never_looked_at_costs_no_statistic(name: str) -> None:
     exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
     for statistic in STATISTICS:
         torch.testing.assert_close(found[statistic].double(), exact[statistic], rtol=1e-3, atol=0)
-
-
-# --- Landmarks ------------------------------------------------------------------------------------
-
-
-@in_half_arithmetic
-def test_sums_over_many_tokens_stay_within_the_error_budget(dtype: torch.dtype) -> None:
-    """One accumulator of a tensor core for all of them would drift."""
-    case = NystromTestCase("many tokens", 1, 1024, 1, 16, 16, scale=0.1, iterations=1)
-    inputs = make_inputs(case, dtype)
-    check(inputs, run_kernels(inputs))
-
-
-def test_a_landmark_reads_no_further_than_its_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of nothing but padding were what a long segment took its time for."""
-    loads = 0
-    load = InterpreterBuilder.create_masked_load
-
-    def counted(*args: Any) -> Any:
-        nonlocal loads
-        loads += 1
-        return load(*args)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", counted)
-    counts = []
-    for segment in (32, 1024):
-        case = NystromTestCase("padded", 1, 2 * segment, 1, 16, 2, (20,))
-        inputs = make_inputs(case, torch.float32)
-        loads = 0
-        nystrom.landmarks_forward(*inputs.tensors, 2, 0.3)
-        counts.append(loads)
-    assert counts[0] == counts[1]
-
-
-def test_a_length_out_of_range_acts_as_the_nearest_end() -> None:
-    """On a GPU nobody reads the lengths to check them."""
-    case = NystromTestCase("wrong", 2, 8, 1, 8, 2, (1, 8), iterations=1)
-    inputs = make_inputs(case, torch.float32)
-    outside = torch.tensor([-3, 1 << 30], dtype=torch.int32)
-    expected, found = (
-        run_kernels(inputs._replace(tensors=(*inputs.tensors[:3], lengths)))
-        for lengths in (inputs.tensors[3], outside)
-    )
-    for name, value in found.items():
-        assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_scores_far_below_those_of_padding_have_finite_gradients(dtype: torch.dtype) -> None:
-    inputs = make_inputs(NystromTestCase("far below", 1, 8, 1, 4, 2, iterations=1), dtype)
-    query, key, *_ = inputs.tensors
-    query.abs_().add_(10)
-    key.abs_().add_(10).neg_()
-    assert reference_results(inputs, torch.float64)["max_logit"].max() < -110
-    results = run_kernels(inputs)
-    assert all(results[name].isfinite().all() for name in ("out", "dquery", "dkey", "dvalue"))
-
-
-@pytest.mark.parametrize("factor", [2.0**13, 2.0**-9])
-def test_gradients_of_landmarks_may_be_outside_half_precision(factor: float) -> None:
-    """Inputs and gradients are inside it; sums over tokens, and shares of a landmark, are not."""
-    case = NystromTestCase("far", 1, 64, 1, 16, 4, scale=0.1, iterations=2)
-    inputs = make_inputs(case, torch.float16)
-    inputs = inputs._replace(grad=inputs.grad.abs() * factor)
-    wide = (t.double() for t in inputs.tensors[:3])
-    k1 = nystrom_reference.attend(*wide, None, *inputs.numbers).k1
-    dcore = k1.mT @ inputs.grad.double().transpose(1, 2)
-    assert dcore.abs().max() > 65504 or factor < 1
-    exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
-    assert_held_in_half_precision(found, exact, ["dquery", "dkey", "dvalue"])

@@ -18,7 +18,6 @@ from tests.operator_cases import (
     CHANNEL,
     CROSS,
     CovarianceTestCase,
-    NystromTestCase,
     OutlookTestCase,
     WindowTestCase,
     call,
@@ -91,7 +90,6 @@ CASES = (
     CovarianceTestCase("channel", CHANNEL, 2, 6, 4, 8),
     WindowTestCase("", 2, (2, 2), (2, 3), 4, 8),
     OutlookTestCase("", 2, (5, 6), 4, 8, (3, 1, 1)),
-    NystromTestCase("", 2, 12, 3, 8, 4, iterations=3),
 )
 
 

@@ -158,13 +158,9 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: nystrom_attention(X, X.double(), X, 4),
         r"key must be .* torch.float32 on cpu as query is, got \(2, 3, 12, 8\) torch.float64",
     ),
-    "rows too far apart": (
-        lambda: nystrom_attention(*[torch.empty(1, 1, 2, 1 << 24, device="meta")[..., :1]] * 3, 1),
-        "query must have rows at most 8388607 elements apart, got 16777216",
-    ),
     "no landmarks": (
         lambda: nystrom_attention(X, X, X, 0),
-        r"num_landmarks must be a whole number in \[1, 256\], got 0",
+        r"num_landmarks must be a whole number of at least 1, got 0",
     ),
     "a landmark for each token": (
         lambda: nystrom_attention(X, X, X, 12),
@@ -176,7 +172,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "no iterations": (
         lambda: nystrom_attention(X, X, X, 4, iterations=0),
-        r"iterations must be a whole number in \[1, 32\], got 0",
+        r"iterations must be a whole number of at least 1, got 0",
     ),
     "another start": (
         lambda: nystrom_attention(X, X, X, 4, init="exact"),

@@ -1,35 +1,36 @@
 """Nyström attention: softmax attention through landmarks, linear in the tokens, with statistics.
 
-Limits: head dimension 1 to 64 on a GPU (128 elsewhere) and 1 to 256 landmarks, because a tile of
-each stays in registers; fewer landmarks than tokens, and segments of equal length, as in the
-published method; the last axes contiguous, because loads are vectors along them. Anything else
-raises a ValueError: no silent copy.
+Two calls of ``attention``, with landmarks as queries and as keys, around an iterated pseudo-inverse
+of a matrix of landmarks by landmarks, which PyTorch multiplies.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
-    check_narrow_layout,
+    check_device,
+    check_layout,
+    check_sample,
     check_tensor,
     checked_lengths,
     scale_or_default,
     shown,
 )
-from ..operator import run_with_stats
+from ..attention import attention, attention_with_stats
+from ..dispatcher import in_forward_mode, upcast
 from ..statistics import AttentionStats
-from .op import decomposition
+from .reference import hide, iterates, iterates_backward, landmarks
 
 __all__ = ["check_landmarks", "nystrom_attention", "nystrom_attention_with_stats"]
 
-MAX_LANDMARKS = 256
-MAX_ITERATIONS = 32
 INITS = {"matrix": False, "batch": True}
+# The largest entry of Z (K3 V) in float16, whose range ends at 65,504.
+LARGEST = 2.0**14
 
 
 def nystrom_attention(
@@ -52,42 +53,36 @@ def nystrom_attention(
 
     Args:
         query: (B, H, N, D), float32, float16 or bfloat16 (on the CPU also float64), any strides
-            whose last axis is contiguous; D from 1 to 64, on the CPU to 128.
+            whose last axis is contiguous; D from 1 to 128.
         key: as ``query``.
         value: as ``query``.
-        num_landmarks: m, 1 to 256, less than N and a divisor of it.
+        num_landmarks: m, less than N and a divisor of it.
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
             padding.
-        iterations: of the pseudo-inverse, 1 to 32.
+        iterations: of the pseudo-inverse, at least 1.
         init: the divisor of its start: the largest column sum of each ``"matrix"``, or of all
             matrices of the ``"batch"``, the default of the published code; the result of a sample
             then depends on the other samples of the batch.
 
     Returns:
-        (B, H, N, D) in ``query.dtype``: a view of a contiguous (B, N, H, D).
+        (B, H, N, D) in ``query.dtype``.
 
     Raises:
         ValueError: if a shape, dtype, stride, device or number is not supported.
 
     Gradients are those of this computation, through the iterations and the maximum. The backward is
-    deterministic. On CUDA, second derivatives and forward mode are computed by PyTorch, with the
-    three matrices in memory.
+    as deterministic as that of ``attention``; of the pseudo-inverse it keeps K2 alone, and iterates
+    again.
 
-    Numerics: float32 landmarks, scores, softmax, pseudo-inverse and sums. On a GPU, for
-    half-precision inputs and up to 64 landmarks, the pseudo-inverse multiplies three bfloat16 parts
-    of each number, 24 bits together. With more than 128 landmarks, or for the ``"batch"``, PyTorch
-    multiplies the matrices of the pseudo-inverse, in TF32 if the user allows it.
+    Numerics: the means are float32 sums, rounded to ``query.dtype``. The pseudo-inverse is float32,
+    in TF32 if the user allows PyTorch that. The rest is as in ``attention``.
     Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902); padding
     as in its published code.
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
-    if query.device.type == "cuda":
-        out = ops.nystrom_attention(query, key, value, *params)[0]
-    else:
-        out = decomposition(query, key, value, *params)
-    return out.transpose(1, 2)
+    return _attend(query, key, value, *params)
 
 
 def nystrom_attention_with_stats(
@@ -114,28 +109,120 @@ def nystrom_attention_with_stats(
             of the three softmaxes; entropy and prob_norm (B, H) of the first softmax, rows of
             padded tokens included; head_norm (B, H); heads (S, N, H * D), None without ``sample``.
 
-    Numerics: as ``nystrom_attention``; for ``heads`` the probabilities enter each product as sums
-    of numbers of ``query.dtype``, and the float32 sum is stored.
+    Numerics: ``out`` is as from ``nystrom_attention``; all else is computed beside it in float32.
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
-    operator = ops.nystrom_attention_with_stats
-    lengths, *numbers = params
-    stats = run_with_stats(operator, (query, key, value, lengths), sample, *numbers)
-    return stats._replace(out=stats.out.transpose(1, 2))
+    if sample is not None:
+        check_sample(sample, query.shape[0], query.device)
+    check_device(query.device)
+    out = _attend(query, key, value, *params)
+    with torch.no_grad():
+        return _statistics(*map(upcast, (query, key, value)), sample, *params)._replace(out=out)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor | None,
+    num_landmarks: int,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> Tensor:
+    with _as_written(query):
+        query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
+        k3v = attention(q_land, key, value, scale=scale, key_lengths=lengths)
+        core, _ = _core(q_land, k_land, k3v, scale, iterations, whole_batch)  # (B, H, M, D)
+        if query.dtype != torch.float16:
+            return attention(query, k_land, core.to(query.dtype), scale=scale)
+        divisor = (core.detach().abs().amax((2, 3), keepdim=True) / LARGEST).clamp(min=1)
+        return attention(query, k_land, (core / divisor).half(), scale=scale) * divisor.half()
+
+
+def _statistics(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sample: Tensor | None,
+    lengths: Tensor | None,
+    num_landmarks: int,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> AttentionStats:
+    with _as_written(query):
+        query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
+        k3 = attention_with_stats(q_land, key, value, scale=scale, key_lengths=lengths)
+        core, largest = _core(q_land, k_land, k3.out, scale, iterations, whole_batch)
+        k1 = attention_with_stats(query, k_land, core, scale=scale, sample=sample)
+        largest = torch.maximum(largest.to(k3.max_logit.dtype), k3.max_logit)
+        return k1._replace(max_logit=torch.maximum(k1.max_logit, largest))
+
+
+def _as_written(t: Tensor) -> torch.autocast:
+    """Return a context that disables autocast, which would round float32 to half precision."""
+    # PyTorch has no autocast on meta.
+    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
+
+
+def _landmarks(
+    query: Tensor, key: Tensor, lengths: Tensor | None, num_landmarks: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``query`` with padded tokens zero, and the landmarks of queries and of keys."""
+    query, key = hide(query, lengths), hide(key, lengths)
+    q_land, k_land = (landmarks(t, num_landmarks).to(t.dtype) for t in (query, key))
+    return query, q_land, k_land
+
+
+def _core(
+    q_land: Tensor,
+    k_land: Tensor,
+    k3v: Tensor,
+    scale: float,
+    iterations: int,
+    whole_batch: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return Z (K3 V), (B, H, M, D), and the largest score of K2, (B, H); half as float32."""
+    s = scale * (upcast(q_land) @ upcast(k_land).mT)  # (B, H, M, M)
+    # An autograd Function has no forward mode unless it is written out.
+    inverse = _inverse if in_forward_mode() else _PseudoInverse.apply
+    z = inverse(torch.softmax(s, dim=-1), iterations, whole_batch)
+    return z @ upcast(k3v), s.detach().amax((2, 3))
+
+
+def _inverse(k2: Tensor, iterations: int, whole_batch: bool) -> Tensor:
+    return iterates(k2, iterations, whole_batch)[-1]
+
+
+class _PseudoInverse(torch.autograd.Function):
+    """Keep K2 alone for the backward: its iterates are larger than all else that is kept."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(k2: Tensor, iterations: int, whole_batch: bool) -> Tensor:
+        return _inverse(k2, iterations, whole_batch)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        k2, *ctx.numbers = inputs
+        ctx.save_for_backward(k2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (k2,) = ctx.saved_tensors
+        iterations, whole_batch = ctx.numbers
+        steps = iterates(k2, iterations, whole_batch)
+        return iterates_backward(grad, k2, steps, whole_batch), None, None
 
 
 def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:
     """Raise ValueError unless the operator supports these parameters."""
-    limits = {
-        "num_landmarks": (num_landmarks, MAX_LANDMARKS),
-        "iterations": (iterations, MAX_ITERATIONS),
-    }
-    for name, (number, most) in limits.items():
-        if not isinstance(number, int) or not 1 <= number <= most:
-            raise ArgumentError(
-                f"{name} must be a whole number in [1, {most}], got {shown(number)}"
-            )
+    for name, number in (("num_landmarks", num_landmarks), ("iterations", iterations)):
+        if not isinstance(number, int) or number < 1:
+            raise ArgumentError(f"{name} must be a whole number of at least 1, got {shown(number)}")
     if not isinstance(init, str) or init not in INITS:
         raise ArgumentError(f"init must be one of {', '.join(INITS)}, got {shown(init)}")
 
@@ -160,7 +247,7 @@ def _check(
                 f"{name} must be {tuple(query.shape)} {query.dtype} on {query.device} as query is, "
                 f"got {tuple(t.shape)} {t.dtype} on {t.device}"
             )
-        check_narrow_layout(name, t, t.stride(2))
+        check_layout(name, t)
     batch, _, tokens, dim = query.shape
     check_landmarks(num_landmarks, iterations, init)
     if num_landmarks >= tokens or tokens % num_landmarks:

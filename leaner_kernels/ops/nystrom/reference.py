@@ -34,8 +34,9 @@ def hide(t: Tensor, key_lengths: Tensor | None) -> Tensor:
 
 
 def landmarks(t: Tensor, m: int) -> Tensor:
-    """Return (B, H, m, D), the means of segments of N / m tokens."""
-    return t.unflatten(2, (m, t.shape[2] // m)).mean(dim=3)
+    """Return (B, H, m, D), the means of segments of N / m tokens, float32 of half precision."""
+    dtype = torch.promote_types(t.dtype, torch.float32)
+    return t.unflatten(2, (m, t.shape[2] // m)).mean(dim=3, dtype=dtype)
 
 
 def attend(
@@ -69,68 +70,29 @@ def largest_sum(k2: Tensor, whole_batch: bool) -> Tensor:
 
 def iterates(k2: Tensor, iterations: int, whole_batch: bool) -> list[Tensor]:
     """Return the approximations of the inverse of K2, the last one best."""
-    one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
     steps = [k2.mT / largest_sum(k2, whole_batch)]
     for _ in range(iterations):
         z = steps[-1]
-        a = k2 @ z
-        steps.append(z @ (13 * one - a @ (15 * one - a @ (7 * one - a))) / 4)
+        _, _, c = polynomial(k2 @ z)
+        steps.append((13 * z - z @ c) / 4)
     return steps
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_lengths: Tensor | None,
-    m: int,
-    scale: float,
-    iterations: int,
-    whole_batch: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dQ, dK and dV from the gradient of the output, as gradcheck ties them to ``attend``.
-
-    Autograd cannot run inside a dispatcher kernel.
-    """
-    parts = attend(q, k, v, key_lengths, m, scale, iterations, whole_batch)
-    q, k, v = (hide(t, key_lengths) for t in (q, k, v))
-    q_land, k_land = landmarks(q, m), landmarks(k, m)
-    k1, k2, k3 = (torch.softmax(s, dim=-1) for s in parts.scores)
-    steps = iterates(k2, iterations, whole_batch)
-    k3v, dcore = k3 @ v, k1.mT @ grad
-    dk3v = steps[-1].mT @ dcore
-    ds1 = scale * softmax_backward(grad @ parts.core.mT, k1)
-    dk2 = iterates_backward(dcore @ k3v.mT, k2, steps, whole_batch)
-    ds2 = scale * softmax_backward(dk2, k2)
-    ds3 = scale * softmax_backward(dk3v @ v.mT, k3)
-    segment = q.shape[2] // m
-    dq_land = (ds2 @ k_land + ds3 @ k) / segment
-    dk_land = (ds1.mT @ q + ds2.mT @ q_land) / segment
-    dq = ds1 @ k_land + dq_land.repeat_interleave(segment, dim=2)
-    dk = ds3.mT @ q_land + dk_land.repeat_interleave(segment, dim=2)
-    dq, dk, dv = (hide(t, key_lengths) for t in (dq, dk, k3.mT @ dk3v))
-    return dq, dk, dv
-
-
-def softmax_backward(dp: Tensor, p: Tensor) -> Tensor:
-    """Return the gradient of the scores from that of their softmax."""
-    return p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+def polynomial(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A, B = A (7 - A) and C = A (15 - B): a step from Z with A = K2 Z is Z (13 - C) / 4."""
+    b = 7 * a - a @ a
+    return a, b, 15 * a - a @ b
 
 
 def iterates_backward(dz: Tensor, k2: Tensor, steps: list[Tensor], whole_batch: bool) -> Tensor:
     """Return the gradient of K2 from that of the last of its ``iterates``."""
-    one = torch.eye(k2.shape[-1], dtype=k2.dtype, device=k2.device)
     dk2 = torch.zeros_like(k2)
     for z in reversed(steps[:-1]):
-        a = k2 @ z
-        inner = 7 * one - a
-        middle = 15 * one - a @ inner
-        outer = 13 * one - a @ middle
-        douter = z.mT @ dz / 4
-        dmiddle = -a.mT @ douter
-        da = -douter @ middle.mT - dmiddle @ inner.mT + a.mT @ dmiddle
-        dz = dz @ outer.mT / 4 + k2.mT @ da
+        a, b, c = polynomial(k2 @ z)
+        dc = z.mT @ dz / -4
+        db = -a.mT @ dc
+        da = 15 * dc - dc @ b.mT + 7 * db - db @ a.mT - a.mT @ db
+        dz = (13 * dz - dz @ c.mT) / 4 + k2.mT @ da
         dk2 = dk2 + da @ z.mT
     first, largest = steps[0], largest_sum(k2, whole_batch)
     over = (-3, -2, -1) if whole_batch else (-2, -1)
