@@ -6,13 +6,13 @@ Charts are SVG in the file, which needs neither scripts nor a network: its own p
 browser both. matplotlib is imported when there is something to draw.
 """
 
+import argparse
 import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from html import escape
 from io import StringIO
 from pathlib import Path
@@ -20,7 +20,7 @@ from statistics import fmean, geometric_mean
 from typing import Any
 
 from ..ops.statistics import COLUMNS, UNITS
-from .command_line import as_path, command, one_line, status_of_errors
+from .command_line import one_line, take_every_character, words
 from .files import write_file
 from .plots import (
     COLOURS,
@@ -43,28 +43,27 @@ __all__ = ["write_page"]
 # Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
-_FILES = {
-    "metrics": {"step": int},
-    "kappa": {"step": int, "layer": str},
-    "kappa_probe": {"step": int, "layer": str},
-    "alarms": {"step": int, "message": str},
-}
+_FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
 _ALARM = "#d62728"  # of the lines at alarms
 _DASHES = ("-", "--", ":")
 # Charts of metrics by title: the unit, and what lines are called by the names of their rows.
-_LOSSES = {
-    "loss": "training",
-    "held_out_loss": "held out",
-    "held_out_ema_loss": "held out, averaged weights",
-}
-_ACCURACIES = {
-    "held_out_accuracy": "accuracy",
-    "held_out_ema_accuracy": "accuracy, averaged weights",
-    "held_out_top5": "top-5",
-}
 _SCORES = {
-    "Loss": ("loss", _LOSSES),
-    "Held-out accuracy": ("share that is correct", _ACCURACIES),
+    "Loss": (
+        "loss",
+        {
+            "loss": "training",
+            "held_out_loss": "held out",
+            "held_out_ema_loss": "held out, averaged weights",
+        },
+    ),
+    "Held-out accuracy": (
+        "share that is correct",
+        {
+            "held_out_accuracy": "accuracy",
+            "held_out_ema_accuracy": "accuracy, averaged weights",
+            "held_out_top5": "top-5",
+        },
+    ),
 }
 _COURSE = {
     "Learning rate": ("learning rate", {"lr": "", "learning_rate": ""}),
@@ -101,7 +100,6 @@ class _Chart:
     unit: str = ""
     lines: list[Line] = field(default_factory=list)
     scale: str = "linear"
-    limits: list[float] | None = None
     alarms: list[dict[str, Any]] = field(default_factory=list)
     norms: dict[str, list[float]] = field(default_factory=dict)
     caption: str = ""
@@ -184,7 +182,7 @@ def _read_run(folder: Path, most: int) -> Run:
         rows[kind] = []
         if not file.exists():
             continue
-        rows[kind], bad, steps = read_thinned(file, limits[kind], always="held_out_", **keys)
+        rows[kind], bad, steps = read_thinned(file, limits[kind], keys, always="held_out_")
         if steps:
             drawn = len({row["step"] for row in rows[kind]})
             notes[file.name] = f"{drawn:,} of {steps:,} steps are shown, evenly spaced"
@@ -217,15 +215,17 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
             lines.append(line._replace(name="", dash="--", title=f"{line.name}, Gaussian heads"))
         caption = "Layers without a κ at a step do not count there. Dashed: Gaussian heads."
         yield _Chart("κ, geometric mean over layers", "κ", lines, "log", caption=caption)
-    limits = _kappa_range(runs)
     for run in runs:
-        named = f": {run.name}" if several else ""
-        if run.kappa:
-            title = f"κ of every layer{named}"
-            yield _kappa(title, run.kappa, limits, run.alarms)
-        if run.kappa_probe:
-            title = f"κ of every layer on fixed held-out items{named}"
-            yield _kappa(title, run.kappa_probe, limits, [])
+        for rows, alarms, on in (
+            (run.kappa, run.alarms, ""),
+            (run.kappa_probe, [], " on fixed held-out items"),
+        ):
+            if rows:
+                title = f"κ of every layer{on}{f': {run.name}' if several else ''}"
+                left_out = without_kappa(rows)
+                caption = f"{left_out}. " if left_out else ""
+                caption += "Dashed: what independent Gaussian heads of this size would have."
+                yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
     yield from _of_attention(runs)
     for run in runs:
         step, norms = head_norms(run.kappa)
@@ -256,29 +256,7 @@ def _of_metrics(
             yield _Chart(title, unit, lines, scale, alarms=alarms)
 
 
-def _kappa(
-    title: str, rows: list[Mapping[str, Any]], limits: list[float] | None, alarms: list[Any]
-) -> _Chart:
-    left_out = without_kappa(rows)
-    caption = f"{left_out}. " if left_out else ""
-    caption += "Dashed: what independent Gaussian heads of this size would have."
-    return _Chart(title, "κ", kappa_lines(rows), "log", limits, alarms, caption=caption)
-
-
-def _kappa_range(runs: list[Run]) -> list[float] | None:
-    """Return the range of the axes of kappa of all runs."""
-    rows = [row for run in runs for row in (*run.kappa, *run.kappa_probe)]
-    values = [number(row.get(key)) for row in rows for key in ("kappa", "kappa_gaussian")]
-    logs = [math.log10(value) for value in values if value is not None and value > 0]
-    if not logs:
-        return None
-    margin = 0.05 * max(max(logs) - min(logs), 1)
-    return [10 ** (min(logs) - margin), 10 ** (max(logs) + margin)]
-
-
 def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
-    counts = {number(row.get("columns")) for run in runs for row in run.kappa}
-    most = [math.log(count) for count in counts if count]
     for column in COLUMNS:
         if not column.title:
             continue
@@ -291,9 +269,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             lines = _mean_lines(runs, column.name, join)
         if column.name == "entropy":
             alarms = [alarm for run in runs for alarm in run.alarms]
-            if most:
-                evenly = f"Attention spread evenly has {spread(most)}"
-                caption = f"{evenly}; near 0 each token attends to one"
+            caption = "Attention spread evenly has log(columns); near 0 each token attends to one"
         if any(line.points for line in lines):
             unit = UNITS[column.statistic]
             yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
@@ -336,17 +312,13 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             text = file.getvalue()
     # A tenth of a pixel is as much as a browser shows; the page has a font of its own.
-    text = re.sub(r"<[^>]+>", lambda tag: _short(tag[0]), text)
+    text = re.sub(r"(?<=[ \"(])-?\d+\.\d\d+(?=[ \")\n])", lambda x: f"{float(x[0]):.1f}", text)
+    text = re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", text))
     text = re.sub(r">\s+<", "><", text)
     for place, title in enumerate(titles):
         group = f'<g id="{_GROUP}{place}">'
         text = text.replace(group, f"{group}<title>{escape(title)}</title>", 1)
     return text[text.index("<svg") :]
-
-
-def _short(tag: str) -> str:
-    tag = re.sub(r"\d+\.\d\d+", lambda value: f"{float(value[0]):.1f}", tag)
-    return re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", tag))
 
 
 def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str]:
@@ -368,8 +340,6 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
         titles.append(alarm["message"])
     axes.set(xlim=ends, xlabel="optimizer step")
     axes.set_ylabel(chart.unit, parse_math=False)
-    if chart.limits:
-        axes.set_ylim(chart.limits)
     if chart.scale == "log":
         low, high = axes.get_ylim()
         few = high / low < 10**2.5  # over few decades digits between them
@@ -553,23 +523,23 @@ Point at a line for its name and its last value.</p>
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page of runs."""
-    parser = command(
-        "python -m leaner_kernels.monitor.page",
-        "Write one HTML file that shows a run, or several side by side.",
-    )
-    add = partial(parser.add_argument, type=as_path)
-    add("runs", nargs="+", metavar="RUN", help="folder with kappa.jsonl")
-    add("--out", help="HTML file to write (of one run RUN/page.html)")
+    program = "python -m leaner_kernels.monitor.page"
+    take_every_character(program)
+    about = "Write one HTML file that shows a run, or several side by side."
+    parser = argparse.ArgumentParser(program, description=about)
+    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")
     options = parser.parse_args(arguments)
     if options.out is None and len(options.runs) > 1:
-        raise SystemExit(f"a page of {len(options.runs)} runs needs --out")
-    out = options.out or options.runs[0] / "page.html"
-    with status_of_errors():
-        if not out.parent.is_dir():
-            raise ValueError(f"no such folder: {out.parent}")
-        for file, count in write_page(options.runs, out).items():
-            sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
-        sys.stdout.write(one_line(f"written to {out}") + "\n")
+        parser.error(f"a page of {len(options.runs)} runs needs --out")
+    out = Path(options.out or Path(options.runs[0], "page.html"))
+    try:
+        damaged = write_page(options.runs, out)
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(one_line(error)) from None
+    for file, count in damaged.items():
+        sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
+    sys.stdout.write(one_line(f"written to {out}") + "\n")
 
 
 if __name__ == "__main__":

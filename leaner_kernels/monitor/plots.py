@@ -1,4 +1,4 @@
-"""Plots of the rows of ``KappaMonitor``: kappa over steps or layers.
+"""Plots of the rows of ``KappaMonitor``.
 
 matplotlib is imported when there is something to draw.
 """
@@ -17,20 +17,14 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-# Names of layers that fit below an axis, and in a column of a legend beside it.
-_TICKS, _LEGEND = 48, 24
+_LEGEND = 24  # names of layers that fit in a column beside an axis
 # Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
 
 
-def plot(
-    rows: Iterable[Row],
-    path: str | Path | None = None,
-    *,
-    over: str = "steps",
-) -> "Figure":
-    """Draw rows of ``KappaMonitor``, of a file that it wrote or as it returned them.
+def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
+    """Draw kappa of every layer against the step, and the prediction for Gaussian heads.
 
         plot(monitor.flush(), "kappa.png")
 
@@ -38,21 +32,17 @@ def plot(
     out, and the title counts them.
 
     Args:
-        rows: at least one; of several with the same step and layer the last counts.
+        rows: of ``KappaMonitor``, at least one; of several of a step and layer the last counts.
         path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
-        over: "steps" draws kappa of every layer against the step, "layers" kappa against the layer
-            at the first and the last step, both with the prediction for independent Gaussian heads.
 
     Returns:
         The figure, which no window shows.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no rows, another ``over``, or a suffix that names no format.
+        ValueError: no rows, or a suffix that names no format.
         OSError: the file cannot be written.
     """
-    if over not in ("steps", "layers"):
-        raise ValueError(f"over must be one of steps, layers, got {over!r}")
     rows = newest(rows)
     if not rows:
         raise ValueError("there are no rows to draw")
@@ -60,41 +50,19 @@ def plot(
         from matplotlib.figure import Figure
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
-    figure = Figure(layout="constrained")
-    scale = axis_scale(number(row.get("kappa")) for row in rows)
-    axes = figure.add_subplot(xlabel=over.rstrip("s"), ylabel="condition number κ", yscale=scale)
-    if over == "steps":
-        lines = kappa_lines(rows)
-    else:
-        rows = [row for row in rows if row["step"] in (rows[0]["step"], rows[-1]["step"])]
-        lines = _lines_over_layers(rows)
-        names = [*short_names(rows).values()]
-        every = math.ceil(len(names) / _TICKS)
-        turned = 90 if len(names) > 8 * every else 0
-        axes.set_xticks(range(0, len(names), every), names[::every], rotation=turned)
+    lines = kappa_lines(rows)
+    columns = math.ceil(len(lines) / _LEGEND)
+    figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
+    scale = axis_scale(row.get("kappa") for row in rows)
+    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
     for line in lines:
         axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
     axes.set_title(without_kappa(rows), fontsize="small")
     axes.grid(alpha=0.3)
-    columns = math.ceil(len(lines) / _LEGEND)
-    figure.set_size_inches(6.5 + 1.5 * columns, 4.5)
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
-
-
-def _lines_over_layers(rows: list[Row]) -> list["Line"]:
-    """Return a line of kappa over the layers for each step, and one of Gaussian heads."""
-    place, lines = {layer: index for index, layer in enumerate(short_names(rows))}, []
-    for step, colour in zip(dict.fromkeys(row["step"] for row in rows), COLOURS, strict=False):
-        of_step = [row for row in rows if row["step"] == step and _has(row, "kappa")]
-        points = sorted((place[row["layer"]], row["kappa"]) for row in of_step)
-        lines.append(Line(f"step {step}", points, colour))
-    predicted = {place[r["layer"]]: r["kappa_gaussian"] for r in rows if _has(r, "kappa_gaussian")}
-    if predicted:
-        lines.append(Line("Gaussian heads", sorted(predicted.items()), GREY, "--"))
-    return lines
 
 
 # What the page of a run shows too.
@@ -129,11 +97,11 @@ def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
 def kappa_lines(rows: Iterable[Row]) -> list[Line]:
     """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
     rows = list(rows)
-    gaussian = [
-        Line(f"Gaussian heads: {spread(line.values())}", sorted(line.items()), GREY, "--")
-        for line in gaussian_lines(rows)
-    ]
-    return layer_lines(rows, "kappa") + gaussian
+    lines = layer_lines(rows, "kappa")
+    for points in {tuple(points) for points in series(rows, "kappa_gaussian").values() if points}:
+        name = f"Gaussian heads: {spread(value for _, value in points)}"
+        lines.append(Line(name, points, GREY, "--"))
+    return lines
 
 
 def number(value: Any) -> float | None:
@@ -153,17 +121,6 @@ def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]
         if _has(row, field):
             points.append((row["step"], row[field]))
     return found
-
-
-def gaussian_lines(rows: Sequence[Row]) -> list[dict[int, float]]:
-    """Return predictions by step: of layers that have the same, as far as known, once."""
-    lines: list[dict[int, float]] = []
-    for own in map(dict, series(rows, "kappa_gaussian").values()):
-        alike = (line for line in lines if all(line.get(s, v) == v for s, v in own.items()))
-        if own:
-            line = next(alike, None)
-            lines.append(own) if line is None else line.update(own)
-    return lines
 
 
 def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
@@ -199,8 +156,7 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
 def axis_scale(values: Iterable[float | None]) -> str:
     """Return the scale of an axis: logarithmic where positive values span a decade."""
     known = [value for value in map(number, values) if value is not None]
-    spans = bool(known) and min(known) > 0 and max(known) >= 10 * min(known)
-    return "log" if spans else "linear"
+    return "log" if known and 0 < 10 * min(known) <= max(known) else "linear"
 
 
 def spread(values: Iterable[float]) -> str:
