@@ -14,14 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kappa import condition_number, condition_report, gaussian_condition_number, reference
+from ..kappa import condition_number, condition_report, gaussian_condition_number
 from ..ops.statistics import COLUMNS, STATISTICS
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
-# The status of a layer: measured; a row without numbers, for three reasons; and of the whole step:
-# measuring raised, or a rank cancelled.
-MEASURED, NOT_RUN, CHANGED, REFUSED, FAILED, CANCELLED = map(float, range(6))
+# The status of a layer: measured, or a row without numbers, for three reasons.
+MEASURED, NOT_RUN, CHANGED, REFUSED = map(float, range(4))
 _REASONS = {
     NOT_RUN: "no call of several queries",
     CHANGED: "other heads than in the first sampled step",
@@ -43,12 +42,11 @@ _SPECTRUM = (
     Field("worst_kappa", "max", "matrix"),
 )
 _RANKS = "effective_rank", "stable_rank", "rank", "log_kappa_to_rank"
-_HEAD_REPORT = "head_correlation", "isotropy", "mean_share"
 # The columns of the matrix in order: means over ranks, maxima, and last the status.
 FIELDS = sorted(
     (
         *_SPECTRUM,
-        *(Field(name, "mean") for name in (*_RANKS, *_HEAD_REPORT, "columns")),
+        *(Field(name, "mean") for name in (*_RANKS, "columns")),
         *(Field(statistic.name, statistic.over_ranks, "head") for statistic in STATISTICS),
     ),
     key=lambda field: field.over_ranks == "max",
@@ -94,8 +92,9 @@ class GatheredCaptures(NamedTuple):
         return [*batched, *self.statistics.values()]
 
 
-def gather(captured: Sequence[Any]) -> GatheredCaptures:
+def gather(captured: Sequence[Any], device: torch.device) -> GatheredCaptures:
     """Copy the captures of all layers (``Captured`` or ``TracedCall``) into few batches."""
+    captured = [_moved(capture, device) for capture in captured]
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
     for layer, c in enumerate(captured):
@@ -134,7 +133,20 @@ def gather(captured: Sequence[Any]) -> GatheredCaptures:
     return GatheredCaptures(batches, heads, statistics, columns)
 
 
-def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = False) -> Tensor:
+def _moved(capture: Any, device: torch.device) -> Any:
+    """Return a capture on a device, of a layer that may be on another."""
+    if capture.heads.device == device:
+        return capture
+
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    values = {name: move(value) for name, value in capture._asdict().items()}
+    values["statistics"] = {name: move(value) for name, value in capture.statistics.items()}
+    return capture._replace(**values)
+
+
+def measure(gathered: GatheredCaptures, most_heads: int) -> Tensor:
     """Measure every matrix of L layers, with places for ``most_heads`` heads.
 
     Returns (L, width), float64, on the device of the captures: columns as in ``columns_of``, the
@@ -145,7 +157,6 @@ def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = Fal
     blank[-1].fill_(torch.inf)
     spectra = dict.fromkeys(((layer, m) for layer in range(num_layers) for m in range(3)), blank)
     ranks: dict[int, Tensor] = {}
-    reports = dict.fromkeys(range(num_layers), blank.new_full((len(_HEAD_REPORT),), torch.nan))
     for places, a, lengths in gathered.batches:
         if places[0][0] == HEADS:
             # All singular values: they cost more, and only the heads are reported in full.
@@ -153,11 +164,7 @@ def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = Fal
             log_to_rank = report.kappa_to_rank.log()
             by_sample = report.effective_rank, report.stable_rank, report.rank, log_to_rank
             means = torch.stack(by_sample, dim=-1).mean(dim=1)
-            for place, ((_, layer), mean) in enumerate(zip(places, means.unbind())):
-                ranks[layer] = mean
-                if head_report:
-                    counts = None if lengths is None else lengths[place]
-                    reports[layer] = _head_report(gathered.heads[layer], a[place], counts)
+            ranks.update(zip((layer for _, layer in places), means.unbind()))
         else:
             report = condition_number(a, lengths=lengths)
         tokens = torch.full_like(report.kappa, a.shape[-2]) if lengths is None else lengths
@@ -172,16 +179,10 @@ def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = Fal
             # On the device: a copy from the host might wait for it.
             columns[layer].fill_(count)
     by_matrix = torch.stack([*spectra.values()]).view(num_layers, 3, len(_SPECTRUM))
-    by_layer = torch.cat(
-        [
-            torch.stack([ranks[layer] for layer in range(num_layers)]),
-            torch.stack([*reports.values()]),
-        ],
-        dim=1,
-    )
+    by_layer = torch.stack([ranks[layer] for layer in range(num_layers)])
     values = {
         **dict(zip((field.name for field in _SPECTRUM), by_matrix.unbind(dim=-1))),
-        **dict(zip((*_RANKS, *_HEAD_REPORT), by_layer.split(1, dim=1))),
+        **dict(zip(_RANKS, by_layer.split(1, dim=1))),
         "columns": columns[:, None],
         **{
             name: _padded(per_head.double(), gathered.heads, most_heads)
@@ -202,24 +203,6 @@ def _padded(per_head: Tensor, heads: Sequence[int], most_heads: int) -> Tensor:
     return padded
 
 
-def _head_report(heads: int, a: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return what ``_HEAD_REPORT`` names of a layer's heads, (S, N, M)."""
-    inside: Tensor | int = 1
-    tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
-    if lengths is not None:
-        inside = (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
-        a = a * inside
-    a = a.double()
-    mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
-    within = (a - mean) * inside
-    pairs = reference.head_correlation(within, heads)
-    others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
-    correlation = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
-    shares = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
-    isotropy = reference.head_isotropy(within, heads).mean()
-    return torch.stack([correlation, isotropy, shares.mean()])
-
-
 def unmeasured(status: Sequence[float], most_heads: int, device: torch.device) -> Tensor:
     """Return the matrix of layers without measurements, with the status of each."""
     size = len(status), width_of(most_heads)
@@ -238,9 +221,7 @@ def merge_ranks(ranks: Tensor) -> Tensor:
     ran = status == MEASURED
     mean = torch.where(ran, ranks[..., :end], 0).sum(dim=0) / ran.sum(dim=0)
     largest = torch.where(ran, ranks[..., end:-1], -torch.inf).amax(dim=0)
-    ended = (status >= FAILED).any(dim=0)
-    joined = torch.where(ended, status.amax(dim=0), status.amin(dim=0))
-    return torch.cat([mean, largest, joined], dim=1)
+    return torch.cat([mean, largest, status.amin(dim=0)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -323,7 +304,6 @@ def row(
     measured: Tensor,
     dtype: torch.dtype,
     source: str,
-    head_report: bool = False,
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it.
 
@@ -362,14 +342,6 @@ def row(
     def near_skip(matrix: int) -> float | None:
         return kappa[matrix] if worst[matrix] <= limit else None
 
-    report = {}
-    if head_report:
-        report = {name: _finite(of(name)) for name in _HEAD_REPORT}
-        if heads == 1:
-            report["head_correlation"] = None
-        known = tokens is not None
-        report["head_correlation_gaussian"] = head_dim / (tokens + head_dim) if known else None
-        report["isotropy_gaussian"] = (tokens - 1) / (tokens + head_dim) if known else None
     return {
         "step": step,
         "layer": name,
@@ -390,7 +362,6 @@ def row(
         "tokens": tokens,
         "columns": places,
         "source": source,
-        **report,
     }
 
 
