@@ -70,16 +70,13 @@ _COURSE = {
     "Gradient norm": ("norm", {"grad_norm": ""}),
     "Throughput": ("items a second", {"throughput": ""}),
 }
-# With up to so many layers the table of their kappa is unfolded.
-_LISTED = 12
 
 
 @dataclass
 class Run:
     """What a page shows of a run: its files in the order of steps, of a long one not every step.
 
-    ``notes`` says of a file what of it is not shown; ``damaged`` has how many damaged lines were
-    met, by path.
+    ``notes`` says of a file what of it is not shown.
     """
 
     name: str
@@ -89,7 +86,6 @@ class Run:
     alarms: list[dict[str, Any]]
     summary: dict[str, Any]
     notes: dict[str, str]
-    damaged: dict[str, int]
 
 
 @dataclass
@@ -105,12 +101,13 @@ class _Chart:
     caption: str = ""
 
 
-def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int]:
+def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
     """Write one HTML file that shows runs, which opens in a browser without a network.
 
         write_page(["runs/vit-1", "runs/vit-2"], "page.html")
 
-    Of long runs evenly spaced steps are drawn, and the page says how many.
+    Of long runs evenly spaced steps are drawn, and damaged lines are skipped; the page says how
+    many.
 
     Args:
         folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
@@ -118,9 +115,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
             merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
             they exist.
         path: of the file, which is replaced when all of it is written.
-
-    Returns:
-        How many damaged lines each file has, which were skipped; files without are left out.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -157,7 +151,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     text = _PAGE.format(
         title=escape(", ".join(names)),
         glance=_compared(names, map(_glance, runs)),
-        open="open" if max(len(short_names(run.kappa)) for run in runs) <= _LISTED else "",
         kappa=_compared(names, map(_kappa_of_layers, runs)),
         charts="\n".join(charts),
         alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
@@ -167,7 +160,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         ),
     )
     write_file(path, text.encode("utf-8", "backslashreplace"))
-    return {name: count for run in runs for name, count in run.damaged.items()}
 
 
 def _read_run(folder: Path, most: int) -> Run:
@@ -176,7 +168,7 @@ def _read_run(folder: Path, most: int) -> Run:
         raise ValueError(f"no such folder: {folder}")
     limits = {"metrics": LINE_POINTS, "kappa": most, "kappa_probe": most, "alarms": _ALARMS}
     rows: dict[str, Any] = {}
-    notes, damaged = {}, {}
+    notes = {}
     for kind, keys in _FILES.items():
         file = folder / f"{kind}.jsonl"
         rows[kind] = []
@@ -187,7 +179,7 @@ def _read_run(folder: Path, most: int) -> Run:
             drawn = len({row["step"] for row in rows[kind]})
             notes[file.name] = f"{drawn:,} of {steps:,} steps are shown, evenly spaced"
         if bad:
-            damaged[str(file)] = bad
+            notes[f"damaged lines in {file.name}"] = f"{bad:,}, skipped"
     if not rows["metrics"] and not rows["kappa"]:
         raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
     for kind in ("kappa", "kappa_probe"):
@@ -202,8 +194,8 @@ def _read_run(folder: Path, most: int) -> Run:
     try:
         summary = read_summary(file) if file.exists() else {}
     except ValueError:
-        summary, damaged[str(file)] = {}, 1
-    return Run(folder.resolve().name, **rows, summary=summary, notes=notes, damaged=damaged)
+        summary, notes[file.name] = {}, "damaged"
+    return Run(folder.resolve().name, **rows, summary=summary, notes=notes)
 
 
 def _charts(runs: list[Run]) -> Iterator[_Chart]:
@@ -416,10 +408,7 @@ def _facts(run: Run) -> dict[str, str]:
         known = [row[key] for row in rows if number(row.get(key)) is not None]
         if known:
             facts.setdefault(key, spread(known))
-    facts |= run.notes
-    for file, count in run.damaged.items():
-        facts[f"damaged lines in {Path(file).name}"] = f"{count:,}, skipped"
-    return facts
+    return facts | run.notes
 
 
 def _shown(value: Any, name: str = "", digits: int = 4) -> str:
@@ -507,7 +496,7 @@ random heads of the same number and size would have; far above it, heads share d
 stands where κ is not resolved: how many singular values are above a millionth of the largest.
 Point at a line for its name and its last value.</p>
 {glance}
-<details {open}><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
+<details open><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
 <div class="charts">
 {charts}
 </div>
@@ -534,11 +523,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"a page of {len(options.runs)} runs needs --out")
     out = Path(options.out or Path(options.runs[0], "page.html"))
     try:
-        damaged = write_page(options.runs, out)
+        write_page(options.runs, out)
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(one_line(error)) from None
-    for file, count in damaged.items():
-        sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
     sys.stdout.write(one_line(f"written to {out}") + "\n")
 
 
