@@ -26,7 +26,6 @@ from torch import distributed as dist
 from torch import nn
 
 from ..ops._checks import shown
-from . import measurement
 from .measurement import (
     CHANGED,
     MEASURED,
@@ -36,10 +35,11 @@ from .measurement import (
     LayerSizes,
     SideStream,
     gather,
+    layout,
     merge_ranks,
     row,
-    unmeasured,
 )
+from .measurement import measure as measure_layers
 from .rows import layer_means
 from .trace import SAME_PASS, CallTrace, looks_like_attention
 from .writers import JsonLines, TensorBoard, WandbRun
@@ -389,24 +389,22 @@ class KappaMonitor:
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
 
+    @property
+    def _most_heads(self) -> int:
+        return max(layer.heads for layer in self._layers.values())
+
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
-        places = [place for place, c in enumerate(captured) if c is not None]
-        device = captured[places[0]].heads.device if places else self._device
+        device = next((c.heads.device for c in captured if c is not None), self._device)
         if self._side_stream is None:
             self._side_stream = SideStream(device)
-        most_heads = max(layer.heads for layer in self._layers.values())
-        gathered = gather([captured[place] for place in places], device) if places else None
-        with self._side_stream.after([] if gathered is None else gathered.tensors()):
-            matrix = unmeasured(status, most_heads, device)
-            if gathered is not None:
-                measured = measurement.measure(gathered, most_heads)
-                for place, values in zip(places, measured.unbind()):
-                    matrix[place] = values
+        gathered = gather(captured, device)
+        with self._side_stream.after(gathered.tensors()):
+            matrix = measure_layers(gathered, status, self._most_heads, device)
         with self._side_stream.after([matrix]):
             if self._group is not None:
                 ranks = matrix.new_empty(self._group.size(), *matrix.shape)
                 dist.all_gather_into_tensor(ranks.flatten(), matrix.flatten(), group=self._group)
-                matrix = merge_ranks(ranks)
+                matrix = merge_ranks(ranks, self._most_heads)
             return self._side_stream.copy_to_host(matrix)
 
     def _arrived(self, wait: bool, write: bool = True) -> list[dict[str, Any]]:
@@ -414,8 +412,10 @@ class KappaMonitor:
         while self._pending_rows and (wait or self._pending_rows[0].host_copy.ready()):
             step, kinds, host_copy = self._pending_rows.popleft()
             host_copy.wait()
-            layers = zip(self._layers.items(), host_copy.host, kinds, strict=True)
-            of_step = [row(step, *layer, values, *kind) for layer, values, kind in layers]
+            columns, of_step = layout(self._most_heads), []
+            for layer, measured, kind in zip(self._layers.items(), host_copy.host, kinds):
+                values = {name: measured[place] for name, place in columns.items()}
+                of_step.append(row(step, *layer, values, *kind))
             if write and (self._group is None or self._group.rank() == 0):
                 for writer in self.writers:
                     writer.append(of_step)
