@@ -45,7 +45,7 @@ from .trace import SAME_PASS, CallTrace, looks_like_attention
 from .writers import JsonLines, TensorBoard, WandbRun
 
 if TYPE_CHECKING:
-    from .plots import plot
+    from .page import plot
 
 __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 
@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
     # Late: most runs draw nothing.
     if name != "plot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .plots import plot
+    from .page import plot
 
     return plot
 

@@ -1,4 +1,4 @@
-"""One HTML file of one run or several: what was run and reached, loss, kappa, attention, alarms.
+"""Plots of kappa, and one HTML file of runs: what was reached, loss, kappa, attention, alarms.
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
@@ -7,69 +7,213 @@ browser both. matplotlib is imported when there is something to draw.
 """
 
 import argparse
+import colorsys
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from html import escape
 from io import StringIO
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import one_line, take_every_character, words
 from .files import write_file
-from .plots import (
-    COLOURS,
-    GREY,
-    Line,
-    axis_scale,
-    head_norms,
-    kappa_lines,
-    kappa_or_rank,
-    layer_lines,
-    number,
-    short_names,
-    spread,
-    without_kappa,
-)
-from .rows import newest, read_summary, read_thinned
+from .rows import Row, newest, read_summary, read_thinned
 
-__all__ = ["write_page"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["plot", "write_page"]
 
 # Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
 _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
+# Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREY = "#808080"
+_LEGEND = 24  # names of layers that fit in a column beside an axis
 _ALARM = "#d62728"  # of the lines at alarms
 _DASHES = ("-", "--", ":")
-# Charts of metrics by title: the unit, and what lines are called by the names of their rows.
-_SCORES = {
-    "Loss": (
-        "loss",
-        {
-            "loss": "training",
-            "held_out_loss": "held out",
-            "held_out_ema_loss": "held out, averaged weights",
-        },
-    ),
-    "Held-out accuracy": (
-        "share that is correct",
-        {
-            "held_out_accuracy": "accuracy",
-            "held_out_ema_accuracy": "accuracy, averaged weights",
-            "held_out_top5": "top-5",
-        },
-    ),
+# Charts of metrics: title, unit, and what lines are called by the names of their rows.
+_LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
+_ACCURACIES = {
+    "held_out_accuracy": "accuracy",
+    "held_out_ema_accuracy": "averaged weights",
+    "held_out_top5": "top-5",
 }
-_COURSE = {
-    "Learning rate": ("learning rate", {"lr": "", "learning_rate": ""}),
-    "Gradient norm": ("norm", {"grad_norm": ""}),
-    "Throughput": ("items a second", {"throughput": ""}),
-}
+_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
+_COURSE = (
+    ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
+    ("Gradient norm", "norm", {"grad_norm": ""}),
+    ("Throughput", "items a second", {"throughput": ""}),
+)
+
+
+def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
+    """Draw kappa of every layer against the step, and the prediction for Gaussian heads.
+
+        plot(monitor.flush(), "kappa.png")
+
+    The axis of kappa is logarithmic where its values span a decade. Rows without a kappa are left
+    out, and the title counts them.
+
+    Args:
+        rows: of ``KappaMonitor``, at least one; of several of a step and layer the last counts.
+        path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
+
+    Returns:
+        The figure, which no window shows.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no rows, or a suffix that names no format.
+        OSError: the file cannot be written.
+    """
+    rows = newest(rows)
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
+    lines = kappa_lines(rows)
+    columns = math.ceil(len(lines) / _LEGEND)
+    figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
+    scale = axis_scale(row.get("kappa") for row in rows)
+    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
+    for line in lines:
+        axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
+    axes.set_title(without_kappa(rows), fontsize="small")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+class Line(NamedTuple):
+    """A line of a chart; without a name it has no place in the legend."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dash: str = "-"
+    title: str = ""  # shown where a pointer is on the line; else the name
+
+    def columns(self) -> tuple[list[float], list[float]]:
+        """Return x and y of the points."""
+        return [x for x, _ in self.points], [y for _, y in self.points]
+
+
+def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
+    """Return a line for each layer, from blue to red; legible on white and on black."""
+    rows = list(rows)
+    names, lines = short_names(rows), []
+    for place, (layer, points) in enumerate(series(rows, field).items()):
+        hue = 0.62 * (1 - place / max(len(names) - 1, 1))
+        red, green, blue = (round(255 * c) for c in colorsys.hls_to_rgb(hue, 0.45, 0.75))
+        colour = f"#{red:02x}{green:02x}{blue:02x}"
+        lines.append(Line(names[layer] or "the model", points, colour, title=layer))
+    return lines
+
+
+def kappa_lines(rows: Iterable[Row]) -> list[Line]:
+    """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
+    rows = list(rows)
+    lines = layer_lines(rows, "kappa")
+    for points in dict.fromkeys(map(tuple, series(rows, "kappa_gaussian").values())):
+        if not points:
+            continue
+        name = f"Gaussian heads: {spread(value for _, value in points)}"
+        lines.append(Line(name, points, GREY, "--"))
+    return lines
+
+
+def number(value: Any) -> float | None:
+    """Return a number if it is finite, else None."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _has(row: Row, field: str) -> bool:
+    return number(row.get(field)) is not None
+
+
+def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
+    """Return steps and values of each layer, less those that are not numbers."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        points = found.setdefault(row["layer"], [])
+        if _has(row, field):
+            points.append((row["step"], row[field]))
+    return found
+
+
+def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
+    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
+    known = [row for row in rows if row.get("head_norms")]
+    step = max((row["step"] for row in known), default=0)
+    known = [row for row in known if row["step"] == step]
+    names = short_names(known)
+    return step, {
+        names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
+        for row in known
+    }
+
+
+def short_names(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the layers in their order, each with its name less what all names have alike.
+
+    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
+    """
+    parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
+    if len(parts) < 2:
+        return {layer: layer for layer in parts}
+    first = max(len(commonprefix([*parts.values()])) - 1, 0)
+    last = len(commonprefix([name[first + 1 :][::-1] for name in parts.values()]))
+    return {layer: ".".join(name[first : len(name) - last]) for layer, name in parts.items()}
+
+
+def axis_scale(values: Iterable[float | None]) -> str:
+    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    known = [value for value in map(number, values) if value is not None]
+    return "log" if known and 0 < 10 * min(known) <= max(known) else "linear"
+
+
+def spread(values: Iterable[float]) -> str:
+    """Return a value, or the least and the most of several, in three digits."""
+    ends = sorted(values)
+    least, most = f"{ends[0]:.3g}", f"{ends[-1]:.3g}"
+    return least if least == most else f"{least} to {most}"
+
+
+def without_kappa(rows: Sequence[Row]) -> str:
+    """Return how many rows have no kappa, and why; nothing where all have one."""
+    reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
+    if not reasons:
+        return ""
+    why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    return f"{reasons.total():,} of {len(rows):,} rows left out: {why}"
+
+
+def kappa_or_rank(row: Row) -> str:
+    """Return a row's kappa as text; where it is not resolved, the rank; else why there is none."""
+    if _has(row, "kappa"):
+        return f"{row['kappa']:.4g}"
+    reason = row.get("reason") or "not resolved"
+    if reason != "not resolved" or not all(_has(row, k) for k in ("rank", "heads", "head_dim")):
+        return reason
+    most = row["heads"] * row["head_dim"]
+    if _has(row, "tokens"):
+        most = min(most, row["tokens"])
+    return f"rank {row['rank']:.4g} of {most:.4g}"
 
 
 @dataclass
@@ -229,10 +373,10 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
 
 
 def _of_metrics(
-    runs: list[Run], charts: Mapping[str, tuple[str, dict[str, str]]]
+    runs: list[Run], charts: Iterable[tuple[str, str, dict[str, str]]]
 ) -> Iterator[_Chart]:
     several = len(runs) > 1
-    for title, (unit, keys) in charts.items():
+    for title, unit, keys in charts:
         lines = []
         for index, run in enumerate(runs):
             for place, (key, label) in enumerate(keys.items()):
@@ -401,13 +545,6 @@ def _facts(run: Run) -> dict[str, str]:
     }
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
     facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
-    rows = {row["layer"]: row for row in run.kappa}.values()
-    if rows:
-        facts["monitored_layers"] = f"{len(rows):,}"
-    for key in ("heads", "head_dim", "tokens"):
-        known = [row[key] for row in rows if number(row.get(key)) is not None]
-        if known:
-            facts.setdefault(key, spread(known))
     return facts | run.notes
 
 

@@ -207,7 +207,6 @@ def test_the_stable_rank_of_a_matrix_far_from_one_is_that_of_its_multiple(scale)
     a = torch.randn(6, 4, dtype=torch.float64)
     found, wanted = (condition_report(t).stable_rank for t in (a * scale, a))
     torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(head_report(a * scale, 2).stable_rank, wanted)
 
 
 def test_vmap_over_no_examples_gives_no_results():

@@ -3,7 +3,7 @@
 import pytest
 
 from leaner_kernels import monitor
-from leaner_kernels.monitor.plots import short_names
+from leaner_kernels.monitor.page import short_names
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
 from leaner_kernels.monitor.files import set_aside, write_file
-from leaner_kernels.monitor.page import CHART_POINTS, write_page
-from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
 from train.config.flags import Settings
