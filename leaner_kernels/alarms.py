@@ -16,7 +16,7 @@ from .ops._checks import LARGEST, shown
 
 # Kappa of float32 heads is not resolved past about this.
 UNRESOLVED = 1e7
-# The newest rows of a layer, which make its median.
+# The newest rows of a layer, which make the median of its kappa.
 WINDOW = 20
 
 
@@ -26,7 +26,7 @@ class Alarm(NamedTuple):
     Attributes:
         step: step of the row.
         layer: as in ``model.named_modules()``.
-        reason: "floor" or "drop" of ``EntropyAlarm``, "rise" or "lost" of ``KappaAlarm``.
+        reason: "floor" of ``EntropyAlarm``, "rise" or "lost" of ``KappaAlarm``.
         value: the entropy in nats, or kappa; None if kappa is not resolved.
         limit: the limit that was crossed; None for "lost".
         message: the alarm as one sentence.
@@ -34,7 +34,7 @@ class Alarm(NamedTuple):
 
     step: int
     layer: str
-    reason: Literal["floor", "drop", "rise", "lost"]
+    reason: Literal["floor", "rise", "lost"]
     value: float | None
     limit: float | None
     message: str
@@ -53,13 +53,10 @@ class EntropyAlarm:
         for row in alarm.update(monitor.end()):
             logger.warning(row.message)
 
-    Entropies count as fractions of that of attending to everything alike, log(columns) for rows of
-    so many entries, so that sequences may differ in length. Two limits, each with its own alarm:
-    "floor", such a fraction; and "drop", a third of the layer's own median fraction over its newest
-    20 rows, once there are ten. Rows of one column are skipped. An alarm fires once and can fire
-    again when the entropy is back above 1.5 times its limit, or, for "drop", when the lower level
-    has become the median; below the floor no drop is reported. Rows are equal on all ranks, so
-    alarms are too.
+    The limit is a fraction of the entropy of attending to everything alike, log(columns) for rows
+    of so many entries, so that sequences may differ in length. Rows of one column are skipped. An
+    alarm fires once and can fire again when the entropy is back above 1.5 times its limit. Rows are
+    equal on all ranks, so alarms are too.
 
     Args:
         floor: fraction of log(columns), in [0, 1).
@@ -70,17 +67,16 @@ class EntropyAlarm:
     Under a causal mask row i sees i tokens only, so attention to all alike has about
     log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
 
-    Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the two limits are our own.
+    Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the limit is our own.
     """
 
-    DROP, RECOVER = 3.0, 1.5
+    RECOVER = 1.5
 
     def __init__(self, floor: float = 0.1) -> None:
         if not isinstance(floor, Real) or not 0 <= floor < 1:
             raise ValueError(f"floor must be in [0, 1), got {shown(floor)}")
         self.floor = floor
-        self._history: defaultdict[str, deque[float]] = defaultdict(partial(deque, maxlen=WINDOW))
-        self._fired: set[tuple[str, str]] = set()
+        self._fired: set[str] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
         """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
@@ -92,41 +88,21 @@ class EntropyAlarm:
         Returns:
             The alarms, in the order of the rows.
         """
-        known = [
-            row
-            for row in rows
-            if row["entropy"] is not None and math.isfinite(row["entropy"]) and row["columns"]
-        ]
-        return [alarm for row in known for alarm in self._check(row)]
-
-    def _check(self, row: dict[str, Any]) -> list[Alarm]:
-        layer, entropy, history = row["layer"], row["entropy"], self._history[row["layer"]]
-        whole = math.log(row["columns"])
-        if whole == 0:
-            return []
-        limits: dict[Literal["floor", "drop"], tuple[float, str]] = {
-            "floor": (self.floor, f"{self.floor:g} of log(columns) = {whole:.3g}")
-        }
-        if 2 * len(history) >= WINDOW:
-            usual = median(history)
-            limits["drop"] = (
-                usual / self.DROP,
-                f"1/{self.DROP:g} of the usual {usual * whole:.3g}",
-            )
-        # Rounding can push the entropy of attending to one token below zero.
-        fraction = max(entropy, 0.0) / whole
-        history.append(fraction)
         alarms = []
-        for reason, (limit, words) in limits.items():
-            if fraction >= limit * self.RECOVER:
-                self._fired.discard((layer, reason))
-            elif fraction < limit and not self._fired & {(layer, reason), (layer, "floor")}:
-                self._fired.add((layer, reason))
+        for row in rows:
+            layer, entropy, columns = row["layer"], row["entropy"], row["columns"]
+            if entropy is None or not math.isfinite(entropy) or not columns or columns == 1:
+                continue
+            limit = self.floor * math.log(columns)
+            if entropy >= limit * self.RECOVER:
+                self._fired.discard(layer)
+            elif entropy < limit and layer not in self._fired:
+                self._fired.add(layer)
                 message = (
-                    f"step {row['step']}: attention of {layer} collapses: entropy "
-                    f"{entropy:.3g} nats, below {limit * whole:.3g}, {words}"
+                    f"step {row['step']}: attention of {layer} collapses: entropy {entropy:.3g} "
+                    f"nats, below {limit:.3g}, {self.floor:g} of log(columns)"
                 )
-                alarms.append(Alarm(row["step"], layer, reason, entropy, limit * whole, message))
+                alarms.append(Alarm(row["step"], layer, "floor", entropy, limit, message))
         return alarms
 
 
@@ -204,9 +180,10 @@ class KappaAlarm:
             raise ValueError(f"factor must be above 1, got {shown(factor)}")
         self.factor = factor
         self._rises = defaultdict(partial(RiseDetector, self.DEVIATIONS, WINDOW, self.RISEN))
-        # Of each layer: whether its newest rows have a kappa, how many, and whether it may be lost.
-        # As if it had been resolved so far: the first row decides.
-        self._rows = defaultdict(partial(_Rows, True, self.LOST - 1, False))
+        # Of each layer: how many of its newest rows have a kappa, or less than 0 have none; and
+        # whether it may be lost. As if it had been resolved so far: the first row decides.
+        self._resolved: defaultdict[str, int] = defaultdict(lambda: self.LOST - 1)
+        self._may_be_lost: set[str] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
         """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
@@ -222,28 +199,22 @@ class KappaAlarm:
         return [alarm for alarm in checked if alarm is not None]
 
     def _check(self, row: dict[str, Any]) -> Alarm | None:
-        layer, kappa = row["layer"], row["kappa"]
+        step, layer, kappa = row["step"], row["layer"], row["kappa"]
         rise = self._rises[layer].take(math.log(kappa or UNRESOLVED), math.log(self.factor))
-        resolved, alike, may_be_lost = self._rows[layer]
-        alike = alike + 1 if (kappa is not None) == resolved else 1
-        resolved = kappa is not None
-        may_be_lost |= resolved and alike >= self.LOST
-        now = f"{kappa:.3g}" if resolved else "past what is resolved"
-        alarm = None
+        sign, before = (-1 if kappa is None else 1), self._resolved[layer]
+        self._resolved[layer] = rows = before + sign if before * sign > 0 else sign
+        if rows >= self.LOST:
+            self._may_be_lost.add(layer)
+        now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
         if rise is not None:
             usual, limit = map(math.exp, rise)
-            words = f"the usual {usual:.3g}, limit {limit:.3g}"
-            message = f"step {row['step']}: κ of {layer} is {now}, {words}"
-            alarm = Alarm(row["step"], layer, "rise", kappa, limit, message)
-        elif alike >= self.LOST and not resolved and may_be_lost:
-            words = f"as in the {self.LOST - 1} samples before"
-            message = f"step {row['step']}: κ of {layer} is {now}, {words}"
-            alarm = Alarm(row["step"], layer, "lost", None, None, message)
-        self._rows[layer] = _Rows(resolved, alike, may_be_lost and alarm is None)
-        return alarm
-
-
-class _Rows(NamedTuple):
-    resolved: bool
-    alike: int
-    may_be_lost: bool
+            self._may_be_lost.discard(layer)
+            message = (
+                f"step {step}: κ of {layer} is {now}, the usual {usual:.3g}, limit {limit:.3g}"
+            )
+            return Alarm(step, layer, "rise", kappa, limit, message)
+        if rows > -self.LOST or layer not in self._may_be_lost:
+            return None
+        self._may_be_lost.discard(layer)
+        message = f"step {step}: κ of {layer} is {now}, as in the {self.LOST - 1} samples before"
+        return Alarm(step, layer, "lost", None, None, message)

@@ -4,9 +4,8 @@ Each object is active from its construction to its ``close``.
 """
 
 import math
-from collections import defaultdict
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,9 @@ from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
 from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
 
-PenaltyKind = Literal["log_kappa", "log_am_gm"]
+# Of the mean eigenvalue of a Gram matrix: with R the root mean square singular value, it bounds the
+# gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values below R 1e-4.
+RIDGE = 1e-8
 # Subclasses may hold other numbers than they stand for, as quantised weights do.
 _PLAIN = TENSORS | {torch._subclasses.FakeTensor}
 
@@ -45,34 +46,30 @@ class QKClip:
     replicated by DDP. Every forward counts, including evaluation, and computes statistics; a layer
     without a forward is not scaled.
 
-    A projection that several modules share is scaled once, for the largest of their logits.
-
     Args:
         model: any module with ``ManyHeadAttention``, ``WindowAttention`` or ``NystromAttention``
             (whose landmarks are means of queries and keys) inside. Other modules are ignored: they
             have no projection ``qkv`` of queries and keys that determine the logits.
         threshold: upper bound of the logits, above 0; 100 is typical.
-        group: the processes that have the same layers; all processes when omitted.
 
     Raises:
         ValueError: if the threshold is out of range; if the model has no attention modules, or is
             in nn.DataParallel, whose replicas lose their logits; if the weight or bias of a
             projection is computed (pruning, ``weight_norm``, any parametrization, an adapter around
-            it), a tensor subclass, or integers, as in quantised models; if modules with different
-            heads share a projection.
+            it), a tensor subclass, or integers, as in quantised models; if modules share one.
 
     Source: QK-Clip of Kimi K2 (arXiv:2507.20534), per head, as for plain multi-head attention;
     there the threshold is 100 and the optimizer Muon, but neither matters here.
     """
 
-    def __init__(
-        self, model: nn.Module, threshold: float = 100.0, group: "dist.ProcessGroup | None" = None
-    ) -> None:
+    def __init__(self, model: nn.Module, threshold: float = 100.0) -> None:
         if not isinstance(threshold, Real) or not 0 < threshold <= LARGEST:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
-        self.threshold, self.group = float(threshold), group
+        self.threshold = float(threshold)
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
-        self._projections()
+        if len({id(module.qkv) for module in self.modules.values()}) < len(self.modules):
+            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
+        self._check_projections()
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
@@ -90,39 +87,26 @@ class QKClip:
         """
         if lost := [n for n, m in self.modules.items() if not vars(m).get("track_logits")]:
             raise ValueError(f"{lost[0]} tracks no logits since undo or close: construct it anew")
-        modules, shared = self.modules.values(), self._projections()
+        self._check_projections()
+        modules = self.modules.values()
         peaks = torch.cat([_finite_peak(module) for module in modules])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1:
-            dist.all_reduce(peaks, op=dist.ReduceOp.MAX, group=self.group)
-        num_heads = [module.num_heads for module in modules]
-        found = dict(zip(self.modules, peaks.split(num_heads), strict=True))
-        for names in shared:
-            largest = torch.stack([found[name] for name in names]).amax(dim=0)
-            shrink = torch.where(largest > self.threshold, self.threshold / largest, 1.0).sqrt()
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+        largest = peaks.split([module.num_heads for module in modules])
+        for module, logits in zip(modules, largest):
+            shrink = torch.where(logits > self.threshold, self.threshold / logits, 1.0).sqrt()
             rows = torch.stack([shrink, shrink, torch.ones_like(shrink)])  # q, k, v
-            module = self.modules[names[0]]
             rows = rows.flatten().repeat_interleave(module.head_dim)
             _scale(module.qkv.weight, rows[:, None])
             if module.qkv.bias is not None:
                 _scale(module.qkv.bias, rows)
-        for module in modules:
             module.peak_logit = None
-        return found
+        return dict(zip(self.modules, largest))
 
-    def _projections(self) -> list[list[str]]:
-        """Return the layers of each projection; ValueError where one cannot be scaled."""
-        shared: defaultdict[int, list[str]] = defaultdict(list)
+    def _check_projections(self) -> None:
         for name, module in self.modules.items():
             for part in ("weight", "bias"):
                 _check_scalable(module.qkv, part, name or "the model")
-            shared[id(module.qkv.weight)].append(name)
-        for first, *others in shared.values():
-            module = self.modules[first]
-            for name in others:
-                other = self.modules[name]
-                if other.num_heads != module.num_heads or other.qkv.bias is not module.qkv.bias:
-                    raise ValueError(f"{first} and {name} share qkv.weight, but not heads and bias")
-        return list(shared.values())
 
     def close(self) -> None:
         """Stop looking at the logits, which then cost nothing."""
@@ -131,39 +115,26 @@ class QKClip:
                 module.track_logits, module.peak_logit = False, None
 
 
-def conditioning_penalty(
-    heads: Tensor, kind: PenaltyKind = "log_am_gm", ridge: float = 1e-8
-) -> Tensor:
+def conditioning_penalty(heads: Tensor) -> Tensor:
     """Compute a differentiable penalty per matrix: 0 if all its singular values are equal.
 
-    With the k = min(N, M) eigenvalues of the Gram matrix on the smaller side, each raised by
-    ``ridge`` times their mean:
-
-        "log_kappa"  1/2 log(largest / smallest)                = log kappa
-        "log_am_gm"  1/2 log(arithmetic mean / geometric mean)  <= log kappa
-
-    The second is smooth, takes every eigenvalue into account and bounds the first:
-    kappa <= 2 exp(k * log_am_gm). Neither depends on the scale of the matrix.
+    With the k = min(N, M) eigenvalues of the Gram matrix on the smaller side, each raised by 1e-8
+    times their mean, it is 1/2 log(arithmetic mean / geometric mean): smooth, of every eigenvalue,
+    at most log kappa, and kappa <= 2 exp(k * penalty). The scale of the matrix does not matter.
 
     Args:
         heads: (..., N, M), float32 or float64: heads side by side, N tokens by H * d.
-        kind: which of the two.
-        ridge: at least 1e-10. With R the root mean square singular value, it bounds the gradient
-            by about 1 / (2 R sqrt(ridge)) and hides singular values below R sqrt(ridge), which
-            would otherwise dominate the gradient.
 
     Returns:
         (...), float64, finite; nan, without a gradient, if a matrix is not finite.
 
     Raises:
-        ValueError: if a shape, dtype, kind or ridge is not supported.
+        ValueError: if a shape or dtype is not supported.
 
     Numerics: float64, of each matrix divided by a power of two near its largest entry, so that no
-    finite matrix overflows or underflows. If the largest or smallest eigenvalue is repeated, the
-    gradient of "log_kappa" is not unique, but finite. For a zero matrix, the penalty and its
-    gradient are 0. For a rank-deficient matrix both are finite, but the gradient does not move
-    singular values of exactly zero: along a singular vector it is proportional to the singular
-    value.
+    finite matrix overflows or underflows. For a zero matrix, the penalty and its gradient are 0.
+    For a rank-deficient matrix both are finite, but the gradient does not move singular values of
+    exactly zero: along a singular vector it is proportional to the singular value.
     Source: the bound: Guggenheimer, Edelman and Johnson 1995, "A simple estimate of the condition
     number of a linear system".
     """
@@ -172,7 +143,6 @@ def conditioning_penalty(
         raise ArgumentError(f"heads must be (..., N, M) and not empty, got {tuple(heads.shape)}")
     if heads.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(f"heads must be float32 or float64, got {heads.dtype}")
-    _check_penalty(kind, ridge)
     finite = heads.isfinite().all(dim=-1).all(dim=-1)
     a = heads.double().masked_fill(~finite[..., None, None], 0)
     # Squares must neither overflow nor vanish. The penalty is scale-free: the scale is a constant.
@@ -182,16 +152,11 @@ def conditioning_penalty(
     # The floor leaves a zero matrix zero; squares of others are far above it.
     mean = gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).clamp(min=1e-100)
     gram = gram / mean[..., None, None]
-    gram = gram + float(ridge) * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
-    if kind == "log_kappa":
-        lam = torch.linalg.eigvalsh(gram)
-        penalty = (lam[..., -1] / lam[..., 0]).log() / 2
-    else:
-        # Unlike ``cholesky``, it does not synchronise to check for success, which the ridge
-        # guarantees.
-        root, _ = torch.linalg.cholesky_ex(gram)
-        log_gm = 2 * root.diagonal(dim1=-2, dim2=-1).log().mean(dim=-1)
-        penalty = (gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).log() - log_gm) / 2
+    gram = gram + RIDGE * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    # Unlike ``cholesky``, it does not synchronise to check for success, which the ridge guarantees.
+    root, _ = torch.linalg.cholesky_ex(gram)
+    log_gm = 2 * root.diagonal(dim1=-2, dim2=-1).log().mean(dim=-1)
+    penalty = (gram.diagonal(dim1=-2, dim2=-1).mean(dim=-1).log() - log_gm) / 2
     return penalty.masked_fill(~finite, math.nan)
 
 
@@ -218,8 +183,6 @@ class ConditioningPenalty:
             ``key_lengths``.
         weight: multiplies the penalty, at least 0.
         samples: batch entries, on each rank, at least 1.
-        kind: as in ``conditioning_penalty``.
-        ridge: as in ``conditioning_penalty``.
 
     Raises:
         ValueError: an argument outside the list above, or a model without attention modules; in a
@@ -228,21 +191,12 @@ class ConditioningPenalty:
     Source: arXiv:2505.20802 for why kappa of the heads matters; as a penalty it is our own.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        weight: float = 0.01,
-        samples: int = 1,
-        kind: PenaltyKind = "log_am_gm",
-        ridge: float = 1e-8,
-    ) -> None:
+    def __init__(self, model: nn.Module, weight: float = 0.01, samples: int = 1) -> None:
         if not isinstance(weight, Real) or not 0 <= weight <= 1e30:
             raise ValueError(f"weight must be in [0, 1e30], got {shown(weight)}")
         if not isinstance(samples, Integral) or samples < 1:
             raise ValueError(f"samples must be a whole number from 1, got {shown(samples)}")
-        _check_penalty(kind, ridge)
-        self.weight, self.samples, self.ridge = float(weight), samples, float(ridge)
-        self.kind: PenaltyKind = kind
+        self.weight, self.samples = float(weight), samples
         self.modules = _attention_modules(model, "tokens")
         self._causal: dict[str, bool] = {}
         self._projected: dict[str, Tensor] = {}
@@ -283,7 +237,7 @@ class ConditioningPenalty:
         qkv = qkv if qkv.dtype == torch.float64 else qkv.float()
         with torch.autocast(qkv.device.type, enabled=False):
             heads = attention_qkvpacked(qkv, is_causal=self._causal[name]).flatten(-2)
-            return conditioning_penalty(heads, self.kind, self.ridge).mean()
+            return conditioning_penalty(heads).mean()
 
 
 class _PenaltyHook:
@@ -377,10 +331,3 @@ def _scale(param: Tensor, factor: Tensor) -> None:
 def _in_backward() -> bool:
     # The compiler has no graph task; what compiled code keeps then, the next forward overwrites.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-
-
-def _check_penalty(kind: str, ridge: float) -> None:
-    if not isinstance(kind, str) or kind not in ("log_kappa", "log_am_gm"):
-        raise ValueError(f'kind must be "log_kappa" or "log_am_gm", got {shown(kind)}')
-    if not isinstance(ridge, Real) or not 1e-10 <= ridge <= LARGEST:
-        raise ValueError(f"ridge must be at least 1e-10 and finite, got {shown(ridge)}")

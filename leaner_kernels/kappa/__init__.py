@@ -69,11 +69,6 @@ class HeadReport(NamedTuple):
         isotropy_gaussian: its approximate value for Gaussian heads, (N - 1) / (N + d).
         mean_share: (...), the share of ||A||^2 that is the mean over tokens, 1 / N for Gaussian
             heads. It affects the condition number, but not covariances and correlations.
-        effective_rank: (...), exp of the entropy of the normalised singular values (Roy and
-            Vetterli 2007); at most min(N, H * d).
-        stable_rank: (...), squared Frobenius norm over squared largest singular value.
-        condition: ConditionNumber of the block.
-        kappa_gaussian: ``gaussian_condition_number(N, H * d)``.
     """
 
     correlation: Tensor
@@ -81,10 +76,6 @@ class HeadReport(NamedTuple):
     isotropy: Tensor
     isotropy_gaussian: float
     mean_share: Tensor
-    effective_rank: Tensor
-    stable_rank: Tensor
-    condition: ConditionNumber
-    kappa_gaussian: float
 
 
 def condition_number(
@@ -238,7 +229,6 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
     tokens, width = heads.shape[-2:]
     if not isinstance(num_heads, Integral) or num_heads < 1 or width % num_heads:
         raise ArgumentError(f"num_heads must divide the width {width}, got {shown(num_heads)}")
-    sigma = reference.singular_values(heads)
     head_dim = width // num_heads
     return HeadReport(
         correlation=reference.head_correlation(heads, num_heads),
@@ -246,10 +236,6 @@ def head_report(heads: Tensor, num_heads: int) -> HeadReport:
         isotropy=reference.head_isotropy(heads, num_heads),
         isotropy_gaussian=(tokens - 1) / (tokens + head_dim),
         mean_share=reference.mean_share(heads),
-        effective_rank=reference.effective_rank(sigma),
-        stable_rank=(sigma / sigma[..., :1]).square().sum(-1),
-        condition=condition_number(heads),
-        kappa_gaussian=gaussian_condition_number(tokens, width),
     )
 
 

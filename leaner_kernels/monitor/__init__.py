@@ -11,27 +11,23 @@ rows to the writers (``writers.py``). There are three ways into a model:
   that function under a name of its own.
 """
 
-import json
 import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch import distributed as dist
+from torch import nn
 
 from ..ops._checks import shown
-from . import measurement
 from .measurement import (
-    CANCELLED,
     CHANGED,
-    FAILED,
     MEASURED,
     NOT_RUN,
     REFUSED,
@@ -39,16 +35,17 @@ from .measurement import (
     LayerSizes,
     SideStream,
     gather,
+    layout,
     merge_ranks,
     row,
-    unmeasured,
 )
+from .measurement import measure as measure_layers
 from .rows import layer_means
-from .trace import SAME_PASS, CallTrace, looks_like_attention, may_be_compiled
+from .trace import SAME_PASS, CallTrace, looks_like_attention
 from .writers import JsonLines, TensorBoard, WandbRun
 
 if TYPE_CHECKING:
-    from .plots import plot
+    from .page import plot
 
 __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 
@@ -57,16 +54,13 @@ def __getattr__(name: str) -> Any:
     # Late: most runs draw nothing.
     if name != "plot":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .plots import plot
+    from .page import plot
 
     return plot
 
 
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-
-# Of each module that captures, how many samples each monitor wants.
-_REQUESTED: weakref.WeakKeyDictionary[nn.Module, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 class _PendingRows(NamedTuple):
@@ -80,35 +74,11 @@ def can_capture(module: nn.Module) -> bool:
     return "capture_samples" in vars(module)
 
 
-class SharedCapture:
-    """The captures of one monitor, whose modules other monitors may sample at the same time.
-
-    Args:
-        modules: those of ``leaner_kernels.nn`` in a model.
-        samples: batch entries that each captures; of several monitors the most that one requests.
-    """
-
-    def __init__(self, modules: Iterable[Any], samples: int) -> None:
-        self.modules, self.samples = list(modules), samples
-
-    def start(self) -> None:
-        """Capture from now on, and drop what was captured before, unless others sample too."""
-        for module in filter(can_capture, self.modules):
-            requested = _REQUESTED.setdefault(module, {})
-            if requested.keys() <= {id(self)}:
-                module.captured = None
-            requested[id(self)] = self.samples
-            module.capture_samples = max(requested.values())
-
-    def stop(self) -> None:
-        """Capture no more, unless for others, and drop what was captured; harmless twice."""
-        for module in self.modules:
-            requested = _REQUESTED.get(module, {})
-            if requested.pop(id(self), None) is None or not can_capture(module):
-                continue
-            module.capture_samples = max(requested.values(), default=0)
-            if not requested:
-                module.captured = None
+def _stop_capture(capturing: list[Any]) -> None:
+    """Capture no more, and drop what was captured; harmless twice."""
+    for module in filter(can_capture, capturing):
+        module.capture_samples, module.captured = 0, None
+    capturing.clear()
 
 
 class KappaMonitor:
@@ -139,11 +109,12 @@ class KappaMonitor:
     others of the samples. A capture assigns to its module, which a block compiled with both
     fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
     calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
-    in the first sampled step are named in one warning.
+    in the first sampled step are named in one warning. A model may be sampled by one monitor at a
+    time.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
-    ``begin`` and ``end``: the rows are joined over ranks in one collective, equal on all of them,
-    and written by rank 0.
+    ``begin`` and ``end``, or ``cancel``: the rows are joined over ranks in one collective, equal on
+    all of them, and written by rank 0.
 
     Args:
         model: any that attends; under FSDP2 or DDP if you like.
@@ -154,9 +125,6 @@ class KappaMonitor:
             value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
             others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
             the rows a writer gets the means of ``layer_means``.
-        head_report: add the means of ``leaner_kernels.head_report`` to each row:
-            head_correlation (of pairs of heads), isotropy (of heads), each with what independent
-            Gaussian heads have (..._gaussian), and mean_share, the token mean's share of the norm.
 
     Raises:
         ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
@@ -172,7 +140,6 @@ class KappaMonitor:
         samples: int = 4,
         path: str | Path | JsonLines | None = None,
         writer: Any = None,
-        head_report: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -188,26 +155,23 @@ class KappaMonitor:
                 "nn.DataParallel on several devices runs replicas, and what they capture is lost "
                 "with them: use DistributedDataParallel"
             )
-        self.head_report = bool(head_report)
         self.model = model
         names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
         self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
         self._layers = {
             name: LayerSizes(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
         }
-        self._warn_of_singular_layers()
         excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
         inside = {part for module in excluded for part in module.modules()}
-        self._trace: CallTrace | None = CallTrace(names, excluded, samples)
-        self._capture = SharedCapture(self.modules.values(), samples)
-        # A monitor that is dropped between begin and end takes its hooks and captures along.
-        for leave in (self._trace.stop, self._capture.stop):
-            weakref.finalize(self, leave).atexit = False
         # Tracing makes compiled code run eagerly: not for a model that is all of ours.
-        self._trace_despite_compile = not self.modules or any(
-            looks_like_attention(m) for m in names.keys() - inside
-        )
-        self._agreed = False
+        self._trace: CallTrace | None = None
+        if not self.modules or any(looks_like_attention(m) for m in names.keys() - inside):
+            self._trace = CallTrace(names, excluded, samples)
+            weakref.finalize(self, self._trace.stop).atexit = False
+        # A monitor that is dropped between begin and end takes its hooks and captures along.
+        self._capturing: list[Any] = []
+        weakref.finalize(self, _stop_capture, self._capturing).atexit = False
+        self._agreed = self._trace is None
         self.every, self.samples = every, samples
         file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
         self.path = None if file is None else file.path
@@ -226,13 +190,10 @@ class KappaMonitor:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             # In the default group the collectives of the step would wait for it.
             self._group = dist.new_group(group_desc="KappaMonitor")
-        # Of the device on which all measurements are merged, and of every device with a layer.
+        # Of the device on which all layers are measured.
         self._side_stream: SideStream | None = None
-        self._side_streams: dict[torch.device, SideStream] = {}
         # Of each layer's newest call: the dtype of its output, and its source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
-        self._cancelled_gather: Any = None
-        self._warned, self._first_sampled_step, self._warned_of_undo = False, True, False
         self._pending_rows: deque[_PendingRows] = deque()
         self._step: int | None = None
         self._begun = False
@@ -290,27 +251,26 @@ class KappaMonitor:
         They are neither written nor returned by ``end``. A loop that measures again and again under
         torch.distributed needs this: it makes no process group.
         """
+        sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
+        if self.sampling or any(sampled):
+            raise RuntimeError("a step is being sampled: measure before begin or after end")
         pending, self._pending_rows = self._pending_rows, deque()
         try:
             with _undisturbed(self.model), torch.no_grad():
-                sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
-                if self._step is not None or any(sampled):
-                    raise RuntimeError("a step is being sampled: measure before begin or after end")
                 self._start(int(step))
-                try:
-                    _run_forward(self.model, batch, forward)
-                    self._finish()
-                finally:
-                    self.cancel()
+                _run_forward(self.model, batch, forward)
+                self._finish()
             return self._arrived(wait=True, write=False)
         finally:
+            self.cancel()
             self._pending_rows = pending
 
     def _start(self, step: int) -> None:
         self._step = step
-        self._warn_of_undo()
-        self._capture.start()
-        if self._trace is not None and (self._trace_despite_compile or not may_be_compiled()):
+        self._capturing += filter(can_capture, self.modules.values())
+        for module in self._capturing:
+            module.capture_samples, module.captured = self.samples, None
+        if self._trace is not None:
             self._trace.start()
 
     def end(self) -> list[dict[str, Any]]:
@@ -318,14 +278,11 @@ class KappaMonitor:
 
         Returns:
             In step order. On the CPU the rows of this step, [] when it was not sampled; on a GPU
-            those of steps that were, whose results have arrived since the last call. None of a step
-            that any rank has cancelled.
+            those of steps that were, whose results have arrived since the last call.
 
         Raises:
-            RuntimeError: ``begin`` was never called; in the first sampled step, if no attention was
-                traced, or not the same on all ranks; later, when the rows of a step arrive whose
-                measuring failed on another rank. Rows that arrived before are returned first, and
-                the next call raises.
+            RuntimeError: ``begin`` was never called; or, in the first sampled step, no attention
+                was traced, or not the same on all ranks.
         """
         if not self._begun:
             raise RuntimeError("end was called without begin: call begin(step) before the forward")
@@ -334,65 +291,49 @@ class KappaMonitor:
 
     def _finish(self) -> None:
         """Stop the capture and enqueue the measuring of what it has."""
-        if self._step is not None:
-            step, self._step = self._step, None
-            captured_by = {name: vars(m).get("captured") for name, m in self.modules.items()}
-            self._capture.stop()
-            refused: set[str] = set()
-            if self._trace is not None:
-                self._trace.stop()
-                try:
-                    if not self._agreed and not self._agree_on_layers(step):
-                        return
-                    captured_by |= self._trace.calls
-                    refused = set(self._trace.refused)
-                    self._warn_of_missing_rows(captured_by)
-                finally:
-                    self._trace.clear()
-                self._trace_despite_compile = len(self._layers) > len(self.modules)
-                if not self._trace_despite_compile:
-                    self._trace = None
-            captured, status = self._select(captured_by, refused)
-            host_copy = self._measure(captured, status)
-            for name, c in zip(self._layers, captured):
-                if c is not None:
-                    self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
-            kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
-            self._pending_rows.append(_PendingRows(step, kinds, host_copy))
+        if self._step is None:
+            return
+        step, self._step = self._step, None
+        calls = {name: vars(m).get("captured") for name, m in self.modules.items()}
+        _stop_capture(self._capturing)
+        refused: set[str] = set()
+        if self._trace is not None:
+            self._trace.stop()
+            try:
+                if not self._agreed:
+                    self._agree_on_layers(step)
+                calls |= self._trace.calls
+                refused = set(self._trace.refused)
+            finally:
+                self._trace.clear()
+            if len(self._layers) == len(self.modules):
+                self._trace = None
+        captured, status = self._select(calls, refused)
+        host_copy = self._measure(captured, status)
+        for name, c in zip(self._layers, captured):
+            if c is not None:
+                self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
+        kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
+        self._pending_rows.append(_PendingRows(step, kinds, host_copy))
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
 
         For a training loop that an error ends: until then calls of attention are traced, and
-        compiled code runs eagerly. Other ranks that go on to ``end`` do not wait for this one, and
-        have no rows of the step.
+        compiled code runs eagerly. Under torch.distributed on all ranks, or on none.
         """
-        begun, self._step = self._step is not None, None
-        self._capture.stop()
+        self._step = None
+        _stop_capture(self._capturing)
         if self._trace is not None:
             self._trace.stop()
             self._trace.clear()
-        if begun and self._group is not None:
-            if self._agreed:
-                left = self._unmeasured([CANCELLED] * len(self._layers), self._device).flatten()
-            else:
-                left = torch.full((1,), -1, device=self._device)
-            ranks = left.new_empty(self._group.size() * len(left))
-            # Not waited for: the others may never join.
-            self._cancelled_gather = dist.all_gather_into_tensor(
-                ranks, left, group=self._group, async_op=True
-            )
 
     def flush(self) -> list[dict[str, Any]]:
-        """Wait for the rows that ``end`` has not returned yet, and return them.
-
-        Raises:
-            RuntimeError: as ``end``.
-        """
+        """Wait for the rows that ``end`` has not returned yet, and return them."""
         return self._arrived(wait=True)
 
-    def _agree_on_layers(self, step: int) -> bool:
-        """Take the layers that any rank traced in the first sampled step; False: one cancelled."""
+    def _agree_on_layers(self, step: int) -> None:
+        """Take the layers that any rank traced in the first sampled step."""
         assert self._trace is not None
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
@@ -401,76 +342,30 @@ class KappaMonitor:
         problem = next((f"{layer} cannot be measured: {why}" for layer, why in refused), None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
-        mine = [[name, layer.heads, layer.head_dim] for name, layer in layers.items()]
-        ranks = self._gather_objects((problem, mine, [*self._trace.names.values()]))
-        if ranks is None:
-            return False
-        for rank, (theirs, _, _) in enumerate(ranks):
-            if theirs is not None:
+        mine = problem, {name: (layer.heads, layer.head_dim) for name, layer in layers.items()}
+        ranks: list[Any] = [mine]
+        if self._group is not None:
+            ranks *= self._group.size()
+            dist.all_gather_object(ranks, mine, group=self._group)
+        for rank, (problem, _) in enumerate(ranks):
+            if problem is not None:
                 where = f" on rank {rank}" if len(ranks) > 1 else ""
-                raise RuntimeError(f"step {step}{where}: {theirs}")
-        common = set.intersection(*(set(names) for _, _, names in ranks))
-        first: dict[str, tuple[int, tuple[int, int]]] = {}
-        for rank, (_, theirs, _) in enumerate(ranks):
-            for name, *sizes in theirs:
-                other, before = first.setdefault(name, (rank, (sizes[0], sizes[1])))
-                if before != tuple(sizes) or name.partition("#")[0] not in common:
-                    other = (
-                        other if other != rank else next(r for r in range(len(ranks)) if r != rank)
-                    )
-                    raise RuntimeError(
-                        f"all ranks must trace the same layers, but in step {step} ranks "
-                        f"{min(rank, other)} and {max(rank, other)} differ in {name}"
-                    )
-        for name, (_, sizes) in first.items():
-            layers.setdefault(name, LayerSizes(*sizes))
+                raise RuntimeError(f"step {step}{where}: {problem}")
+        for name, sizes in (item for _, theirs in ranks for item in theirs.items()):
+            if layers.setdefault(name, LayerSizes(*sizes))[:2] != sizes:
+                raise RuntimeError(
+                    "all ranks must trace the same layers, but in the first sampled step, "
+                    f"{step}, they differ in {name}"
+                )
         self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.order)}
         self._agreed = True
-        return True
-
-    def _gather_objects(self, mine: Any) -> list[Any] | None:
-        """Return what JSON can hold of all ranks, None where one has cancelled the step."""
-        if self._group is None:
-            return [mine]
-        data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-        size = torch.full((1,), len(data), device=self._device)
-        sizes = size.new_empty(self._group.size())
-        dist.all_gather_into_tensor(sizes, size, group=self._group)
-        lengths = sizes.tolist()
-        if min(lengths) < 0:
-            return None
-        padded = nn.functional.pad(data, (0, max(lengths) - len(data))).to(self._device)
-        ranks = padded.new_empty(len(lengths) * len(padded))
-        dist.all_gather_into_tensor(ranks, padded, group=self._group)
-        rows = ranks.cpu().view(len(lengths), -1)
-        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(rows, lengths)]
-
-    def _warn_of_missing_rows(self, calls: dict[str, Any]) -> None:
-        """Name, once, the modules that look like attention and give no row."""
-        assert self._trace is not None
-        if self._warned or (self._group is not None and self._group.rank() != 0):
-            return
-        new = [name for name in calls if name not in self._layers]
-        untraced = self._trace.untraced(self._layers) if self._first_sampled_step else []
-        self._first_sampled_step = False
-        if untraced or new:
-            self._warned = True
-            names = ", ".join(untraced + new)
+        untraced = self._trace.untraced(self._layers)
+        if untraced and (self._group is None or self._group.rank() == 0):
             where = "; ".join([*self._trace.fallbacks(untraced), 'docs/kappa.md, "Not traced"'])
             warnings.warn(
-                f"KappaMonitor has no rows of {names}, which look like attention: no call that can "
-                f"be traced was made there in the first sampled step ({where})",
-                stacklevel=3,
-            )
-
-    def _warn_of_undo(self) -> None:
-        undone = [name or "the model" for name, m in self.modules.items() if not can_capture(m)]
-        if undone and not self._warned_of_undo:
-            self._warned_of_undo = True
-            warnings.warn(
-                f"KappaMonitor has no more rows of {', '.join(undone)}, whose swap was taken back "
-                "by undo: construct it after that",
-                stacklevel=3,
+                f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention: no "
+                f"call that can be traced was made there in the first sampled step ({where})",
+                stacklevel=4,
             )
 
     def _select(self, calls: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
@@ -494,114 +389,38 @@ class KappaMonitor:
     def _device(self) -> torch.device:
         return next(self.model.parameters(), torch.empty(0)).device
 
-    def _side_stream_on(self, device: torch.device) -> SideStream:
-        if device not in self._side_streams:
-            self._side_streams[device] = SideStream(device)
-        return self._side_streams[device]
-
-    def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
-        places: dict[torch.device, list[int]] = {}
-        for place, c in enumerate(captured):
-            if c is not None:
-                places.setdefault(c.heads.device, []).append(place)
-        device = next(iter(places), self._device)
-        if self._side_stream is None:
-            self._side_stream = self._side_stream_on(device)
-        try:
-            pieces = [self._measure_on(captured, of, on, device) for on, of in places.items()]
-            missing = [place for place, c in enumerate(captured) if c is None]
-            with self._side_stream.after([]):
-                if missing:
-                    reasons = [status[place] for place in missing]
-                    pieces.append((missing, self._unmeasured(reasons, device)))
-                rows = {
-                    place: row for of, matrix in pieces for place, row in zip(of, matrix.unbind())
-                }
-                matrix = torch.stack([rows[place] for place in range(len(captured))])
-        except Exception:
-            # The other ranks wait for this one in the collective: it joins before it raises.
-            self._all_gather(self._unmeasured([FAILED] * len(captured), device))
-            raise
-        with self._side_stream.after([matrix]):
-            return self._side_stream.copy_to_host(self._all_gather(matrix))
-
-    def _measure_on(
-        self, captured: list[Any], places: list[int], on: torch.device, device: torch.device
-    ) -> tuple[list[int], Tensor]:
-        """Measure the layers at these places, which lie on one device, and send that to another."""
-        assert self._side_stream is not None
-        side = self._side_stream if on == device else self._side_stream_on(on)
-        gathered = gather([captured[place] for place in places])
-        with side.after(gathered.tensors()):
-            matrix = measurement.measure(gathered, self._most_heads, self.head_report)
-        if on != device:
-            with side.after([]), self._side_stream.after([]):
-                matrix = matrix.to(device, non_blocking=True)
-        return places, matrix
-
     @property
     def _most_heads(self) -> int:
         return max(layer.heads for layer in self._layers.values())
 
-    def _unmeasured(self, status: list[float], device: torch.device) -> Tensor:
-        return unmeasured(status, self._most_heads, device)
-
-    def _all_gather(self, matrix: Tensor) -> Tensor:
-        if self._group is None:
-            return matrix
-        ranks = matrix.new_empty(self._group.size(), *matrix.shape)
-        dist.all_gather_into_tensor(ranks.flatten(), matrix.flatten(), group=self._group)
-        return merge_ranks(ranks)
+    def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
+        device = next((c.heads.device for c in captured if c is not None), self._device)
+        if self._side_stream is None:
+            self._side_stream = SideStream(device)
+        gathered = gather(captured, device)
+        with self._side_stream.after(gathered.tensors()):
+            matrix = measure_layers(gathered, status, self._most_heads, device)
+        with self._side_stream.after([matrix]):
+            if self._group is not None:
+                ranks = matrix.new_empty(self._group.size(), *matrix.shape)
+                dist.all_gather_into_tensor(ranks.flatten(), matrix.flatten(), group=self._group)
+                matrix = merge_ranks(ranks, self._most_heads)
+            return self._side_stream.copy_to_host(matrix)
 
     def _arrived(self, wait: bool, write: bool = True) -> list[dict[str, Any]]:
         rows = []
         while self._pending_rows and (wait or self._pending_rows[0].host_copy.ready()):
-            try:
-                rows += self._rows(self._pending_rows[0], write)
-            except Exception:
-                if rows:
-                    # The next call raises it.
-                    return rows
-                self._pending_rows.popleft()
-                raise
-            self._pending_rows.popleft()
+            step, kinds, host_copy = self._pending_rows.popleft()
+            host_copy.wait()
+            columns, of_step = layout(self._most_heads), []
+            for layer, measured, kind in zip(self._layers.items(), host_copy.host, kinds):
+                values = {name: measured[place] for name, place in columns.items()}
+                of_step.append(row(step, *layer, values, *kind))
+            if write and (self._group is None or self._group.rank() == 0):
+                for writer in self.writers:
+                    writer.append(of_step)
+            rows += of_step
         return rows
-
-    def _rows(self, pending: _PendingRows, write: bool) -> list[dict[str, Any]]:
-        pending.host_copy.wait()
-        measured = pending.host_copy.host
-        ended = set(measured[:, -1].tolist()) & {FAILED, CANCELLED}
-        if FAILED in ended:
-            raise RuntimeError(f"step {pending.step} could not be measured on another rank")
-        if ended:
-            return []
-        layers = zip(self._layers.items(), measured, pending.kinds, strict=True)
-        rows = [
-            row(pending.step, *layer, values, *kind, self.head_report)
-            for layer, values, kind in layers
-        ]
-        if write:
-            self._write(rows)
-        return rows
-
-    def _write(self, rows: list[dict[str, Any]]) -> None:
-        if rows and (self._group is None or self._group.rank() == 0):
-            for writer in self.writers:
-                writer.append(rows)
-
-    def _warn_of_singular_layers(self) -> None:
-        """Name, at the start, the layers whose kappa no sample will resolve."""
-        singular = [
-            name or "the model"
-            for name, m in self.modules.items()
-            if m.attends == "landmarks" and m.num_heads > 1 and m.num_landmarks <= m.head_dim
-        ]
-        if singular:
-            warnings.warn(
-                f"kappa of {', '.join(singular)} is infinite by construction: heads as wide as "
-                "there are landmarks share a direction; look at rank and kappa_to_rank",
-                stacklevel=3,
-            )
 
 
 def measure(

@@ -1,14 +1,12 @@
-"""What the commands share: parsers, errors of one line, and streams that take every character."""
+"""What the commands share: errors of one line, and streams that take every character."""
 
 import argparse
 import io
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from contextlib import suppress
+from typing import Any, TextIO
 
 # What a terminal obeys, or shows in another order than it is written.
 _OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
@@ -29,24 +27,6 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
-@contextmanager
-def status_of_errors() -> Iterator[None]:
-    """Turn an error that names what the user gave, or a file, into one line and status 1."""
-    try:
-        yield
-        sys.stdout.flush()
-    except OSError as error:
-        named = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        raise SystemExit(one_line(named)) from None
-    except (ImportError, ValueError, MemoryError) as error:
-        raise SystemExit(one_line(first_line(error))) from None
-
-
-def as_path(text: str) -> Path:
-    """Read the path of a flag, which may not be empty."""
-    return Path(words(text))
-
-
 def words(text: str) -> str:
     """Read the text of a flag, which may not be empty."""
     if not text.strip():
@@ -54,28 +34,15 @@ def words(text: str) -> str:
     return text
 
 
-class OneLine(argparse.ArgumentParser):
-    """A parser whose errors are lines of which a terminal obeys nothing."""
-
-    def error(self, message: str) -> NoReturn:
-        """Stop, after the usage and the message."""
-        super().error(one_line(message))
-
-
-def command(
-    program: str, doc: str | None, kind: type[argparse.ArgumentParser] = OneLine, **more: Any
-) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose output takes every character from here on."""
-    take_every_character(program)
-    return kind(program, description=(doc or "").partition("\n")[0], **more)
-
-
 def take_every_character(program: str) -> None:
     """Write what an output stream cannot show, as κ in ASCII, as an escape of Python's.
 
     A stream that is closed, or that nobody reads any more, does not end the program either.
     """
-    _fill_descriptors()
+    # No file of data may become the output of a process that was started without.
+    while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(spare)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -89,16 +56,6 @@ def take_every_character(program: str) -> None:
     shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
     if shown != "κ" and os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
-
-
-def _fill_descriptors() -> None:
-    """Open what the process was started without, so that no file of data becomes its output."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            # The lowest that is free: this one.
-            os.open(os.devnull, os.O_RDWR)
 
 
 class UntilUnread:
@@ -118,11 +75,6 @@ class UntilUnread:
             self._drop()
             return len(text)
 
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write lines."""
-        for line in lines:
-            self.write(line)
-
     def flush(self) -> None:
         """Flush."""
         try:
@@ -132,10 +84,8 @@ class UntilUnread:
 
     def _drop(self) -> None:
         # What is buffered would fail again, at the latest when the interpreter ends.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        with suppress(OSError, ValueError):
-            os.dup2(nowhere, self.stream.fileno())
-        os.close(nowhere)
+        with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), self.stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

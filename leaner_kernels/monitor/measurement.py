@@ -8,68 +8,46 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..kappa import condition_number, condition_report, gaussian_condition_number, reference
+from ..kappa import condition_number, condition_report, gaussian_condition_number
 from ..ops.statistics import COLUMNS, STATISTICS
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
-# The status of a layer: measured; a row without numbers, for three reasons; and of the whole step:
-# measuring raised, or a rank cancelled.
-MEASURED, NOT_RUN, CHANGED, REFUSED, FAILED, CANCELLED = map(float, range(6))
+# The status of a layer: measured, or a row without numbers, for three reasons.
+MEASURED, NOT_RUN, CHANGED, REFUSED = map(float, range(4))
 _REASONS = {
     NOT_RUN: "no call of several queries",
     CHANGED: "other heads than in the first sampled step",
     REFUSED: "a call that cannot be traced",
 }
+# Measurements of each matrix, means over the samples; of the heads; and of each head.
+_OF_MATRIX = "log_kappa", "sigma_max", "sigma_min", "tokens"
+_OF_HEADS = "effective_rank", "stable_rank", "rank", "log_kappa_to_rank"
+_MEANS = [s.name for s in STATISTICS if s.over_samples == "mean"]
+_MAXIMA = [s.name for s in STATISTICS if s.over_samples == "max"]
 
 
-class Field(NamedTuple):
-    """A measurement of every layer: columns of the matrix that ranks exchange."""
+def layout(heads: int) -> dict[str, slice]:
+    """Return the columns of each measurement of a layer, with places for so many heads.
 
-    name: str
-    over_ranks: Literal["mean", "max"]  # reduction over the ranks that measured the layer
-    size: Literal["layer", "matrix", "head"] = "layer"  # one number of each
-
-
-# Means over the samples, and the largest kappa: inf where one was not resolved.
-_SPECTRUM = (
-    *(Field(name, "mean", "matrix") for name in ("log_kappa", "sigma_max", "sigma_min", "tokens")),
-    Field("worst_kappa", "max", "matrix"),
-)
-_RANKS = "effective_rank", "stable_rank", "rank", "log_kappa_to_rank"
-_HEAD_REPORT = "head_correlation", "isotropy", "mean_share"
-# The columns of the matrix in order: means over ranks, maxima, and last the status.
-FIELDS = sorted(
-    (
-        *_SPECTRUM,
-        *(Field(name, "mean") for name in (*_RANKS, *_HEAD_REPORT, "columns")),
-        *(Field(statistic.name, statistic.over_ranks, "head") for statistic in STATISTICS),
-    ),
-    key=lambda field: field.over_ranks == "max",
-)
-
-
-def width_of(heads: int) -> int:
-    """Return how many columns a matrix has with places for so many heads, the status among them."""
-    sizes = {"layer": 1, "matrix": 3, "head": heads}
-    return sum(sizes[field.size] for field in FIELDS) + 1
-
-
-@cache
-def columns_of(width: int) -> dict[str, slice]:
-    """Return the columns of each field in a matrix of this width."""
-    sizes = {"layer": 1, "matrix": 3, "head": (width - width_of(0)) // len(STATISTICS)}
-    columns, end = {}, 0
-    for field in FIELDS:
-        columns[field.name] = slice(end, end + sizes[field.size])
-        end += sizes[field.size]
-    return columns
+    Ranks are joined by the mean of those before "worst_kappa", by the largest of the others.
+    """
+    widths = {
+        **dict.fromkeys(_OF_MATRIX, 3),
+        **dict.fromkeys((*_OF_HEADS, "columns"), 1),
+        **dict.fromkeys(_MEANS, heads),
+        "worst_kappa": 3,  # inf where one sample is not resolved
+        **dict.fromkeys(_MAXIMA, heads),
+        "status": 1,
+    }
+    ends = accumulate(widths.values())
+    return {name: slice(end - width, end) for (name, width), end in zip(widths.items(), ends)}
 
 
 class MatrixBatch(NamedTuple):
@@ -84,9 +62,8 @@ class GatheredCaptures(NamedTuple):
     """Copies of what the modules captured, which no later forward overwrites."""
 
     batches: list[MatrixBatch]  # as few as shapes
-    heads: list[int]  # of each layer
-    statistics: dict[str, Tensor]  # reduced over the batch, the heads of one layer after another
-    columns: list[float]  # keys of each layer's softmax, nan where the module has ``columns``
+    statistics: dict[int, Tensor]  # of each layer, (len(STATISTICS), H): means, then maxima
+    columns: dict[int, float]  # keys of each layer's softmax, where the module has no ``columns``
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
@@ -94,11 +71,12 @@ class GatheredCaptures(NamedTuple):
         return [*batched, *self.statistics.values()]
 
 
-def gather(captured: Sequence[Any]) -> GatheredCaptures:
-    """Copy the captures of all layers (``Captured`` or ``TracedCall``) into few batches."""
+def gather(captured: Sequence[Any], device: torch.device) -> GatheredCaptures:
+    """Copy the captures (``Captured``, ``TracedCall`` or None) of all layers into few batches."""
+    captures = {layer: _moved(c, device) for layer, c in enumerate(captured) if c is not None}
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
-    for layer, c in enumerate(captured):
+    for layer, c in captures.items():
         kind = True, c.heads.shape, c.lengths is None, c.heads.dtype
         alike.setdefault(kind, []).append(layer)
         if c.residual is not None:
@@ -106,141 +84,86 @@ def gather(captured: Sequence[Any]) -> GatheredCaptures:
             alike.setdefault(kind, []).append(layer)
     batches = []
     for (of_heads, _, whole, _), layers in alike.items():
-        lengths = None if whole else torch.stack([captured[layer].lengths for layer in layers])
+        own = [captures[layer] for layer in layers]
+        lengths = None if whole else torch.stack([c.lengths for c in own])
         if of_heads:
             places = [(HEADS, layer) for layer in layers]
-            a = torch.stack([captured[layer].heads for layer in layers])
+            a = torch.stack([c.heads for c in own])
         else:
             places = [(kind, layer) for kind in (BEFORE, AFTER) for layer in layers]
-            before = torch.stack([captured[layer].output for layer in layers])
-            after = before + torch.stack([captured[layer].residual for layer in layers])
-            a = torch.cat([before, after])
+            before = torch.stack([c.output for c in own])
+            a = torch.cat([before, before + torch.stack([c.residual for c in own])])
             lengths = None if lengths is None else torch.cat([lengths, lengths])
         batches.append(MatrixBatch(places, a, lengths))
     statistics = {}
-    means = [s.name for s in STATISTICS if s.over_samples == "mean"]
-    per_layer = [[c.statistics[name] for c in captured] for name in means]
-    if len({values.shape[0] for values in per_layer[0]}) == 1:
-        joined = torch.stack([torch.cat(values, dim=1) for values in per_layer]).mean(dim=1)
-    else:
-        joined = torch.cat([torch.stack(of).mean(dim=1) for of in zip(*per_layer)], dim=1)
-    statistics = dict(zip(means, joined.unbind()))
-    for statistic in STATISTICS:
-        if statistic.over_samples == "max":
-            largest = [c.statistics[statistic.name] for c in captured]
-            statistics[statistic.name] = torch.cat(largest)
-    heads = [values.shape[1] for values in per_layer[0]]
-    columns = [float(getattr(c, "columns", torch.nan)) for c in captured]
-    return GatheredCaptures(batches, heads, statistics, columns)
+    for layer, c in captures.items():
+        means = torch.stack([c.statistics[name] for name in _MEANS]).mean(dim=1)
+        statistics[layer] = torch.cat([means, *(c.statistics[name][None] for name in _MAXIMA)])
+    columns = {n: float(c.columns) for n, c in captures.items() if hasattr(c, "columns")}
+    return GatheredCaptures(batches, statistics, columns)
 
 
-def measure(gathered: GatheredCaptures, most_heads: int, head_report: bool = False) -> Tensor:
-    """Measure every matrix of L layers, with places for ``most_heads`` heads.
+def _moved(capture: Any, device: torch.device) -> Any:
+    """Return a capture on a device, of a layer that may be on another."""
+    if capture.heads.device == device:
+        return capture
 
-    Returns (L, width), float64, on the device of the captures: columns as in ``columns_of``, the
-    status last; nan and, for kappa, inf where a layer has no output and residual to measure.
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    values = {name: move(value) for name, value in capture._asdict().items()}
+    values["statistics"] = {name: move(value) for name, value in capture.statistics.items()}
+    return capture._replace(**values)
+
+
+def measure(
+    gathered: GatheredCaptures, status: Sequence[float], most_heads: int, device: torch.device
+) -> Tensor:
+    """Measure every matrix of L layers, each with a status, and ``most_heads`` heads at most.
+
+    Returns (L, width), float64, on the device: columns as in ``layout``, nan without a measurement.
     """
-    num_layers, device = len(gathered.heads), next(iter(gathered.statistics.values())).device
-    blank = torch.full((len(_SPECTRUM),), torch.nan, dtype=torch.float64, device=device)
-    blank[-1].fill_(torch.inf)
-    spectra = dict.fromkeys(((layer, m) for layer in range(num_layers) for m in range(3)), blank)
-    ranks: dict[int, Tensor] = {}
-    reports = dict.fromkeys(range(num_layers), blank.new_full((len(_HEAD_REPORT),), torch.nan))
+    columns = layout(most_heads)
+    size = len(status), columns["status"].stop
+    matrix = torch.full(size, torch.nan, dtype=torch.float64, device=device)
+    # On the device: a copy from the host might wait for it.
+    for layer, reason in enumerate(status):
+        matrix[layer, columns["status"]].fill_(reason)
+    for layer, count in gathered.columns.items():
+        matrix[layer, columns["columns"]].fill_(count)
+    for layer, values in gathered.statistics.items():
+        for name, per_head in zip((*_MEANS, *_MAXIMA), values):
+            matrix[layer, columns[name]][: len(per_head)] = per_head
+    of_heads = slice(columns[_OF_HEADS[0]].start, columns[_OF_HEADS[-1]].stop)
     for places, a, lengths in gathered.batches:
         if places[0][0] == HEADS:
             # All singular values: they cost more, and only the heads are reported in full.
             report = condition_report(a, lengths=lengths)
             log_to_rank = report.kappa_to_rank.log()
             by_sample = report.effective_rank, report.stable_rank, report.rank, log_to_rank
-            means = torch.stack(by_sample, dim=-1).mean(dim=1)
-            for place, ((_, layer), mean) in enumerate(zip(places, means.unbind())):
-                ranks[layer] = mean
-                if head_report:
-                    counts = None if lengths is None else lengths[place]
-                    reports[layer] = _head_report(gathered.heads[layer], a[place], counts)
+            ranks = torch.stack(by_sample, dim=-1).mean(dim=1)
+            for (_, layer), values in zip(places, ranks):
+                matrix[layer, of_heads] = values
         else:
             report = condition_number(a, lengths=lengths)
         tokens = torch.full_like(report.kappa, a.shape[-2]) if lengths is None else lengths
         by_sample = report.kappa.log(), report.sigma_max, report.sigma_min, tokens.double()
         means = torch.stack(by_sample, dim=-1).mean(dim=1)
         worst = report.kappa.masked_fill(~report.resolved, torch.inf).amax(dim=1)
-        spectrum = torch.cat([means, worst[:, None]], dim=1)
-        spectra.update(zip(((layer, m) for m, layer in places), spectrum.unbind()))
-    columns = blank.new_full((num_layers,), torch.nan)
-    for layer, count in enumerate(gathered.columns):
-        if not math.isnan(count):
-            # On the device: a copy from the host might wait for it.
-            columns[layer].fill_(count)
-    by_matrix = torch.stack([*spectra.values()]).view(num_layers, 3, len(_SPECTRUM))
-    by_layer = torch.cat(
-        [
-            torch.stack([ranks[layer] for layer in range(num_layers)]),
-            torch.stack([*reports.values()]),
-        ],
-        dim=1,
-    )
-    values = {
-        **dict(zip((field.name for field in _SPECTRUM), by_matrix.unbind(dim=-1))),
-        **dict(zip((*_RANKS, *_HEAD_REPORT), by_layer.split(1, dim=1))),
-        "columns": columns[:, None],
-        **{
-            name: _padded(per_head.double(), gathered.heads, most_heads)
-            for name, per_head in gathered.statistics.items()
-        },
-    }
-    status = torch.full((num_layers, 1), MEASURED, dtype=torch.float64, device=device)
-    return torch.cat([*(values[field.name] for field in FIELDS), status], dim=1)
-
-
-def _padded(per_head: Tensor, heads: Sequence[int], most_heads: int) -> Tensor:
-    """Return (L, most_heads) of the heads of all layers one after another."""
-    if set(heads) == {most_heads}:
-        return per_head.view(-1, most_heads)
-    padded = per_head.new_full((len(heads), most_heads), torch.nan)
-    for row, values in zip(padded, per_head.split(heads)):
-        row[: len(values)] = values
-    return padded
-
-
-def _head_report(heads: int, a: Tensor, lengths: Tensor | None) -> Tensor:
-    """Return what ``_HEAD_REPORT`` names of a layer's heads, (S, N, M)."""
-    inside: Tensor | int = 1
-    tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
-    if lengths is not None:
-        inside = (torch.arange(a.shape[1], device=a.device) < lengths[:, None])[..., None]
-        a = a * inside
-    a = a.double()
-    mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
-    within = (a - mean) * inside
-    pairs = reference.head_correlation(within, heads)
-    others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
-    correlation = torch.where(others, pairs, 0).sum(dim=(-2, -1)).mean() / others.sum()
-    shares = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
-    isotropy = reference.head_isotropy(within, heads).mean()
-    return torch.stack([correlation, isotropy, shares.mean()])
-
-
-def unmeasured(status: Sequence[float], most_heads: int, device: torch.device) -> Tensor:
-    """Return the matrix of layers without measurements, with the status of each."""
-    size = len(status), width_of(most_heads)
-    matrix = torch.full(size, torch.nan, dtype=torch.float64, device=device)
-    for row, reason in zip(matrix, status):
-        # On the device: a copy from the host might wait for it.
-        row[-1].fill_(reason)
+        for (kind, layer), values, largest in zip(places, means, worst):
+            matrix[layer, kind : columns[_OF_MATRIX[-1]].stop : 3] = values
+            matrix[layer, columns["worst_kappa"]][kind] = largest
     return matrix
 
 
-def merge_ranks(ranks: Tensor) -> Tensor:
+def merge_ranks(ranks: Tensor, most_heads: int) -> Tensor:
     """Return the matrix (L, width) of (ranks, L, width): of the ranks that measured a layer."""
-    first = next(field.name for field in FIELDS if field.over_ranks == "max")
-    end = columns_of(ranks.shape[-1])[first].start
+    end = layout(most_heads)["worst_kappa"].start
     status = ranks[..., -1:]
     ran = status == MEASURED
     mean = torch.where(ran, ranks[..., :end], 0).sum(dim=0) / ran.sum(dim=0)
     largest = torch.where(ran, ranks[..., end:-1], -torch.inf).amax(dim=0)
-    ended = (status >= FAILED).any(dim=0)
-    joined = torch.where(ended, status.amax(dim=0), status.amin(dim=0))
-    return torch.cat([mean, largest, joined], dim=1)
+    return torch.cat([mean, largest, status.amin(dim=0)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -320,32 +243,18 @@ def row(
     step: int,
     name: str,
     layer: LayerSizes,
-    measured: Tensor,
+    measured: dict[str, Tensor],
     dtype: torch.dtype,
     source: str,
-    head_report: bool = False,
 ) -> dict[str, Any]:
     """Return the row of one layer and step, as ``KappaMonitor`` documents it.
 
-    ``measured`` is the layer's row of measurements, on the CPU, ``dtype`` that of its output.
+    ``measured`` are the layer's measurements, on the CPU, ``dtype`` is that of its output.
     """
     heads, head_dim, columns = layer
-    slices, status = columns_of(len(measured)), measured[-1].item()
-
-    def of(field: str) -> Any:
-        values = measured[slices[field]].tolist()
-        return values if len(values) > 1 else values[0]
-
-    def over_heads(each: bool) -> dict[str, Any]:
-        reduced = {}
-        for column in COLUMNS:
-            if (column.over_heads == "each") == each:
-                per_head = measured[slices[column.statistic]][:heads]
-                reduced[column.name] = _finite(_OVER_HEADS[column.over_heads](per_head).tolist())
-        return reduced
-
-    kappa = measured[slices["log_kappa"]].exp().tolist()
-    worst, sigma_max = of("worst_kappa"), of("sigma_max")
+    values = {name: tensor.tolist() for name, tensor in measured.items()}
+    (status,) = values["status"]
+    worst, sigma_max = values["worst_kappa"], values["sigma_max"][HEADS]
     resolved = math.isfinite(worst[HEADS])
     limit = 4 / torch.finfo(dtype).eps
     reason = _REASONS.get(status)
@@ -353,36 +262,39 @@ def row(
         reason = "not run"
     tokens = places = gaussian = None
     if status == MEASURED:
-        tokens = round(of("tokens")[HEADS])
-        places = round(of("columns")) if columns is None else columns(tokens)
+        tokens = round(values["tokens"][HEADS])
+        places = round(values["columns"][0]) if columns is None else columns(tokens)
         gaussian = _finite(gaussian_condition_number(tokens, heads * head_dim))
         if not resolved:
-            reason = "not resolved" if math.isfinite(sigma_max[HEADS]) else "not finite"
+            reason = "not resolved" if math.isfinite(sigma_max) else "not finite"
+
+    def kappa(matrix: int) -> float:
+        return math.exp(values["log_kappa"][matrix])
 
     def near_skip(matrix: int) -> float | None:
-        return kappa[matrix] if worst[matrix] <= limit else None
+        return kappa(matrix) if 0 <= worst[matrix] <= limit else None
 
-    report = {}
-    if head_report:
-        report = {name: _finite(of(name)) for name in _HEAD_REPORT}
-        if heads == 1:
-            report["head_correlation"] = None
-        known = tokens is not None
-        report["head_correlation_gaussian"] = head_dim / (tokens + head_dim) if known else None
-        report["isotropy_gaussian"] = (tokens - 1) / (tokens + head_dim) if known else None
+    def over_heads(each: bool) -> dict[str, Any]:
+        reduced = {}
+        for column in COLUMNS:
+            if (column.over_heads == "each") == each:
+                per_head = measured[column.statistic][:heads]
+                reduced[column.name] = _finite(_OVER_HEADS[column.over_heads](per_head).tolist())
+        return reduced
+
     return {
         "step": step,
         "layer": name,
-        "kappa": kappa[HEADS] if resolved else None,
+        "kappa": kappa(HEADS) if resolved else None,
         "reason": reason,
         "kappa_gaussian": gaussian,
         "resolved": resolved,
-        "sigma_max": _finite(sigma_max[HEADS]),
-        "sigma_min": _finite(of("sigma_min")[HEADS]),
+        "sigma_max": _finite(sigma_max),
+        "sigma_min": _finite(values["sigma_min"][HEADS]),
         **over_heads(each=False),
-        **{key: _finite(of(key)) for key in ("effective_rank", "stable_rank", "rank")},
+        **{key: _finite(values[key][0]) for key in ("effective_rank", "stable_rank", "rank")},
         **over_heads(each=True),
-        "kappa_to_rank": _finite(math.exp(of("log_kappa_to_rank"))),
+        "kappa_to_rank": _finite(math.exp(values["log_kappa_to_rank"][0])),
         "kappa_before_skip": near_skip(BEFORE),
         "kappa_after_skip": near_skip(AFTER),
         "heads": heads,
@@ -390,7 +302,6 @@ def row(
         "tokens": tokens,
         "columns": places,
         "source": source,
-        **report,
     }
 
 

@@ -1,4 +1,4 @@
-"""One HTML file of one run or several: what was run and reached, loss, kappa, attention, alarms.
+"""Plots of kappa, and one HTML file of runs: what was reached, loss, kappa, attention, alarms.
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
@@ -6,81 +6,221 @@ Charts are SVG in the file, which needs neither scripts nor a network: its own p
 browser both. matplotlib is imported when there is something to draw.
 """
 
+import argparse
+import colorsys
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from html import escape
 from io import StringIO
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, geometric_mean
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ops.statistics import COLUMNS, UNITS
-from .command_line import as_path, command, one_line, status_of_errors
+from .command_line import one_line, take_every_character, words
 from .files import write_file
-from .plots import (
-    COLOURS,
-    GREY,
-    Line,
-    axis_scale,
-    head_norms,
-    kappa_lines,
-    kappa_or_rank,
-    layer_lines,
-    number,
-    short_names,
-    spread,
-    without_kappa,
-)
-from .rows import newest, read_summary, read_thinned
+from .rows import Row, newest, read_summary, read_thinned
 
-__all__ = ["write_page"]
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["plot", "write_page"]
 
 # Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
-_FILES = {
-    "metrics": {"step": int},
-    "kappa": {"step": int, "layer": str},
-    "kappa_probe": {"step": int, "layer": str},
-    "alarms": {"step": int, "message": str},
-}
+_FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
+# Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+GREY = "#808080"
+_LEGEND = 24  # names of layers that fit in a column beside an axis
 _ALARM = "#d62728"  # of the lines at alarms
 _DASHES = ("-", "--", ":")
-# Charts of metrics by title: the unit, and what lines are called by the names of their rows.
-_LOSSES = {
-    "loss": "training",
-    "held_out_loss": "held out",
-    "held_out_ema_loss": "held out, averaged weights",
-}
+# Charts of metrics: title, unit, and what lines are called by the names of their rows.
+_LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
 _ACCURACIES = {
     "held_out_accuracy": "accuracy",
-    "held_out_ema_accuracy": "accuracy, averaged weights",
+    "held_out_ema_accuracy": "averaged weights",
     "held_out_top5": "top-5",
 }
-_SCORES = {
-    "Loss": ("loss", _LOSSES),
-    "Held-out accuracy": ("share that is correct", _ACCURACIES),
-}
-_COURSE = {
-    "Learning rate": ("learning rate", {"lr": "", "learning_rate": ""}),
-    "Gradient norm": ("norm", {"grad_norm": ""}),
-    "Throughput": ("items a second", {"throughput": ""}),
-}
-# With up to so many layers the table of their kappa is unfolded.
-_LISTED = 12
+_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
+_COURSE = (
+    ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
+    ("Gradient norm", "norm", {"grad_norm": ""}),
+    ("Throughput", "items a second", {"throughput": ""}),
+)
+
+
+def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
+    """Draw kappa of every layer against the step, and the prediction for Gaussian heads.
+
+        plot(monitor.flush(), "kappa.png")
+
+    The axis of kappa is logarithmic where its values span a decade. Rows without a kappa are left
+    out, and the title counts them.
+
+    Args:
+        rows: of ``KappaMonitor``, at least one; of several of a step and layer the last counts.
+        path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
+
+    Returns:
+        The figure, which no window shows.
+
+    Raises:
+        ImportError: matplotlib is missing.
+        ValueError: no rows, or a suffix that names no format.
+        OSError: the file cannot be written.
+    """
+    rows = newest(rows)
+    if not rows:
+        raise ValueError("there are no rows to draw")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
+    lines = kappa_lines(rows)
+    columns = math.ceil(len(lines) / _LEGEND)
+    figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
+    scale = axis_scale(row.get("kappa") for row in rows)
+    axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
+    for line in lines:
+        axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
+    axes.set_title(without_kappa(rows), fontsize="small")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+class Line(NamedTuple):
+    """A line of a chart; without a name it has no place in the legend."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    colour: str
+    dash: str = "-"
+    title: str = ""  # shown where a pointer is on the line; else the name
+
+    def columns(self) -> tuple[list[float], list[float]]:
+        """Return x and y of the points."""
+        return [x for x, _ in self.points], [y for _, y in self.points]
+
+
+def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
+    """Return a line for each layer, from blue to red; legible on white and on black."""
+    rows = list(rows)
+    names, lines = short_names(rows), []
+    for place, (layer, points) in enumerate(series(rows, field).items()):
+        hue = 0.62 * (1 - place / max(len(names) - 1, 1))
+        red, green, blue = (round(255 * c) for c in colorsys.hls_to_rgb(hue, 0.45, 0.75))
+        colour = f"#{red:02x}{green:02x}{blue:02x}"
+        lines.append(Line(names[layer] or "the model", points, colour, title=layer))
+    return lines
+
+
+def kappa_lines(rows: Iterable[Row]) -> list[Line]:
+    """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
+    rows = list(rows)
+    lines = layer_lines(rows, "kappa")
+    for points in dict.fromkeys(map(tuple, series(rows, "kappa_gaussian").values())):
+        if not points:
+            continue
+        name = f"Gaussian heads: {spread(value for _, value in points)}"
+        lines.append(Line(name, points, GREY, "--"))
+    return lines
+
+
+def number(value: Any) -> float | None:
+    """Return a number if it is finite, else None."""
+    return value if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _has(row: Row, field: str) -> bool:
+    return number(row.get(field)) is not None
+
+
+def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
+    """Return steps and values of each layer, less those that are not numbers."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        points = found.setdefault(row["layer"], [])
+        if _has(row, field):
+            points.append((row["step"], row[field]))
+    return found
+
+
+def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
+    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
+    known = [row for row in rows if row.get("head_norms")]
+    step = max((row["step"] for row in known), default=0)
+    known = [row for row in known if row["step"] == step]
+    names = short_names(known)
+    return step, {
+        names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
+        for row in known
+    }
+
+
+def short_names(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the layers in their order, each with its name less what all names have alike.
+
+    Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
+    """
+    parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
+    if len(parts) < 2:
+        return {layer: layer for layer in parts}
+    first = max(len(commonprefix([*parts.values()])) - 1, 0)
+    last = len(commonprefix([name[first + 1 :][::-1] for name in parts.values()]))
+    return {layer: ".".join(name[first : len(name) - last]) for layer, name in parts.items()}
+
+
+def axis_scale(values: Iterable[float | None]) -> str:
+    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    known = [value for value in map(number, values) if value is not None]
+    return "log" if known and 0 < 10 * min(known) <= max(known) else "linear"
+
+
+def spread(values: Iterable[float]) -> str:
+    """Return a value, or the least and the most of several, in three digits."""
+    ends = sorted(values)
+    least, most = f"{ends[0]:.3g}", f"{ends[-1]:.3g}"
+    return least if least == most else f"{least} to {most}"
+
+
+def without_kappa(rows: Sequence[Row]) -> str:
+    """Return how many rows have no kappa, and why; nothing where all have one."""
+    reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
+    if not reasons:
+        return ""
+    why = ", ".join(f"{count:,} {reason}" for reason, count in reasons.most_common())
+    return f"{reasons.total():,} of {len(rows):,} rows left out: {why}"
+
+
+def kappa_or_rank(row: Row) -> str:
+    """Return a row's kappa as text; where it is not resolved, the rank; else why there is none."""
+    if _has(row, "kappa"):
+        return f"{row['kappa']:.4g}"
+    reason = row.get("reason") or "not resolved"
+    if reason != "not resolved" or not all(_has(row, k) for k in ("rank", "heads", "head_dim")):
+        return reason
+    most = row["heads"] * row["head_dim"]
+    if _has(row, "tokens"):
+        most = min(most, row["tokens"])
+    return f"rank {row['rank']:.4g} of {most:.4g}"
 
 
 @dataclass
 class Run:
     """What a page shows of a run: its files in the order of steps, of a long one not every step.
 
-    ``notes`` says of a file what of it is not shown; ``damaged`` has how many damaged lines were
-    met, by path.
+    ``notes`` says of a file what of it is not shown.
     """
 
     name: str
@@ -90,7 +230,6 @@ class Run:
     alarms: list[dict[str, Any]]
     summary: dict[str, Any]
     notes: dict[str, str]
-    damaged: dict[str, int]
 
 
 @dataclass
@@ -101,18 +240,18 @@ class _Chart:
     unit: str = ""
     lines: list[Line] = field(default_factory=list)
     scale: str = "linear"
-    limits: list[float] | None = None
     alarms: list[dict[str, Any]] = field(default_factory=list)
     norms: dict[str, list[float]] = field(default_factory=dict)
     caption: str = ""
 
 
-def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int]:
+def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
     """Write one HTML file that shows runs, which opens in a browser without a network.
 
         write_page(["runs/vit-1", "runs/vit-2"], "page.html")
 
-    Of long runs evenly spaced steps are drawn, and the page says how many.
+    Of long runs evenly spaced steps are drawn, and damaged lines are skipped; the page says how
+    many.
 
     Args:
         folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
@@ -120,9 +259,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
             merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
             they exist.
         path: of the file, which is replaced when all of it is written.
-
-    Returns:
-        How many damaged lines each file has, which were skipped; files without are left out.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -159,7 +295,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
     text = _PAGE.format(
         title=escape(", ".join(names)),
         glance=_compared(names, map(_glance, runs)),
-        open="open" if max(len(short_names(run.kappa)) for run in runs) <= _LISTED else "",
         kappa=_compared(names, map(_kappa_of_layers, runs)),
         charts="\n".join(charts),
         alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
@@ -169,7 +304,6 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> dict[str, int
         ),
     )
     write_file(path, text.encode("utf-8", "backslashreplace"))
-    return {name: count for run in runs for name, count in run.damaged.items()}
 
 
 def _read_run(folder: Path, most: int) -> Run:
@@ -178,18 +312,18 @@ def _read_run(folder: Path, most: int) -> Run:
         raise ValueError(f"no such folder: {folder}")
     limits = {"metrics": LINE_POINTS, "kappa": most, "kappa_probe": most, "alarms": _ALARMS}
     rows: dict[str, Any] = {}
-    notes, damaged = {}, {}
+    notes = {}
     for kind, keys in _FILES.items():
         file = folder / f"{kind}.jsonl"
         rows[kind] = []
         if not file.exists():
             continue
-        rows[kind], bad, steps = read_thinned(file, limits[kind], always="held_out_", **keys)
+        rows[kind], bad, steps = read_thinned(file, limits[kind], keys, always="held_out_")
         if steps:
             drawn = len({row["step"] for row in rows[kind]})
             notes[file.name] = f"{drawn:,} of {steps:,} steps are shown, evenly spaced"
         if bad:
-            damaged[str(file)] = bad
+            notes[f"damaged lines in {file.name}"] = f"{bad:,}, skipped"
     if not rows["metrics"] and not rows["kappa"]:
         raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
     for kind in ("kappa", "kappa_probe"):
@@ -204,8 +338,8 @@ def _read_run(folder: Path, most: int) -> Run:
     try:
         summary = read_summary(file) if file.exists() else {}
     except ValueError:
-        summary, damaged[str(file)] = {}, 1
-    return Run(folder.resolve().name, **rows, summary=summary, notes=notes, damaged=damaged)
+        summary, notes[file.name] = {}, "damaged"
+    return Run(folder.resolve().name, **rows, summary=summary, notes=notes)
 
 
 def _charts(runs: list[Run]) -> Iterator[_Chart]:
@@ -217,15 +351,17 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
             lines.append(line._replace(name="", dash="--", title=f"{line.name}, Gaussian heads"))
         caption = "Layers without a κ at a step do not count there. Dashed: Gaussian heads."
         yield _Chart("κ, geometric mean over layers", "κ", lines, "log", caption=caption)
-    limits = _kappa_range(runs)
     for run in runs:
-        named = f": {run.name}" if several else ""
-        if run.kappa:
-            title = f"κ of every layer{named}"
-            yield _kappa(title, run.kappa, limits, run.alarms)
-        if run.kappa_probe:
-            title = f"κ of every layer on fixed held-out items{named}"
-            yield _kappa(title, run.kappa_probe, limits, [])
+        for rows, alarms, on in (
+            (run.kappa, run.alarms, ""),
+            (run.kappa_probe, [], " on fixed held-out items"),
+        ):
+            if rows:
+                title = f"κ of every layer{on}{f': {run.name}' if several else ''}"
+                left_out = without_kappa(rows)
+                caption = f"{left_out}. " if left_out else ""
+                caption += "Dashed: what independent Gaussian heads of this size would have."
+                yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
     yield from _of_attention(runs)
     for run in runs:
         step, norms = head_norms(run.kappa)
@@ -237,10 +373,10 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
 
 
 def _of_metrics(
-    runs: list[Run], charts: Mapping[str, tuple[str, dict[str, str]]]
+    runs: list[Run], charts: Iterable[tuple[str, str, dict[str, str]]]
 ) -> Iterator[_Chart]:
     several = len(runs) > 1
-    for title, (unit, keys) in charts.items():
+    for title, unit, keys in charts:
         lines = []
         for index, run in enumerate(runs):
             for place, (key, label) in enumerate(keys.items()):
@@ -256,29 +392,7 @@ def _of_metrics(
             yield _Chart(title, unit, lines, scale, alarms=alarms)
 
 
-def _kappa(
-    title: str, rows: list[Mapping[str, Any]], limits: list[float] | None, alarms: list[Any]
-) -> _Chart:
-    left_out = without_kappa(rows)
-    caption = f"{left_out}. " if left_out else ""
-    caption += "Dashed: what independent Gaussian heads of this size would have."
-    return _Chart(title, "κ", kappa_lines(rows), "log", limits, alarms, caption=caption)
-
-
-def _kappa_range(runs: list[Run]) -> list[float] | None:
-    """Return the range of the axes of kappa of all runs."""
-    rows = [row for run in runs for row in (*run.kappa, *run.kappa_probe)]
-    values = [number(row.get(key)) for row in rows for key in ("kappa", "kappa_gaussian")]
-    logs = [math.log10(value) for value in values if value is not None and value > 0]
-    if not logs:
-        return None
-    margin = 0.05 * max(max(logs) - min(logs), 1)
-    return [10 ** (min(logs) - margin), 10 ** (max(logs) + margin)]
-
-
 def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
-    counts = {number(row.get("columns")) for run in runs for row in run.kappa}
-    most = [math.log(count) for count in counts if count]
     for column in COLUMNS:
         if not column.title:
             continue
@@ -291,9 +405,7 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             lines = _mean_lines(runs, column.name, join)
         if column.name == "entropy":
             alarms = [alarm for run in runs for alarm in run.alarms]
-            if most:
-                evenly = f"Attention spread evenly has {spread(most)}"
-                caption = f"{evenly}; near 0 each token attends to one"
+            caption = "Attention spread evenly has log(columns); near 0 each token attends to one"
         if any(line.points for line in lines):
             unit = UNITS[column.statistic]
             yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
@@ -336,17 +448,13 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             text = file.getvalue()
     # A tenth of a pixel is as much as a browser shows; the page has a font of its own.
-    text = re.sub(r"<[^>]+>", lambda tag: _short(tag[0]), text)
+    text = re.sub(r"(?<=[ \"(])-?\d+\.\d\d+(?=[ \")\n])", lambda x: f"{float(x[0]):.1f}", text)
+    text = re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", text))
     text = re.sub(r">\s+<", "><", text)
     for place, title in enumerate(titles):
         group = f'<g id="{_GROUP}{place}">'
         text = text.replace(group, f"{group}<title>{escape(title)}</title>", 1)
     return text[text.index("<svg") :]
-
-
-def _short(tag: str) -> str:
-    tag = re.sub(r"\d+\.\d\d+", lambda value: f"{float(value[0]):.1f}", tag)
-    return re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", tag))
 
 
 def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str]:
@@ -368,8 +476,6 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
         titles.append(alarm["message"])
     axes.set(xlim=ends, xlabel="optimizer step")
     axes.set_ylabel(chart.unit, parse_math=False)
-    if chart.limits:
-        axes.set_ylim(chart.limits)
     if chart.scale == "log":
         low, high = axes.get_ylim()
         few = high / low < 10**2.5  # over few decades digits between them
@@ -439,17 +545,7 @@ def _facts(run: Run) -> dict[str, str]:
     }
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
     facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
-    rows = {row["layer"]: row for row in run.kappa}.values()
-    if rows:
-        facts["monitored_layers"] = f"{len(rows):,}"
-    for key in ("heads", "head_dim", "tokens"):
-        known = [row[key] for row in rows if number(row.get(key)) is not None]
-        if known:
-            facts.setdefault(key, spread(known))
-    facts |= run.notes
-    for file, count in run.damaged.items():
-        facts[f"damaged lines in {Path(file).name}"] = f"{count:,}, skipped"
-    return facts
+    return facts | run.notes
 
 
 def _shown(value: Any, name: str = "", digits: int = 4) -> str:
@@ -537,7 +633,7 @@ random heads of the same number and size would have; far above it, heads share d
 stands where κ is not resolved: how many singular values are above a millionth of the largest.
 Point at a line for its name and its last value.</p>
 {glance}
-<details {open}><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
+<details open><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
 <div class="charts">
 {charts}
 </div>
@@ -553,23 +649,21 @@ Point at a line for its name and its last value.</p>
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page of runs."""
-    parser = command(
-        "python -m leaner_kernels.monitor.page",
-        "Write one HTML file that shows a run, or several side by side.",
-    )
-    add = partial(parser.add_argument, type=as_path)
-    add("runs", nargs="+", metavar="RUN", help="folder with kappa.jsonl")
-    add("--out", help="HTML file to write (of one run RUN/page.html)")
+    program = "python -m leaner_kernels.monitor.page"
+    take_every_character(program)
+    about = "Write one HTML file that shows a run, or several side by side."
+    parser = argparse.ArgumentParser(program, description=about)
+    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")
     options = parser.parse_args(arguments)
     if options.out is None and len(options.runs) > 1:
-        raise SystemExit(f"a page of {len(options.runs)} runs needs --out")
-    out = options.out or options.runs[0] / "page.html"
-    with status_of_errors():
-        if not out.parent.is_dir():
-            raise ValueError(f"no such folder: {out.parent}")
-        for file, count in write_page(options.runs, out).items():
-            sys.stderr.write(one_line(f"{file}: {count} damaged lines skipped") + "\n")
-        sys.stdout.write(one_line(f"written to {out}") + "\n")
+        parser.error(f"a page of {len(options.runs)} runs needs --out")
+    out = Path(options.out or Path(options.runs[0], "page.html"))
+    try:
+        write_page(options.runs, out)
+    except (ImportError, OSError, ValueError) as error:
+        raise SystemExit(one_line(error)) from None
+    sys.stdout.write(one_line(f"written to {out}") + "\n")
 
 
 if __name__ == "__main__":

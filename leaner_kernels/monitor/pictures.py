@@ -4,7 +4,6 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 # Of names of images, in small letters.
@@ -28,8 +27,12 @@ def decode(content: bytes, name: Callable[[], str]) -> Any:
 
 def opened(content: bytes, name: Callable[[], str]) -> Any:
     """Return the PIL image of the bytes of a file, of which only the header is read."""
+    from PIL import Image
+
+    # Of images of half as many pixels as are refused, and of EXIF data that make no sense.
+    warnings.filterwarnings("ignore", module=r"PIL\.")
     with _named(content, name):
-        image = _pillow().open(io.BytesIO(content), formats=FORMATS)
+        image = Image.open(io.BytesIO(content), formats=FORMATS)
         if max(image.size) > MAX_UNEQUAL * min(image.size):
             raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
         return image
@@ -37,8 +40,16 @@ def opened(content: bytes, name: Callable[[], str]) -> Any:
 
 def decoded(image: Any, name: Callable[[], str]) -> Any:
     """Return an opened image in RGB, on white, turned as its EXIF data say."""
+    from PIL import Image
+
     with _named(b"", name), image:
-        return upright(image, _in_rgb(image))
+        if image.mode in ("I", "F") or image.mode.startswith("I;"):
+            raise ValueError(f"its pixels are of mode {image.mode}: save them with 8 bits a colour")
+        pixels = image
+        if image.has_transparency_data:
+            pixels = image.convert("LA" if image.mode == "La" else "RGBA").convert("RGBA")
+            pixels = Image.alpha_composite(Image.new("RGBA", pixels.size, "white"), pixels)
+        return upright(image, pixels.convert("RGB"))
 
 
 @contextmanager
@@ -56,46 +67,14 @@ def _named(content: bytes, name: Callable[[], str]) -> Iterator[None]:
     raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
 
 
-@cache
-def _pillow() -> Any:
-    """Return ``PIL.Image``, which refuses images of 179 million pixels.
-
-    Its warnings of half as many and of EXIF data that make no sense are silenced.
-    """
-    from PIL import Image
-
-    warnings.filterwarnings("ignore", module=r"PIL\.")
-    return Image
-
-
-def _in_rgb(image: Any) -> Any:
-    """Return the pixels as 8 bits a colour; what is transparent shows white behind it."""
-    from PIL import Image
-
-    if image.mode in ("I", "F") and image.format not in ("PNG", "PPM"):
-        raise ValueError(f"its pixels are of Pillow's mode {image.mode}, whose range is unknown")
-    if image.mode.startswith("I"):
-        import numpy as np
-
-        # 16 bits; Pillow would cut them off at 255 and leave a white image.
-        deep = np.asarray(image)
-        clear = deep == image.info.get("transparency", -1)
-        image = Image.fromarray(np.where(clear, 255, deep >> 8).astype(np.uint8))
-    clear = image.info.get("transparency")
-    if isinstance(clear, tuple) and max(clear) > 255:
-        image.info["transparency"] = tuple(value >> 8 for value in clear)  # of 16 bits, as pixels
-    if image.has_transparency_data:
-        if image.mode == "La":
-            image = image.convert("LA")
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
 def upright(image: Any, pixels: Any) -> Any:
     """Turn and mirror pixels as the EXIF data of their image say."""
     turn = turn_of(image)
     return pixels if turn is None else pixels.transpose(turn)
+
+
+# Of the EXIF orientations from 2 on, ``PIL.Image.Transpose``.
+_TURNS = "FLIP_LEFT_RIGHT ROTATE_180 FLIP_TOP_BOTTOM TRANSPOSE ROTATE_270 TRANSVERSE ROTATE_90"
 
 
 def turn_of(image: Any) -> Any:
@@ -106,12 +85,5 @@ def turn_of(image: Any) -> Any:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
     except Exception:  # of EXIF data that make no sense Pillow raises nearly anything
         return None
-    return {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }.get(orientation)
+    turns = dict(enumerate(_TURNS.split(), start=2))
+    return Image.Transpose[turns[orientation]] if orientation in turns else None

@@ -1,29 +1,40 @@
-"""Rows and the summary of a run: read, whoever wrote them, and summed up."""
+"""Rows and the summary of a run: read from files that may be damaged, and summed up."""
 
+import json
 import math
-import re
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..ops.statistics import COLUMNS
-from .files import SETTINGS, lines_of, open_file, parse_json, read_file
+from .files import open_file, read_file
 
 Row = Mapping[str, Any]
-_LINE = 1 << 24  # bytes of a row
+# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
+METRICS_ROW = ("loss",)
+ALARM_ROW = "layer", "kappa", "sigma_max", "entropy", "columns"
+KAPPA_ROW = *ALARM_ROW, "reason", "heads", "head_dim", "kappa_gaussian", "tokens"
+MEANS = "arithmetic_mean", "geometric_mean"
 
 
-def read_rows(path: Path, **keys: Any) -> tuple[list[dict[str, Any]], int]:
+def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a row of a file of JSON lines: an object with a step and keys; else ValueError."""
+    row = json.loads(line)
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not row.keys() >= {*keys}:
+        raise ValueError("no row of a run")
+    return row
+
+
+def read_rows(path: Path, keys: Iterable[str] = ()) -> tuple[list[dict[str, Any]], int]:
     """Return the rows of a file of JSON lines with ``keys``, and how many lines were damaged.
 
     Half a line at the end, which a kill leaves, is dropped and not counted.
     """
     rows, damaged = [], 0
     with open_file(path) as file:
-        for line in lines_of(file, _LINE):
+        for line in file:
             try:
-                rows.append(parse_row(line, **keys))
+                rows.append(parse_row(line, keys))
             except ValueError:
                 damaged += line.endswith(b"\n")
     return rows, damaged
@@ -37,12 +48,12 @@ class Thinned(NamedTuple):
     steps: int  # how many the file has, if some were left out; else 0
 
 
-def read_thinned(path: Path, most: int, *, always: str = "", **keys: Any) -> Thinned:
+def read_thinned(path: Path, most: int, keys: Iterable[str] = (), *, always: str = "") -> Thinned:
     """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
     Rows with a key that begins with ``always`` are returned besides.
     """
-    rows, damaged = read_rows(path, **keys)
+    rows, damaged = read_rows(path, keys)
     if len(rows) <= most:
         return Thinned(rows, damaged, 0)
     steps = list(dict.fromkeys(row["step"] for row in rows))
@@ -56,75 +67,21 @@ def read_thinned(path: Path, most: int, *, always: str = "", **keys: Any) -> Thi
     return Thinned(thinned, damaged, len(steps))
 
 
-def parse_row(line: bytes, **keys: Any) -> dict[str, Any]:
-    """Return a row of a file of JSON lines, which may come from anyone; ValueError if it is none.
+def read_summary(path: Path) -> dict[str, Any]:
+    """Return what a ``summary.json`` holds; ValueError where that is no object."""
+    summary = json.loads(read_file(path))
+    if not isinstance(summary, dict) or not isinstance(summary.get("settings", {}), dict):
+        raise ValueError(f"{path} is no summary of a run")
+    return summary
 
-    It must have ``keys``, of their types. What ``KappaMonitor`` writes must be as it writes it;
-    whatever else there is may be anything.
+
+def newest(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows in the order of steps, of several of a step and layer the last.
+
+    A run that goes on from a checkpoint may have written some twice.
     """
-    row = parse_json(line)
-    check_row(row, **keys)
-    return row
-
-
-def check_row(row: Any, **keys: Any) -> None:
-    """Check that a value is a row, as ``parse_row`` does."""
-    if not isinstance(row, dict):
-        raise ValueError("a row is an object")
-    for name, kind in keys.items():
-        if name not in row or not isinstance(row[name], kind):
-            raise ValueError(f"a row has {name}")
-    for name, fits in _FITS.items():
-        if name in row and not fits(row[name]):
-            raise ValueError(f"{name} in a row is no {type(row[name]).__name__}")
-
-
-def _is_number(value: Any) -> bool:
-    # Sums and means of what is close to the largest float would overflow.
-    return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
-
-
-def _is_text(value: Any) -> bool:
-    # JSON has halves of characters, which no font has.
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
-
-
-def _is_value(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return value is None or (_is_number(value) and value > 0)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_value, value))
-
-
-_FITS: dict[str, Callable[[Any], bool]] = {
-    "step": lambda value: type(value) is int and abs(value) < 1 << 53,
-    "layer": _is_text,
-    "reason": lambda value: value is None or _is_text(value),
-    **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
-    **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
-    **dict.fromkeys(("tokens", "columns"), _is_positive),
-    **dict.fromkeys(("loss", "throughput", "sigma_max", "rank"), _is_value),
-}
-_NUMBER = int | float | None
-# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
-METRICS_ROW: dict[str, Any] = {"step": int, "loss": _NUMBER}
-ALARM_ROW: dict[str, Any] = {
-    **{"step": int, "layer": str},
-    **dict.fromkeys(("kappa", "sigma_max", "entropy", "columns"), _NUMBER),
-}
-KAPPA_ROW: dict[str, Any] = {
-    **ALARM_ROW,
-    **{"reason": str | None, "heads": int, "head_dim": int},
-    **dict.fromkeys(("kappa_gaussian", "tokens"), _NUMBER),
-}
-
-
-MEANS = "arithmetic_mean", "geometric_mean"
+    rows = {(row["step"], row["layer"]): row for row in rows}.values()
+    return sorted(rows, key=lambda row: row["step"])
 
 
 def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -148,33 +105,3 @@ def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "arithmetic_mean": math.fsum(kappas) / len(kappas) if kappas else None,
         "geometric_mean": statistics.geometric_mean(kappas) if kappas else None,
     }
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """Return what is plain in a ``summary.json``: numbers, texts, lists of them, and settings."""
-    summary = parse_json(read_file(path, SETTINGS))
-    if not isinstance(summary, dict):
-        return {}
-    settings = summary.pop("settings", None)
-    kept = {"settings": _plain(settings)} if isinstance(settings, dict) else {}
-    return _plain(summary) | kept
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in values.items()
-        if all(
-            isinstance(one, int | float | str | None)
-            for one in (value if isinstance(value, list) else [value])
-        )
-    }
-
-
-def newest(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in the order of steps, of several of a step and layer the last.
-
-    A run that goes on from a checkpoint may have written some twice.
-    """
-    rows = {(row["step"], row["layer"]): row for row in rows}.values()
-    return sorted(rows, key=lambda row: row["step"])

@@ -18,9 +18,7 @@ from .files import check_folder, set_aside, write_file
 from .rows import ALARM_ROW, layer_means
 from .writers import JsonLines
 
-# What a run appends to, and what it writes at its end.
-_ROWS = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl"
-_RESULTS = "summary.json", "page.html"
+_FILES = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl", "summary.json", "page.html"
 _SAMPLED = 60  # steps before a resume whose rows alarms are given
 
 
@@ -39,7 +37,7 @@ class RunLog:
         page: whether it is written.
         kappa_factor: of ``KappaAlarm``; 0 for none.
         entropy_floor: of ``EntropyAlarm``; 0 for none.
-        **options: of ``KappaMonitor``: every, samples, writer, head_report.
+        **options: of ``KappaMonitor``: every, samples, writer.
 
     ``newest`` has the newest of ``layer_means``, or None.
     """
@@ -59,13 +57,15 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         check_folder(self.folder)
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
+        if self._writes and first == 0 and (renamed := set_aside(self.folder, _FILES)):
+            _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
 
-        def file(name: str, **keys: Any) -> JsonLines | None:
+        def file(name: str, keys: Iterable[str] = ()) -> JsonLines | None:
             path = self.folder / name
-            goes_on = first if first and path.exists() else None
-            return JsonLines(path, goes_on, _warn, steps=_SAMPLED, **keys) if self._writes else None
+            goes_on = first if path.exists() else None
+            return JsonLines(path, goes_on, _warn, keys, _SAMPLED) if self._writes else None
 
-        kappa = file("kappa.jsonl", **ALARM_ROW)
+        kappa = file("kappa.jsonl", ALARM_ROW)
         self._metrics, self._alarm_rows = file("metrics.jsonl"), file("alarms.jsonl")
         self.monitor = KappaMonitor(model, path=kappa, **options)
         self.newest: dict[str, Any] | None = None
@@ -75,12 +75,9 @@ class RunLog:
             *([KappaAlarm(kappa_factor)] if kappa_factor else []),
             *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
         ]
-        if kappa is not None:
-            for alarm in self._alarms:
-                # What these rows set off was told then.
-                alarm.update(kappa.rows)
-            if first == 0 and (renamed := set_aside(self.folder, (*_ROWS, *_RESULTS))):
-                _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
+        for alarm in self._alarms:
+            # What these rows set off was told then.
+            alarm.update([] if kappa is None else kappa.rows)
 
     def begin(self, step: int) -> None:
         """Begin a step, of so many updates before it; sample it if ``every`` steps are over.

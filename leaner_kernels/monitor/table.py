@@ -12,32 +12,23 @@ _COLUMNS = {
     "eff. rank": "effective_rank",
     **{column.name.replace("_", " "): column.name for column in COLUMNS if column.title},
 }
-_HEAD_REPORT = {
-    "corr.": "head_correlation",
-    "Gaussian ": "head_correlation_gaussian",
-    "isotropy": "isotropy",
-    "Gaussian  ": "isotropy_gaussian",
-    "mean share": "mean_share",
-}
 
 
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return a line per layer of the newest step among ``rows``, and the means over the layers.
 
-    Where kappa is None the reason is there instead. Of rows with a head report, what independent
-    Gaussian heads have is beside the correlation and the isotropy of heads.
+    Where kappa is None the reason is there instead.
     """
     rows = list(rows)
     if not rows:
         raise ValueError("there are no rows to show")
     newest = [row for row in rows if row["step"] == rows[-1]["step"]]
-    columns = _COLUMNS | (_HEAD_REPORT if "mean_share" in newest[0] else {})
-    lines = [["layer", "heads", "tokens", *columns]]
+    lines = [["layer", "heads", "tokens", *_COLUMNS]]
     for row in newest:
-        numbers = [row["reason"] if key == "kappa" and row[key] is None else _number(row[key])
-                   for key in columns.values()]  # fmt: skip
-        size = f"{row['heads']}x{row['head_dim']}"
-        lines.append([row["layer"] or "the model", size, _number(row["tokens"]), *numbers])
+        numbers = [_number(row[key]) for key in ("tokens", *_COLUMNS.values())]
+        if row["kappa"] is None:
+            numbers[1] = row["reason"]
+        lines.append([row["layer"] or "the model", f"{row['heads']}x{row['head_dim']}", *numbers])
     widths = [max(map(len, column)) for column in zip(*lines)]
     text = [
         "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
@@ -51,14 +42,6 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         )
     if means["not_resolved"]:
         text.append(f"not resolved: {means['not_resolved']} layers, which no mean counts")
-        unresolved = (row for row in newest if row["reason"] == "not resolved")
-        # Rows of before have no rank.
-        ranks = [row["rank"] for row in unresolved if row.get("rank") is not None]
-        if ranks:
-            text.append(
-                "their rank (singular values above 1e-6 of the largest): "
-                f"{_number(min(ranks))} to {_number(max(ranks))}"
-            )
     return "\n".join(text)
 
 

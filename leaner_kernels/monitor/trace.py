@@ -9,8 +9,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from inspect import signature
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
 from ..ops.attention.reference import attend, probabilities
 from ..ops.statistics import (
-    STATISTICS,
     AttentionStats,
     evenly_spaced,
     newest_statistics,
@@ -44,8 +42,6 @@ _ATTENTION_FUNCTIONS = {
     *("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func"),
     *("scaled_dot_product_attention", "multi_head_attention_forward"),
 }
-# Scores that exist at a time, 64 MiB of them in float32: a long sequence goes in blocks of rows.
-MAX_SCORES = 2**24
 
 
 class TracedCall(NamedTuple):
@@ -100,7 +96,6 @@ class CallTrace:
         self._thread = 0
         # Of each thread: a backward on a GPU recomputes activations in one of its own.
         self._local = threading.local()
-        self._frame: FrameType | None = None
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
         self._mode = _TraceMode(self)
@@ -128,9 +123,9 @@ class CallTrace:
         """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        self._reset()
+        self._handles, self._local = [], threading.local()
         self._mode.leave()
+        _set_active(self, active=False)
 
     def clear(self) -> None:
         """Drop what was traced."""
@@ -150,7 +145,7 @@ class CallTrace:
             f"{model} called no attention of several queries that can be traced: neither "
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
-            "'sdpa' and 'leaner', timm set_fused_attn)"
+            "'sdpa' and 'leaner', timm set_fused_attn, nn.MultiheadAttention need_weights=False)"
             + "".join(f"; {why}" for why in self.fallbacks(self.names.values()))
         )
 
@@ -167,40 +162,24 @@ class CallTrace:
         """
         inside = {part for module in self.excluded for part in module.modules()}
         traced = {layer.partition("#")[0] for layer in layers}
-        around = set().union(*map(_prefixes, traced))
         untraced = [
             name
             for module, name in self.names.items()
             if module not in inside
-            and name not in around
-            and traced.isdisjoint(_prefixes(name))
             and looks_like_attention(module)
+            and not any(_within(name, other) or _within(other, name) for other in traced)
         ]
-        holders = set().union(*(_prefixes(name) - {name} for name in untraced))
-        return [name for name in untraced if name not in holders]
+        return [n for n in untraced if not any(_within(o, n) for o in untraced if o != n)]
 
     @property
     def recording(self) -> bool:
         """Whether a call that is made now is traced."""
-        running = self._running
-        return bool(running) and self.excluded.isdisjoint(running)
+        return bool(self._running) and self.excluded.isdisjoint(self._running)
 
     @property
     def _running(self) -> list[nn.Module]:
         """The modules whose forwards run in this thread, the innermost last."""
-        if threading.get_ident() == self._thread and self._frame is not None:
-            try:
-                self._frame.clear()
-            except RuntimeError:
-                pass  # it is executing
-            else:
-                # A forward that was interrupted from the keyboard called no hook.
-                self._reset()
         return vars(self._local).setdefault("running", [])
-
-    def _reset(self) -> None:
-        self._local, self._frame = threading.local(), None
-        _set_active(self, active=False)
 
     def attend(
         self,
@@ -315,12 +294,7 @@ class CallTrace:
         running = self._running
         # What a backward recomputes was traced in the forward.
         if not running and not backward:
-            # Left on by a forward that was interrupted.
-            self._mode.leave()
-            # Of the call around the one that runs hooks, which some of them outlive.
-            self._frame = sys._getframe(2)
             self._mode.enter()
-            _set_active(self, active=True)
         running.append(module)
         self._counts[self.names[module]] = 0
         self.ran = True
@@ -331,13 +305,8 @@ class CallTrace:
             return
         while running.pop() is not module:
             pass
-        if running or _in_backward():
-            return
-        self._frame = None
-        self._mode.leave()
-        if output is None and sys.exc_info()[1] is not None:
-            # The forward failed, and ``end`` may never be called; the next forward starts anew.
-            _set_active(self, active=False)
+        if not running and not _in_backward():
+            self._mode.leave()
 
 
 class _TraceMode(TorchFunctionMode):
@@ -367,29 +336,17 @@ class _TraceMode(TorchFunctionMode):
         if func is _sdpa:
             return self._attend(*args, **kwargs)
         # A mode does not intercept what this one calls inside.
-        with self._patched_sdpa():
-            returned = func(*args, **kwargs)
-            arguments = signature(func).bind(*args, **kwargs).arguments
-            if arguments.get("need_weights", True):
-                # It formed the weights itself and called nothing, so now it is made to.
-                with torch.no_grad():
-                    func(**arguments | {"need_weights": False, "training": False})
-        return returned
+        before = functional.scaled_dot_product_attention
+        functional.scaled_dot_product_attention = self._attend
+        try:
+            return func(*args, **kwargs)
+        finally:
+            functional.scaled_dot_product_attention = before
 
     def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
         out = _sdpa(*args, **kwargs)
         self.trace.recompute(*args, **kwargs)
         return out
-
-    @contextmanager
-    def _patched_sdpa(self) -> Iterator[None]:
-        before = functional.scaled_dot_product_attention
-        if before is _sdpa:
-            functional.scaled_dot_product_attention = self._attend
-        try:
-            yield
-        finally:
-            functional.scaled_dot_product_attention = before
 
 
 # Those between start and stop: of several monitors, each traces the calls of its own model.
@@ -421,30 +378,19 @@ def _set_active(trace: CallTrace, active: bool) -> None:
 
 def _any_recording() -> bool:
     """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
-    traces = tuple(_ACTIVE)
-    if any(trace.recording for trace in traces):
+    if any(trace.recording for trace in _ACTIVE):
         return True
     # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
-    return _in_backward() and not any(trace._running for trace in traces)
+    return _in_backward() and not any(trace._running for trace in _ACTIVE)
 
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _prefixes(name: str) -> set[str]:
-    """Return the names of a module and of those around it, the model's "" among them."""
-    parts = name.split(".")
-    return {"", *(".".join(parts[: count + 1]) for count in range(len(parts)))}
-
-
-def may_be_compiled() -> bool:
-    """Whether ``torch.compile`` was called in this process, or may have been."""
-    compiler = sys.modules.get("torch._dynamo.eval_frame")
-    if compiler is None:
-        return False
-    # A private name: should it go, everything may be compiled. None is there from the start.
-    return any(getattr(compiler, "cached_backends", {0: 0}).values())
+def _within(name: str, other: str) -> bool:
+    """Whether a module, by its name, is another or inside of it; "" is the model."""
+    return not other or f"{name}.".startswith(f"{other}.")
 
 
 def looks_like_attention(module: nn.Module) -> bool:
@@ -470,7 +416,7 @@ def attention_statistics(
 
     Returns heads (S, N, H * E), float32, or float64 of float64, and statistics (S, H); out and lse
     are empty. An autocast region rounds the inputs, as it does for PyTorch's function; then all is
-    float32, in whole products even where TF32 is allowed.
+    float32, in whole products even where TF32 is allowed. The scores of one head exist at a time.
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     if query.dim() < 4:
@@ -479,58 +425,32 @@ def attention_statistics(
             attn_mask = attn_mask.unsqueeze(-3)
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     heads = max(t.shape[-3] for t in (query, key, value))
-    query = query.expand(*batch, heads, -1, -1)
-    key, value = (t.expand(*batch, -1, -1, -1) for t in (key, value))
-    if attn_mask is not None:
-        attn_mask = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+
+    def entry(tensor: Tensor, place: tuple[int, ...]) -> Tensor:
+        """Return (H, 1, N, D) of one entry, as heads of sequences of their own."""
+        own = tensor.expand(*batch, -1, -1, -1)[place].to(dtype)
+        return own.repeat_interleave(heads // len(own), dim=0)[:, None]
+
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    descriptions = []
+    outputs, statistics = [], []
     with torch.autocast(query.device.type, enabled=False), _whole_products():
         for number in evenly_spaced(math.prod(batch), samples, torch.device("cpu")):
             place = tuple(int(i) for i in torch.unravel_index(number, batch))
-            mask = None if attn_mask is None else attn_mask[place]
-            descriptions.append(
-                _attend_one(query[place], key[place], value[place], mask, is_causal, factor)
-            )
-    heads, *per_head = map(torch.stack, zip(*descriptions, strict=True))
-    nothing = heads.new_empty(0)
-    return AttentionStats._make((nothing, nothing, *(t.float() for t in per_head), heads))
-
-
-def _attend_one(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, ...]:
-    """Return the heads (N, H * E) of one entry, then each of ``STATISTICS``, (H,)."""
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query, key, value = (t.to(dtype)[None] for t in (query, key, value))
-    _, heads, rows, _ = query.shape
-    cols = key.shape[2]
-    columns = torch.arange(cols, device=query.device)
-    step = max(1, MAX_SCORES // (heads * cols))
-    outputs, blocks = [], []
-    for first in range(0, rows, step):
-        block = slice(first, min(first + step, rows))
-        seen = None if mask is None else mask[None, :, block]
-        if seen is not None and seen.dtype != torch.bool:
-            seen = seen.to(dtype)
-        elif is_causal:
-            past = columns <= torch.arange(block.start, block.stop, device=query.device)[:, None]
-            seen = past if seen is None else seen & past
-        p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
-        a = attend(p, value, None, 0.0)
-        blocks.append((block.stop - block.start, *per_head(p, s, a)))
-        outputs.append(a[0].transpose(0, 1).flatten(1))
-    counts, *per_block = zip(*blocks)
-    joined = []
-    for statistic, values in zip(STATISTICS, per_block, strict=True):
-        if statistic.over_rows == "max":
-            joined.append(torch.cat(values).amax(dim=0))
-        elif statistic.over_rows == "mean":
-            parts = [count / rows * mean for count, mean in zip(counts, values)]
-            joined.append(torch.cat(parts).sum(dim=0))
-        else:
-            joined.append(torch.cat(values).square().sum(dim=0).sqrt())
-    return torch.cat(outputs), *joined
+            masks: Any = [None] * heads
+            if attn_mask is not None:
+                of_entry = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])[place]
+                masks = of_entry if of_entry.dtype == torch.bool else of_entry.to(dtype)
+            of_heads = []
+            for q, k, v, mask in zip(*(entry(t, place) for t in (query, key, value)), masks):
+                p, _, s = probabilities(q[None], k[None], mask, None, is_causal, factor)
+                a = attend(p, v[None], None, 0.0)
+                of_heads.append((a[0, 0], per_head(p, s, a)[:, 0, 0]))
+            outputs.append(torch.cat([a for a, _ in of_heads], dim=-1))
+            statistics.append(torch.stack([values for _, values in of_heads], dim=-1))
+    nothing = query.new_empty(0)
+    by_statistic = torch.stack(statistics, dim=1).float()
+    return AttentionStats._make((nothing, nothing, *by_statistic, torch.stack(outputs)))
 
 
 @contextmanager

@@ -3,16 +3,15 @@
 import json
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from ..ops.statistics import COLUMNS
-from .files import lines_backwards, new_path, open_file, open_own
+from .files import new_file, open_file
 from .rows import MEANS, layer_means, parse_row
 
 # The columns that TensorBoard and W&B get, of every layer.
@@ -23,26 +22,24 @@ WRITTEN = (
 )
 # The step of the rows in the model's training, over which W&B draws them.
 AXIS = "kappa/step"
-_HEAD = 50  # rows at the beginning of a file that a resume reads
-_BLOCK = 1 << 20  # bytes
+_HEAD = 50  # rows at the beginning of a file that a resume keeps
 
 
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
-    Each line is in the file when ``append`` returns. A resume reads the file's end alone.
+    Each line is in the file when ``append`` returns.
 
     Args:
         path: of the file.
         first: lines of this step and later ones are removed, and damaged ones; None keeps all.
         log: shows, once, that lines could not be written; they wait for the next call. Without it
             ``append`` raises OSError.
+        keys: what a line must have, beside a step.
         steps: how many of the newest steps before ``first`` are kept in ``rows``.
-        **keys: what a line must have, beside a step, as ``parse_row`` takes it.
 
     Attributes:
         rows: those of the first steps and of the newest ``steps`` before ``first``.
-        removed: steps of the lines that were removed.
     """
 
     def __init__(
@@ -50,80 +47,46 @@ class JsonLines:
         path: str | Path,
         first: int | None = None,
         log: Callable[[str], None] | None = None,
-        *,
+        keys: Iterable[str] = (),
         steps: int = 1,
-        **keys: Any,
     ) -> None:
-        self.path, self.log, self.failed = Path(path), log, False
-        self.keys = {"step": int} | keys
+        self.path, self.log, self.failed, self.unwritten = Path(path), log, False, b""
         self.rows: list[dict[str, Any]] = []
-        self.removed: set[int] = set()
-        self.unwritten = b""
-        self._descriptor: int | None = None
         if first is not None:
-            self._open()
-            with open_file(self.path) as file:
-                self._take_up(file, first, steps)
-            self.append([])
+            self._take_up(first, steps, keys) if self.path.exists() else self.path.touch()
 
-    def _open(self) -> None:
-        with open_own(self.path) as file:
-            self._descriptor = os.dup(file.fileno())
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-
-    def _take_up(self, file: IO[bytes], first: int, steps: int) -> None:
-        """Cut the file where the run goes on, and keep the rows of before."""
-        newest: list[tuple[int, bytes, dict[str, Any]]] = []
-        known: set[int] = set()
-        damaged, begin, size = None, 0, os.fstat(file.fileno()).st_size
-        for begin, line in lines_backwards(file):
-            if not line.endswith(b"\n"):
-                # Half a line, of a kill.
-                size = begin
-                continue
-            try:
-                row = parse_row(line, **self.keys)
-            except ValueError:
-                # What a power cut left where nothing was written yet.
-                size = damaged = begin
-                continue
-            if row["step"] >= first:
-                size = begin
-                self.removed.add(row["step"])
-                continue
-            known.add(row["step"])
-            if len(known) > steps:
-                break
-            newest.append((begin, line, row))
-        if damaged is not None and self.log is not None:
-            file.seek(0)
-            number = 1 + file.read(damaged).count(b"\n")
-            self.log(f"line {number} of {self.path.name} cannot be read: dropped")
-        newest.reverse()
-        # Rows after damaged or later ones: an alarm of kappa is known when its row has arrived.
-        self.unwritten = b"".join(line for place, line, _ in newest if place >= size)
-        if newest and begin < newest[0][0]:
-            file.seek(0)
-            for line in islice(iter(file.readline, b""), _HEAD):
-                with suppress(ValueError):
-                    if file.tell() <= newest[0][0]:
-                        self.rows.append(parse_row(line, **self.keys))
-        self.rows += [row for _, _, row in newest]
-        assert self._descriptor is not None
-        os.ftruncate(self._descriptor, size)
+    def _take_up(self, first: int, steps: int, keys: Iterable[str]) -> None:
+        """Keep the lines of before, and their first and newest rows."""
+        newest: dict[int, list[dict[str, Any]]] = {}
+        with open_file(self.path) as old, new_file(self.path) as new:
+            for number, line in enumerate(old, start=1):
+                if not line.endswith(b"\n"):
+                    break  # half a line, of a kill
+                try:
+                    row = parse_row(line, keys)
+                except ValueError:
+                    # What a power cut left where nothing was written yet.
+                    if self.log is not None:
+                        self.log(f"line {number} of {self.path.name} cannot be read: dropped")
+                    continue
+                if row["step"] >= first:
+                    continue
+                new.write(line)
+                newest.setdefault(row["step"], []).append(row)
+                if len(newest) > steps:
+                    oldest = newest.pop(next(iter(newest)))
+                    self.rows += oldest[: max(_HEAD - len(self.rows), 0)]
+        self.rows += chain.from_iterable(newest.values())
 
     def sync(self) -> None:
         """Write what waits since a disk was full, and see it to the disk."""
         self.append([])
-        with suppress(OSError):
-            if self._descriptor is not None:
-                os.fsync(self._descriptor)
+        with suppress(OSError), self.path.open("ab") as file:
+            os.fsync(file.fileno())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
-        if not self.unwritten:
-            return
         try:
             self._write()
         except OSError as error:
@@ -137,35 +100,16 @@ class JsonLines:
             self.unwritten = b""
 
     def _write(self) -> None:
-        descriptor = self._follow()
-        size, written = os.fstat(descriptor).st_size, 0
-        try:
-            while written < len(self.unwritten):
-                written += os.write(descriptor, memoryview(self.unwritten)[written:])
-        except OSError:
-            # Part of a line that a full disk let through.
-            with suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise
-
-    def _follow(self) -> int:
-        """Open the file that now has the path; where there is none, write all of it again."""
-        if self._descriptor is not None:
+        with self.path.open("ab", buffering=0) as file:
+            size, rest = file.tell(), memoryview(self.unwritten)
             try:
-                there = os.stat(self.path)
-            except FileNotFoundError:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with new_path(self.path) as partial, open_own(partial) as copy:
-                    for place in range(0, os.fstat(self._descriptor).st_size, _BLOCK):
-                        copy.write(os.pread(self._descriptor, _BLOCK, place))
-            else:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                # Part of a line that a full disk let through.
                 with suppress(OSError):
-                    if os.path.samestat(there, os.fstat(self._descriptor)):
-                        return self._descriptor
-            self._close()
-        self._open()
-        assert self._descriptor is not None
-        return self._descriptor
+                    file.truncate(size)
+                raise
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -105,16 +105,16 @@ def flattened(result: Any) -> list[Tensor]:
 
 
 @fuzzed(2)
-@given(matrices(), st.sampled_from(["log_kappa", "log_am_gm"]), st.sampled_from([1e-10, 1e-8, 1.0]))
-def test_the_penalty_and_its_gradient_are_finite(block, kind, ridge):
+@given(matrices())
+def test_the_penalty_and_its_gradient_are_finite(block):
     heads = block.make().requires_grad_()
-    penalty = leaner_kernels.conditioning_penalty(heads, kind, ridge)
+    penalty = leaner_kernels.conditioning_penalty(heads)
     (grad,) = torch.autograd.grad(penalty.sum(), heads)
     assert penalty.isfinite().all()
     assert (penalty > -1e-6).all()
-    # The bound of the docstring: of numbers near the smallest it is past the largest.
+    # The bound of the gradient: of numbers near the smallest it is past the largest.
     root = heads.detach().double().norm() / min(heads.shape[-2:]) ** 0.5
-    if 1 / (2 * root * ridge**0.5) < torch.finfo(heads.dtype).max:
+    if 1 / (2 * root * 1e-4) < torch.finfo(heads.dtype).max:
         assert grad.isfinite().all()
 
 

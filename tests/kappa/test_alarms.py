@@ -16,32 +16,17 @@ def fired(alarm: EntropyAlarm, entropies: list[float | None]) -> list[tuple[int,
     return [(a.step, a.reason) for s, e in enumerate(entropies) for a in alarm.update([row(s, e)])]
 
 
-def test_shorter_sequences_are_no_collapse_and_a_collapse_on_longer_ones_is_one() -> None:
-    short = [row(step, 0.8 * math.log(5)) | {"columns": 5} for step in range(30)]
-    healthy = [row(step, 0.8 * math.log(100)) for step in range(30)]
-    assert EntropyAlarm().update(healthy + short[:10]) == []
-    # In nats it would be as before.
-    (alarm,) = EntropyAlarm().update([*short, row(30, 0.2 * math.log(100))])
-    assert (alarm.step, alarm.reason) == (30, "drop")
+def test_shorter_sequences_are_no_collapse() -> None:
+    short = [row(step, 0.15 * math.log(5)) | {"columns": 5} for step in range(30)]
+    # In nats it is below a tenth of what attention to a hundred tokens can have.
+    assert EntropyAlarm().update(short) == []
+    assert len(EntropyAlarm().update([row(0, 0.15 * math.log(5))])) == 1
 
 
 def test_the_floor_fires_once_per_collapse() -> None:
     # log(100) = 4.6: the floor is at 0.46, and at 0.69 it can fire again.
     entropies = [4.0, 0.5, 0.4, 0.3, 0.5, 0.4, 0.7, 0.4]
     assert fired(EntropyAlarm(), entropies) == [(2, "floor"), (7, "floor")]
-
-
-def test_a_drop_is_measured_against_the_layers_own_median() -> None:
-    entropies = [4.0] * 10 + [1.4, 1.2, 1.1, 1.2, 3.0, 0.9, 0.3]
-    assert fired(EntropyAlarm(floor=0), entropies) == [(11, "drop"), (15, "drop")]
-    # A slow fall is none, and neither is a low level that was there from the start.
-    assert fired(EntropyAlarm(), [4 * 0.98**step for step in range(90)]) == []
-    assert fired(EntropyAlarm(), [0.6] * 30) == []
-
-
-def test_a_collapse_below_the_floor_reports_no_further_drops() -> None:
-    falling = [4.0] * 10 + [0.1 * 0.2**step for step in range(8)]
-    assert fired(EntropyAlarm(), falling) == [(10, "floor")]
 
 
 def test_layers_are_independent_and_the_message_says_it_all() -> None:

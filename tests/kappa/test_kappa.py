@@ -96,9 +96,6 @@ def test_report_of_independent_heads() -> None:
     )
     assert report.isotropy.mean() == pytest.approx(report.isotropy_gaussian, rel=0.05)
     assert report.mean_share.mean() == pytest.approx(1 / 400, rel=0.2)
-    assert (report.effective_rank > 0.9 * 128).all()
-    assert report.kappa_gaussian == gaussian_condition_number(400, 128)
-    assert report.condition.kappa.mean() == pytest.approx(report.kappa_gaussian, rel=0.1)
 
 
 def test_report_of_heads_that_copy_each_other() -> None:
@@ -108,8 +105,6 @@ def test_report_of_heads_that_copy_each_other() -> None:
     rotation = torch.linalg.qr(torch.randn(4, 4))[0]
     report = head_report(torch.cat([head, 3 * head @ rotation], dim=-1), num_heads=2)
     torch.testing.assert_close(report.correlation, torch.ones(2, 2, dtype=torch.float64))
-    assert not report.condition.resolved
-    assert report.effective_rank < 4.01
 
 
 @pytest.mark.parametrize(

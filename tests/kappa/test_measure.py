@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels import KappaMonitor, QKClip, head_report, measure
+from leaner_kernels import KappaMonitor, QKClip, measure
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 
 
@@ -74,34 +74,10 @@ def test_a_step_that_raises_is_cancelled() -> None:
     assert [row["step"] for row in rows] == [1]
 
 
-@pytest.mark.parametrize("lengths", [None, [5, 9]])
-def test_a_head_report_is_the_means_of_head_report(lengths) -> None:
-    torch.manual_seed(0)
-    model = ManyHeadAttention(dim=16, num_heads=2, head_dim=3)
-    tokens = torch.randn(2, 9, 16)
-    monitor = KappaMonitor(model, every=1, samples=2, head_report=True)
-    with monitor.step(0) as rows:
-        model(tokens, key_lengths=lengths)
-        heads = model.captured.heads.double()
-    kept = [a[:count] for a, count in zip(heads, lengths or [9, 9])]
-    each = [head_report(a, 2) for a in kept]
-
-    def mean(values):
-        return pytest.approx(float(torch.stack(list(values)).mean()), rel=1e-6)
-
-    (row,) = rows
-    assert row["head_correlation"] == mean(one.correlation[0, 1] for one in each)
-    assert row["isotropy"] == mean(one.isotropy.mean() for one in each)
-    assert row["mean_share"] == mean(one.mean_share for one in each)
-    assert row["isotropy_gaussian"] == pytest.approx((row["tokens"] - 1) / (row["tokens"] + 3))
-    assert row["head_correlation_gaussian"] == pytest.approx(3 / (row["tokens"] + 3))
-
-
-def test_landmarks_have_kappa_to_their_rank_and_are_named_at_the_start() -> None:
+def test_landmarks_have_kappa_to_their_rank() -> None:
     torch.manual_seed(0)
     model = NystromAttention(dim=16, num_heads=2, head_dim=4, num_landmarks=4)
-    with pytest.warns(UserWarning, match="infinite by construction"):
-        monitor = KappaMonitor(model, every=1, samples=2)
+    monitor = KappaMonitor(model, every=1, samples=2)
     with monitor.step(0) as rows:
         model(torch.randn(2, 32, 16))
         heads = model.captured.heads

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels import (
     KappaMonitor,
+    condition_report,
     gaussian_condition_number,
-    head_report,
     singular_values,
 )
 from leaner_kernels.nn import ManyHeadAttention, evenly_spaced
@@ -116,7 +116,7 @@ def test_statistics_are_those_of_the_layer() -> None:
     assert row["entropy_min"] == pytest.approx(entropies.min().item(), rel=1e-5)
     assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)
     assert row["head_norm"] == pytest.approx(norms.mean().item(), rel=1e-5)
-    report = head_report((p @ v).transpose(1, 2).flatten(2)[[0, 2, 4]], 4)
+    report = condition_report((p @ v).transpose(1, 2).flatten(2)[[0, 2, 4]])
     assert row["effective_rank"] == pytest.approx(report.effective_rank.mean().item(), rel=1e-4)
     assert row["stable_rank"] == pytest.approx(report.stable_rank.mean().item(), rel=1e-4)
 

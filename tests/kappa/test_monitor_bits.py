@@ -51,19 +51,6 @@ class Recomputed(nn.Module):
         return checkpoint(self.attn, x, use_reentrant=False)
 
 
-class Weighed(nn.Module):
-    """PyTorch's attention, which forms the weights, from learned queries."""
-
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.randn(1, 7, 12))
-        self.attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output, weights = self.attn(self.queries.expand(len(x), -1, -1), x, x)
-        return output.float() + weights.float().sum()
-
-
 dropped = partial(attention, dropout_p=0.3)
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tokens": lambda: ManyHeadAttention(12, 4, 8),
@@ -80,7 +67,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "function, dropout": lambda: Attention(dropped),
     "PyTorch's": lambda: Attention(partial(SDPA, dropout_p=0.3)),
     "nn.TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(12, 3, 16, batch_first=True),
-    "nn.MultiheadAttention, recomputed": lambda: Recomputed(Weighed(0.3)),
 }
 
 

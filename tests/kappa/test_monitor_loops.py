@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor, attention
-from leaner_kernels.monitor import measurement
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
-from tests.kappa.test_monitor_streams import DelayedStream
 
 
 class OfOthers(Attention):
@@ -114,28 +112,7 @@ def test_why_there_is_no_kappa() -> None:
     assert (row["kappa"], row["reason"]) == (None, "not finite")
 
 
-# Several monitors, threads, other modules.
-
-
-@pytest.mark.parametrize("make", [ours, of_others], ids=["ours", "others"])
-def test_two_monitors_of_one_model_have_the_rows_of_each(make: Callable[[], nn.Module]) -> None:
-    model = make()
-    alone = one_step(KappaMonitor(model, every=1, samples=6), model, batch())
-    first, second = KappaMonitor(model, every=1, samples=6), KappaMonitor(model, every=2, samples=6)
-    for step in range(4):
-        first.begin(step)
-        second.begin(step)
-        model(batch())
-        assert first.end() == [row | {"step": step} for row in alone]
-        assert second.end() == ([] if step % 2 else [row | {"step": step} for row in alone])
-    assert all(getattr(m, "capture_samples", 0) == 0 for m in model.modules())
-    # One that leaves its step takes nothing from the other.
-    first.begin(4)
-    second.begin(4)
-    second.cancel()
-    model(batch())
-    assert first.end() == [row | {"step": 4} for row in alone]
-    assert all(getattr(m, "captured", None) is None for m in model.modules())
+# Threads, other modules.
 
 
 def test_attention_in_another_thread_is_no_ones() -> None:
@@ -218,21 +195,6 @@ def test_data_parallel_on_several_devices_is_refused() -> None:
 
 
 # What is kept.
-
-
-def test_flush_returns_the_rows_before_one_that_fails_and_then_raises() -> None:
-    model = Model()
-    monitor = KappaMonitor(model, every=1)
-    monitor._side_stream = DelayedStream()
-    for step in range(3):
-        one_step(monitor, model, batch(), step=step)
-    host = monitor._pending_rows[1].host_copy.host
-    host[-1] = measurement.FAILED
-    assert [row["step"] for row in monitor.flush()] == [0, 0]
-    with pytest.raises(RuntimeError, match="step 1 could not be measured on another rank"):
-        monitor.flush()
-    assert [row["step"] for row in monitor.flush()] == [2, 2]
-    assert monitor.flush() == []
 
 
 @pytest.mark.slow

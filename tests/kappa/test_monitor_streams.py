@@ -116,7 +116,7 @@ def test_on_a_gpu_no_value_is_read_and_the_memory_is_kept() -> None:
     assert takes.call_count == 2
     # Heads; output without and with the stream; their lengths; each statistic of every head.
     kept = [call.args[0] for call in cuda.keep.call_args_list]
-    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), *[(4,)] * len(STATISTICS)]
+    copies = [(1, 3, 9, 32), (1, 3), (2, 3, 9, 12), (2, 3), (len(STATISTICS), 4)]
     assert sorted(kept[:-1]) == sorted(copies)
     side = cuda.Stream.return_value
     assert all(call.args[1] is side for call in cuda.keep.call_args_list)

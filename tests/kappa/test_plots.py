@@ -3,7 +3,7 @@
 import pytest
 
 from leaner_kernels import monitor
-from leaner_kernels.monitor.plots import short_names
+from leaner_kernels.monitor.page import short_names
 
 pytest.importorskip("matplotlib", reason="plots need matplotlib")
 
@@ -37,22 +37,10 @@ def test_rows_without_kappa_are_counted_with_their_reason():
     assert title == "3 of 4 rows left out: 2 not resolved, 1 not run"
 
 
-def test_kappa_over_layers_draws_the_first_and_last_step():
-    rows = [row(step, f"b.{n}.attn", 10.0 * n + step) for step in range(3) for n in range(3)]
-    figure = monitor.plot(rows, over="layers")
-    drawn = {"step 0": [0, 10, 20], "step 2": [2, 12, 22], "Gaussian heads": [1.5] * 3}
-    assert lines(figure) == drawn
-    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == ["b.0", "b.1", "b.2"]
-
-
 def test_what_cannot_be_drawn_is_refused_in_one_line(monkeypatch):
     rows = [row(0, "a", 2.0)]
-    for call, words in (
-        (lambda: monitor.plot([]), "no rows"),
-        (lambda: monitor.plot(rows, over="rows"), "one of steps, layers, got 'rows'"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    with pytest.raises(ValueError, match="no rows"):
+        monitor.plot([])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"needs the package matplotlib: pip install matplotlib"):
         monitor.plot(rows)

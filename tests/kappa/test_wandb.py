@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from leaner_kernels import KappaMonitor
+from leaner_kernels.monitor.writers import WandbRun
 from tests.kappa.test_monitor import Model, batch
 from tests.wandb_runs import FakeRun
 
@@ -61,7 +62,7 @@ def test_a_run_keeps_every_sample_and_every_row_of_the_loop(
 def test_a_run_keeps_samples_that_arrive_together() -> None:
     """On a GPU rows are late, and those of several steps are returned at once."""
     run = FakeRun()
-    monitor = KappaMonitor(Model(), writer=run)
+    writer = WandbRun(run)
     values = [
         {"step": step, "layer": layer, "kappa": 2.0, "entropy": 1.0, "reason": None}
         for step in range(4)
@@ -69,7 +70,7 @@ def test_a_run_keeps_samples_that_arrive_together() -> None:
     ]
     run.log({"loss": 0.0}, step=0)
     for step in range(3):
-        monitor._write([row for row in values if row["step"] == step])
+        writer.append([row for row in values if row["step"] == step])
     run.log({"rate": 0.1}, step=2)
     run.finish()
     check(run.rows, run.axes, [0, 1, 2])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from leaner_kernels.monitor import page
-from leaner_kernels.monitor.files import open_own
 from leaner_kernels.monitor.run_log import RunLog
 from tests.train.launch import TINY
 from tests.train.trained import train_vit
@@ -86,18 +85,3 @@ def test_a_page_is_written_through_no_link(trained, tmp_path, precious, name):
     assert precious.read_text() == PRECIOUS
     assert (run / "page.html").read_text().startswith("<!")
     assert not (run / "page.html").is_symlink()
-
-
-def test_a_link_is_not_opened_to_append(tmp_path, precious):
-    (tmp_path / "link").symlink_to(precious)
-    with pytest.raises(OSError, match="link"):
-        open_own(tmp_path / "link")
-    os.mkfifo(tmp_path / "pipe")
-    for mode in ("ab", "r+b"):
-        with pytest.raises(OSError, match="pipe"):
-            open_own(tmp_path / "pipe", mode)
-    with open_own(tmp_path / "rows") as file:
-        file.write(b"1\n")
-    with open_own(tmp_path / "rows") as file:
-        file.write(b"2\n")
-    assert (tmp_path / "rows").read_bytes() == b"1\n2\n"

@@ -8,7 +8,7 @@ from tests.train.launch import ROOT
 def test_each_test_that_a_promise_names_is_there():
     text = (ROOT / "SECURITY.md").read_text("utf-8")
     rows = [line for line in text.splitlines() if line.startswith("| ") and "`tests/" in line]
-    assert len(rows) > 20
+    assert len(rows) > 15
     for row in rows:
         # "::test_b" after "tests/a.py::test_a" is of the same file.
         path = None

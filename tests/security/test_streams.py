@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from leaner_kernels.monitor import __main__ as monitor
 from leaner_kernels.monitor import page
 from tests.train.launch import ROOT, SCRIPT, TINY
 from tests.train.trained import gpt
@@ -59,7 +58,6 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
         *((vit.main, [flag, ""]) for flag in ("--out", "--data", "--resume", "--model")),
         (gpt.main, ["--tokenizer", ""]),
         (page.main, ["x", "--out", ""]),
-        (monitor.main, ["x", "--data", ""]),
     ],
 )
 def test_no_path_or_name_is_empty(main, words, tmp_path, monkeypatch, capsys):

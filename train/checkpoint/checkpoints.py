@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import SETTINGS, parse_json, read_file
-from leaner_kernels.monitor.rows import METRICS_ROW, check_row
+from leaner_kernels.monitor.files import read_file
 from train.checkpoint.shards import (
     Part,
     cause,
@@ -64,7 +63,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
     """
     try:
         manifest = path / "manifest.json"
-        files = parse_json(read_file(manifest, SETTINGS))["files"]
+        files = json.loads(read_file(manifest))["files"]
         # Of names that the manifest makes up, nothing is opened.
         names = {file.name for file in path.iterdir()} - {manifest.name}
         if missing := sorted((files.keys() | {"state.json"}) - names):
@@ -127,11 +126,10 @@ _OPTIONAL = {
 
 
 def _is_row(value: Any) -> bool:
-    try:
-        check_row(value, **METRICS_ROW, throughput=int | float)
-    except ValueError:
-        return False
-    return isinstance(value.get("tokens_per_second", 0), int | float)
+    numbers = "step", "loss", "throughput"
+    return isinstance(value, dict) and all(
+        isinstance(value.get(name, ""), int | float | None) for name in numbers
+    )
 
 
 def read_details(path: Path) -> dict[str, Any]:
@@ -142,7 +140,7 @@ def read_details(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        details = parse_json(read_file(path / "state.json", SETTINGS))
+        details = json.loads(read_file(path / "state.json"))
     except ValueError:
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):

@@ -24,8 +24,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import parse_json
-
 # By their names in safetensors.
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -209,7 +207,7 @@ def _index(path: Path) -> dict[str, Saved]:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             info = (opened.metadata() or {}).get("DCP_SHARDING_INFO")
-            offsets = None if info is None else parse_json(info)
+            offsets = None if info is None else json.loads(info)
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
                 part = opened.get_slice(name)
                 shape, dtype = tuple(part.get_shape()), DTYPES[part.get_dtype()]

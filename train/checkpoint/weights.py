@@ -19,14 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import (
-    SETTINGS,
-    new_path,
-    open_file,
-    open_own,
-    parse_json,
-    read_file,
-)
+from leaner_kernels.monitor.files import new_file, open_file, read_file
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
 from train.checkpoint.shards import (
@@ -292,7 +285,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
 
 def _text(path: Path) -> str:
     try:
-        return read_file(path, _HEADER).decode()
+        return read_file(path).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8: {error}") from None
 
@@ -300,7 +293,7 @@ def _text(path: Path) -> str:
 def _scores(summary: Path, step: int) -> dict[str, float]:
     """Return what a run reached, if it ended with these weights."""
     try:
-        found = parse_json(read_file(summary, SETTINGS))
+        found = json.loads(read_file(summary))
         if found["steps"] != step:
             return {}
         return {
@@ -343,8 +336,8 @@ def _dtype(code: str) -> torch.dtype:
 
 def _json(text: str, name: str) -> dict[str, Any]:
     try:
-        value = parse_json(text)
-    except ValueError:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
         raise ValueError(f"{name} in its metadata is not JSON") from None
     if not isinstance(value, dict):
         raise ValueError(f"{name} in its metadata is not a JSON object")
@@ -372,7 +365,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
     try:
         if dist.get_rank() == 0:
             on_host = (w.detach().to("cpu", dtype).contiguous() for dtype, w in gathered)
-            with new_path(path) as partial, open_own(partial, "r+b") as file:
+            with new_file(path) as file:
                 file.writelines(pieces_of_file(layout, on_host, metadata))
                 file.flush()
                 os.fsync(file.fileno())

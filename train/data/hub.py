@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
-from leaner_kernels.monitor.files import check_below
 
 
 def load(name: str, config: str | None = None) -> Any:
@@ -24,8 +23,6 @@ def load(name: str, config: str | None = None) -> Any:
             f"--data {name} needs the package datasets: pip install datasets"
         ) from None
     try:
-        if Path(name).is_dir():
-            check_below(name)
         if (Path(name) / "dataset_dict.json").is_file():
             return datasets.load_from_disk(name)
         return datasets.load_dataset(name, config)

@@ -22,8 +22,7 @@ from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
 from leaner_kernels.monitor.files import set_aside, write_file
-from leaner_kernels.monitor.page import CHART_POINTS, write_page
-from leaner_kernels.monitor.plots import kappa_or_rank
+from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
 from train.config.flags import Settings
@@ -126,16 +125,16 @@ class Report:
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
-        self.metrics = JsonLines(metrics, first - last_again, self.log, steps=_STEPS, **METRICS_ROW)
+        self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW, _STEPS)
         kappa = self.folder / "kappa.jsonl"
-        self.kappa = JsonLines(kappa, first, self.log, steps=_SAMPLED, **KAPPA_ROW)
+        self.kappa = JsonLines(kappa, first, self.log, KAPPA_ROW, _SAMPLED)
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log, steps=_SAMPLED)
         self.logs = [self.metrics, self.kappa, self.alarms]
         if self.tensorboard is not None:
             self.tensorboard.open(self.folder / "tensorboard", first)
         if self.settings.kappa_probe:
             probe = self.folder / "kappa_probe.jsonl"
-            self.probe = JsonLines(probe, first, self.log, **KAPPA_ROW)
+            self.probe = JsonLines(probe, first, self.log, KAPPA_ROW)
             self.logs.append(self.probe)
 
     def keep(self, files: Mapping[str, str]) -> None:
@@ -282,7 +281,7 @@ class Report:
     def _thinned(self, name: str) -> list[dict[str, Any]]:
         """Return the first and the last rows of kappa that are in a file, and some between."""
         with suppress(OSError):
-            return read_thinned(self.folder / name, CHART_POINTS, **KAPPA_ROW).rows
+            return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW).rows
         return []
 
 

@@ -108,7 +108,7 @@ def test_a_collapse_of_the_entropy_is_told_in_the_words_of_the_monitor():
     assert (alarm["step"], alarm["kind"], alarm["layer"]) == (5, "entropy", "blocks.0.attn")
     assert alarm["message"] == (
         "step 5: attention of blocks.0.attn collapses: entropy 0.1 nats, below 0.277, 0.1 of "
-        "log(columns) = 2.77"
+        "log(columns)"
     )
     assert Alarms(SimpleNamespace(**WANTED | {"entropy_alarm": 0.0})).kappa(rows) == []
 

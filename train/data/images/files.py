@@ -7,13 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from leaner_kernels.monitor.files import (
-    DATA,
-    files_below,
-    is_folder,
-    is_hidden,
-    read_file,
-)
+from leaner_kernels.monitor.files import files_below, is_hidden, read_file
 from leaner_kernels.monitor.pictures import PICTURES
 
 # Names of a folder whose images measure; the first that is there.
@@ -42,7 +36,7 @@ class ImageFiles:
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of an image, and its class."""
-        return read_file(self.name(index), DATA), int(self.labels[index])
+        return read_file(self.name(index)), int(self.labels[index])
 
     def name(self, index: int) -> str:
         """Return which image this is."""
@@ -92,7 +86,7 @@ def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
 
 def _folders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(e.name for e in entries if is_folder(e) and not is_hidden(e.name))
+        return sorted(e.name for e in entries if e.is_dir() and not is_hidden(e.name))
 
 
 def _class_folders(part: Path) -> ImageFiles:

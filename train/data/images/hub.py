@@ -9,7 +9,7 @@ import hashlib
 import json
 from typing import Any
 
-from leaner_kernels.monitor.files import DATA, read_file
+from leaner_kernels.monitor.files import read_file
 from train.data import hub
 
 # Classes of a data set: neither memory nor time may follow from a label alone.
@@ -55,7 +55,7 @@ class HubTable:
         row = self.table[index]
         image = row[self.image] or {"bytes": b"", "path": None}
         if image["bytes"] is None:
-            return read_file(image["path"], DATA) if image["path"] else b"", row[self.label]
+            return read_file(image["path"]) if image["path"] else b"", row[self.label]
         return image["bytes"], row[self.label]
 
     def name(self, index: int) -> str:

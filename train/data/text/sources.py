@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, lines_of, open_file, plain
+from leaner_kernels.monitor.files import files_below, open_file, plain
 from train.data import hub
 
 KINDS = (
@@ -123,12 +123,12 @@ def _of_file(path: Path, whole: bool) -> Iterator[str]:
     """Yield the documents of a file: between separators, else all of it, or between blank lines."""
     try:
         with TextIOWrapper(open_file(path), "utf-8-sig") as file:
-            separated = any(SEPARATOR in line for line in lines_of(file))
+            separated = any(SEPARATOR in line for line in file)
             file.seek(0)
             if whole and not separated:
                 yield file.read()
             else:
-                yield from _between(lines_of(file), SEPARATOR if separated else None)
+                yield from _between(file, SEPARATOR if separated else None)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--data holds {path}, which is not UTF-8 ({error.reason}); iconv -f LATIN1 -t UTF-8 "
@@ -136,7 +136,7 @@ def _of_file(path: Path, whole: bool) -> Iterator[str]:
         ) from None
 
 
-def _between(lines: Iterator[str], separator: str | None) -> Iterator[str]:
+def _between(lines: Iterable[str], separator: str | None) -> Iterator[str]:
     """Yield the text between separators, or between blank lines, which alone are left out.
 
     The first line keeps its indentation, unless a separator stands before it in its line.
