@@ -3,9 +3,11 @@
 The module object remains, and with it parameters, names, state dicts, hooks and optimizers.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,6 +18,7 @@ from ..nn.capture import Capturing
 
 # The attribute of a swapped module with its ``Origin``, so that copies of a model can be undone.
 _ORIGIN = "_origin"
+SDPA = "scaled_dot_product_attention"
 
 
 class Origin(NamedTuple):
@@ -155,7 +158,7 @@ def without_holders(
     return {
         name: reason
         for name, reason in inner.items()
-        if not holds(name) or _calls_attention(model.get_submodule(name))
+        if not holds(name) or calls(type(model.get_submodule(name)), SDPA)
     }
 
 
@@ -218,13 +221,14 @@ def _restore_one(module: nn.Module) -> None:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is named attention, or calls PyTorch's attention function."""
     name = getattr(module, "original_name", type(module).__name__).lower()
-    return "attn" in name or "attention" in name or _calls_attention(module)
+    return "attn" in name or "attention" in name or calls(type(module), SDPA)
 
 
-def _calls_attention(module: nn.Module) -> bool:
-    values = (value for cls in type(module).__mro__ for value in vars(cls).values())
-    codes = (value.__code__ for value in values if isinstance(value, FunctionType))
-    return any("scaled_dot_product_attention" in code.co_names for code in codes)
+@cache
+def calls(cls: type, name: str) -> bool:
+    """Return whether a method of a class calls what has this name."""
+    values = (inspect.unwrap(v) for c in cls.__mro__ for v in vars(c).values() if callable(v))
+    return any(name in v.__code__.co_names for v in values if isinstance(v, FunctionType))
 
 
 def _why_left(
