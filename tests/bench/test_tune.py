@@ -5,7 +5,7 @@ import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
-from bench.attention.operators import CASES
+from bench.attention.operators import CASES, OperatorCase
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule
@@ -14,6 +14,7 @@ from tests.tile_tables import TABLES
 BF16 = torch.bfloat16
 SMALLEST = sorted(CASES, key=lambda case: -case.bytes("forward"))
 EVERY = {case.op: case for case in SMALLEST} | {
+    "window": OperatorCase("window", "cuda", "window", 2, 14, 4, 16, BF16),
     "short": AttentionCase("short", "cuda", 2, 4, 50, 10, BF16),
     "tiny": AttentionCase("tiny", "cuda", 2, 4, 16, 10, BF16),
     "middle": AttentionCase("middle", "cuda", 24, 12, 197, 64, BF16),
