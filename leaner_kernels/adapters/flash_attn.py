@@ -11,7 +11,6 @@ log-sum-exp of a row without a visible key is -inf; that of flash-attention is i
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.attention import (
@@ -22,8 +21,6 @@ from ..ops.attention import (
     attention_with_stats,
 )
 
-Window = tuple[int, int]
-
 
 def flash_attn_func(
     q: Tensor,
@@ -32,7 +29,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -68,7 +65,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -81,33 +78,18 @@ def flash_attn_qkvpacked_func(
     if softcap or return_attn_probs:
         others = dropout_p, softmax_scale, causal, window_size, softcap
         rest = alibi_slopes, deterministic, return_attn_probs
-        query, key, value = qkv.unbind(2)
-        return flash_attn_func(query, key, value, *others, *rest)
+        return flash_attn_func(*qkv.unbind(2), *others, *rest)
     _refuse(alibi_slopes, deterministic)
     masks = _masks(causal, window_size)
     return attention_qkvpacked(qkv, dropout_p=dropout_p, scale=softmax_scale, **masks)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-) -> Any:
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
     """Compute attention with packed keys and values (B, M, 2, Hkv, D).
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
-    others = dropout_p, softmax_scale, causal, window_size, softcap
-    rest = alibi_slopes, deterministic, return_attn_probs
-    key, value = kv.unbind(2)
-    return flash_attn_func(q, key, value, *others, *rest)
+    return flash_attn_func(q, *kv.unbind(2), *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -121,7 +103,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Window = (-1, -1),
+    window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -158,68 +140,22 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Window = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **options: Any
 ) -> Any:
     """Compute self-attention within each sequence of a packed projection (T, 3, H, D).
 
     Other arguments, results and errors are those of ``flash_attn_varlen_func``.
     """
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    others = dropout_p, softmax_scale, causal, window_size, softcap
-    rest = alibi_slopes, deterministic, return_attn_probs
-    query, key, value = qkv.unbind(1)
-    return flash_attn_varlen_func(query, key, value, *lengths, *others, *rest)
+    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
 
 
-def unpad_input(
-    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """Pack the tokens of a padded batch into a varlen batch.
-
-    Args:
-        hidden_states: (B, N, ...).
-        attention_mask: (B, N), bool or integers; nonzero marks a token.
-        unused_mask: (B, N); nonzero marks further positions to keep, without a token.
-
-    Returns:
-        The tokens (T, ...); their flat indices (T,); the starts of the sequences (B + 1,) int32;
-        the length of the longest, which synchronises with the GPU; the number of tokens of each
-        sequence, (B,) int32.
-    """
-    real = attention_mask != 0
-    kept = real if unused_mask is None else real | (unused_mask != 0)
-    counts = kept.sum(dim=-1, dtype=torch.int32)
-    indices = kept.flatten().nonzero().flatten()
-    starts = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-    tokens = hidden_states.flatten(0, 1).index_select(0, indices)
-    used = real.sum(dim=-1, dtype=torch.int32)
-    return tokens, indices, starts, int(counts.max()), used
-
-
-def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Undo ``unpad_input``: return (B, N, ...), zero at positions without a token."""
-    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
-    return padded.index_copy(0, indices, hidden_states).unflatten(0, (batch, seqlen))
-
-
-def _masks(causal: bool, window_size: Window, square: bool = True) -> dict[str, Any]:
+def _masks(causal: bool, window_size: tuple[int, int], square: bool = True) -> dict[str, Any]:
     """Translate causality and window to our arguments; ours align causality to the first key."""
     left, right = window_size
-    if not causal:
-        return {"window_size": (left, right)}
-    if square and left < 0:
+    if causal and square and left < 0:
         return {"is_causal": True}
-    return {"window_size": (left, 0)}
+    return {"window_size": (left, 0 if causal else right)}
 
 
 def _refuse(

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.fx import Proxy
 
 from ..nn.capture import Capturing
 from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_qkvpacked
-from ..ops.attention.checks import boolean_mask, is_causal_bias, plain_mask
+from ..ops.attention.checks import is_causal_bias
 from ..ops.statistics import AttentionStats
 from . import swap
 
@@ -37,16 +36,7 @@ def use(model: nn.Module) -> swap.Swapped:
     Raises:
         ValueError: if nothing was swapped.
     """
-    report = swap.swap(model, RULES)
-    for name, module in model.named_modules():
-        base = next((rule.cls for rule in RULES if isinstance(module, rule.cls)), None)
-        if base is not None and name not in report.swapped:
-            report.left.setdefault(
-                name,
-                f"{type(module).__name__} is a subclass of nn.{base.__name__}, whose forward may "
-                "be another, or PyTorch's fused one for inference",
-            )
-    return report
+    return swap.swap(model, RULES)
 
 
 def undo(model: nn.Module) -> None:
@@ -64,11 +54,12 @@ def undo(model: nn.Module) -> None:
 class MultiheadAttention(Capturing, nn.MultiheadAttention):
     """``torch.nn.MultiheadAttention`` with heads that ``KappaMonitor`` can capture.
 
-    Options and parameter names are those of PyTorch. ``head_dim``, ``embed_dim / num_heads``, is
-    from 1 to 128, and ``dropout`` is in [0, 1). With ``need_weights=False``, two things differ.
-    There is one path for training and evaluation, so that results do not change without autograd. A
-    row without a visible key attends to nothing, so that its output is the bias of ``out_proj``, or
-    zero without one. With ``need_weights=True`` it is NaN, as in PyTorch.
+    Options and parameter names are those of PyTorch, but ``add_bias_kv`` and ``add_zero_attn``,
+    which raise a ValueError. ``head_dim``, ``embed_dim / num_heads``, is from 1 to 128, and
+    ``dropout`` is in [0, 1). With ``need_weights=False``, two things differ. There is one path for
+    training and evaluation, so that results do not change without autograd. A row without a visible
+    key attends to nothing, so that its output is the bias of ``out_proj``, or zero without one.
+    With ``need_weights=True`` it is NaN, as in PyTorch.
 
     Raises:
         ValueError: if a count, width or probability is outside these ranges.
@@ -103,10 +94,10 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
         The first eight arguments are those of PyTorch's forward: query (B, N, embed_dim) with
         ``batch_first``, (N, B, embed_dim) or (N, embed_dim), and masks that are boolean (True is
-        hidden) or additive. ``attn_mask`` may also be PyTorch's CausalBias. The kernels never form
-        the matrix of weights, so that PyTorch computes a call with ``need_weights``; a capture then
-        comes from a second call, without gradients and dropout. With ``is_causal``, the mask must
-        be given, but is not always read. Two arguments are additional:
+        hidden) or additive. The kernels never form the matrix of weights, so that PyTorch computes
+        a call with ``need_weights``; a capture then comes from a second call, without gradients and
+        dropout. With ``is_causal``, the mask must be given, but is not always read. Two arguments
+        are additional:
 
         - key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a length
           are hidden. Faster than a mask; requires ``need_weights=False``.
@@ -122,18 +113,8 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
         A nested tensor that is query, key and value gives a nested tensor.
         """
-        if isinstance(query, Proxy):
-            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            tracer: Any = query.tracer
-            place = tracer.path_of_module(self)  # one node for the whole module
-            return tracer.create_proxy("call_module", place, (query, key, value, *masks), {})
-        if attn_mask is not None and is_causal_bias(attn_mask) and not query.is_nested:
-            self._check(query, key, value)
-            batches = self._batches(query), self._batches(key)
-            _, is_causal = plain_mask(attn_mask, False, *batches)
-            # Otherwise the mask is combined with others, or read by PyTorch.
-            if not is_causal or need_weights or key_padding_mask is not None or self._appended:
-                attn_mask, is_causal = ~boolean_mask(attn_mask, *batches), False
+        if attn_mask is not None and is_causal_bias(attn_mask):
+            raise ValueError("attn_mask must be numbers: the memory of a CausalBias holds none")
         if need_weights:
             if key_lengths is not None:
                 raise ValueError("key_lengths must go with need_weights=False")
@@ -180,9 +161,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     ) -> tuple[Tensor, AttentionStats | None, Tensor | None]:
         """Return the heads (B, N, H, D), any statistics, and the sampled batch entries."""
         self._check(query, key, value)
-        same = query is key and key is value and self._qkv_same_embed_dim
-        appended = self._appended
-        if same:
+        if query is key and key is value and self._qkv_same_embed_dim:
             qkv = self._split(F.linear(query, self.in_proj_weight, self.in_proj_bias), 3)
             q, k, v = qkv.unbind(2)
         else:
@@ -195,22 +174,16 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             q, k, v = (self._split(F.linear(*part), 1) for part in parts)
         batch, rows, cols = q.shape[0], q.shape[1], k.shape[1]
         scores = batch, self.num_heads, rows, cols
-        mask, is_causal = _one_mask(
-            attn_mask, key_padding_mask, is_causal, scores, appended, q.dtype
-        )
+        mask, is_causal = _one_mask(attn_mask, key_padding_mask, is_causal, scores, q.dtype)
         sample, measured = self._select_sample(batch, q.device)
         if measured:
-            self._keys = None if key is query and not appended else cols + appended
+            self._keys = None if key is query else cols
         params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
-        if qkv is not None and mask is None and not appended:
+        if qkv is not None and mask is None:
             if measured:
                 stats = self._qkvpacked_with_stats(qkv, sample=sample, **params)
                 return stats.out, stats, sample
             return attention_qkvpacked(qkv, **params), None, sample
-        if appended:
-            if key_lengths is not None:
-                raise ValueError("key_lengths would hide what add_bias_kv and add_zero_attn append")
-            k, v = self._append(k, self.bias_k), self._append(v, self.bias_v)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         if measured:
             stats = self._attention_with_stats(q, k, v, mask, sample=sample, **params)
@@ -239,21 +212,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     def _batches(self, x: Tensor) -> Tensor:
         """Return a view (B, N, width) of a tensor in the order of the input."""
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
-
-    @property
-    def _appended(self) -> int:
-        return (self.bias_k is not None) + self.add_zero_attn
-
-    def _append(self, heads: Tensor, bias: Tensor | None) -> Tensor:
-        """Append the learned row and the row of zeros, if any, to heads (B, M, H, D)."""
-        batch = heads.shape[0]
-        rows = [heads]
-        if bias is not None:
-            bias = bias.to(heads.dtype).unflatten(-1, heads.shape[2:])
-            rows.append(bias.expand(batch, -1, -1, -1))
-        if self.add_zero_attn:
-            rows.append(heads.new_zeros(batch, 1, *heads.shape[2:]))
-        return torch.cat(rows, dim=1)
 
     def _keep_batches(
         self,
@@ -328,13 +286,12 @@ def _one_mask(
     key_padding_mask: Tensor | None,
     is_causal: bool,
     scores: tuple[int, int, int, int],
-    appended: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor | None, bool]:
     """Combine masks into one for ``attention`` (True is visible) or None; return ``is_causal`` too.
 
     ``attn_mask`` is not read if ``is_causal`` is set and there is no padding. ``scores`` is (B, H,
-    N, M) without the ``appended`` keys, which are visible to every row.
+    N, M).
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:
@@ -358,9 +315,6 @@ def _one_mask(
     for mask in masks:
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise ValueError(f"masks must be boolean or floating point, got {mask.dtype}")
-    if appended:
-        # 0 and False mean visible.
-        masks = [F.pad(mask, (0, appended)) for mask in masks]
     if not masks:
         return None, False
     if all(mask.dtype == torch.bool for mask in masks):
@@ -378,6 +332,8 @@ def _check_attention(module: nn.Module) -> None:
     assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")
+    if module.bias_k is not None or module.add_zero_attn:
+        raise ValueError("add_bias_kv and add_zero_attn are not supported")
     if not 0 <= module.dropout < 1:
         raise ValueError(f"dropout {module.dropout} is not in [0, 1)")
 

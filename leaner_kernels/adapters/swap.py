@@ -3,9 +3,10 @@
 The module object remains, and with it parameters, names, state dicts, hooks and optimizers.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..nn.capture import Capturing
 
 # The attribute of a swapped module with its ``Origin``, so that copies of a model can be undone.
 _ORIGIN = "_origin"
+SDPA = "scaled_dot_product_attention"
 
 
 class Origin(NamedTuple):
@@ -27,29 +29,23 @@ class Origin(NamedTuple):
     replaced: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """A rule for swapping modules of one class.
 
     Attributes:
         cls: the exact class; a subclass may have another forward, and is left.
-        new_class: its replacement, a subclass of ``cls`` and ``Capturing`` at the top level of its
-            file, so that models can be pickled.
-        what: description for the report, such as "attention between tokens". Empty for a block
-            that only surrounds an attention module: its new class, not ``Capturing``, is harmless
-            if it outlives that. Such a block is not reported, and may be left without a reason.
-        prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, at least those
-            of ``Capturing._set_sizes``, and nothing that is a parameter, buffer or module. A
-            ValueError or AttributeError leaves the module as it was, its message being the reason.
-        silent: returns the names of parts of a swapped module that the forward of ``cls`` calls
-            but that of ``new_class`` does not: hooks on them are no longer called.
+        new_class: its replacement, a subclass of ``cls`` at the top level of its file, so that
+            models can be pickled.
+        what: description for the report, such as "attention between tokens".
+        prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, and nothing
+            that is a parameter, buffer or module. A ValueError or AttributeError leaves the module
+            as it was, its message being the reason.
     """
 
     cls: type[nn.Module]
     new_class: type[nn.Module]
-    what: str = ""
-    prepare: Callable[[Any], None] = lambda _module: None
-    silent: Callable[[Any], Sequence[str]] = lambda _module: ()
+    what: str
+    prepare: Callable[[Any], None]
 
 
 class Swapped:
@@ -60,13 +56,11 @@ class Swapped:
             "timm.layers.attention.Attention -> attention between tokens".
         left: by module name, why an attention-like module was left, in one line: its class is
             named attention, or calls ``scaled_dot_product_attention``.
-        silent: by module name, the parts of a swapped module whose hooks are no longer called.
     """
 
     def __init__(self) -> None:
         self.swapped: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self.silent: dict[str, str] = {}
         self._modules: dict[str, nn.Module] = {}
 
     def undo(self) -> None:
@@ -82,14 +76,10 @@ class Swapped:
             "which takes the same arguments; KappaMonitor measures such a model as it is"
         )
 
-    def _sections(self) -> dict[str, dict[str, str]]:
-        silent = {"silent": self.silent} if self.silent else {}
-        return {"swapped": self.swapped, "left": self.left} | silent
-
     def __repr__(self) -> str:
         """Return one line per group of modules whose names differ only in numbers."""
         lines = []
-        for title, modules in self._sections().items():
+        for title, modules in (("swapped", self.swapped), ("left", self.left)):
             groups: dict[tuple[str, str], int] = {}
             for name, text in modules.items():
                 group = re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text
@@ -102,15 +92,10 @@ class Swapped:
         return "\n".join(lines)
 
 
-def swap(
-    model: nn.Module,
-    rules: Sequence[Rule],
-    unsupported: Mapping[type[nn.Module], str] | None = None,
-) -> Swapped:
+def swap(model: nn.Module, rules: Sequence[Rule]) -> Swapped:
     """Swap every module that matches a rule, in place; modules already swapped count as swapped.
 
-    ``unsupported`` contains reasons for leaving modules of further classes. If nothing is swapped,
-    the model is unchanged and a ValueError states the reasons.
+    If nothing is swapped, the model is unchanged and a ValueError states the reasons.
     """
     by_class = {rule.cls: rule for rule in rules}
     by_new_class = {rule.new_class: rule for rule in rules}
@@ -120,20 +105,16 @@ def swap(
         rule = by_class.get(type(module)) or by_new_class.get(type(module))
         if rule is None:
             if is_attention(module) and not isinstance(module, Capturing):
-                inner[name] = _why_left(module, by_class, unsupported or {})
+                inner[name] = _why_left(module)
             continue
         reason = _swap_one(module, rule) if type(module) is rule.cls else None
         if reason is None:
             report._modules[name] = module
-        if rule.what and reason is None:
             report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
-            if parts := rule.silent(module):
-                report.silent[name] = f"hooks on {', '.join(parts)} are no longer called"
-        elif rule.what:
-            report.left[name] = reason or ""
+        else:
+            report.left[name] = reason
     report.left |= without_holders(model, inner, [*report.swapped, *report.left])
     if not report.swapped:
-        report.undo()
         raise ValueError(report.nothing_in(model))
     return report
 
@@ -155,7 +136,7 @@ def without_holders(
     return {
         name: reason
         for name, reason in inner.items()
-        if not holds(name) or _calls_attention(model.get_submodule(name))
+        if not holds(name) or calls(type(model.get_submodule(name)), SDPA)
     }
 
 
@@ -168,16 +149,11 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
 def restore(modules: Mapping[str, nn.Module]) -> None:
     """Undo the swap of each module, by name; skip modules constructed with their class.
 
-    If an attention module was wrapped after its swap, as by ``fully_shard``, raise a ValueError and
-    undo none.
+    If one was wrapped after its swap, as by ``fully_shard``, raise a ValueError and undo none.
     """
     origins = {name: vars(m)[_ORIGIN] for name, m in modules.items() if _ORIGIN in vars(m)}
-    for name, origin in list(origins.items()):
-        if type(modules[name]) is origin.new_class:
-            continue
-        if not issubclass(origin.new_class, Capturing):
-            del origins[name]
-        else:
+    for name, origin in origins.items():
+        if type(modules[name]) is not origin.new_class:
             raise ValueError(
                 f"{name or 'the model'} was wrapped since it was swapped, as "
                 f"{type(modules[name]).__name__}: unwrap it before undo"
@@ -218,31 +194,22 @@ def _restore_one(module: nn.Module) -> None:
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is named attention, or calls PyTorch's attention function."""
     name = getattr(module, "original_name", type(module).__name__).lower()
-    return "attn" in name or "attention" in name or _calls_attention(module)
+    return "attn" in name or "attention" in name or calls(type(module), SDPA)
 
 
-def _calls_attention(module: nn.Module) -> bool:
-    values = (value for cls in type(module).__mro__ for value in vars(cls).values())
-    codes = (value.__code__ for value in values if isinstance(value, FunctionType))
-    return any("scaled_dot_product_attention" in code.co_names for code in codes)
+@cache
+def calls(cls: type, name: str) -> bool:
+    """Return whether a method of a class calls what has this name."""
+    values = (inspect.unwrap(v) for c in cls.__mro__ for v in vars(c).values() if callable(v))
+    return any(name in v.__code__.co_names for v in values if isinstance(v, FunctionType))
 
 
-def _why_left(
-    module: nn.Module,
-    rules: Mapping[type[nn.Module], Rule],
-    unsupported: Mapping[type[nn.Module], str],
-) -> str:
-    cls = type(module)
-    base = next((base for base in cls.__mro__ if base in rules or base in unsupported), None)
+def _why_left(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return f"{module.original_name} was scripted: swap before that"
-    if any(part.__name__ == "FSDPModule" for part in cls.__mro__):
-        return f"{cls.__name__} was made by fully_shard: swap before that"
-    if base is None:
-        return f"{class_name(cls)} is not supported"
-    if base is cls:
-        return unsupported[cls]
-    return f"{class_name(cls)} is a subclass of {class_name(base)}, perhaps with another forward"
+    if any(part.__name__ == "FSDPModule" for part in type(module).__mro__):
+        return f"{type(module).__name__} was made by fully_shard: swap before that"
+    return f"{class_name(type(module))} is not supported"
 
 
 def class_name(cls: type) -> str:

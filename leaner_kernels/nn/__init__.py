@@ -8,10 +8,13 @@ from .attention import ManyHeadAttention
 from .capture import Captured, Capturing
 
 if TYPE_CHECKING:
-    from .covariance import ChannelAttention, CrossCovarianceAttention
     from .nystrom import NystromAttention
-    from .outlook import OutlookAttention
-    from .window import WindowAttention
+    from .vision import (
+        ChannelAttention,
+        CrossCovarianceAttention,
+        OutlookAttention,
+        WindowAttention,
+    )
 
 __all__ = [
     "Captured",
@@ -24,14 +27,9 @@ __all__ = [
     "WindowAttention",
     "evenly_spaced",
 ]
-# Most models have one kind of attention: the others are imported at first access.
-_LATE = {
-    "ChannelAttention": "covariance",
-    "CrossCovarianceAttention": "covariance",
-    "NystromAttention": "nystrom",
-    "OutlookAttention": "outlook",
-    "WindowAttention": "window",
-}
+# Most models need ManyHeadAttention alone: the others are imported at first access.
+_VISION = "ChannelAttention", "CrossCovarianceAttention", "OutlookAttention", "WindowAttention"
+_LATE = dict.fromkeys(_VISION, "vision") | {"NystromAttention": "nystrom"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,18 +17,16 @@ COMMON = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"
 )
-# As in flash_attn/flash_attn_interface.py and bert_padding.py, version 2.8.
+# As in flash_attn/flash_attn_interface.py, version 2.8; *args are those of the function before.
 SIGNATURES = {
     "flash_attn_func": f"q, k, v, {COMMON}",
     "flash_attn_qkvpacked_func": f"qkv, {COMMON}",
-    "flash_attn_kvpacked_func": f"q, kv, {COMMON}",
+    "flash_attn_kvpacked_func": "q, kv, *args, **options",
     "flash_attn_varlen_func": (
         "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
         f"{COMMON}, block_table=None"
     ),
-    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {COMMON}",
-    "unpad_input": "hidden_states, attention_mask, unused_mask=None",
-    "pad_input": "hidden_states, indices, batch, seqlen",
+    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen, *args, **options",
 }
 
 
@@ -106,24 +104,3 @@ def test_what_is_not_computed_is_refused_in_one_line(monkeypatch: pytest.MonkeyP
     }.items():
         with pytest.raises(ValueError, match=f"^{message}.*$"):
             flash_attn.flash_attn_varlen_func(*[q[0]] * 3, starts, starts, 5, 5, **rest)
-
-
-def test_padding_goes_and_comes_back() -> None:
-    x = randn(3, 4, 2, 5)
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1], [0, 1, 0, 1]])
-    tokens, indices, starts, longest, used = flash_attn.unpad_input(x, mask)
-    assert torch.equal(tokens, x[mask.bool()])
-    assert starts.tolist() == [0, 2, 6, 8]
-    assert starts.dtype == used.dtype == torch.int32
-    assert (longest, used.tolist()) == (4, [2, 4, 2])
-    padded = flash_attn.pad_input(tokens, indices, 3, 4)
-    assert torch.equal(padded, x * mask[..., None, None])
-    (grad,) = torch.autograd.grad(padded.sum(), x)
-    assert torch.equal(grad, mask[..., None, None].expand_as(grad).float())
-    kept = torch.tensor([[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
-    _, _, starts, _, used = flash_attn.unpad_input(x, mask, kept)
-    assert starts.tolist() == [0, 3, 7, 9]
-    assert used.tolist() == [2, 4, 2]
-    for scaled in (2 * mask, 255 * mask.to(torch.uint8), -mask):
-        _, _, starts, longest, used = flash_attn.unpad_input(x, scaled, mask + kept)
-        assert (starts.tolist(), longest, used.tolist()) == ([0, 3, 7, 9], 4, [2, 4, 2])

@@ -11,48 +11,8 @@ from torch import Tensor, nn
 
 from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import pytorch, timm
-from leaner_kernels.adapters import transformers as leaner
 from leaner_kernels.conditioning import QKClip
-from tests.adapters.test_transformers import BY_NAME
 from tests.adapters.timm_families import CASES
-from tests.adapters.transformers_families import PADDING
-
-TEXT = BY_NAME["llama"].inputs(torch.tensor(PADDING["none"]))
-
-
-def wide_sinks() -> nn.Module:
-    """A model all of whose calls fall back to the eager function."""
-    family = BY_NAME["gpt_oss"]
-    return family._replace(sizes=family.sizes | {"head_dim": 136}).build()
-
-
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.traced, self.fallbacks = BY_NAME["llama"].build(), wide_sinks()
-
-    def forward(self, **given: Tensor) -> Any:
-        return self.traced(**given), self.fallbacks(**given)
-
-
-@pytest.mark.filterwarnings("ignore:.*falls back")
-def test_modules_whose_calls_fall_back_to_eager_attention_are_named_with_the_reason() -> None:
-    model = Both()
-    report = leaner.use(model)
-    monitor = KappaMonitor(model, every=1)
-    monitor.begin(0)
-    model(**TEXT)
-    with pytest.warns(UserWarning, match="no rows of") as caught:
-        rows = monitor.end()
-    assert {row["layer"] for row in rows} == report.swapped.keys() - report.fallbacks.keys()
-    names, _, why = str(caught[0].message).partition(", which look like attention")
-    assert names == f"KappaMonitor has no rows of {', '.join(report.fallbacks)}"
-    assert why.count("head dimension 136, and 136 of its values: its eager function") == 1
-    monitor.begin(1)
-    model(**TEXT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        monitor.end()
 
 
 def described(model: nn.Module) -> dict[str, Any]:

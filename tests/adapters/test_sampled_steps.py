@@ -30,8 +30,7 @@ class AttentionCall(nn.Module):
 
 
 def multihead(dropout: float, **given: Any) -> nn.Module:
-    options = {name: given.pop(name) for name in ("add_bias_kv",) if name in given}
-    attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True, **options)
+    attn = nn.MultiheadAttention(12, 3, dropout, batch_first=True)
     return AttentionCall(attn, **{"need_weights": False} | given)
 
 
@@ -50,7 +49,6 @@ PYTORCHS: dict[str, Callable[[float], nn.Module]] = {
     "across": partial(multihead, across=True),
     "masked": partial(multihead, attn_mask=MASK),
     "causal": partial(multihead, attn_mask=MASK.isnan().triu(1), is_causal=True),
-    "appended": partial(multihead, add_bias_kv=True),
     "weights": partial(multihead, need_weights=True),
     "encoder and decoder": Sequences,
 }
@@ -72,8 +70,8 @@ def models() -> Iterator[Any]:
             partial(build, 0.3), pytorch.use, lambda: torch.randn(6, 9, 12), id=f"torch-{name}"
         )
     for case in ONE_OF_EACH:
-        # DaViT's attention drops nothing.
-        drops = {} if case.family == "davit" else {"attn_drop_rate": 0.3}
+        # The attention of these that is swapped drops nothing.
+        drops = {} if case.family in ("davit", "xcit") else {"attn_drop_rate": 0.3}
         yield pytest.param(
             partial(case.model, **drops),
             timm.use,

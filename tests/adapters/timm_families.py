@@ -11,7 +11,6 @@ from timm.models.eva import Eva
 from timm.models.swin_transformer import SwinTransformer
 from timm.models.tnt import TNT
 from timm.models.vision_transformer import ParallelThingsBlock, VisionTransformer
-from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from timm.models.volo import VOLO
 from timm.models.xcit import Xcit
 from torch import nn
@@ -37,6 +36,7 @@ class TimmCase:
         build: its class.
         sizes: what that is called with.
         swapped: how many modules the adapter swaps.
+        left: how many attention modules it leaves.
     """
 
     family: str
@@ -44,6 +44,7 @@ class TimmCase:
     build: Callable[..., nn.Module]
     sizes: dict[str, Any]
     swapped: int
+    left: int = 0
 
     def model(self, **changed: Any) -> nn.Module:
         return self.build(**self.sizes | changed)
@@ -62,14 +63,6 @@ CASES = [
         2,
     ),
     TimmCase("vit", "parallel", VisionTransformer, VIT | {"block_fn": ParallelThingsBlock}, 4),
-    TimmCase(
-        "vit",
-        "relative positions",
-        VisionTransformerRelPos,
-        VIT | {"qk_norm": True, "class_token": True},
-        2,
-    ),
-    TimmCase("vit", "shared positions", VisionTransformerRelPos, VIT | {"shared_rel_pos": True}, 2),
     TimmCase("deit", "distilled", VisionTransformerDistilled, VIT, 2),
     TimmCase("beit", "relative", Beit, VIT | {"use_rel_pos_bias": True, "init_values": 0.1}, 2),
     TimmCase("beit", "shared", Beit, VIT | {"use_shared_rel_pos_bias": True}, 2),
@@ -95,11 +88,10 @@ CASES = [
         VIT | {"use_rot_pos_emb": True, "attn_type": "rope", "qkv_fused": False, "num_kv_heads": 1},
         2,
     ),
-    TimmCase("xcit", "plain", Xcit, VIT | {"tokens_norm": True, "cls_attn_layers": 1}, 3),
+    TimmCase("xcit", "plain", Xcit, VIT | {"tokens_norm": True, "cls_attn_layers": 1}, 2, 1),
     TimmCase("tnt", "plain", TNT, TNT_SIZES, 4),
-    TimmCase("volo", "plain", VOLO, VOLO_SIZES | {"outlook_attention": (True, False)}, 5),
+    TimmCase("volo", "plain", VOLO, VOLO_SIZES | {"outlook_attention": (True, False)}, 3, 2),
     TimmCase("davit", "first", DaVit, STAGES | {"window_size": 3}, 4),
-    TimmCase("davit", "second", DaVit, STAGES | {"window_size": 3, "channel_attn_v2": True}, 4),
     TimmCase("swin", "shifted", SwinTransformer, SWIN, 3),
     TimmCase("swin", "widened heads", SwinTransformer, SWIN | {"head_dim": 12}, 3),
 ]

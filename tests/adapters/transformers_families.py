@@ -272,18 +272,10 @@ LEFT = {
     "sam": "SamVisionSdpaAttention computes its attention itself",
     "git": "GitSelfAttention computes its attention itself",
 }
-# Whose calls fall back, and why.
-FALLBACKS = [
-    family("gemma", "GemmaForCausalLM", GROUPED | {"head_dim": 136}, tokens),
+# Whose heads the kernels do not take.
+UNSUPPORTED = [
     family("deepseek_v3", "DeepseekV3ForCausalLM", LATENT, tokens),
-    family(
-        "gemma2",
-        "Gemma2ForCausalLM",
-        GROUPED | {"head_dim": 136},
-        tokens,
-        padded=RIGHT,
-        exact="eager",
-    ),
+    family("gemma2", "Gemma2ForCausalLM", GROUPED | {"head_dim": 136}, tokens, exact="eager"),
 ]
 # In which nothing dispatches; a release of transformers may change that.
 REFUSED = [

@@ -5,7 +5,7 @@ import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
-from bench.attention.operators import CASES
+from bench.attention.operators import CASES, OperatorCase
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule
@@ -15,6 +15,7 @@ BF16 = torch.bfloat16
 HAS_KERNELS = [case for case in CASES if case.op != "nystrom"]
 SMALLEST = sorted(HAS_KERNELS, key=lambda case: -case.bytes("forward"))
 EVERY = {case.op: case for case in SMALLEST} | {
+    "window": OperatorCase("window", "cuda", "window", 2, 14, 4, 16, BF16),
     "short": AttentionCase("short", "cuda", 2, 4, 50, 10, BF16),
     "tiny": AttentionCase("tiny", "cuda", 2, 4, 16, 10, BF16),
     "middle": AttentionCase("middle", "cuda", 24, 12, 197, 64, BF16),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import leaner_kernels as ours
 from leaner_kernels import condition_number
-from leaner_kernels.nn.outlook import OutlookAttention
+from leaner_kernels.nn import OutlookAttention
 from leaner_kernels.ops.statistics import AttentionStats
 from tests.gpu.draws import randn
 from tests.operator_cases import (

@@ -297,12 +297,11 @@ def test_channels_of_a_huge_batch(name: str) -> None:
     run_both(of_qkv, (qkv, grad), last_of((qkv, grad)), last(HEADS))
 
 
-@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=["whole", "tiled"])
-def test_windows_of_a_huge_batch(dtype: torch.dtype) -> None:
+def test_windows_of_a_huge_batch() -> None:
     torch.manual_seed(0)
     map_size, heads = (4, 2), 2
     batch = FAR // (8 * heads * DIM) + 1
-    inputs = tuple(last_entry(batch, *map_size, *t, heads, DIM, dtype=dtype) for t in ((3,), ()))
+    inputs = tuple(last_entry(batch, *map_size, *t, heads, DIM, dtype=HALF) for t in ((3,), ()))
 
     def programs(grid: int) -> Iterable[int]:
         count = batch * 2 * heads

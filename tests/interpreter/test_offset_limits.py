@@ -14,7 +14,7 @@ from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call, view_of
-from leaner_kernels.ops.covariance import launch as covariance
+from leaner_kernels.ops.covariance import kernels as covariance
 from leaner_kernels.ops.operator import Results
 from tests.interpreter import online
 

@@ -31,7 +31,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number, cross_covariance_attention
 from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops.outlook import launch as outlook
+from leaner_kernels.ops.outlook import kernels as outlook
 from tests.interpreter.rounding import contracted, in_float32_first, in_half_arithmetic
 
 FAMILIES = "covariance", "window"

@@ -88,35 +88,11 @@ def test_what_it_cannot_mean_is_refused() -> None:
         lk.attention(q.flatten(), k, v, bias("lower right", 5, 9))
 
 
-@pytest.mark.parametrize(
-    ("variant", "rows", "options", "causal"),
-    [
-        ("upper left", 9, {}, True),
-        ("upper left", 5, {}, True),
-        ("lower right", 9, {}, True),
-        ("lower right", 5, {}, False),
-        ("upper left", 9, {"key_padding_mask": torch.arange(9) > torch.tensor([[8], [6]])}, False),
-    ],
-    ids=str,
-)
-def test_pytorchs_module_hands_it_on_as_causal_without_a_mask(
-    variant: str, rows: int, options: dict[str, Any], causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer, given = pytorch.MultiheadAttention(12, 3, batch_first=True).eval(), []
-
-    def noted(*tensors: Tensor | None, is_causal: bool, **params: Any) -> Tensor:
-        given.append((is_causal, [t.shape for t in tensors[3:] if t is not None]))
-        return lk.attention(*tensors, is_causal=is_causal, **params)
-
-    monkeypatch.setattr(pytorch, "attention", noted)
-    k = torch.randn(2, 9, 12)
-    q, mask = k[:, :rows].clone(), bias(variant, rows, 9)
-    actual, _ = layer(q, k, k, attn_mask=mask, need_weights=False, is_causal=True, **options)
-    assert [is_causal for is_causal, _ in given] == [causal]
-    assert (given[0][1] == []) == causal
-    plain = ~seen(variant, rows, 9)
-    expected, _ = layer(q, k, k, attn_mask=plain, need_weights=False, **options)
-    torch.testing.assert_close(actual, expected)
+@pytest.mark.parametrize("weights", [False, True])
+def test_pytorchs_module_refuses_it(weights: bool) -> None:
+    layer, x = pytorch.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 9, 12)
+    with pytest.raises(ValueError, match="CausalBias"):
+        layer(x, x, x, attn_mask=bias("upper left", 9, 9), need_weights=weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels.nn.covariance import ChannelAttention, CrossCovarianceAttention
+from leaner_kernels.nn import ChannelAttention, CrossCovarianceAttention
 from leaner_kernels.ops.covariance import (
     channel_attention,
     channel_attention_with_stats,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from leaner_kernels.nn.outlook import OutlookAttention
+from leaner_kernels.nn import OutlookAttention
 from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
 
 WINDOWS = [(3, 2, 1), (3, 1, 1), (3, 2, 0), (5, 2, 2), (5, 1, 0)]

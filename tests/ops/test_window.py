@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels.nn.window import WindowAttention
+from leaner_kernels.nn import WindowAttention
 from leaner_kernels.ops.attention import attention_qkvpacked, attention_qkvpacked_with_stats
 from leaner_kernels.ops.window import window_attention, window_attention_with_stats
 

@@ -100,6 +100,8 @@ def test_a_sample_of_a_module(cls: type, training: bool, index: int) -> None:
     made, called = given.constructor_input, given.forward_input
     torch.manual_seed(0)
     oracle = cls(*made.args, **made.kwargs).train(training)
+    if getattr(oracle, "bias_k", None) is not None or getattr(oracle, "add_zero_attn", False):
+        pytest.skip("appended keys are refused (tests/adapters)")
 
     def run(module: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         module = copy.deepcopy(module).to(dtype)

@@ -7,7 +7,10 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 """
 
 import math
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..._ops import ops
@@ -19,9 +22,11 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from ..operator import run_with_stats
-from ..statistics import AttentionStats
-from .op import decomposition
+from ..dispatcher import on_cpu, upcast
+from ..operator import Operator, Shapes, register, run_with_stats
+from ..statistics import AttentionStats, per_head
+from ..transforms import Products
+from . import reference
 from .reference import Window, num_windows
 
 __all__ = ["check_window", "outlook_attention", "outlook_attention_with_stats"]
@@ -159,3 +164,49 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
                 f"{name} must have each batch entry within {MAX_EXTENT} elements, got {extent + 1}"
             )
     return window
+
+
+# --- The operator --------------------------------------------------------------------------------
+
+
+class OutlookAttention(Operator):
+    """Attention whose weights come from each pixel alone: a map (B, Y, X, H, D) and logits."""
+
+    name, kernels = "outlook_attention", "outlook.kernels"
+    inputs, differentiable, cast = "Tensor value, Tensor logits", 2, 2
+    numbers = "int kernel_size, int stride, int padding, float scale"
+    gradients = "Tensor dvalue, Tensor dlogits"
+    axes = {"value": (0, 3), "logits": (0, 3), "out": (0, 3), "lse": (0, 1)}  # noqa: RUF012
+
+    @staticmethod
+    def shapes(value: Tensor, logits: Tensor, kernel_size: int, *_: Any) -> Shapes:
+        batch, y, x, heads, dim = value.shape
+        lse = batch, heads, *logits.shape[1:3], kernel_size**2
+        return Shapes((batch, y, x, heads, dim), lse, (batch, heads), (y * x, heads * dim))
+
+    @staticmethod
+    def attend(value, logits, kernel_size: int, stride: int, padding: int, scale: float) -> Any:
+        p, lse, s = reference.probabilities(logits, scale)
+        a = reference.attend(p, value, (kernel_size, stride, padding))
+        return a, lse, partial(per_head, p, s, a, rows=(1, 2, 4), outputs=(1, 2, 4))
+
+    @staticmethod
+    def differentiate(
+        grad: Tensor, value, logits, kernel_size: int, stride: int, padding: int, scale: float
+    ) -> tuple[Tensor, ...]:
+        p, _, _ = reference.probabilities(logits, scale)
+        return reference.backward(grad, value, p, scale, (kernel_size, stride, padding))
+
+    @staticmethod
+    def flops(value: Tensor, logits: Tensor, *_: Any) -> Products:
+        return Products(2 * logits.numel() * value.shape[-1], 0)
+
+
+register(OutlookAttention)
+
+
+@on_cpu
+def decomposition(value: Tensor, logits: Tensor, window: reference.Window, scale: float) -> Tensor:
+    """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
+    p = torch.softmax(scale * upcast(logits), dim=-1)
+    return reference.attend(p, upcast(value), window).to(value.dtype)

@@ -1,0 +1,546 @@
+"""The kernels of outlook attention in Triton, and their launches: no atomics, one launch each.
+
+Sizes: B batch, Y by X map, H heads of dimension D, K kernel size, BLOCK cells per tile. A cell is
+STRIDE x STRIDE pixels. Cell (i, j) starts where window (i, j) starts, so that the windows that
+contain its pixels are (i - t_y, j - t_x) for t below ceil(K / STRIDE), and the place of a pixel in
+each of them is a compile-time constant. Forward: one program owns a tile of cells of one head and
+visits their windows. A row of a window's probabilities belongs to one pixel, so that each row is
+read by one program. The value of a window at a place is read once for all pixels of the cell. If
+windows extend beyond the map, so do cells: their rows count as rows, and their pixels are dropped.
+
+Backward: the first programs of a head own a tile of windows each and write the gradient of their
+logits. The others own a tile of cells each and write the gradient of the values there, a sum over
+the windows that contain a pixel. Probabilities are recomputed: rows from their logits, columns with
+the log-sum-exp of the forward. No sum crosses programs: the result is bitwise deterministic.
+
+Products of 9 or 25 terms are too short for tensor cores: everything is float32.
+"""
+
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
+
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._epilogue import add_sums, no_sums, store_statistics, sums_of_rows, with_output
+from .._launch import launch
+from .._launch_cache import LARGEST_OFFSET, MapView
+from .._tiles import Tile, Tiles, power_of_2, rule
+from .._triton import exponential, head_of, nats, scaled, units
+from ..operator import Results
+
+# ELEMENTS counts those of one pixel of each cell, or window, of a program: one vector per thread,
+# so that a thread needs the probabilities of one window only. HELD keeps rows of probabilities, and
+# in the backward the values of a window, in registers, which is faster if they fit. Features of a
+# call are padded_dim (a head dimension that does not fill its tile), unaligned (a stride that is
+# not a multiple of 16) and wide (windows of more than 3 x 3 pixels).
+RULES = (
+    rule(ELEMENTS=1024, HELD=True),
+    rule(takes=("wide",), ELEMENTS=1024, HELD=False),
+    rule(takes=("padded_dim", "wide"), ELEMENTS=1024, HELD=False, maxnreg=255),
+    rule(size=4, takes=("padded_dim", "wide"), ELEMENTS=512, HELD=False, maxnreg=255),
+    rule(size=4, takes=("padded_dim", "unaligned", "wide"), ELEMENTS=128, HELD=False, maxnreg=255),
+)
+FORWARD_TILES = Tiles("outlook_forward", *RULES, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def load_pixels(
+    ptr, view, y, x, place, seen, Y, X, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless seen.
+
+    ``ptr`` points to a head of ``view``; (y, x) are the first pixels of the K x K windows.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    y, x = y + place // K, x + place % K  # (BLOCK,)
+    inside = (seen & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
+    if D < BLOCK_D:
+        inside = inside & (dims < D)[None, :]
+    offsets = (y * view.stride_y + x * view.stride_x)[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
+    return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_pixels(
+    ptr, sums, cells, cell_y, cell_x, H, Y, X, CELLS,
+    STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Store the pixels of cells inside the map, one (BLOCK, BLOCK_D) tile for each place in a cell.
+
+    ``ptr`` points to one head of a contiguous (Y, X, H, D). Returns the sum of squares of the
+    stored elements, (BLOCK,).
+    """
+    dims = tl.arange(0, BLOCK_D)
+    square = tl.zeros(cells.shape, tl.float32)
+    for r in tl.static_range(STRIDE * STRIDE):
+        y = cell_y * STRIDE + (r // STRIDE - PADDING)
+        x = cell_x * STRIDE + (r % STRIDE - PADDING)
+        inside = (cells < CELLS) & (y >= 0) & (y < Y) & (x >= 0) & (x < X)  # (BLOCK,)
+        stored = inside[:, None]
+        if D < BLOCK_D:
+            stored = stored & (dims < D)[None, :]
+        ptrs = ptr + ((y * X + x) * (H * D))[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
+        tl.store(ptrs, sums[r].to(ptr.dtype.element_ty), mask=stored)
+        square += tl.where(inside, tl.sum(sums[r] * sums[r], axis=1), 0.0)
+    return square
+
+
+@triton.jit
+def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
+    """Return the softmax of one row of NUM scores of each window, and its sums, (BLOCK,) each.
+
+    The results are a tuple of probabilities, empty unless ``HELD``; the largest score, in
+    ``units``; and the sums of the exponentials e^(s - largest), of these times their exponents, and
+    of their squares.
+    """
+    DTYPE: tl.constexpr = ptr.dtype.element_ty
+    pivot = tl.full(seen.shape, float("-inf"), tl.float32)
+    total = tl.zeros(seen.shape, tl.float32)
+    centred = tl.zeros(seen.shape, tl.float32)
+    square = tl.zeros(seen.shape, tl.float32)
+    row = ()
+    if HELD:
+        scores, raised = (), ()
+        for place in tl.static_range(NUM):
+            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
+            scores += (scaled(score, factor),)
+            pivot = tl.maximum(pivot, scores[place])
+        for place in tl.static_range(NUM):
+            raised += (exponential(scores[place] - pivot, DTYPE),)
+            total += raised[place]
+            # A score of -inf adds nothing: 0 * -inf would be nan.
+            shift = tl.where(raised[place] > 0, scores[place] - pivot, 0.0)
+            centred += raised[place] * shift
+            square += raised[place] * raised[place]
+        inverse = 1.0 / total  # (BLOCK,)
+        for place in tl.static_range(NUM):
+            row += (raised[place] * inverse,)
+    else:
+        # Scores are loaded a second time, from the cache, to free their registers.
+        for place in range(NUM):
+            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
+            pivot = tl.maximum(pivot, score)
+        for place in range(NUM):
+            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
+            e = exponential(score - pivot, DTYPE)  # (BLOCK,)
+            total += e
+            centred += e * tl.where(e > 0, score - pivot, 0.0)
+            square += e * e
+    return row, pivot, total, centred, square
+
+
+@triton.jit(
+    do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
+)
+def _outlook_fwd_kernel(
+    v_view,
+    logits_view,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    stats_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head = program % PARTS, program // PARTS
+    slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    b = slot
+    if sample_ptr is not None:
+        b = tl.load(sample_ptr + slot).to(tl.int64)
+        if (b < 0) | (b >= B):
+            return
+    v_ptr = head_of(v_view, b, h)
+    logits_ptr = head_of(logits_view, b, h)
+    out_ptr += (slot * Y * X * H + h) * D
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    factor = scale * units(DTYPE)
+    if stats_ptr is not None:
+        sums = no_sums(BLOCK)
+        out_square = tl.zeros([BLOCK], tl.float32)
+
+    for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
+        cells = first + tl.arange(0, BLOCK)
+        cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
+        accs = ()
+        for _ in tl.static_range(STRIDE * STRIDE):
+            accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+        for t in tl.static_range(REACH * REACH):
+            i, j = cell_y - t // REACH, cell_x - t % REACH
+            seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+            window_ptr = logits_ptr + (i * logits_view.stride_y + j * logits_view.stride_x)
+            rows, pivots, inverses = (), (), ()
+            for r in tl.static_range(STRIDE * STRIDE):
+                if PLACES[t][r] < 0:
+                    rows += ((),)
+                    pivots += (0.0,)
+                    inverses += (0.0,)
+                else:
+                    row, pivot, total, centred, row_square = softmax_row(
+                        window_ptr + PLACES[t][r] * logits_view.stride_a, seen, factor, K * K, HELD
+                    )
+                    if lse_ptr is not None:
+                        window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
+                        lse = pivot * nats(DTYPE) + tl.log(total)  # (BLOCK,)
+                        # Triton recomputes the row here in the layout of the store, one thread per
+                        # window. This costs less than moving nine results between threads.
+                        tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
+                    if stats_ptr is not None:
+                        of_row = sums_of_rows(
+                            pivot, total, centred, row_square, 0.0, seen, nats(DTYPE)
+                        )
+                        sums = add_sums(sums, of_row)
+                    rows += (row,)
+                    pivots += (pivot,)
+                    inverses += (1.0 / total,)
+            top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+            if HELD:
+                for place in tl.static_range(K * K):
+                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                    mixed = ()
+                    for r in tl.static_range(STRIDE * STRIDE):
+                        if PLACES[t][r] < 0:
+                            mixed += (accs[r],)
+                        else:
+                            mixed += (accs[r] + rows[r][place][:, None] * v,)  # (BLOCK, BLOCK_D)
+                    accs = mixed
+            else:
+                for place in range(K * K):
+                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                    mixed = ()
+                    for r in tl.static_range(STRIDE * STRIDE):
+                        if PLACES[t][r] < 0:
+                            mixed += (accs[r],)
+                        else:
+                            ptrs = window_ptr + (PLACES[t][r] * logits_view.stride_a + place)
+                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
+                            p = exponential(scaled(score, factor) - pivots[r], DTYPE) * inverses[r]
+                            mixed += (accs[r] + p[:, None] * v,)  # (BLOCK, BLOCK_D)
+                    accs = mixed
+        square = store_pixels(  # (BLOCK,)
+            out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
+        )
+        if stats_ptr is not None:
+            out_square += square
+    if stats_ptr is not None:
+        num_rows = WINDOWS_Y * WINDOWS_X * (K * K)
+        sums = with_output(sums, out_square)
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), num_rows, nats(DTYPE))
+
+
+BACKWARD_TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
+
+
+@triton.jit
+def _logits_gradient(
+    v_ptr, logits_ptr, do_ptr, dlogits_ptr, v_view, logits_view, do_view, first, H, Y, X,
+    WINDOWS_Y, WINDOWS_X, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
+    seen = windows < WINDOWS_Y * WINDOWS_X
+    i, j = windows // WINDOWS_X, windows % WINDOWS_X  # (BLOCK,)
+    top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+    factor = scale * units(DTYPE)
+    real = seen[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
+    # With HELD the values of a window stay in registers for all its rows.
+    values = ()
+    if HELD:
+        for place in tl.static_range(K * K):
+            v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+            values += (v,)
+    for row in range(K * K):
+        do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+        dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
+        if HELD:
+            for place in tl.static_range(K * K):
+                product = tl.sum(do * values[place], axis=1)  # (BLOCK,)
+                # One column at a time: registers cannot be indexed at run time.
+                dp = tl.where((cols == place)[None, :], product[:, None], dp)
+        else:
+            for place in range(K * K):
+                v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                product = tl.sum(do * v, axis=1)  # (BLOCK,)
+                dp = tl.where((cols == place)[None, :], product[:, None], dp)
+        offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
+        s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
+        s = tl.where((cols < K * K)[None, :], scaled(s.to(tl.float32), factor), float("-inf"))
+        e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)  # (BLOCK, BLOCK_COLS)
+        p = e / tl.sum(e, axis=1)[:, None]  # (BLOCK, BLOCK_COLS)
+        ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale  # (BLOCK, BLOCK_COLS)
+        rows = windows * (H * K * K * K * K) + row * (K * K)
+        tl.store(dlogits_ptr + rows[:, None] + cols[None, :], ds.to(DTYPE), mask=real)
+
+
+@triton.jit
+def _value_gradient(
+    logits_ptr, do_ptr, lse_ptr, dv_ptr, logits_view, do_view, first, H, Y, X, WINDOWS_Y,
+    WINDOWS_X, CELLS_X, CELLS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
+    DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    cells = first + tl.arange(0, BLOCK)
+    cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
+    accs = ()
+    for _ in tl.static_range(STRIDE * STRIDE):
+        accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+    for t in tl.static_range(REACH * REACH):
+        i, j = cell_y - t // REACH, cell_x - t % REACH
+        seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
+        top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+        # Row ``row`` of a window is the gradient at its pixel ``row``; this cell's value is one of
+        # its columns.
+        for row in tl.range(K * K, loop_unroll_factor=K):
+            do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+            lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
+            lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
+            ptrs = logits_ptr + (
+                i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
+            )
+            sums = ()
+            for r in tl.static_range(STRIDE * STRIDE):
+                if PLACES[t][r] < 0:
+                    sums += (accs[r],)
+                else:
+                    s = tl.load(ptrs + PLACES[t][r], mask=seen, other=0.0).to(tl.float32)
+                    p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
+                    sums += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
+            accs = sums
+    store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS"),
+        *("WINDOW_PARTS", "PARTS"),
+    ]
+)
+def _outlook_bwd_kernel(
+    v_view,
+    logits_view,
+    do_view,
+    lse_ptr,
+    dv_ptr,
+    dlogits_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    WINDOW_PARTS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
+    program = tl.program_id(0)
+    part, head = program % PARTS, (program // PARTS).to(tl.int64)
+    b, h = head // H, head % H
+    v_ptr = head_of(v_view, b, h)
+    logits_ptr = head_of(logits_view, b, h)
+    do_ptr = head_of(do_view, b, h)
+    lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
+    if part < WINDOW_PARTS:
+        dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
+        _logits_gradient(
+            v_ptr, logits_ptr, do_ptr, dlogits_ptr,
+            v_view, logits_view, do_view,
+            part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
+            K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
+        )  # fmt: skip
+    else:
+        dv_ptr += (b * Y * X * H + h) * D
+        _value_gradient(
+            logits_ptr, do_ptr, lse_ptr, dv_ptr,
+            logits_view, do_view,
+            (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
+            K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
+        )  # fmt: skip
+
+
+# --- Launches ------------------------------------------------------------------------------------
+
+
+class LogitsView(NamedTuple):
+    """Logits as kernels take them: strides of entry, window's row and column, head and place."""
+
+    ptr: Tensor
+    stride_b: int
+    stride_y: int
+    stride_x: int
+    stride_h: int
+    stride_a: int
+
+
+def forward(inputs: tuple, params: tuple, results: Results) -> None:
+    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K), any ``stats`` and ``heads``."""
+    attend(inputs, params, *results[:3])
+    if results.sample is not None:
+        attend(inputs, params, results.heads, sample=results.sample)
+
+
+def attend(
+    inputs: tuple[Tensor, ...],
+    params: tuple[Any, ...],
+    out: Tensor,
+    lse: Tensor | None = None,
+    stats: Tensor | None = None,
+    sample: Tensor | None = None,
+) -> None:
+    """Fill ``out``, ``lse`` and any ``stats`` (statistics, B, H), or heads (S, Y * X, H * D)."""
+
+    def prepare() -> Any:
+        arguments = shared_arguments(inputs, params)
+        tile = choose(FORWARD_TILES, arguments, inputs[0])
+        # With statistics one program owns a head, so that its sums are complete, in one order.
+        parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
+        arguments |= {"PARTS": parts, **tile.arguments}
+        return (len(out) * arguments["H"] * parts,), arguments
+
+    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "out_ptr": out, "lse_ptr": lse}
+    tensors |= {"stats_ptr": stats, "sample_ptr": sample}
+    launch(_outlook_fwd_kernel, tensors, params, prepare)
+
+
+def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
+    """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
+    # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.
+    extent = sum((size - 1) * stride for size, stride in zip(grad.shape[1:], grad.stride()[1:]))
+    if extent > LARGEST_OFFSET:
+        grad = grad.contiguous()
+
+    def prepare() -> Any:
+        arguments = shared_arguments(inputs, params)
+        tile = choose(BACKWARD_TILES, arguments, inputs[0], grad)
+        windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
+        window_parts = -(-windows // tile["BLOCK"])
+        parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
+        arguments |= {
+            "do_view": MapView(grad, *grad.stride()[:4]),
+            "WINDOW_PARTS": window_parts,
+            "PARTS": parts,
+            "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
+            **tile.arguments,
+        }
+        return (len(grad) * arguments["H"] * parts,), arguments
+
+    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "do_view": grad, "lse_ptr": lse}
+    tensors |= dict(zip(("dv_ptr", "dlogits_ptr"), grads))
+    launch(_outlook_bwd_kernel, tensors, params, prepare)
+
+
+def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the arguments by name that both kernels take."""
+    value, logits = inputs
+    kernel_size, stride, padding, scale = params
+    _, y, x, heads, dim = value.shape
+    windows = logits.shape[1:3]
+    # Cells start where the first window starts, and hold the map and all windows.
+    ends = [
+        max(size, (count - 1) * stride - padding + kernel_size)
+        for size, count in zip((y, x), windows)
+    ]
+    cells = [-(-(end + padding) // stride) for end in ends]
+    return {
+        "v_view": MapView(value, *value.stride()[:4]),
+        "logits_view": LogitsView(logits, *logits.stride()[:5]),
+        "B": value.shape[0],
+        "H": heads,
+        "Y": y,
+        "X": x,
+        "WINDOWS_Y": windows[0],
+        "WINDOWS_X": windows[1],
+        "CELLS_X": cells[1],
+        "CELLS": cells[0] * cells[1],
+        "scale": scale,
+        "K": kernel_size,
+        "STRIDE": stride,
+        "PADDING": padding,
+        "REACH": -(-kernel_size // stride),
+        "PLACES": places(kernel_size, stride),
+        "D": dim,
+        "BLOCK_D": power_of_2(dim),
+        # Triton 3.10 turns multiply-add fusion off by default.
+        "enable_fp_fusion": True,
+    }
+
+
+@cache
+def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
+    """Return the place of each pixel of a cell, in rows, in each window that can hold it; -1: none.
+
+    Windows come in the order of the kernels: the cell's own, then those that start before it.
+    """
+    reach = -(-kernel_size // stride)
+
+    def place(a_y: int, a_x: int) -> int:
+        return a_y * kernel_size + a_x if max(a_y, a_x) < kernel_size else -1
+
+    cell = list(product(range(stride), repeat=2))
+    return tuple(
+        tuple(place(y + t_y * stride, x + t_x * stride) for y, x in cell)
+        for t_y, t_x in product(range(reach), repeat=2)
+    )
+
+
+def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
+    """Return the tile for loads of ``pixels``; ``BLOCK`` is cells or windows of a program.
+
+    There are no more windows than threads, or Triton moves what it holds of them through shared
+    memory.
+    """
+    wanted = {
+        "padded_dim": arguments["D"] != arguments["BLOCK_D"],
+        # Triton tells alignment by what is a multiple of 16.
+        "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
+        "wide": arguments["K"] > 3,
+    }
+    tile = tiles.tile(
+        pixels[0].device,
+        size=pixels[0].element_size(),
+        features=frozenset(name for name, present in wanted.items() if present),
+    )
+    crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
+    block = tile["ELEMENTS"] // (arguments["BLOCK_D"] * crowding)
+    return Tile({"BLOCK": max(1, min(64, block)), "HELD": tile["HELD"]}, tile.options)
