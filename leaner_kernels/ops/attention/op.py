@@ -35,7 +35,7 @@ from ..dispatcher import library
 from ..statistics import STATISTICS
 from ..transforms import BROADCAST, HEADS, Declaration, Products
 from . import cpu, dispatch, sdpa
-from .call import CALL_POINTERS, Call, Plan, Results, Sequences, draw_seed
+from .call import CALL_POINTERS, Call, Gradients, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -422,7 +422,7 @@ def _launch_backward(
         from . import launch
 
         dq, dk, dv = form.separate(gradients)
-        entry = launch.backward(form.as_query(grad), call, results, dq, dk, dv, ds)
+        entry = launch.backward(form.as_query(grad), call, results, Gradients(dq, dk, dv, ds))
         if entry is not None and _side_by_side(*saved[form.integers]):
             launches[key] = entry
     if ds is not None:
