@@ -28,8 +28,6 @@ class NystromAttention(Operator):
     differentiable, cast = 3, 3
     numbers = "int num_landmarks, float scale, int iterations, bool whole_batch"
     gradients = "Tensor dquery, Tensor dkey, Tensor dvalue"
-    axes = dict.fromkeys(("query", "key", "value"), (0, 1)) | {"out": (0, 2), "lse": (0, 1)}
-    loop = "whole_batch"  # the maximum is taken over the samples of one example
 
     @staticmethod
     def shapes(query: Tensor, *_: Any) -> Shapes:

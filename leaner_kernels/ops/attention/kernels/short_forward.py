@@ -18,8 +18,8 @@ from ..call import Call, Results, forward_arguments
 from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
-# ``BLOCK`` is the rows of a tile. K and V are cut into segments of up to ``largest_segment`` (128) for
-# the most tokens of a rule, so that one compiled kernel serves every length of the rule.
+# ``BLOCK`` is the rows of a tile. K and V are cut into segments, of at most 128 unless a rule says,
+# for the most tokens of a rule: one compiled kernel serves every length of the rule.
 _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
 _AMPERE = 80, 86  # elsewhere, online_forward.py is as fast for more tokens
