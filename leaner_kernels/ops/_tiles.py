@@ -2,8 +2,8 @@
 
     TILES = Tiles(
         "short_forward",
-        rule(dim=64, tokens=64, BLOCK=64, largest_segment=64, num_warps=4),
-        rule(dim=64, tokens=64, takes=("mask",), BLOCK=32, largest_segment=64, num_warps=8),
+        rule(dim=64, tokens=64, BLOCK=64, num_warps=4),
+        rule(dim=64, tokens=64, takes=("mask",), BLOCK=32, num_warps=8),
         num_stages=1,
     )
 

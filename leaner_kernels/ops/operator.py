@@ -4,7 +4,7 @@
 gradient of each input that may have one. An operator is a class that says what is its own.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .._ops import ops
-from . import dispatcher, transforms
+from . import dispatcher
 from ._checks import check_device, check_sample
 from .dispatcher import library, upcast
 from .statistics import STATISTICS, AttentionStats, attention_stats
-from .transforms import BATCH, Products
+from .transforms import PRODUCTS, Products, register_double_backward
 
 
 class Shapes(NamedTuple):
@@ -52,7 +52,6 @@ class Operator:
         numbers: its numbers, as in a schema.
         gradients: what its backward returns, as in a schema: ``dNAME`` of an input.
         differentiable: how many inputs may have a gradient.
-        axes: as in ``transforms.Declaration``, and so are ``fold`` and ``loop``.
         cast: how many inputs a region of autocast casts.
     """
 
@@ -62,9 +61,6 @@ class Operator:
     numbers: str
     gradients: str
     differentiable: int
-    axes: Mapping[str, Any]
-    fold: int = BATCH
-    loop: str = ""
     cast: int
 
     @staticmethod
@@ -233,14 +229,5 @@ def register(of: type[Operator]) -> None:
     attend, with_stats, differentiate = computed_by(of, on_gpu=False)
     dispatcher.register_autograd(name, record, attend, of.cast)
     dispatcher.register_autograd(f"{name}_with_stats", record, with_stats, of.cast)
-    transforms.declare(
-        transforms.Declaration(
-            name,
-            of.axes,
-            backward=differentiate,
-            variables=1 + of.differentiable,
-            flops=of.flops,
-            fold=of.fold,
-            loop=of.loop,
-        )
-    )
+    register_double_backward(name, differentiate, 1 + of.differentiable)
+    PRODUCTS[name] = of.flops

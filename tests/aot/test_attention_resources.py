@@ -31,7 +31,7 @@ from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch
-from leaner_kernels.ops.attention.call import Call, Results
+from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.op import new_out, split_qkv
 from tests.resource_limits import faults
 from tests.tile_tables import TABLES
@@ -310,7 +310,7 @@ def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch)
         results, grads = Results(new_out(query), kept), map(new_out, (query, key, key))
         with recorded() as launches:
             launch.forward(call, results)
-            launch.backward(new_out(query), call, results, *grads, None)
+            launch.backward(new_out(query), call, results, Gradients(*grads))
         return {re.split("_(?=fwd|bwd)", one.name)[0][1:] for one in launches}
 
     def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:

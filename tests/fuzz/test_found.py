@@ -209,17 +209,6 @@ def test_the_stable_rank_of_a_matrix_far_from_one_is_that_of_its_multiple(scale)
     torch.testing.assert_close(found, wanted)
 
 
-def test_vmap_over_no_examples_gives_no_results():
-    none = torch.zeros(0, 2, 3, 8, 4)
-    out, lse = torch.vmap(lambda t: attention_with_stats(t, t, t)[:2])(none)
-    assert out.shape == none.shape
-    assert lse.shape == (0, 2, 3, 8)
-    assert torch.vmap(attention)(none, none, none).shape == none.shape
-    maps = torch.zeros(1, 2, 2, 3, 1, 0, 4)
-    found = torch.vmap(lambda t: window_attention_with_stats(t, 2).out, in_dims=5)(maps)
-    assert found.shape == (0, 1, 2, 2, 1, 4)
-
-
 def test_an_entropy_that_is_not_finite_is_passed_over():
     alarm = EntropyAlarm()
     row = {"step": 0, "layer": "a", "columns": 9}

@@ -1,12 +1,14 @@
 """The kernels of softmax attention for any length, launched apart from the operators."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from leaner_kernels.ops._epilogue import join
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.kernels import online_backward, online_forward
 
 
@@ -29,7 +31,7 @@ def prepare(
     stats: Tensor | None = None,
 ) -> Launch:
     call, tile = side_by_side(call), dispatch.online_tile("online_forward", call)
-    return online_forward.prepare(tile, call, out, max_log_sum, lse, stats)
+    return online_forward.prepare_forward(tile, call, Results(out, max_log_sum, lse, stats))
 
 
 def forward(
@@ -53,14 +55,13 @@ def capture(call: Call, sample: Tensor, heads: Tensor) -> None:
 
 
 def prepare_backward(
-    grad: Tensor, call: Call, out: Tensor, max_log_sum: Tensor, *gradients: Tensor | None
+    grad: Tensor, call: Call, out: Tensor, max_log_sum: Tensor, *gradients: Any
 ) -> Launch:
     call, tile = side_by_side(call), dispatch.online_tile("online_backward", call)
-    return online_backward.prepare(tile, grad, call, out, max_log_sum, *gradients)
+    saved = Results(out, max_log_sum)
+    return online_backward.prepare_backward(tile, grad, call, saved, Gradients(*gradients))
 
 
-def backward(
-    grad: Tensor, call: Call, out: Tensor, max_log_sum: Tensor, *gradients: Tensor | None
-) -> None:
+def backward(grad: Tensor, call: Call, out: Tensor, max_log_sum: Tensor, *gradients: Any) -> None:
     """Fill dq, dk, dv and any ds."""
     prepare_backward(grad, call, out, max_log_sum, *gradients).start()

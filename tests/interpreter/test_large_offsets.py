@@ -22,7 +22,7 @@ import triton.language as tl
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
 from leaner_kernels.ops.attention.kernels import (
     online_backward,
@@ -110,7 +110,7 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         found.start()
         return *results[:3], found.arguments["parts_ptr"]
     tile = short_tile(TOKENS, 16)
-    short_forward.prepare(tile, call, *results).start()
+    short_forward.prepare_forward(tile, call, Results(*results)).start()
     *others, stats = results
     return *others, stats.movedim(1, 0)  # the batch's axis first, as of the others
 
@@ -144,7 +144,8 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         online.backward(grad, call, out, max_log_sum, *found, ds)
     else:
         tile = short_tile(TOKENS, 16)
-        short_backward.prepare(tile, grad, call, out, max_log_sum, *found, ds).start()
+        saved, gradients = Results(out, max_log_sum), Gradients(*found, ds)
+        short_backward.prepare_backward(tile, grad, call, saved, gradients).start()
     return *found, ds
 
 
@@ -242,8 +243,9 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         ds = sparse((1, 1, tokens, tokens), SINGLE)
         if kernels == "short":
             tile = short_tile(tokens, 256)
-            short_forward.prepare(tile, call, out, max_log_sum, None, None).start()
-            short_backward.prepare(tile, grad, call, out, max_log_sum, *grads, ds).start()
+            results, gradients = Results(out, max_log_sum), Gradients(*grads, ds)
+            short_forward.prepare_forward(tile, call, results).start()
+            short_backward.prepare_backward(tile, grad, call, results, gradients).start()
         else:
             online.prepare(call, out, max_log_sum).start()
             online.backward(grad, call, out, max_log_sum, *grads, ds)

@@ -26,7 +26,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
-from leaner_kernels.ops.attention.call import Results
+from leaner_kernels.ops.attention.call import Gradients, Results
 from leaner_kernels.ops.attention.kernels import short_backward, short_forward
 from tests.interpreter import online
 
@@ -46,9 +46,10 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = short_tile(tokens, block, largest_segment=64)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
-    short_forward.prepare(tile, inputs.call, out, max_log_sum, *stats).start()
+    short_forward.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
-        short_backward.prepare(tile, inputs.grad, inputs.call, out, max_log_sum, *grads, ds).start()
+        saved, gradients = Results(out, max_log_sum), Gradients(*grads, ds)
+        short_backward.prepare_backward(tile, inputs.grad, inputs.call, saved, gradients).start()
     return named(inputs, out, stats, grads, ds)
 
 
@@ -89,9 +90,10 @@ def test_row_tiles_spread_over_programs_give_the_same() -> None:
     assert short_forward.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     # With statistics one program owns a head.
-    short_forward.prepare(tile, inputs.call, out, max_log_sum, *stats).start()
+    short_forward.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
     spread, spread_max_log_sum, _, _, _ = buffers(inputs)
-    short_forward.prepare(tile, inputs.call, spread, spread_max_log_sum, None, None).start()
+    spread_results = Results(spread, spread_max_log_sum)
+    short_forward.prepare_forward(tile, inputs.call, spread_results).start()
     assert torch.equal(out, spread)
     assert torch.equal(max_log_sum, spread_max_log_sum)
 
@@ -102,7 +104,7 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     results = Results(out, max_log_sum, *stats)
     launch.forward(inputs.call, results)
-    launch.backward(inputs.grad, inputs.call, results, *grads, None)
+    launch.backward(inputs.grad, inputs.call, results, Gradients(*grads))
     check(inputs, named(inputs, out, stats, grads, None))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from leaner_kernels import KappaMonitor, attention, condition_number
+from leaner_kernels import KappaMonitor, attention
 from leaner_kernels.nn import (
     ChannelAttention,
     CrossCovarianceAttention,
@@ -103,23 +103,18 @@ def test_a_sampled_step_changes_no_bit_of_training(name: str, precision: str) ->
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", ["module", "function"])
-def test_kappa_is_that_of_the_heads_that_dropout_left(name: str, causal: bool) -> None:
+def test_on_a_cpu_kappa_is_that_of_the_heads_before_dropout(name: str, causal: bool) -> None:
     torch.manual_seed(0)
-    heads: list[Tensor] = []
-    model: nn.Module
-    if name == "module":
-        model = ManyHeadAttention(12, 4, 8, attn_drop=0.3)
-        call = partial(model, is_causal=causal)
-    else:
-        model = call = Attention(partial(attention, dropout_p=0.3, is_causal=causal))
-    model.proj.register_forward_pre_hook(lambda _, given: heads.append(given[0].detach()))
-    x = torch.randn(5, 9, 12)
-    monitor = KappaMonitor(model, every=1, samples=5)
-    monitor.begin(0)
-    call(x)
-    (row,) = monitor.end()
-    found = condition_number(heads[0])
-    assert row["kappa"] == pytest.approx(found.kappa.log().mean().exp().item(), rel=1e-3)
-    assert row["sigma_max"] == pytest.approx(found.sigma_max.mean().item(), rel=1e-5)
-    norms = heads[0].unflatten(-1, (row["heads"], -1)).square().sum((1, 3)).sqrt().mean(0)
-    assert row["head_norms"] == pytest.approx(norms.tolist(), rel=1e-5)
+    x, rows = torch.randn(5, 9, 12), []
+    for p in (0.3, 0.0):
+        torch.manual_seed(1)
+        model: nn.Module
+        if name == "module":
+            model = ManyHeadAttention(12, 4, 8, attn_drop=p)
+        else:
+            model = Attention(partial(attention, dropout_p=p, is_causal=causal))
+        monitor = KappaMonitor(model, every=1, samples=5)
+        monitor.begin(0)
+        model(x, is_causal=causal) if name == "module" else model(x)
+        rows.append(monitor.end())
+    assert rows[0] == rows[1]

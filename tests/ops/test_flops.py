@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from leaner_kernels.ops.transforms import DECLARATIONS, flop_formulas
+from leaner_kernels.ops.transforms import PRODUCTS, flop_formulas
 from tests.operator_cases import (
     CHANNEL,
     CROSS,
@@ -103,7 +103,7 @@ def test_an_operator_counts_the_products_that_it_is_composed_of(case):
     with sdpa_kernel(SDPBackend.MATH):
         forward, backward = counted(partial(call, inputs), *leaves)
     # Autograd keeps what an operator computes again: all products but the last.
-    backward += forward - DECLARATIONS[name].flops(*leaves, *others, *numbers).last
+    backward += forward - PRODUCTS[name](*leaves, *others, *numbers).last
     for suffix, sample in (("", ()), ("_with_stats", (inputs.sample[:1],))):
         operator = getattr(ours, name + suffix)
         run = lambda *t: operator(*t, *others, *sample, *numbers)[0]  # noqa: B023, E731

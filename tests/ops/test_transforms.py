@@ -40,52 +40,6 @@ def test_vmap_gives_what_a_loop_gives(name: str) -> None:
         torch.testing.assert_close(a, torch.stack(e))
 
 
-def other_maps() -> dict[str, tuple[str, tuple[Any, ...], tuple[int | None, ...]]]:
-    """Calls of which each example has its own mask, lengths, sample, seed or sequences."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 4, 3, 2), torch.randn(EXAMPLES, 2, 4, 5, 2)
-    mask, masks = torch.randn(2, 1, 3, 5), torch.randn(4, EXAMPLES, 3, 5)
-    lengths = integers(3, 5, 1, 2, 4, 4).view(EXAMPLES, 2)
-    sample = integers(1, 0, 1, 1, 0, 0).view(EXAMPLES, 2)
-    seeds = torch.arange(EXAMPLES)[:, None]
-    tokens, starts = torch.randn(6, 2, 3), integers(0, 2, 6, 0, 3, 5, 1, 4, 4).view(EXAMPLES, 3)
-    capped, nowhere = (0.5, False, 0.4, 0.0, -1, -1), (None,) * 6
-    plain = "attention_with_stats"
-    return {
-        "own masks": (
-            plain,
-            (q, k, k, masks, None, None, sample[0], *capped),
-            (None, 0, 0, 1, None, None, None, *nowhere),
-        ),
-        "one mask, own lengths and samples": (
-            plain,
-            (q, k, k, mask, lengths, None, sample, *capped),
-            (None, 0, 0, None, 0, None, 0, *nowhere),
-        ),
-        "own seeds": (
-            plain,
-            (q, k, k, None, None, seeds, sample, *capped),
-            (None, 0, 0, None, None, 0, 0, *nowhere),
-        ),
-        "own sequences": (
-            "attention_varlen_with_stats",
-            (*(tokens,) * 3, starts, starts, None, integers(1), 4, 4, 0.0, True, 0.4, -1, -1),
-            (None, None, None, 0, 0, *(None,) * 9),
-        ),
-    }
-
-
-@pytest.mark.parametrize("name", other_maps())
-def test_vmap_maps_whatever_an_example_has(name: str) -> None:
-    operator, args, dims = other_maps()[name]
-    call = getattr(OPS, operator)
-    actual = torch.vmap(call, dims)(*args)
-    for i in range(EXAMPLES):
-        expected = call(*(a if d is None else a.select(d, i) for a, d in zip(args, dims)))
-        for a, e in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a[i], e)
-
-
 def test_a_mask_that_examples_share_gets_the_gradient_of_each() -> None:
     torch.manual_seed(0)
     q, mask = torch.randn(EXAMPLES, 2, 4, 3, 2), torch.randn(4, 1, 3)

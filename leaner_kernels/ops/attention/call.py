@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, CachedLaunch, View, check_tile
+from .._tiles import block_dim
 
 LEAST_SCALE = 1e-30  # smaller and negative scales multiply scores before a maximum is taken
 
@@ -80,6 +81,22 @@ class Results(NamedTuple):
     sample: Tensor | None = None
 
 
+class Gradients(NamedTuple):
+    """The buffers that a backward fills.
+
+    Attributes:
+        dq: (B, H, N, D); in a varlen batch (T, H, D).
+        dk: (B, Hkv, M, D); in a varlen batch (Tk, Hkv, D).
+        dv: as ``dk``.
+        ds: (B, H, N, M) float32, the gradient of the scores under an additive mask, zero on entry.
+    """
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    ds: Tensor | None = None
+
+
 class Plan(NamedTuple):
     """The record that repeats a call: its launches and allocations.
 
@@ -130,59 +147,81 @@ class Sequences(NamedTuple):
     cols: int
 
 
-def shared_arguments(call: Call, sequences: Sequences | None = None) -> dict[str, Any]:
-    """Return the arguments, by name, that all attention kernels share.
+def kernel_arguments(
+    kernel: Any, call: Call, tensors: dict[str, Tensor], **others: Any
+) -> dict[str, Any]:
+    """Return the arguments of a Triton kernel that a call determines, by name, of those it takes.
 
-    With ``sequences``, query, key and value are a varlen batch (T, H, D).
+    ``tensors`` are (B, H, N, D), or (T, H, D) in a varlen batch; the key ``x`` names the argument
+    ``x_view``. ``others`` are more arguments.
     """
-    query, key, value, attn_mask, key_lengths, seed, dropout_p, is_causal, scale, softcap = call[
-        :10
-    ]
+    query, key, mask, sequences = call.query, call.key, call.attn_mask, call.sequences
     heads, dim = query.shape[1], query.shape[-1]
-    factor = dim**-0.5 if scale is None else scale
+    factor = dim**-0.5 if call.scale is None else call.scale
     if sequences is None:
-        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
+        rows, cols = query.shape[2], key.shape[2]
     else:
-        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
+        rows, cols = sequences.rows, sequences.cols
     mask_view, mask_kind = MaskView(None, 0, 0, 0, 0), "none"
-    if attn_mask is not None:
-        mask = attn_mask.expand(batch, heads, rows, cols)
+    if mask is not None:
+        mask = mask.expand(call.batch, heads, rows, cols)
         mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
         mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
         mask_view = MaskView(mask, *mask.stride())
-    return {
-        "q_view": view_of("q", query),
-        "k_view": view_of("k", key),
-        "v_view": view_of("v", value),
+    left, right = call.window
+    arguments = {
+        **{f"{name}_view": view_of(name, t) for name, t in zip("qkv", call)},
+        **{f"{name}_view": view_of(name, t) for name, t in tensors.items()},
         "mask_view": mask_view,
         # No copy unless strided: kernels index it with stride 1.
-        "lengths_ptr": None if key_lengths is None else key_lengths.contiguous(),
-        "seed_ptr": seed,
+        "lengths_ptr": None if call.key_lengths is None else call.key_lengths.contiguous(),
+        "seed_ptr": call.seed,
+        "starts_ptr": None if sequences is None else sequences.starts,
+        "key_starts_ptr": None if sequences is None else sequences.key_starts,
+        "B": call.batch,
         "H": heads,
         "GROUP": heads // key.shape[1],
         "N": rows,
         "M": cols,
+        "TOKENS": None if sequences is None else query.shape[0],
+        "KEY_TOKENS": None if sequences is None else key.shape[0],
         "scale": factor,
-        "keep_scale": 1 / (1 - dropout_p),
-        "threshold": int(dropout_p * 2**31),
+        "softcap": call.softcap or None,
+        "window_left": None if left < 0 else left,
+        "window_right": None if right < 0 else right,
+        "keep_scale": 1 / (1 - call.dropout_p),
+        "threshold": int(call.dropout_p * 2**31),
         "D": dim,
-        "BLOCK_D": max(16, 1 << (dim - 1).bit_length()),  # as ``_tiles.block_dim``
-        "CAUSAL": is_causal,
+        "BLOCK_D": block_dim(dim),
+        "CAUSAL": call.is_causal,
         "MASK": mask_kind,
         # Otherwise the maximum of a row is taken before scaling, by a factor that float32 can hold.
-        "SCALED": mask_kind == "additive" or softcap != 0 or factor < LEAST_SCALE,
+        "SCALED": mask_kind == "additive" or call.softcap != 0 or factor < LEAST_SCALE,
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
+        **others,
     }
+    if hasattr(kernel, "is_gluon") and kernel.is_gluon():  # the interpreter has Triton's alone
+        _adapt_to_gluon(call, arguments)
+    wanted = *kernel.arg_names, "enable_fp_fusion"
+    return {name: value for name, value in arguments.items() if name in wanted}
 
 
-def sequence_arguments(query: Tensor, key: Tensor, sequences: Sequences | None) -> dict[str, Any]:
-    """Return the arguments, by name, that locate the sequences of a varlen batch; None without."""
-    names = "starts_ptr", "key_starts_ptr", "TOKENS", "KEY_TOKENS"
-    if sequences is None:
-        return dict.fromkeys(names)
-    values = sequences.starts, sequences.key_starts, query.shape[0], key.shape[0]
-    return dict(zip(names, values, strict=True))
+def forward_arguments(kernel: Any, call: Call, results: Results) -> dict[str, Any]:
+    """Return the arguments of a forward kernel, by name; see ``kernel_arguments``."""
+    max_log_sum, lse, stats = results[1:4]
+    pointers = {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
+    return kernel_arguments(kernel, call, {"out": results.out}, **pointers)
+
+
+def backward_arguments(
+    kernel: Any, grad: Tensor, call: Call, saved: Results, gradients: Gradients
+) -> dict[str, Any]:
+    """Return the arguments of a backward kernel, by name; see ``kernel_arguments``."""
+    dq, dk, dv, ds = gradients
+    tensors = {"do": grad, "out": saved.out, "dq": dq, "dk": dk, "dv": dv}
+    pointers = {"max_log_sum_ptr": saved.max_log_sum, "ds_ptr": ds}
+    return kernel_arguments(kernel, call, tensors, **pointers)
 
 
 # The pointers of every attention kernel: operands of a call, then the starts of a varlen batch.
@@ -245,21 +284,14 @@ class GluonView(NamedTuple):
     first: Any
 
 
-def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the arguments of a kernel, by name, from a call and further tensors.
-
-    ``tensors`` are (B, H, N, D), or (T, H, D) in a varlen batch; the key ``x`` names the argument
-    ``x_view``.
-    """
+def _adapt_to_gluon(call: Call, arguments: dict[str, Any]) -> None:
+    """Replace what Gluon kernels expect in another form."""
     from .._gluon import gl
 
-    arguments: dict[str, Any] = {"B": call.batch, **shared_arguments(call, call.sequences)}
-    arguments |= sequence_arguments(call.query, call.key, call.sequences)
-    arguments |= {f"{name}_view": view_of(name, t) for name, t in tensors.items()}
-    for name in ("q", "k", "v", *tensors):
-        ptr, stride_b, stride_h, stride_n = arguments[f"{name}_view"]
-        view = GluonView(ptr, stride_b, stride_h, gl.constexpr(stride_n), None)
-        arguments[f"{name}_view"] = view
+    for name, view in arguments.items():
+        if isinstance(view, View):
+            ptr, stride_b, stride_h, stride_n = view
+            arguments[name] = GluonView(ptr, stride_b, stride_h, gl.constexpr(stride_n), None)
     # A mask over keys is shared by all rows: its row stride of 0 becomes None.
     mask = arguments["mask_view"]
     arguments["mask_view"] = mask._replace(stride_n=mask.stride_n or None)
@@ -268,5 +300,3 @@ def arguments_of(kernel: Any, call: Call, tensors: dict[str, Tensor]) -> dict[st
         arguments["mask_view"] = MaskView(*[None] * 5)
     if call.seed is None:
         arguments |= {"keep_scale": None, "threshold": None}
-    wanted = *kernel.arg_names, "enable_fp_fusion"
-    return {name: value for name, value in arguments.items() if name in wanted}

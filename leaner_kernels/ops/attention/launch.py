@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from .._launch_cache import CachedLaunch, Launch
+from .._launch_cache import CachedLaunch
 from . import dispatch
-from .call import CALL_POINTERS, Call, Results
+from .call import CALL_POINTERS, Call, Gradients, Results
 
 # Names of pointers, in the order of the addresses that repeat a launch.
 _FORWARD = (
@@ -23,10 +23,7 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     There is nothing that repeats a launch in Triton's interpreter.
     """
     kernel, tile = dispatch.choose_forward(call, with_stats=results.stats is not None)
-    module = dispatch.module_of(kernel)
-    warps = kernel.startswith("warp_multihead")
-    prepare = module.prepare_forward if warps else module.prepare
-    launch = prepare(tile, call, *results[:4])
+    launch = dispatch.module_of(kernel).prepare_forward(tile, call, results)
     entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None
     if results.stats is not None:
         join_parts(launch.arguments.get("parts_ptr"), results.stats)
@@ -38,26 +35,10 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     return entry, captured
 
 
-def backward(
-    grad: Tensor,
-    call: Call,
-    saved: Results,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
-) -> CachedLaunch | None:
-    """Write dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds; return what repeats the launch.
-
-    ds (B, H, N, M) float32, the gradient of the scores under an additive mask, is zero on entry.
-    """
-    out, max_log_sum = saved.out, saved.max_log_sum
-    kernel, tile = dispatch.choose_backward(call, grad, out, dq, dk, dv)
-    module = dispatch.module_of(kernel)
-    if kernel == "warp_multihead_backward":
-        launch: Launch = module.prepare_backward(tile, grad, call, dq, dk, dv)
-    else:
-        launch = module.prepare(tile, grad, call, out, max_log_sum, dq, dk, dv, ds)
+def backward(grad: Tensor, call: Call, saved: Results, gradients: Gradients) -> CachedLaunch | None:
+    """Fill the gradients; return what repeats the launch."""
+    kernel, tile = dispatch.choose_backward(call, grad, saved.out, *gradients[:3])
+    launch = dispatch.module_of(kernel).prepare_backward(tile, grad, call, saved, gradients)
     return launch.first(_BACKWARD)
 
 

@@ -6,8 +6,7 @@ allocates what it returns; ``reference`` on the CPU and ``launch`` on a GPU fill
 which operator it was.
 
 ``NAME`` returns (out, max_log_sum), ``NAME_with_stats`` (out, lse, stats, heads, max_log_sum), and
-``NAME_backward`` the gradient of each input that may have one. What torch.func and FLOP
-counters need is declared at the end.
+``NAME_backward`` the gradient of each input that may have one.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..._ops import ops
-from .. import dispatcher, transforms
+from .. import dispatcher
 from .._checks import MAX_ROW_STRIDE
 from .._launch_cache import (
     ALIGNMENT,
@@ -33,9 +32,9 @@ from .._launch_cache import (
 )
 from ..dispatcher import library
 from ..statistics import STATISTICS
-from ..transforms import BROADCAST, HEADS, Declaration, Products
+from ..transforms import PRODUCTS, Products, register_double_backward
 from . import cpu, dispatch, sdpa
-from .call import CALL_POINTERS, Call, Plan, Results, Sequences, draw_seed
+from .call import CALL_POINTERS, Call, Gradients, Plan, Results, Sequences, draw_seed
 
 
 class Dense:
@@ -422,7 +421,7 @@ def _launch_backward(
         from . import launch
 
         dq, dk, dv = form.separate(gradients)
-        entry = launch.backward(form.as_query(grad), call, results, dq, dk, dv, ds)
+        entry = launch.backward(form.as_query(grad), call, results, Gradients(dq, dk, dv, ds))
         if entry is not None and _side_by_side(*saved[form.integers]):
             launches[key] = entry
     if ds is not None:
@@ -605,13 +604,15 @@ def _register(form: Form) -> None:
     for suffix, run in zip(suffixes[:2], runs[:2]):
         decomposition = partial(run, cpu.forward)
         dispatcher.register_autograd(name + suffix, record, decomposition, form.differentiable)
+    backward = partial(differentiate, form, cpu.backward)
+    register_double_backward(name, backward, 1 + form.differentiable)
 
 
 for _form in (Dense, Packed, Varlen):
     _register(_form)
 
 
-# --- What torch.func and FLOP counters read ----------------------------------------------
+# --- FLOPs, as counters read them -----------------------------------------------------------------
 
 
 def _flops(query: Tensor, key: Tensor, *rest: Any) -> Products:
@@ -639,35 +640,8 @@ def _lengths(starts: Tensor, longest: int) -> list[int]:
     return starts.diff().clamp(max=longest).tolist()
 
 
-_TENSORS = dict.fromkeys(("query", "key", "value", "out", "lse"), (0, 1))
-transforms.declare(
-    Declaration(
-        "attention",
-        _TENSORS | {"attn_mask": (BROADCAST, BROADCAST)},
-        backward=partial(differentiate, Dense, cpu.backward),
-        variables=5,
-        flops=_flops,
-        loop="seed",  # places in the mask of dropout are places in the batch
-    )
-)
-transforms.declare(
-    Declaration(
-        "attention_qkvpacked",
-        {"qkv": (0, 3), "out": (0, 2), "lse": (0, 1)},
-        backward=partial(differentiate, Packed, cpu.backward),
-        variables=2,
-        flops=_packed_flops,
-        loop="seed",
-    )
-)
-transforms.declare(
-    Declaration(
-        "attention_varlen",
-        dict.fromkeys(("query", "key", "value", "out"), (None, 1)) | {"lse": (None, 0)},
-        backward=partial(differentiate, Varlen, cpu.backward),
-        variables=4,
-        flops=_varlen_flops,
-        fold=HEADS,  # which every sequence has
-        loop="seed",
-    )
-)
+PRODUCTS |= {
+    "attention": _flops,
+    "attention_qkvpacked": _packed_flops,
+    "attention_varlen": _varlen_flops,
+}

@@ -25,7 +25,7 @@ from .._checks import (
 from ..dispatcher import on_cpu, upcast
 from ..operator import Operator, Shapes, register, run_with_stats
 from ..statistics import AttentionStats, per_head
-from ..transforms import HEADS, Products
+from ..transforms import Products
 from . import reference
 
 __all__ = [
@@ -212,7 +212,6 @@ class ChannelAttention(Operator):
     name, kernels = "channel_attention", "covariance.kernels:channel"
     inputs, differentiable, cast = "Tensor qkv", 1, 1
     numbers, gradients = "float scale", "Tensor dqkv"
-    axes = {"qkv": (0, 3), "out": (0, 2), "lse": (0, 1)}  # noqa: RUF012
 
     @staticmethod
     def shapes(qkv: Tensor, *_: Any) -> Shapes:
@@ -246,8 +245,6 @@ class CrossCovarianceAttention(ChannelAttention):
     name, kernels = "cross_covariance_attention", "covariance.kernels:cross_covariance"
     inputs, differentiable = "Tensor qkv, Tensor temperature", 2
     numbers, gradients = "float eps", "Tensor dqkv, Tensor dtemperature"
-    axes = {**ChannelAttention.axes, "temperature": (None, 0)}  # noqa: RUF012
-    fold = HEADS  # the temperature has one for each, and so has its gradient
 
     @staticmethod
     def attend(qkv: Tensor, temperature: Tensor, eps: float) -> Any:

@@ -176,7 +176,6 @@ class OutlookAttention(Operator):
     inputs, differentiable, cast = "Tensor value, Tensor logits", 2, 2
     numbers = "int kernel_size, int stride, int padding, float scale"
     gradients = "Tensor dvalue, Tensor dlogits"
-    axes = {"value": (0, 3), "logits": (0, 3), "out": (0, 3), "lse": (0, 1)}  # noqa: RUF012
 
     @staticmethod
     def shapes(value: Tensor, logits: Tensor, kernel_size: int, *_: Any) -> Shapes:

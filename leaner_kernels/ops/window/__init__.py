@@ -134,7 +134,6 @@ class WindowAttention(Operator):
     inputs, differentiable, cast = "Tensor qkv", 1, 1
     numbers = "int window_y, int window_x, float scale"
     gradients = "Tensor dqkv"
-    axes = {"qkv": (0, 4), "out": (0, 3), "lse": (0, 1)}  # noqa: RUF012
 
     @staticmethod
     def shapes(qkv: Tensor, *_: Any) -> Shapes:

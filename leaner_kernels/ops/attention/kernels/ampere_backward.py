@@ -13,12 +13,6 @@ The kernel is written in Gluon because Triton's language stores K twice if its t
 operand, and splits a product between warps by columns.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
 from torch import Tensor
 
 from ..._gluon import (
@@ -33,7 +27,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, power_of_2, rule
 from ..._triton import LOG2_E
-from ..call import TILE, Call, arguments_of
+from ..call import TILE, Call, Gradients, Results, backward_arguments
 from .ampere_tiles import (
     copied,
     copy_rows,
@@ -260,37 +254,12 @@ def _keys_in_columns(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    do_view,
-    out_view,
-    max_log_sum_ptr,
-    dq_view,
-    dk_view,
-    dv_view,
-    ds_ptr,
-    H,
-    N,
-    full,
-    scale,
-    keep_scale,
-    threshold,
-    D: gl.constexpr,
-    FULL: gl.constexpr,
-    T: gl.constexpr,
-    TAIL_STEPS: gl.constexpr,
-    COLS: gl.constexpr,
-    STEP: gl.constexpr,
-    BLOCK: gl.constexpr,
-    WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    SCALED: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
+    dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
+    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_STEPS: gl.constexpr,
+    COLS: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, SCALED: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -490,34 +459,21 @@ def _ampere_bwd_kernel(
             store_columns(dv_ptr, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
 
 
-def prepare(
-    tile: Tile,
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
     full, left = divmod(tokens, TILE)
     steps = -(-left // 16)
-    tensors = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    arguments = arguments_of(_ampere_bwd_kernel, call, tensors)
+    arguments = backward_arguments(_ampere_bwd_kernel, grad, call, saved, gradients)
     arguments |= dict(
-        **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
+        **tile.arguments,
         full=full,
         FULL=full,
         T=16 * power_of_2(steps) if steps else 0,
         TAIL_STEPS=steps,
         COLS=next((size for size in (8, 16) if 0 < left <= size), 0),
-        STEP=tile["STEP"],
-        BLOCK=tile["BLOCK"],
         WARPS=tile.options["num_warps"],
         # Predicted: up to 256 tokens with 32 dimensions, 4-byte copies cost more than wide loads
         # and stores save.

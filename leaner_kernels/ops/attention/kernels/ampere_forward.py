@@ -7,19 +7,11 @@ products, of which 8 cost an eighth of a tile. Each thread keeps its own partial
 which are added at the end. The statistics of a head are complete in its program.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
-from torch import Tensor
-
 from ..._gluon import barrier, commit_copies, gl, gluon, mma, wait_copies
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, tiles_and_tail
+from ..call import Call, Results, forward_arguments, tiles_and_tail
 from .ampere_tiles import (
     copied,
     copy_rows,
@@ -219,35 +211,12 @@ def _turned_step(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    stats_ptr,
-    H,
-    N,
-    full,
-    scale,
-    keep_scale,
-    threshold,
-    D: gl.constexpr,
-    FULL: gl.constexpr,
-    T: gl.constexpr,
-    TAIL_KEYS: gl.constexpr,
-    RAGGED: gl.constexpr,
-    STEP: gl.constexpr,
-    BLOCK: gl.constexpr,
-    WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    SCALED: gl.constexpr,
-    GROUP: gl.constexpr,
-    ORDERED: gl.constexpr,
-):
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
+    stats_ptr, H, N, full, scale, keep_scale, threshold,
+    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_KEYS: gl.constexpr,
+    RAGGED: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, SCALED: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -395,14 +364,7 @@ def _ampere_fwd_kernel(
         store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
-def prepare(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
@@ -411,19 +373,14 @@ def prepare(
     # A thread keeps T / 2 scores of each tile: 64 registers are affordable.
     tails = tuple(size for size in (8, 16) if size * (tokens // 64 + 1) <= 128)
     full, tail = tiles_and_tail(tokens, tails)
-    arguments = arguments_of(_ampere_fwd_kernel, call, {"out": out})
+    arguments = forward_arguments(_ampere_fwd_kernel, call, results)
     arguments |= dict(
-        **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        lse_ptr=lse,
-        stats_ptr=stats,
+        **tile.arguments,
         full=full,
         FULL=full,
         T=tail,
         TAIL_KEYS=max(16, tail),
         RAGGED=tail == 0 and tokens % 64 != 0,
-        STEP=tile["STEP"],
-        BLOCK=tile["BLOCK"],
         WARPS=tile.options["num_warps"],
         # Predicted: up to 256 tokens, 4-byte copies cost more than wide loads and stores save.
         ORDERED=full > 4 and arguments["D"] in (32, 64),

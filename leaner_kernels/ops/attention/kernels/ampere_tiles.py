@@ -10,11 +10,6 @@ bytes of a row. The order does not matter to products that sum over the dimensio
 stored in their natural order.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# The bodies of kernels are Gluon: layouts are constants, branches are decided early.
-
 from ..._gluon import copy_async, gl, gluon
 
 

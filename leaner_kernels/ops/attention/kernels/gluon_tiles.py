@@ -9,12 +9,6 @@ A tail is the tokens after the last whole tile, where they are few: they are the
 transposed product, which costs less than another tile of 64 rows.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Gluon: layouts are constants, branches are decided early.
-
 from ..._gluon import copy_async, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..._triton import LN_2, LOG2_E
 from ..call import GluonView

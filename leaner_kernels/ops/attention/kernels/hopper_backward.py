@@ -8,12 +8,6 @@ the left operand of the next product within registers. Every element is written 
 atomics: the result is bitwise deterministic.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
 import triton
 from torch import Tensor
 
@@ -30,7 +24,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
+from ..call import Call, Gradients, Results, backward_arguments, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     correct,
     dropped,
@@ -120,39 +114,12 @@ def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
 def _hopper_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    starts_ptr,
-    key_starts_ptr,
-    do_view,
-    out_view,
-    max_log_sum_ptr,
-    dq_view,
-    dk_view,
-    dv_view,
-    B,
-    H,
-    N,
-    TOKENS,
-    KEY_TOKENS,
-    full,
-    scale,
-    mask_view,
-    seed_ptr,
-    ds_ptr,
-    keep_scale,
-    threshold,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    FULL: gl.constexpr,
-    T: gl.constexpr,
-    RAGGED: gl.constexpr,
-    IN_REGISTERS: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
-):
+    q_view, k_view, v_view, lengths_ptr, starts_ptr, key_starts_ptr, do_view, out_view,
+    max_log_sum_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale, mask_view,
+    seed_ptr, ds_ptr, keep_scale, threshold,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
+    RAGGED: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -478,32 +445,23 @@ def _hopper_bwd_kernel(
             put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
 
 
-def prepare(
-    tile: Tile,
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32.
 
     In a varlen batch the tensors are (T, H, D), and the gradients are contiguous.
     """
-    others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    dim = (arguments := arguments_of(_hopper_bwd_kernel, call, others))["BLOCK_D"]
-    heads, tokens, varlen = arguments["H"], arguments["N"], call.sequences is not None
+    arguments = backward_arguments(_hopper_bwd_kernel, grad, call, saved, gradients)
+    heads, tokens, dim = arguments["H"], arguments["N"], arguments["BLOCK_D"]
+    varlen = call.sequences is not None
     # A tail spills in calls with two of these. dS, which comes with a mask, makes two: it is stored
     # by the loops over whole tiles alone.
-    crowded = sum(t is not None for t in (call.attn_mask, call.seed, ds)) + dim // 128 > 1
+    taken = call.attn_mask, call.seed, gradients.ds
+    crowded = sum(t is not None for t in taken) + dim // 128 > 1
     full, tail = tiles_and_tail(tokens, () if crowded or varlen else hopper_tails(dim))
     arguments |= dict(
         **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
         full=full,
         FULL=full,
         T=tail,

@@ -7,14 +7,6 @@ products, and see all keys at once. Each thread keeps its own partial sums of a 
 at the end. The statistics of a head are complete in its program.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
-from torch import Tensor
-
 from ..._gluon import (
     barrier,
     commit_copies,
@@ -29,7 +21,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
+from ..call import Call, Results, forward_arguments, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     add_sums,
     divisor_of,
@@ -208,32 +200,12 @@ def _turned_scores(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    stats_ptr,
-    H,
-    N,
-    full,
-    scale,
-    mask_view,
-    seed_ptr,
-    keep_scale,
-    threshold,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    FULL: gl.constexpr,
-    T: gl.constexpr,
-    RAGGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
-    GROUP: gl.constexpr,
+    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, H, N, full,
+    scale, mask_view, seed_ptr, keep_scale, threshold,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
+    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
-):
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -468,20 +440,13 @@ def _hopper_fwd_kernel(
         store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
-def prepare(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, tokens, _ = call.query.shape
-    arguments = arguments_of(_hopper_fwd_kernel, call, {"out": out})
+    arguments = forward_arguments(_hopper_fwd_kernel, call, results)
     # With a mask, the scores of a tail would spill for heads wider than 64.
     wide = arguments["BLOCK_D"] > 64 and call.attn_mask is not None
     full, tail = tiles_and_tail(tokens, () if wide else hopper_tails(arguments["BLOCK_D"]))
@@ -489,9 +454,6 @@ def prepare(
     arguments |= dict(
         **tile.options,
         PAIRED=paired and tail == 0 and call.attn_mask is None and call.seed is None,
-        max_log_sum_ptr=max_log_sum,
-        lse_ptr=lse,
-        stats_ptr=stats,
         full=full,
         FULL=full,
         T=tail,

@@ -6,21 +6,15 @@ products of one tile of rows run under the softmax of the other. The sums of a h
 left in S parts, as in online_forward.py.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
+import torch
 import triton
-from torch import Tensor
 
 from ..._epilogue import NUM_SUMS, store_part
 from ..._gluon import barrier, commit_copies, fence_async_shared, gl, gluon, wait_copies
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of
+from ..call import Call, Results, forward_arguments
 from .gluon_tiles import (
     add_sums,
     fetch_rows,
@@ -68,23 +62,10 @@ def _next_tile(
 
 @gluon.jit(do_not_specialize=["H", "N"])
 def _hopper_long_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    parts_ptr,
-    H,
-    N,
-    scale,
+    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, parts_ptr, H, N, scale,
     mask_view,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    GROUP: gl.constexpr,
-):
+    D: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -158,24 +139,14 @@ def _hopper_long_fwd_kernel(
     store_part(parts_ptr, sums, part, N, scale)
 
 
-def prepare(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor,
-    stats: Tensor,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D), max_log_sum (B, H, N, 2) and lse (B, H, N).
 
     The launch also writes the parts of the statistics, (B, H, S, NUM_SUMS).
     """
     batch, heads, tokens, _ = call.query.shape
     programs = triton.cdiv(tokens, ROWS)
-    arguments = arguments_of(_hopper_long_fwd_kernel, call, {"out": out}) | dict(
-        **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        lse_ptr=lse,
-        parts_ptr=stats.new_empty(batch, heads, programs, NUM_SUMS),
-    )
+    parts = call.query.new_empty((batch, heads, programs, NUM_SUMS), dtype=torch.float32)
+    arguments = forward_arguments(_hopper_long_fwd_kernel, call, results)
+    arguments |= dict(**tile.options, parts_ptr=parts)
     return Launch(_hopper_long_fwd_kernel, (heads, batch, programs), arguments)

@@ -8,12 +8,6 @@ from the scores that the passes compute anyway. Every element is written once, w
 result is bitwise deterministic.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The body of the kernel is Gluon: layouts are constants, branches are decided early.
-
 from torch import Tensor
 
 from ..._gluon import (
@@ -29,7 +23,7 @@ from ..._gluon import (
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
-from ..call import Call, arguments_of, hopper_tails, tiles_and_tail
+from ..call import Call, Gradients, Results, backward_arguments, hopper_tails, tiles_and_tail
 from .gluon_tiles import (
     exchanged_layout,
     exponents_of,
@@ -82,30 +76,11 @@ def _describe_rows(do_rows, lses, deltas, loaded):
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    do_view,
-    out_view,
-    max_log_sum_ptr,
-    dq_view,
-    dk_view,
-    dv_view,
-    H,
-    N,
-    full,
-    scale,
-    mask_view,
-    ds_ptr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    FULL: gl.constexpr,
-    T: gl.constexpr,
-    RAGGED: gl.constexpr,
-    CAUSAL: gl.constexpr,
-    MASK: gl.constexpr,
-):
+    q_view, k_view, v_view, lengths_ptr, do_view, out_view, max_log_sum_ptr, dq_view, dk_view,
+    dv_view, H, N, full, scale, mask_view, ds_ptr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
+    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -310,32 +285,16 @@ def _hopper_resident_bwd_kernel(
         put_columns(dv_view, dv_t, full * 64, N, D)
 
 
-def prepare(
-    tile: Tile,
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
     batch, heads, tokens, _ = call.query.shape
-    others = {"do": grad, "out": out, "dq": dq, "dk": dk, "dv": dv}
-    arguments = arguments_of(_hopper_resident_bwd_kernel, call, others)
+    arguments = backward_arguments(_hopper_resident_bwd_kernel, grad, call, saved, gradients)
     tails = hopper_tails(arguments["BLOCK_D"])
     if call.attn_mask is not None:
         tails = tails[:1]  # with a mask, a tail of 32 spills
     full, tail = tiles_and_tail(tokens, tails)
-    arguments |= dict(
-        **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
-        full=full,
-        FULL=full,
-        T=tail,
-        RAGGED=tail == 0 and tokens % 64 != 0,
-    )
+    ragged = tail == 0 and tokens % 64 != 0
+    arguments |= dict(**tile.options, full=full, FULL=full, T=tail, RAGGED=ragged)
     return Launch(_hopper_resident_bwd_kernel, (heads, batch), arguments)

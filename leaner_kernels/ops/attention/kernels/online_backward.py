@@ -6,9 +6,6 @@ rows each, and walk over the keys (dQ, and dS if an additive mask requires its g
 element is written by exactly one program. delta = sum(dO * O) is recomputed from loaded tiles.
 """
 
-# pyright: reportArgumentType=false
-# A launch passes plain numbers where the kernel declares constants.
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,10 +21,7 @@ from ..._triton import (
     load_rows,
     store_rows,
 )
-from ..call import (
-    Call,
-    view_of,
-)
+from ..call import Call, Gradients, Results, backward_arguments
 from .scores import (
     FILL,
     SPARE_PROGRAMS,
@@ -36,7 +30,6 @@ from .scores import (
     fill_gradients,
     load_max_log_sum,
     mask_start,
-    online_arguments,
     score_tile,
     visible_cols,
     visible_rows,
@@ -111,42 +104,12 @@ def _gradient_tile(
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    starts_ptr,
-    key_starts_ptr,
-    do_view,
-    out_view,
-    max_log_sum_ptr,
-    dq_view,
-    dk_view,
-    dv_view,
-    ds_ptr,
-    B,
-    H,
-    GROUP,
-    N,
-    M,
-    TOKENS,
-    KEY_TOKENS,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SCALED: tl.constexpr,
-):
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, starts_ptr, key_starts_ptr, do_view,
+    out_view, max_log_sum_ptr, dq_view, dk_view, dv_view, ds_ptr, B, H, GROUP, N, M, TOKENS,
+    KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
@@ -279,16 +242,8 @@ def _attention_bwd_kernel(
         store_rows(dq_start, dq * scale, row_start, dq_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
 
 
-def prepare(
-    tile: Tile,
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq (B, H, N, D), dk and dv (B, Hkv, M, D) and any ds.
 
@@ -296,24 +251,13 @@ def prepare(
     never visited. In a varlen batch the tensors are (T, H, D) and (Tk, Hkv, D), and the gradients
     are contiguous.
     """
-    arguments = online_arguments(call)
+    arguments = backward_arguments(_attention_bwd_kernel, grad, call, saved, gradients)
     heads, kv_heads = call.query.shape[1], call.key.shape[1]
     rows, cols = arguments["N"], arguments["M"]
-    if ds is not None:
+    if gradients.ds is not None:
         check_tile("rows of the mask's gradient", min(rows, tile["BLOCK_M"]), cols)
     num_col_programs = call.batch * kv_heads * triton.cdiv(cols, tile["BLOCK_N"])
     num_row_programs = call.batch * heads * triton.cdiv(rows, tile["BLOCK_M"])
     spare = 0 if call.sequences is None else SPARE_PROGRAMS
-    arguments = dict(
-        **arguments,
-        do_view=view_of("grad", grad),
-        out_view=view_of("out", out),
-        dq_view=view_of("dq", dq),
-        dk_view=view_of("dk", dk),
-        dv_view=view_of("dv", dv),
-        **tile.arguments,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
-    )
     grid = (num_col_programs + num_row_programs + spare,)
-    return Launch(_attention_bwd_kernel, grid, arguments)
+    return Launch(_attention_bwd_kernel, grid, arguments | tile.arguments)

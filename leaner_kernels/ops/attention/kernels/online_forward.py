@@ -9,11 +9,6 @@ Capture is a separate specialisation, launched over the S sampled entries in add
 ordinary launch: as a branch it would cost registers in every program.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -32,10 +27,7 @@ from ..._triton import (
     product_of_parts,
     store_rows,
 )
-from ..call import (
-    Call,
-    view_of,
-)
+from ..call import Call, Results, forward_arguments, kernel_arguments
 from .scores import (
     FILL,
     SPARE_PROGRAMS,
@@ -43,7 +35,6 @@ from .scores import (
     extents,
     fill_outside,
     mask_start,
-    online_arguments,
     row_lse,
     score_tile,
     store_max_log_sum,
@@ -113,42 +104,13 @@ TILES = Tiles(
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    sample_ptr,
-    starts_ptr,
-    key_starts_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    parts_ptr,
-    B,
-    H,
-    GROUP,
-    N,
-    M,
-    TOKENS,
-    KEY_TOKENS,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SCALED: tl.constexpr,
-    STATS: tl.constexpr,
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, sample_ptr, starts_ptr,
+    key_starts_ptr, out_view, lse_ptr, max_log_sum_ptr, parts_ptr, B, H, GROUP, N, M, TOKENS,
+    KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr,
     CAPTURE: tl.constexpr,
-):
+):  # fmt: skip
     # Tiles of one head are neighbours in the grid: they read the same K and V from the cache.
     num_tiles = tl.cdiv(N, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -276,30 +238,19 @@ def _attention_fwd_kernel(
         store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
 
 
-def prepare(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), it also writes lse and the parts of the
     statistics, (B, H, T, NUM_SUMS) for T row tiles. In a varlen batch the tensors are (T, H, D),
     max_log_sum is (H, T, 2) and lse (H, T), and all are contiguous.
     """
-    arguments = online_arguments(call)
+    arguments, stats = forward_arguments(_attention_fwd_kernel, call, results), results.stats
     num_tiles = triton.cdiv(arguments["N"], tile["BLOCK_M"])
     spare = 0 if call.sequences is None else SPARE_PROGRAMS
-    arguments = dict(
-        **arguments,
-        out_view=view_of("out", out),
+    arguments |= dict(
         **tile.arguments,
         sample_ptr=None,
-        lse_ptr=lse,
-        max_log_sum_ptr=max_log_sum,
         parts_ptr=None if stats is None else stats.new_empty(*stats.shape[1:], num_tiles, NUM_SUMS),
         STATS=stats is not None,
         CAPTURE=False,
@@ -314,12 +265,9 @@ def prepare_capture(tile: Tile, call: Call, sample: Tensor, heads_out: Tensor) -
     ``sample`` is contiguous. In a varlen batch N is the longest sequence; shorter ones are padded
     with zeros.
     """
-    arguments = online_arguments(call)
-    heads, rows, dim = arguments["H"], arguments["N"], arguments["D"]
-    slots = sample.shape[0]
-    arguments = dict(
-        **arguments,
-        out_view=view_of("out", heads_out.view(slots, rows, heads, dim).transpose(1, 2)),
+    (slots, rows, _), heads, dim = heads_out.shape, call.query.shape[1], call.query.shape[-1]
+    out = heads_out.view(slots, rows, heads, dim).transpose(1, 2)
+    arguments = kernel_arguments(_attention_fwd_kernel, call, {"out": out}) | dict(
         **tile.arguments,
         sample_ptr=sample,
         lse_ptr=None,

@@ -1,14 +1,11 @@
 """Helpers of the forward and backward Triton kernels: one tile of scores, masks and extents."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
-from ..call import Call, sequence_arguments, shared_arguments
 
 # Extra programs of a varlen batch: they fill the tokens that no sequence owns, and return at once
 # where there are none.
@@ -106,19 +103,6 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
     sizes = len(starts) - 1, len(t), t.shape[1] * t.shape[2]
     with torch.cuda.device_of(t):
         _fill_outside_kernel[(SPARE_PROGRAMS,)](t, starts, *sizes)
-
-
-def online_arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments, by name, of a kernel that walks over sequences of any length."""
-    left, right = call.window
-    return dict(
-        **shared_arguments(call, call.sequences),
-        **sequence_arguments(call.query, call.key, call.sequences),
-        B=call.batch,
-        softcap=call.softcap or None,
-        window_left=None if left < 0 else left,
-        window_right=None if right < 0 else right,
-    )
 
 
 @triton.jit

@@ -7,11 +7,6 @@ the change of base folded into the scale. In float32 that costs one bit of every
 (docs/kernels.md), so these kernels are for half precision only.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
-
 import triton
 import triton.language as tl
 
@@ -19,10 +14,10 @@ from ..._triton import load_rows
 from .scores import score_tile
 
 
-def cut(keys: int, largest: int) -> tuple[tuple[int, int], ...]:
+def cut(keys: int, largest: int = 128) -> tuple[tuple[int, int], ...]:
     """Return the (start, size) of segments that cover the keys: powers of two, 16 to ``largest``.
 
-    >>> cut(197, 128)
+    >>> cut(197)
     ((0, 128), (128, 64), (192, 16))
     """
     segments, start = [], 0

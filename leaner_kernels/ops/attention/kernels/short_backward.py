@@ -12,11 +12,6 @@ keeps dK and dV in registers, twice the accumulators, and compiles to twice the 
 (docs/kernels.md).
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,7 +19,7 @@ from torch import Tensor
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
-from ..call import Call, shared_arguments, view_of
+from ..call import Call, Gradients, Results, backward_arguments
 from .scores import exponent_factor, load_max_log_sum, mask_start, score_tile
 from .segments import cut, load_segments, zero_tile
 
@@ -33,123 +28,40 @@ _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
 TILES = Tiles(
     "short_backward",
-    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=1),
-    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=2),
-    rule(dim=64, tokens=32, BLOCK=32, largest_segment=32, num_warps=2),
-    rule(dim=64, tokens=32, takes=_ALL, BLOCK=16, largest_segment=32, num_warps=4, maxnreg=255),
-    rule(dim=32, tokens=64, gpus=(80, 86), BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, num_warps=1),
+    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, num_warps=2),
+    rule(dim=64, tokens=32, BLOCK=32, num_warps=2),
+    rule(dim=64, tokens=32, takes=_ALL, BLOCK=16, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=64, gpus=(80, 86), BLOCK=64, num_warps=4),
     # Held to 168 registers, three programs fit on an SM with Triton 3.6 too.
-    rule(dim=32, tokens=64, gpus=(90,), BLOCK=64, largest_segment=64, num_warps=4, maxnreg=168),
-    rule(dim=64, tokens=64, gpus=(80,), BLOCK=64, largest_segment=64, num_warps=8),
-    rule(dim=64, tokens=64, gpus=(86,), BLOCK=32, largest_segment=64, num_warps=4),
-    rule(dim=64, tokens=64, gpus=(90,), BLOCK=64, largest_segment=64, num_warps=4),
+    rule(dim=32, tokens=64, gpus=(90,), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=64, gpus=(80,), BLOCK=64, num_warps=8),
+    rule(dim=64, tokens=64, gpus=(86,), BLOCK=32, num_warps=4),
+    rule(dim=64, tokens=64, gpus=(90,), BLOCK=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=("dropout",), gpus=(90,), BLOCK=64, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=("mask",), gpus=(90,), BLOCK=64, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=32, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=("mask",), BLOCK=32, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=("padded_dim",), gpus=(90,), BLOCK=64, num_warps=4),
+    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=32, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=("padded_dim",), BLOCK=32, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=16, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=32, num_warps=8),
     rule(
-        dim=64,
-        tokens=64,
-        takes=("dropout",),
-        gpus=(90,),
-        BLOCK=64,
-        largest_segment=64,
-        num_warps=8,
-        maxnreg=255,
+        dim=64, tokens=128, takes=("padded_dim",), gpus=(80, 86), BLOCK=32, num_warps=8, maxnreg=255
     ),
-    rule(
-        dim=64,
-        tokens=64,
-        takes=("mask",),
-        gpus=(90,),
-        BLOCK=64,
-        largest_segment=64,
-        num_warps=8,
-        maxnreg=255,
-    ),
-    rule(
-        dim=64,
-        tokens=64,
-        takes=("dropout",),
-        BLOCK=32,
-        largest_segment=64,
-        num_warps=8,
-        maxnreg=255,
-    ),
-    rule(
-        dim=64, tokens=64, takes=("mask",), BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255
-    ),
-    rule(
-        dim=64,
-        tokens=64,
-        takes=("padded_dim",),
-        gpus=(90,),
-        BLOCK=64,
-        largest_segment=64,
-        num_warps=4,
-    ),
-    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
-    rule(
-        dim=64,
-        tokens=64,
-        takes=("padded_dim",),
-        BLOCK=32,
-        largest_segment=64,
-        num_warps=8,
-        maxnreg=255,
-    ),
-    rule(dim=64, tokens=64, takes=_ALL, BLOCK=16, largest_segment=64, num_warps=8, maxnreg=255),
-    rule(dim=128, tokens=64, BLOCK=32, largest_segment=64, num_warps=8),
-    rule(
-        dim=64,
-        tokens=128,
-        takes=("padded_dim",),
-        gpus=(80, 86),
-        BLOCK=32,
-        largest_segment=128,
-        num_warps=8,
-        maxnreg=255,
-    ),
-    rule(
-        dim=64,
-        tokens=208,
-        takes=("padded_dim",),
-        gpus=(80,),
-        BLOCK=32,
-        largest_segment=128,
-        num_warps=8,
-        maxnreg=255,
-    ),
+    rule(dim=64, tokens=208, takes=("padded_dim",), gpus=(80,), BLOCK=32, num_warps=8, maxnreg=255),
     num_stages=1,
 )
 
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _short_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    do_view,
-    out_view,
-    max_log_sum_ptr,
-    dq_view,
-    dk_view,
-    dv_view,
-    ds_ptr,
-    H,
-    N,
-    M,
-    scale,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SCALED: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
+    dq_view, dk_view, dv_view, ds_ptr, H, N, M, scale, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
     limit = visible_keys(lengths_ptr, b, M)
@@ -248,34 +160,15 @@ def _short_bwd_kernel(
         )
 
 
-def prepare(
-    tile: Tile,
-    grad: Tensor,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    ds: Tensor | None,
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, M) float32."""
     batch, heads, _, _ = call.query.shape
-    arguments = shared_arguments(call)
-    del arguments["GROUP"]
-    segments = cut(tile["tokens"], tile["largest_segment"])
-    arguments = dict(
-        **arguments,
-        do_view=view_of("grad", grad),
-        out_view=view_of("out", out),
-        dq_view=view_of("dq", dq),
-        dk_view=view_of("dk", dk),
-        dv_view=view_of("dv", dv),
+    arguments = backward_arguments(_short_bwd_kernel, grad, call, saved, gradients) | dict(
         **tile.options,
-        max_log_sum_ptr=max_log_sum,
-        ds_ptr=ds,
         BLOCK_N=tile["BLOCK"],
-        SEGMENTS=segments,
+        SEGMENTS=cut(tile["tokens"]),
         WHOLE=tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)

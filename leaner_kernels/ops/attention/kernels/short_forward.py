@@ -6,94 +6,58 @@ A whole row of scores is in registers at once (segments.py), and the softmax is 
 definition, without a running maximum. The statistics of a head are complete in its program.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Triton's language: tuples of tiles, constants, branches decided early.
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ... import _tiles
 from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
-from ..call import Call, shared_arguments, view_of
+from ..call import Call, Results, forward_arguments
 from .scores import exponent_factor, mask_start, row_lse, store_max_log_sum
 from .segments import cut, load_segments, score_segments
 
-# ``BLOCK`` is the rows of a tile. K and V are cut into segments of at most ``largest_segment``, for
-# the most tokens of a rule, so that one compiled kernel serves every length of the rule.
+# ``BLOCK`` is the rows of a tile. K and V are cut into segments, of at most 128 unless a rule says,
+# for the most tokens of a rule: one compiled kernel serves every length of the rule.
 _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
 _AMPERE = 80, 86  # elsewhere, online_forward.py is as fast for more tokens
 _FEW = (
-    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=1),
-    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, largest_segment=16, num_warps=2),
-    rule(dim=64, tokens=32, BLOCK=32, largest_segment=32, num_warps=2),
-    rule(dim=64, tokens=32, takes=_ALL, BLOCK=32, largest_segment=32, num_warps=4),
+    rule(dim=16, tokens=16, takes=_ALL, BLOCK=16, num_warps=1),
+    rule(dim=64, tokens=16, takes=_ALL, BLOCK=16, num_warps=2),
+    rule(dim=64, tokens=32, BLOCK=32, num_warps=2),
+    rule(dim=64, tokens=32, takes=_ALL, BLOCK=32, num_warps=4),
 )
 TILES = Tiles(
     "short_forward",
     *_FEW,
     rule(dim=32, tokens=64, BLOCK=64, largest_segment=32, num_warps=4),
-    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, largest_segment=64, num_warps=4),
-    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=64, largest_segment=64, num_warps=4),
-    rule(dim=64, tokens=64, takes=("padded_dim",), BLOCK=64, largest_segment=64, num_warps=4),
-    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, largest_segment=64, num_warps=4, maxnreg=255),
-    rule(dim=128, tokens=64, BLOCK=64, largest_segment=64, num_warps=4),
-    rule(
-        dim=64,
-        tokens=208,
-        takes=("padded_dim",),
-        gpus=_AMPERE,
-        BLOCK=64,
-        largest_segment=128,
-        num_warps=4,
-    ),
+    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, num_warps=4),
+    rule(dim=32, tokens=64, takes=_PADDED, BLOCK=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=("padded_dim",), BLOCK=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=64, num_warps=4),
+    rule(dim=64, tokens=208, takes=("padded_dim",), gpus=_AMPERE, BLOCK=64, num_warps=4),
     num_stages=1,
 )
 STATISTICS_TILES = Tiles(
     "short_forward_statistics",
     *_FEW,
-    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, largest_segment=64, num_warps=4),
-    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, largest_segment=64, num_warps=8, maxnreg=255),
-    rule(dim=128, tokens=64, BLOCK=64, largest_segment=64, num_warps=8),
+    rule(dim=64, tokens=64, takes=("dropout",), BLOCK=64, num_warps=4),
+    rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=64, BLOCK=64, num_warps=8),
     num_stages=1,
 )
 
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
 def _short_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    mask_view,
-    lengths_ptr,
-    seed_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    stats_ptr,
-    H,
-    GROUP,
-    N,
-    M,
-    PARTS,
-    scale,
-    keep_scale,
-    threshold,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    SCALED: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
+    stats_ptr, H, GROUP, N, M, PARTS, scale, keep_scale, threshold,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
     # Programs of one head are neighbours: they read the same K and V from the cache.
     head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -161,30 +125,18 @@ def _short_fwd_kernel(
         store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, rest)
 
 
-def prepare(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, rows, _ = call.query.shape
-    segments = cut(tile["tokens"], tile["largest_segment"])
+    segments = cut(tile["tokens"], tile.constexprs.get("largest_segment", 128))
     parts = 1  # with statistics: one program then has all rows of a head
-    if stats is None:
+    if results.stats is None:
         parts = split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
-    arguments = dict(
-        **shared_arguments(call),
-        out_view=view_of("out", out),
+    arguments = forward_arguments(_short_fwd_kernel, call, results) | dict(
         **tile.options,
-        lse_ptr=lse,
-        max_log_sum_ptr=max_log_sum,
-        stats_ptr=stats,
         PARTS=parts,
         BLOCK_M=tile["BLOCK"],
         SEGMENTS=segments,

@@ -14,12 +14,6 @@ all programs, that own heads. The order of columns within a tile does not matter
 nor to a result that is stored in the same order.
 """
 
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-# pyright: reportAssignmentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportIndexIssue=false
-# pyright: reportPossiblyUnboundVariable=false
-# The bodies of kernels are Gluon: layouts are constants, branches are decided early.
-
 from typing import Any
 
 import triton
@@ -29,7 +23,7 @@ from ..._gluon import gl, gluon, mma
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
-from ..call import Call, arguments_of
+from ..call import Call, Gradients, Results, backward_arguments, forward_arguments
 from .gluon_tiles import masked, reduce_sums, store_statistics, sums_of_entropies, with_output
 
 # HEADS is the largest number of heads per warp.
@@ -273,22 +267,11 @@ def _store_sums(
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_fwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    out_view,
-    lse_ptr,
-    max_log_sum_ptr,
-    stats_ptr,
-    owners,
+    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, owners,
     scale,
-    N: gl.constexpr,
-    D: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
-):
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
@@ -337,22 +320,10 @@ def _warp_multihead_fwd_kernel(
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_bwd_kernel(
-    q_view,
-    k_view,
-    v_view,
-    lengths_ptr,
-    do_view,
-    dq_view,
-    dk_view,
-    dv_view,
-    owners,
-    scale,
-    N: gl.constexpr,
-    D: gl.constexpr,
-    HEADS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    q_view, k_view, v_view, lengths_ptr, do_view, dq_view, dk_view, dv_view, owners, scale,
+    N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
-):
+):  # fmt: skip
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
@@ -388,45 +359,33 @@ def _warp_multihead_bwd_kernel(
     _store(dv_view, dvs, 1.0, owners, N, D, HEADS, GROUPS)
 
 
-def _arguments(kernel: Any, tile: Tile, call: Call, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _launch(kernel: Any, tile: Tile, call: Call, arguments: dict[str, Any]) -> Launch:
     batch, heads, _, dim = call.query.shape
-    views = call.query, call.key, call.value, *tensors.values()
+    views = {name: value for name, value in arguments.items() if name.endswith("_view")}
     # Heads that are not neighbours in memory get one warp each.
-    most = tile["HEADS"] if all(t.stride(1) == dim for t in views) else 1
+    most = tile["HEADS"] if all(view.stride_h == dim for view in views.values()) else 1
     of_warp = max(n for n in range(1, most + 1) if heads % n == 0)
     groups = heads // of_warp
     own = {"HEADS": of_warp, "GROUPS": groups, "owners": batch * groups}
-    arguments = arguments_of(kernel, call, tensors)
     # Strides are compile-time constants: addresses need few registers.
-    for name, value in arguments.items():
-        if name.endswith("_view"):
-            arguments[name] = type(value)(value.ptr, *map(gl.constexpr, value[1:]))
-    return arguments | tile.arguments | own
+    for name, view in views.items():
+        arguments[name] = type(view)(view.ptr, *map(gl.constexpr, view[1:]))
+    grid = (triton.cdiv(batch * groups, tile.options["num_warps"]),)
+    return Launch(kernel, grid, arguments | tile.arguments | own)
 
 
-def prepare_forward(
-    tile: Tile,
-    call: Call,
-    out: Tensor,
-    max_log_sum: Tensor,
-    lse: Tensor | None,
-    stats: Tensor | None,
-) -> Launch:
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
-    arguments = _arguments(_warp_multihead_fwd_kernel, tile, call, {"out": out})
-    arguments |= {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
-    grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
-    return Launch(_warp_multihead_fwd_kernel, grid, arguments)
+    arguments = forward_arguments(_warp_multihead_fwd_kernel, call, results)
+    return _launch(_warp_multihead_fwd_kernel, tile, call, arguments)
 
 
 def prepare_backward(
-    tile: Tile, grad: Tensor, call: Call, dq: Tensor, dk: Tensor, dv: Tensor
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> Launch:
     """Return the launch that writes dq, dk and dv (B, H, N, D)."""
-    tensors = {"do": grad, "dq": dq, "dk": dk, "dv": dv}
-    arguments = _arguments(_warp_multihead_bwd_kernel, tile, call, tensors)
-    grid = (triton.cdiv(arguments["owners"], tile.options["num_warps"]),)
-    return Launch(_warp_multihead_bwd_kernel, grid, arguments)
+    arguments = backward_arguments(_warp_multihead_bwd_kernel, grad, call, saved, gradients)
+    return _launch(_warp_multihead_bwd_kernel, tile, call, arguments)
