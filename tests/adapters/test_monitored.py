@@ -1,6 +1,5 @@
 """What ``KappaMonitor`` reports of swapped models, and leaves behind in them."""
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -118,7 +118,8 @@ def nystrom_attention_with_stats(
     check_device(query.device)
     out = _attend(query, key, value, *params)
     with torch.no_grad():
-        return _statistics(*map(upcast, (query, key, value)), sample, *params)._replace(out=out)
+        wide = upcast(query), upcast(key), upcast(value)
+        return _statistics(*wide, sample, *params)._replace(out=out)
 
 
 def _attend(
