@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from html import escape
 from io import StringIO
-from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -176,8 +175,13 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
     parts = {layer: layer.split(".") for layer in dict.fromkeys(row["layer"] for row in rows)}
     if len(parts) < 2:
         return {layer: layer for layer in parts}
-    first = max(len(commonprefix([*parts.values()])) - 1, 0)
-    last = len(commonprefix([name[first + 1 :][::-1] for name in parts.values()]))
+
+    def alike(names: Iterable[Sequence[str]]) -> int:
+        same = [len(set(place)) == 1 for place in zip(*names, strict=False)]
+        return [*same, False].index(False)
+
+    first = max(alike(parts.values()) - 1, 0)
+    last = alike([name[first + 1 :][::-1] for name in parts.values()])
     return {layer: ".".join(name[first : len(name) - last]) for layer, name in parts.items()}
 
 

@@ -19,7 +19,6 @@ from .rows import ALARM_ROW, layer_means
 from .writers import JsonLines
 
 _FILES = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl", "summary.json", "page.html"
-_SAMPLED = 60  # steps before a resume whose rows alarms are given
 
 
 class RunLog:
@@ -63,7 +62,7 @@ class RunLog:
         def file(name: str, keys: Iterable[str] = ()) -> JsonLines | None:
             path = self.folder / name
             goes_on = first if path.exists() else None
-            return JsonLines(path, goes_on, _warn, keys, _SAMPLED) if self._writes else None
+            return JsonLines(path, goes_on, _warn, keys) if self._writes else None
 
         kappa = file("kappa.jsonl", ALARM_ROW)
         self._metrics, self._alarm_rows = file("metrics.jsonl"), file("alarms.jsonl")
