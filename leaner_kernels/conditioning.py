@@ -202,9 +202,10 @@ class ConditioningPenalty:
         self._projected: dict[str, Tensor] = {}
         self._handles = []
         for name, module in self.modules.items():
+            hooks = _Hooks(self, name)
             self._handles += [
-                module.register_forward_pre_hook(_CallHook(self, name), with_kwargs=True),
-                module.qkv.register_forward_hook(_ProjectionHook(self, name)),
+                module.register_forward_pre_hook(hooks.before_call, with_kwargs=True),
+                module.qkv.register_forward_hook(hooks.after_projection),
             ]
 
     def loss(self) -> Tensor:
@@ -240,8 +241,8 @@ class ConditioningPenalty:
             return conditioning_penalty(heads).mean()
 
 
-class _PenaltyHook:
-    """A hook of a penalty. That of a copied or saved model belongs to none, and does nothing."""
+class _Hooks:
+    """The hooks of a layer. Those of a copied or saved model belong to no penalty."""
 
     def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
         self.penalty, self.name = penalty, name
@@ -249,9 +250,9 @@ class _PenaltyHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-
-class _CallHook(_PenaltyHook):
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self.penalty is None:
             return
         call = dict(zip(("x", "attn_mask", "is_causal", "key_lengths"), args)) | kwargs
@@ -260,9 +261,9 @@ class _CallHook(_PenaltyHook):
                 raise ValueError(f"ConditioningPenalty does not support {refused} ({self.name})")
         self.penalty._causal[self.name] = call.get("is_causal", False)
 
-
-class _ProjectionHook(_PenaltyHook):
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
+    def after_projection(
+        self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor
+    ) -> None:
         # What a backward recomputes was kept in the forward, and would outlive the backward.
         if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
             self.penalty._projected[self.name] = projected[: self.penalty.samples]

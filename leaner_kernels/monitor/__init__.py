@@ -109,8 +109,7 @@ class KappaMonitor:
     others of the samples. A capture assigns to its module, which a block compiled with both
     fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
     calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
-    in the first sampled step are named in one warning. A model may be sampled by one monitor at a
-    time.
+    in the first sampled step are named in one warning. Of two monitors in a step the later samples.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``, or ``cancel``: the rows are joined over ranks in one collective, equal on
