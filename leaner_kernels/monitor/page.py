@@ -153,18 +153,6 @@ def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]
     return found
 
 
-def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
-    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
-    known = [row for row in rows if row.get("head_norms")]
-    step = max((row["step"] for row in known), default=0)
-    known = [row for row in known if row["step"] == step]
-    names = short_names(known)
-    return step, {
-        names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
-        for row in known
-    }
-
-
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
     """Return the layers in their order, each with its name less what all names have alike.
 
@@ -236,14 +224,13 @@ class Run:
 
 @dataclass
 class _Chart:
-    """A chart of lines, with alarms as vertical ones; or of the norms of heads, by layer."""
+    """A chart of lines, with alarms as vertical ones."""
 
     title: str
     unit: str = ""
     lines: list[Line] = field(default_factory=list)
     scale: str = "linear"
     alarms: list[dict[str, Any]] = field(default_factory=list)
-    norms: dict[str, list[float]] = field(default_factory=dict)
     caption: str = ""
 
 
@@ -365,10 +352,6 @@ def _charts(run: Run) -> Iterator[_Chart]:
                 caption = "Spread evenly it has log(columns); near 0 each token attends to one"
             unit = UNITS[column.statistic]
             yield _Chart(column.title, unit, lines, alarms=alarms, caption=f"{caption}.")
-    step, norms = head_norms(run.kappa)
-    if norms:
-        caption = "Frobenius norm of each head's output; a head near 0 contributes nothing."
-        yield _Chart(f"Norms of heads, step {step}", norms=norms, caption=caption)
     yield from _of_metrics(run, _COURSE)
 
 
@@ -398,10 +381,8 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
 
     # Text stays text, and names are no formulas.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 11}):
-        height = max(3.6, min(12.0, 1 + 0.25 * len(chart.norms)))
-        figure = Figure(figsize=(7, height), layout="constrained")
-        axes = figure.add_subplot()
-        titles = _draw_norms(figure, axes, chart) if chart.norms else _draw_lines(axes, chart, ends)
+        figure = Figure(figsize=(7, 3.6), layout="constrained")
+        titles = _draw_lines(figure.add_subplot(), chart, ends)
         with StringIO() as file:
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -445,15 +426,6 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     axes.spines[:].set_color(GREY)
     axes.tick_params(which="both", color=GREY)
     return titles
-
-
-def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
-    heads = max(map(len, chart.norms.values()))
-    table = [values + [math.nan] * (heads - len(values)) for values in chart.norms.values()]
-    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"))
-    axes.set_yticks(range(len(table)), [*chart.norms], parse_math=False)
-    axes.set_xlabel("head")
-    return []
 
 
 def _legend(chart: _Chart) -> str:

@@ -72,9 +72,9 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert titles(page) == [
         *("Loss", "Held-out accuracy", "κ of every layer"),
         *("κ of every layer on fixed held-out items", "Entropy of attention"),
-        *("Largest attention score (logit)", "Norms of heads, step 8", "Alarms", "Run"),
+        *("Largest attention score (logit)", "Alarms", "Run"),
     ]
-    loss, accuracy, kappa, probe, *_, heads = charts
+    loss, accuracy, kappa, probe, *_ = charts
     assert named(loss)["training"][1][-1] == pytest.approx(1.1)
     assert named(loss)["held out"] == [[9], [1.25]]
     assert named(accuracy)["accuracy"] == [[9], [0.5]]
@@ -84,7 +84,6 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert kappa.scale == "log"
     assert [alarm["step"] for alarm in kappa.alarms] == [4]
     assert not probe.alarms
-    assert heads.norms == {"blocks.0": [1.0, 2.0], "blocks.1": [1.0, 2.0]}
     text = page.read_text("utf-8")
     for shown in (
         "1,234,567",
