@@ -14,7 +14,7 @@ from torch import nn
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor
 from .command_line import one_line
-from .files import check_folder, set_aside, write_file
+from .files import set_aside, write_file
 from .rows import ALARM_ROW, layer_means
 from .writers import JsonLines
 
@@ -54,7 +54,6 @@ class RunLog:
     ) -> None:
         self.folder, self.page = Path(folder), page
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_folder(self.folder)
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         if self._writes and first == 0 and (renamed := set_aside(self.folder, _FILES)):
             _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")

@@ -81,28 +81,16 @@ class JsonLines:
         """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
         try:
-            self._write()
+            with self.path.open("ab", buffering=0) as file:
+                # Of a line that a full disk cut off, the rest waits.
+                while self.unwritten:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             if self.log is None:
-                self.unwritten = b""
                 raise
             if not self.failed:
                 self.log(f"{self.path.name} not written, training goes on: {error}")
             self.failed = True
-        else:
-            self.unwritten = b""
-
-    def _write(self) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            size, rest = file.tell(), memoryview(self.unwritten)
-            try:
-                while rest:
-                    rest = rest[file.write(rest) :]
-            except OSError:
-                # Part of a line that a full disk let through.
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

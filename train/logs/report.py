@@ -275,7 +275,7 @@ class Report:
     def _thinned(self, name: str) -> list[dict[str, Any]]:
         """Return the first and the last rows of kappa that are in a file, and some between."""
         with suppress(OSError):
-            return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW).rows
+            return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW)[0]
         return []
 
 
