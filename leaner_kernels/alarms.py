@@ -186,14 +186,9 @@ class KappaAlarm:
         self._may_be_lost: set[str] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
-        """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
+        """As ``EntropyAlarm.update``, of rows with step, layer, kappa and sigma_max.
 
-        Args:
-            rows: each with step, layer, kappa and sigma_max; without sigma_max, as of heads that
-                are not finite or did not run, it is skipped.
-
-        Returns:
-            The alarms, in the order of the rows.
+        Rows without sigma_max, as of heads that are not finite or did not run, are skipped.
         """
         checked = (self._check(row) for row in rows if row["sigma_max"] is not None)
         return [alarm for alarm in checked if alarm is not None]

@@ -65,7 +65,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 class _PendingRows(NamedTuple):
     step: int
-    kinds: list[tuple[torch.dtype, str]]
+    kinds: dict[str, tuple[torch.dtype, str]]
     host_copy: HostCopy
 
 
@@ -312,8 +312,7 @@ class KappaMonitor:
         for name, c in zip(self._layers, captured):
             if c is not None:
                 self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
-        kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
-        self._pending_rows.append(_PendingRows(step, kinds, host_copy))
+        self._pending_rows.append(_PendingRows(step, dict(self._kinds), host_copy))
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
@@ -412,9 +411,10 @@ class KappaMonitor:
             step, kinds, host_copy = self._pending_rows.popleft()
             host_copy.wait()
             columns, of_step = layout(self._most_heads), []
-            for layer, measured, kind in zip(self._layers.items(), host_copy.host, kinds):
-                values = {name: measured[place] for name, place in columns.items()}
-                of_step.append(row(step, *layer, values, *kind))
+            for (name, layer), measured in zip(self._layers.items(), host_copy.host):
+                values = {key: measured[place] for key, place in columns.items()}
+                kind = kinds.get(name, (torch.float32, SAME_PASS))
+                of_step.append(row(step, name, layer, values, *kind))
             if write and (self._group is None or self._group.rank() == 0):
                 for writer in self.writers:
                     writer.append(of_step)

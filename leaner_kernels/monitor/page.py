@@ -278,7 +278,6 @@ def _section(run: Run) -> str:
     alarms = [(alarm["step"], alarm.get("kind", ""), alarm["message"]) for alarm in run.alarms]
     settings = run.summary.get("settings", {})
     return f"""<h1>{escape(run.name)}</h1>
-{_table(_glance(run).items())}
 <details open><summary>κ of every layer, at its first and its last step</summary>
 {_table(_kappa_of_layers(run).items())}</details>
 <div class="charts">
@@ -436,21 +435,6 @@ def _legend(chart: _Chart) -> str:
     return f'<ul class="legend">{names}</ul>'
 
 
-def _glance(run: Run) -> dict[str, str]:
-    """Return what a reader asks first: what was run, and how good it is."""
-    command = run.summary.get("command")
-    facts = {} if command is None else {"command": str(command)}
-    for name, best_of in (("held_out_accuracy", max), ("held_out_loss", min)):
-        scored = _points(run.metrics, name)
-        if scored:
-            (at, best), (last_at, last) = best_of(scored, key=lambda point: point[1]), scored[-1]
-            facts[name] = (
-                f"best {_shown(best, name)} at step {at:,}; "
-                f"final {_shown(last, name)} at step {last_at:,}"
-            )
-    return facts
-
-
 def _kappa_of_layers(run: Run) -> dict[str, str]:
     """Return kappa of each layer at its first and its last step, and that of Gaussian heads."""
     by_layer: dict[str, list[Mapping[str, Any]]] = {}
@@ -468,7 +452,7 @@ def _kappa_of_layers(run: Run) -> dict[str, str]:
 
 
 def _facts(run: Run) -> dict[str, str]:
-    apart = ("command", "kappa", "kappa_probe", "settings")
+    apart = ("kappa", "kappa_probe", "settings")
     facts = {
         name: _shown(value, name)
         for name, value in run.summary.items()

@@ -98,7 +98,7 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert list(tmp_path.glob(".page*")) == []
 
 
-def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tmp_path, charts):
+def test_the_first_table_says_what_kappa_did_and_the_last_what_was_run(tmp_path, charts):
     folder = whole_run(tmp_path / "vit-1")
     scores = {0: (0.9, 0.4), 4: (0.2, 0.99), 9: (0.6, 0.83)}
     metrics = [{"step": s, "loss": 1.0, "lr": 0.1, "grad_norm": 10.0**s} for s in range(10)]
@@ -119,15 +119,13 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
     text = page.read_text("utf-8")
     first, _, rest = text.partition('<div class="charts">')
     for shown in (
-        "train/vit.py --heads &lt;16&gt;",
-        "best 99.0% at step 4; final 83.0% at step 9",
-        "best 0.2 at step 4; final 0.6 at step 9",
         "<th>κ, b.0</th><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
         "<th>κ, b.1</th><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
         "Gaussian heads are the comparison",
     ):
         assert shown in first
     assert "2 of 4 rows left out: 2 not resolved." in rest
+    assert "train/vit.py --heads &lt;16&gt;" in rest
     assert "<td>0.99996</td>" in rest
     assert "<td>1e-12</td>" in rest
     by_title = dict(zip(titles(page), charts))
