@@ -59,14 +59,10 @@ class TracedCall(NamedTuple):
     head_dim: int
     columns: int
     source: str
+    num_heads: int
     residual: None = None
 
     __getattr__ = statistic_of
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return self.heads.shape[-1] // self.head_dim
 
 
 class CallTrace:
@@ -77,15 +73,8 @@ class CallTrace:
     ``scaled_dot_product_attention`` return what they would, and are computed once more. Meanwhile
     what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
 
-    Args:
-        names: of the modules of the model.
-        excluded: modules inside of which no call counts.
-        samples: batch entries whose heads are kept, at most.
-
-    Attributes:
-        calls: the newest call of each layer: the module's name, with "#1" for a second call.
-        refused: why a call of a layer could not be traced.
-        ran: whether a module of the model ran.
+    ``calls`` has the newest call of each layer, by the module's name, with "#1" for a second call;
+    ``refused`` why a call could not be traced. Inside of ``excluded`` modules no call counts.
     """
 
     def __init__(self, names: dict[nn.Module, str], excluded: set[nn.Module], samples: int) -> None:
@@ -294,6 +283,7 @@ class CallTrace:
             head_dim=value.shape[-1],
             columns=value.shape[-2],
             source=source,
+            num_heads=stats.heads.shape[-1] // value.shape[-1],
         )
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
