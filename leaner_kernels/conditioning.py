@@ -67,9 +67,9 @@ class QKClip:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
         self.threshold = float(threshold)
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
-        if len({id(module.qkv) for module in self.modules.values()}) < len(self.modules):
-            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
         self._check_projections()
+        if len({id(module.qkv.weight) for module in self.modules.values()}) < len(self.modules):
+            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 

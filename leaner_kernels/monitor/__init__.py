@@ -173,8 +173,7 @@ class KappaMonitor:
         self._agreed = self._trace is None
         self.every, self.samples = every, samples
         file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
-        self.path = None if file is None else file.path
-        if self.path is not None and not self.path.parent.is_dir():
+        if file is not None and not file.path.parent.is_dir():
             raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
         several = isinstance(writer, list | tuple)
         writers = list(writer) if several else [] if writer is None else [writer]
@@ -214,11 +213,7 @@ class KappaMonitor:
             with monitor.step(i) as rows:
                 loss(model, batch).backward()
 
-        Args:
-            step: as of ``begin``.
-
-        Yields:
-            A list, which is given the rows of ``end`` when the block ends.
+        ``rows`` is a list, which is given the rows of ``end`` when the block ends.
         """
         rows: list[dict[str, Any]] = []
         self.begin(step)
@@ -432,14 +427,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the rows of ``KappaMonitor`` of one forward in eval mode, between training steps.
 
-    No bit of the training changes: modules return to the mode that each was in, random generators
-    to their state, and what ``QKClip`` tracks to what it was. So the same items may be measured
-    again and again, and kappa is compared over training on what does not vary.
-
         rows = measure(model, held_out[:16])
 
-    Under torch.distributed every rank calls it, with its own batch; a loop constructs a monitor
-    once and calls that one's ``measure``.
+    No bit of the training changes: modules return to the mode that each was in, random generators
+    to their state, and what ``QKClip`` tracks to what it was. Under torch.distributed every rank
+    calls it, with its own batch; a loop constructs a monitor once and calls that one's ``measure``.
 
     Args:
         model: any that attends.

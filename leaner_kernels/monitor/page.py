@@ -37,7 +37,6 @@ _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms
 # Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
 _STYLES = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", ":"))
 GREY = "#808080"
-_LEGEND = 24  # names of layers that fit in a column beside an axis
 _ALARM = "#d62728"  # of the lines at alarms
 # Charts of metrics: title, unit, and what lines are called by the names of their rows.
 _LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
@@ -82,15 +81,14 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     lines = kappa_lines(rows)
-    columns = math.ceil(len(lines) / _LEGEND)
-    figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, max(4.5, 0.2 * len(lines))), layout="constrained")
     scale = axis_scale(row.get("kappa") for row in rows)
     axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
     for line in lines:
         axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
     axes.set_title(without_kappa(rows), fontsize="small")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -145,12 +143,19 @@ def _has(row: Row, field: str) -> bool:
 
 def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
     """Return steps and values of each layer, less those that are not numbers."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    return {layer: _points(of_layer, field) for layer, of_layer in _by_layer(rows).items()}
+
+
+def _by_layer(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    by_layer: dict[str, list[Row]] = {}
     for row in rows:
-        points = found.setdefault(row["layer"], [])
-        if _has(row, field):
-            points.append((row["step"], row[field]))
-    return found
+        by_layer.setdefault(row["layer"], []).append(row)
+    return by_layer
+
+
+def _points(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
+    """Return steps and values of the rows that have a number under a name."""
+    return [(row["step"], row[key]) for row in rows if _has(row, key)]
 
 
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
@@ -364,11 +369,6 @@ def _of_metrics(run: Run, charts: Iterable[tuple[str, str, dict[str, str]]]) -> 
             yield _Chart(title, unit, lines, scale, run.alarms if is_loss else [])
 
 
-def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return steps and values of the rows that have a number under a name."""
-    return [(row["step"], row[key]) for row in rows if number(row.get(key)) is not None]
-
-
 # What begins the name of a line's group.
 _GROUP = "shown-"
 
@@ -437,29 +437,25 @@ def _legend(chart: _Chart) -> str:
 
 def _kappa_of_layers(run: Run) -> dict[str, str]:
     """Return kappa of each layer at its first and its last step, and that of Gaussian heads."""
-    by_layer: dict[str, list[Mapping[str, Any]]] = {}
-    for row in run.kappa:
-        by_layer.setdefault(row["layer"], []).append(row)
-    facts = {}
-    for layer, name in short_names(run.kappa).items():
-        rows = by_layer[layer]
+    facts, names = {}, short_names(run.kappa)
+    for layer, rows in _by_layer(run.kappa).items():
         ends = rows[:: len(rows) - 1 or 1]
         said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in ends)
         gaussian = number(rows[-1].get("kappa_gaussian"))
         said += "" if gaussian is None else f"; Gaussian heads {gaussian:.4g}"
-        facts[f"κ, {name or 'the model'}"] = said
+        facts[f"κ, {names[layer] or 'the model'}"] = said
     return facts
 
 
 def _facts(run: Run) -> dict[str, str]:
     apart = ("kappa", "kappa_probe", "settings")
     facts = {
-        name: _shown(value, name)
+        name.replace("_", " "): _shown(value, name)
         for name, value in run.summary.items()
         if name not in apart and value is not None and value != []
     }
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
-    facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
+    facts["newest step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
     return facts | run.notes
 
 

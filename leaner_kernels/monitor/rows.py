@@ -25,10 +25,14 @@ def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
     return row
 
 
-def read_rows(path: Path, keys: Iterable[str] = ()) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file of JSON lines with ``keys``, and how many lines were damaged.
+def read_thinned(
+    path: Path, most: int, keys: Iterable[str] = (), *, always: str = ""
+) -> tuple[list[dict[str, Any]], int, int]:
+    """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    Half a line at the end, which a kill leaves, is dropped and not counted.
+    Rows with a key that begins with ``always`` are returned besides. The second result counts
+    damaged lines, but not half a line at the end, which a kill leaves; the third the steps of the
+    file if some were left out, else it is 0.
     """
     rows, damaged = [], 0
     with open_file(path) as file:
@@ -37,18 +41,6 @@ def read_rows(path: Path, keys: Iterable[str] = ()) -> tuple[list[dict[str, Any]
                 rows.append(parse_row(line, keys))
             except ValueError:
                 damaged += line.endswith(b"\n")
-    return rows, damaged
-
-
-def read_thinned(
-    path: Path, most: int, keys: Iterable[str] = (), *, always: str = ""
-) -> tuple[list[dict[str, Any]], int, int]:
-    """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
-
-    Rows with a key that begins with ``always`` are returned besides. The second result counts
-    damaged lines, the third the steps of the file if some were left out, else it is 0.
-    """
-    rows, damaged = read_rows(path, keys)
     if len(rows) <= most:
         return rows, damaged, 0
     steps = list(dict.fromkeys(row["step"] for row in rows))

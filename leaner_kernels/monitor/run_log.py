@@ -69,10 +69,11 @@ class RunLog:
         self.newest: dict[str, Any] | None = None
         self._begun: int | None = None
         self._began = time.monotonic()
-        self._alarms = [
-            *([KappaAlarm(kappa_factor)] if kappa_factor else []),
-            *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
-        ]
+        self._alarms: list[KappaAlarm | EntropyAlarm] = []
+        if kappa_factor:
+            self._alarms.append(KappaAlarm(kappa_factor))
+        if entropy_floor:
+            self._alarms.append(EntropyAlarm(entropy_floor))
         for alarm in self._alarms:
             # What these rows set off was told then.
             alarm.update([] if kappa is None else kappa.rows)
