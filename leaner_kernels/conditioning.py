@@ -172,11 +172,10 @@ class ConditioningPenalty:
     model is) and without dropout; in a half-precision model too, whose own heads are too coarse
     to tell a condition number. Forwards without gradients are skipped.
 
-    It works with gradient accumulation (call ``loss()`` in every pass), FSDP2, DDP and activation
-    checkpointing that is not reentrant; with ``torch.compile`` if it is constructed before the
-    first compiled forward, whose code ignores later hooks, but not with a block compiled with both
-    fullgraph=True and activation checkpointing inside. Under FSDP2 its loss must be part of the sum
-    that ``backward`` is called on, as above.
+    It works with gradient accumulation (call ``loss()`` in every pass), DDP, FSDP2 (in the sum that
+    ``backward`` is called on, as above) and activation checkpointing that is not reentrant; with
+    ``torch.compile`` if it is constructed before the first compiled forward, but not with a block
+    compiled with both fullgraph=True and activation checkpointing inside.
 
     Args:
         model: any module with ``ManyHeadAttention`` inside, called without ``attn_mask`` and

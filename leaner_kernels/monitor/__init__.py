@@ -59,6 +59,7 @@ def __getattr__(name: str) -> Any:
     return plot
 
 
+_CPU = torch.device("cpu")
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
@@ -252,7 +253,7 @@ class KappaMonitor:
         try:
             with _undisturbed(self.model), torch.no_grad():
                 self._start(int(step))
-                _run_forward(self.model, batch, forward)
+                (forward or _call)(self.model, batch)
                 self._finish()
             return self._arrived(wait=True, write=False)
         finally:
@@ -379,15 +380,12 @@ class KappaMonitor:
         return captured, status
 
     @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
-
-    @property
     def _most_heads(self) -> int:
         return max(layer.heads for layer in self._layers.values())
 
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
-        device = next((c.heads.device for c in captured if c is not None), self._device)
+        on = (tensor.device for tensor in self.model.parameters())
+        device = next((c.heads.device for c in captured if c is not None), next(on, _CPU))
         if self._side_stream is None:
             self._side_stream = SideStream(device)
         gathered = gather(captured, device)
@@ -463,16 +461,11 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def _run_forward(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None
-) -> None:
+def _call(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch, as ``measure`` describes it."""
-    if forward is not None:
-        forward(model, batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    else:
-        model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextmanager
