@@ -386,7 +386,7 @@ class KappaMonitor:
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
         on = (tensor.device for tensor in self.model.parameters())
         device = next((c.heads.device for c in captured if c is not None), next(on, _CPU))
-        if self._side_stream is None:
+        if self._side_stream is None or self._side_stream.device != device:
             self._side_stream = SideStream(device)
         gathered = gather(captured, device)
         with self._side_stream.after(gathered.tensors()):
