@@ -1,4 +1,4 @@
-"""Alarms on rows of ``KappaMonitor``: attention that collapses, kappa that rises or is lost.
+"""Alarms on rows of ``KappaMonitor``: attention that collapses, kappa that rises.
 
 Alarms depend on the rows only: the same rows give the same alarms, on every rank, and in a resumed
 run that gets the earlier rows.
@@ -26,22 +26,22 @@ class Alarm(NamedTuple):
     Attributes:
         step: step of the row.
         layer: as in ``model.named_modules()``.
-        reason: "floor" of ``EntropyAlarm``, "rise" or "lost" of ``KappaAlarm``.
+        reason: "floor" of ``EntropyAlarm``, "rise" of ``KappaAlarm``.
         value: the entropy in nats, or kappa; None if kappa is not resolved.
-        limit: the limit that was crossed; None for "lost".
+        limit: the limit that was crossed.
         message: the alarm as one sentence.
     """
 
     step: int
     layer: str
-    reason: Literal["floor", "rise", "lost"]
+    reason: Literal["floor", "rise"]
     value: float | None
-    limit: float | None
+    limit: float
     message: str
 
     def as_row(self) -> dict[str, Any]:
         """Return the row of ``alarms.jsonl``: step, kind, message, layer, value and limit."""
-        kind = "kappa" if self.reason in ("rise", "lost") else "entropy"
+        kind = "kappa" if self.reason == "rise" else "entropy"
         named = {"step": self.step, "kind": kind, "message": self.message, "layer": self.layer}
         return named | {kind: self.value, "limit": self.limit}
 
@@ -151,18 +151,17 @@ class RiseDetector:
 
 
 class KappaAlarm:
-    """Warn when kappa of a layer rises far above its recent values, or is no longer resolved.
+    """Warn when kappa of a layer rises far above its recent values.
 
         alarm = KappaAlarm()
         for found in alarm.update(monitor.end()):
             logger.warning(found.message)
 
     A healthy kappa depends on the shape, the layer and the age of a model, so that no absolute
-    limit suits all. "rise": in three consecutive rows, a layer's kappa is above ``factor`` times
+    limit suits all: in three consecutive rows, a layer's kappa is above ``factor`` times
     the median of its newest 20 values, and also six of their deviations above it (with few
     heads, kappa varies by orders of magnitude between batches); not in the first ten rows. A
-    kappa that is not resolved, as when all tokens attend to one, counts as 1e7. "lost": a layer
-    that had a kappa has none for five rows, the effect of a collapse in the first steps.
+    kappa that is not resolved, as when all tokens attend to one, counts as 1e7.
 
     Args:
         factor: factor of the median, above 1.
@@ -173,48 +172,29 @@ class KappaAlarm:
 
     DEVIATIONS = 6.0
     # So many rows in a row are no accident of a batch: a single one often has no kappa.
-    RISEN, LOST = 3, 5
+    RISEN = 3
 
     def __init__(self, factor: float = 10.0) -> None:
         if not isinstance(factor, Real) or not 1 < factor <= LARGEST:
             raise ValueError(f"factor must be above 1, got {shown(factor)}")
         self.factor = factor
         self._rises = defaultdict(partial(RiseDetector, self.DEVIATIONS, WINDOW, self.RISEN))
-        # Of each layer: how many of its newest rows have a kappa, or less than 0 have none; and
-        # whether it may be lost. As if it had been resolved so far: the first row decides.
-        self._resolved: defaultdict[str, int] = defaultdict(lambda: self.LOST - 1)
-        self._may_be_lost: set[str] = set()
 
     def update(self, rows: Iterable[dict[str, Any]]) -> list[Alarm]:
-        """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
+        """As ``EntropyAlarm.update``, of rows with step, layer, kappa and sigma_max.
 
-        Args:
-            rows: each with step, layer, kappa and sigma_max; without sigma_max, as of heads that
-                are not finite or did not run, it is skipped.
-
-        Returns:
-            The alarms, in the order of the rows.
+        Rows without sigma_max, as of heads that are not finite or did not run, are skipped.
         """
-        checked = (self._check(row) for row in rows if row["sigma_max"] is not None)
-        return [alarm for alarm in checked if alarm is not None]
-
-    def _check(self, row: dict[str, Any]) -> Alarm | None:
-        step, layer, kappa = row["step"], row["layer"], row["kappa"]
-        rise = self._rises[layer].take(math.log(kappa or UNRESOLVED), math.log(self.factor))
-        sign, before = (-1 if kappa is None else 1), self._resolved[layer]
-        self._resolved[layer] = rows = before + sign if before * sign > 0 else sign
-        if rows >= self.LOST:
-            self._may_be_lost.add(layer)
-        now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
-        if rise is not None:
-            usual, limit = map(math.exp, rise)
-            self._may_be_lost.discard(layer)
-            message = (
-                f"step {step}: κ of {layer} is {now}, the usual {usual:.3g}, limit {limit:.3g}"
-            )
-            return Alarm(step, layer, "rise", kappa, limit, message)
-        if rows > -self.LOST or layer not in self._may_be_lost:
-            return None
-        self._may_be_lost.discard(layer)
-        message = f"step {step}: κ of {layer} is {now}, as in the {self.LOST - 1} samples before"
-        return Alarm(step, layer, "lost", None, None, message)
+        alarms = []
+        for row in rows:
+            step, layer, kappa = row["step"], row["layer"], row["kappa"]
+            if row["sigma_max"] is None:
+                continue
+            rise = self._rises[layer].take(math.log(kappa or UNRESOLVED), math.log(self.factor))
+            if rise is not None:
+                usual, limit = map(math.exp, rise)
+                now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
+                message = f"step {step}: κ of {layer} is {now}, the usual {usual:.3g}"
+                alarm = Alarm(step, layer, "rise", kappa, limit, f"{message}, limit {limit:.3g}")
+                alarms.append(alarm)
+        return alarms

@@ -67,9 +67,9 @@ class QKClip:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
         self.threshold = float(threshold)
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
-        if len({id(module.qkv) for module in self.modules.values()}) < len(self.modules):
-            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
         self._check_projections()
+        if len({id(module.qkv.weight) for module in self.modules.values()}) < len(self.modules):
+            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
@@ -172,11 +172,10 @@ class ConditioningPenalty:
     model is) and without dropout; in a half-precision model too, whose own heads are too coarse
     to tell a condition number. Forwards without gradients are skipped.
 
-    It works with gradient accumulation (call ``loss()`` in every pass), FSDP2, DDP and activation
-    checkpointing that is not reentrant; with ``torch.compile`` if it is constructed before the
-    first compiled forward, whose code ignores later hooks, but not with a block compiled with both
-    fullgraph=True and activation checkpointing inside. Under FSDP2 its loss must be part of the sum
-    that ``backward`` is called on, as above.
+    It works with gradient accumulation (call ``loss()`` in every pass), DDP, FSDP2 (in the sum that
+    ``backward`` is called on, as above) and activation checkpointing that is not reentrant; with
+    ``torch.compile`` if it is constructed before the first compiled forward, but not with a block
+    compiled with both fullgraph=True and activation checkpointing inside.
 
     Args:
         model: any module with ``ManyHeadAttention`` inside, called without ``attn_mask`` and
@@ -202,9 +201,10 @@ class ConditioningPenalty:
         self._projected: dict[str, Tensor] = {}
         self._handles = []
         for name, module in self.modules.items():
+            hooks = _Hooks(self, name)
             self._handles += [
-                module.register_forward_pre_hook(_CallHook(self, name), with_kwargs=True),
-                module.qkv.register_forward_hook(_ProjectionHook(self, name)),
+                module.register_forward_pre_hook(hooks.before_call, with_kwargs=True),
+                module.qkv.register_forward_hook(hooks.after_projection),
             ]
 
     def loss(self) -> Tensor:
@@ -240,8 +240,8 @@ class ConditioningPenalty:
             return conditioning_penalty(heads).mean()
 
 
-class _PenaltyHook:
-    """A hook of a penalty. That of a copied or saved model belongs to none, and does nothing."""
+class _Hooks:
+    """The hooks of a layer. Those of a copied or saved model belong to no penalty."""
 
     def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
         self.penalty, self.name = penalty, name
@@ -249,9 +249,9 @@ class _PenaltyHook:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()
 
-
-class _CallHook(_PenaltyHook):
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before_call(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self.penalty is None:
             return
         call = dict(zip(("x", "attn_mask", "is_causal", "key_lengths"), args)) | kwargs
@@ -260,9 +260,9 @@ class _CallHook(_PenaltyHook):
                 raise ValueError(f"ConditioningPenalty does not support {refused} ({self.name})")
         self.penalty._causal[self.name] = call.get("is_causal", False)
 
-
-class _ProjectionHook(_PenaltyHook):
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor) -> None:
+    def after_projection(
+        self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor
+    ) -> None:
         # What a backward recomputes was kept in the forward, and would outlive the backward.
         if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
             self.penalty._projected[self.name] = projected[: self.penalty.samples]

@@ -70,7 +70,9 @@ def test_statistics_of_a_capture_are_attributes_of_it() -> None:
     captured = copy.deepcopy(module.captured)
     for statistic in STATISTICS:
         assert getattr(captured, statistic.name) is captured.statistics[statistic.name]
-    traced = TracedCall(captured.heads, None, captured.statistics, torch.float32, 6, 7, RECOMPUTED)
+    traced = TracedCall(
+        captured.heads, None, captured.statistics, torch.float32, 6, 7, RECOMPUTED, 4
+    )
     assert traced.entropy is captured.entropy
     for held in (captured, traced):
         with pytest.raises(AttributeError, match="has no attribute 'kappa'"):

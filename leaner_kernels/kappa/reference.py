@@ -71,13 +71,6 @@ def gram(a: Tensor) -> Tensor:
     return gram(a[..., :half]).add_(gram(a[..., half:]))
 
 
-def singular_values(a: Tensor) -> Tensor:
-    """Return (..., min(N, M)) singular values, descending; nan where a matrix is not finite."""
-    finite = a.isfinite().all(dim=-1).all(dim=-1)[..., None]
-    safe = a.double().masked_fill(~finite[..., None], 0)
-    return torch.linalg.svdvals(safe).masked_fill(~finite, float("nan"))
-
-
 def numerical_rank(sigma: Tensor) -> tuple[Tensor, Tensor]:
     """Return the number of singular values above RANK_RTOL of the largest, and kappa of these.
 

@@ -59,13 +59,14 @@ def __getattr__(name: str) -> Any:
     return plot
 
 
+_CPU = torch.device("cpu")
 # Names that wrappers put between a module's and its parent's.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 class _PendingRows(NamedTuple):
     step: int
-    kinds: list[tuple[torch.dtype, str]]
+    kinds: dict[str, tuple[torch.dtype, str]]
     host_copy: HostCopy
 
 
@@ -109,8 +110,7 @@ class KappaMonitor:
     others of the samples. A capture assigns to its module, which a block compiled with both
     fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
     calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
-    in the first sampled step are named in one warning. A model may be sampled by one monitor at a
-    time.
+    in the first sampled step are named in one warning. Of two monitors in a step the later samples.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``, or ``cancel``: the rows are joined over ranks in one collective, equal on
@@ -174,8 +174,7 @@ class KappaMonitor:
         self._agreed = self._trace is None
         self.every, self.samples = every, samples
         file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
-        self.path = None if file is None else file.path
-        if self.path is not None and not self.path.parent.is_dir():
+        if file is not None and not file.path.parent.is_dir():
             raise ValueError(f"path must lie in a folder that exists, got {str(path)!r}")
         several = isinstance(writer, list | tuple)
         writers = list(writer) if several else [] if writer is None else [writer]
@@ -215,11 +214,7 @@ class KappaMonitor:
             with monitor.step(i) as rows:
                 loss(model, batch).backward()
 
-        Args:
-            step: as of ``begin``.
-
-        Yields:
-            A list, which is given the rows of ``end`` when the block ends.
+        ``rows`` is a list, which is given the rows of ``end`` when the block ends.
         """
         rows: list[dict[str, Any]] = []
         self.begin(step)
@@ -258,7 +253,7 @@ class KappaMonitor:
         try:
             with _undisturbed(self.model), torch.no_grad():
                 self._start(int(step))
-                _run_forward(self.model, batch, forward)
+                (forward or _call)(self.model, batch)
                 self._finish()
             return self._arrived(wait=True, write=False)
         finally:
@@ -313,8 +308,7 @@ class KappaMonitor:
         for name, c in zip(self._layers, captured):
             if c is not None:
                 self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
-        kinds = [self._kinds.get(name, (torch.float32, SAME_PASS)) for name in self._layers]
-        self._pending_rows.append(_PendingRows(step, kinds, host_copy))
+        self._pending_rows.append(_PendingRows(step, dict(self._kinds), host_copy))
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
@@ -386,16 +380,13 @@ class KappaMonitor:
         return captured, status
 
     @property
-    def _device(self) -> torch.device:
-        return next(self.model.parameters(), torch.empty(0)).device
-
-    @property
     def _most_heads(self) -> int:
         return max(layer.heads for layer in self._layers.values())
 
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
-        device = next((c.heads.device for c in captured if c is not None), self._device)
-        if self._side_stream is None:
+        on = (tensor.device for tensor in self.model.parameters())
+        device = next((c.heads.device for c in captured if c is not None), next(on, _CPU))
+        if self._side_stream is None or self._side_stream.device != device:
             self._side_stream = SideStream(device)
         gathered = gather(captured, device)
         with self._side_stream.after(gathered.tensors()):
@@ -413,9 +404,10 @@ class KappaMonitor:
             step, kinds, host_copy = self._pending_rows.popleft()
             host_copy.wait()
             columns, of_step = layout(self._most_heads), []
-            for layer, measured, kind in zip(self._layers.items(), host_copy.host, kinds):
-                values = {name: measured[place] for name, place in columns.items()}
-                of_step.append(row(step, *layer, values, *kind))
+            for (name, layer), measured in zip(self._layers.items(), host_copy.host):
+                values = {key: measured[place] for key, place in columns.items()}
+                kind = kinds.get(name, (torch.float32, SAME_PASS))
+                of_step.append(row(step, name, layer, values, *kind))
             if write and (self._group is None or self._group.rank() == 0):
                 for writer in self.writers:
                     writer.append(of_step)
@@ -433,14 +425,11 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return the rows of ``KappaMonitor`` of one forward in eval mode, between training steps.
 
-    No bit of the training changes: modules return to the mode that each was in, random generators
-    to their state, and what ``QKClip`` tracks to what it was. So the same items may be measured
-    again and again, and kappa is compared over training on what does not vary.
-
         rows = measure(model, held_out[:16])
 
-    Under torch.distributed every rank calls it, with its own batch; a loop constructs a monitor
-    once and calls that one's ``measure``.
+    No bit of the training changes: modules return to the mode that each was in, random generators
+    to their state, and what ``QKClip`` tracks to what it was. Under torch.distributed every rank
+    calls it, with its own batch; a loop constructs a monitor once and calls that one's ``measure``.
 
     Args:
         model: any that attends.
@@ -472,16 +461,11 @@ def _without_wrappers(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def _run_forward(
-    model: nn.Module, batch: Any, forward: Callable[[nn.Module, Any], Any] | None = None
-) -> None:
+def _call(model: nn.Module, batch: Any) -> Any:
     """Call the model with a batch, as ``measure`` describes it."""
-    if forward is not None:
-        forward(model, batch)
-    elif isinstance(batch, Mapping):
-        model(**batch)
-    else:
-        model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
 
 @contextmanager

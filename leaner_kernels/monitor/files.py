@@ -82,26 +82,12 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
-def check_folder(folder: str | Path) -> None:
-    """Raise ValueError where the folder of a run holds a link, a pipe or a device."""
-    patterns = "*", "checkpoints/**/*", "tensorboard/**/*"
-    for path in (path for pattern in patterns for path in Path(folder).glob(pattern)):
-        if path.is_symlink():
-            raise ValueError(
-                f"{path} is a symbolic link: what a run writes there would change another file; "
-                "remove it, or give another folder"
-            )
-        if not (path.is_file() or path.is_dir()):
-            raise ValueError(f"{path} is neither a file nor a folder: remove it")
-
-
 def set_aside(folder: Path, names: Iterable[str]) -> str:
     """Rename the files of an earlier run, all by one number, and return the names they have now."""
     there = [path for path in (folder / name for name in names) if path.is_file()]
-    for number in count(1):
-        kept = [path.with_name(f"{path.stem}.{number}{path.suffix}") for path in there]
-        if not any(path.exists() for path in kept):
-            break
-    for path, other in zip(there, kept, strict=True):
-        path.rename(other)
-    return ", ".join(path.name for path in kept)
+
+    def aside(path: Path, number: int) -> Path:
+        return path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+    number = next(n for n in count(1) if not any(aside(path, n).exists() for path in there))
+    return ", ".join(path.rename(aside(path, number)).name for path in there)

@@ -17,16 +17,11 @@ FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 MAX_UNEQUAL = 100  # longer side, in shorter sides
 
 
-def decode(content: bytes, name: Callable[[], str]) -> Any:
-    """Return a PIL image in RGB of the bytes of a file, on white, turned as its EXIF data say.
+def opened(content: bytes, name: Callable[[], str]) -> Any:
+    """Return the PIL image of the bytes of a file, of which only the header is read.
 
     What is no image is a ValueError, whose message has what ``name()`` returns; so it is below.
     """
-    return decoded(opened(content, name), name)
-
-
-def opened(content: bytes, name: Callable[[], str]) -> Any:
-    """Return the PIL image of the bytes of a file, of which only the header is read."""
     from PIL import Image
 
     # Of images of half as many pixels as are refused, and of EXIF data that make no sense.

@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .files import open_file, read_file
 
@@ -25,10 +25,14 @@ def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
     return row
 
 
-def read_rows(path: Path, keys: Iterable[str] = ()) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file of JSON lines with ``keys``, and how many lines were damaged.
+def read_thinned(
+    path: Path, most: int, keys: Iterable[str] = (), *, always: str = ""
+) -> tuple[list[dict[str, Any]], int, int]:
+    """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    Half a line at the end, which a kill leaves, is dropped and not counted.
+    Rows with a key that begins with ``always`` are returned besides. The second result counts
+    damaged lines, but not half a line at the end, which a kill leaves; the third the steps of the
+    file if some were left out, else it is 0.
     """
     rows, damaged = [], 0
     with open_file(path) as file:
@@ -37,25 +41,8 @@ def read_rows(path: Path, keys: Iterable[str] = ()) -> tuple[list[dict[str, Any]
                 rows.append(parse_row(line, keys))
             except ValueError:
                 damaged += line.endswith(b"\n")
-    return rows, damaged
-
-
-class Thinned(NamedTuple):
-    """Some rows of a file, in its order."""
-
-    rows: list[dict[str, Any]]
-    damaged: int  # lines of the file
-    steps: int  # how many the file has, if some were left out; else 0
-
-
-def read_thinned(path: Path, most: int, keys: Iterable[str] = (), *, always: str = "") -> Thinned:
-    """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
-
-    Rows with a key that begins with ``always`` are returned besides.
-    """
-    rows, damaged = read_rows(path, keys)
     if len(rows) <= most:
-        return Thinned(rows, damaged, 0)
+        return rows, damaged, 0
     steps = list(dict.fromkeys(row["step"] for row in rows))
     count = min(max(most * len(steps) // len(rows), 2), len(steps))
     kept = {steps[number * (len(steps) - 1) // max(count - 1, 1)] for number in range(count)}
@@ -64,7 +51,7 @@ def read_thinned(path: Path, most: int, keys: Iterable[str] = (), *, always: str
         for row in rows
         if row["step"] in kept or (always and any(name.startswith(always) for name in row))
     ]
-    return Thinned(thinned, damaged, len(steps))
+    return thinned, damaged, len(steps)
 
 
 def read_summary(path: Path) -> dict[str, Any]:

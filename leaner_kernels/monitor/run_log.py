@@ -14,12 +14,11 @@ from torch import nn
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor
 from .command_line import one_line
-from .files import check_folder, set_aside, write_file
+from .files import set_aside, write_file
 from .rows import ALARM_ROW, layer_means
 from .writers import JsonLines
 
 _FILES = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl", "summary.json", "page.html"
-_SAMPLED = 60  # steps before a resume whose rows alarms are given
 
 
 class RunLog:
@@ -55,7 +54,6 @@ class RunLog:
     ) -> None:
         self.folder, self.page = Path(folder), page
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_folder(self.folder)
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         if self._writes and first == 0 and (renamed := set_aside(self.folder, _FILES)):
             _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
@@ -63,7 +61,7 @@ class RunLog:
         def file(name: str, keys: Iterable[str] = ()) -> JsonLines | None:
             path = self.folder / name
             goes_on = first if path.exists() else None
-            return JsonLines(path, goes_on, _warn, keys, _SAMPLED) if self._writes else None
+            return JsonLines(path, goes_on, _warn, keys) if self._writes else None
 
         kappa = file("kappa.jsonl", ALARM_ROW)
         self._metrics, self._alarm_rows = file("metrics.jsonl"), file("alarms.jsonl")
@@ -71,10 +69,11 @@ class RunLog:
         self.newest: dict[str, Any] | None = None
         self._begun: int | None = None
         self._began = time.monotonic()
-        self._alarms = [
-            *([KappaAlarm(kappa_factor)] if kappa_factor else []),
-            *([EntropyAlarm(entropy_floor)] if entropy_floor else []),
-        ]
+        self._alarms: list[KappaAlarm | EntropyAlarm] = []
+        if kappa_factor:
+            self._alarms.append(KappaAlarm(kappa_factor))
+        if entropy_floor:
+            self._alarms.append(EntropyAlarm(entropy_floor))
         for alarm in self._alarms:
             # What these rows set off was told then.
             alarm.update([] if kappa is None else kappa.rows)

@@ -35,13 +35,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
         for line in lines
     ]
     (means,) = layer_means(newest)
-    if means["layers"]:
-        text.append(
-            f"mean κ of {means['layers']} layers: arithmetic {_number(means['arithmetic_mean'])}, "
-            f"geometric {_number(means['geometric_mean'])}"
-        )
-    if means["not_resolved"]:
-        text.append(f"not resolved: {means['not_resolved']} layers, which no mean counts")
+    mean, unresolved = _number(means["geometric_mean"]), means["not_resolved"]
+    text.append(f"geometric mean κ of {means['layers']} layers: {mean}; not resolved: {unresolved}")
     return "\n".join(text)
 
 

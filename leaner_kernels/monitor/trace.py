@@ -59,14 +59,10 @@ class TracedCall(NamedTuple):
     head_dim: int
     columns: int
     source: str
+    num_heads: int
     residual: None = None
 
     __getattr__ = statistic_of
-
-    @property
-    def num_heads(self) -> int:
-        """H."""
-        return self.heads.shape[-1] // self.head_dim
 
 
 class CallTrace:
@@ -77,15 +73,8 @@ class CallTrace:
     ``scaled_dot_product_attention`` return what they would, and are computed once more. Meanwhile
     what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
 
-    Args:
-        names: of the modules of the model.
-        excluded: modules inside of which no call counts.
-        samples: batch entries whose heads are kept, at most.
-
-    Attributes:
-        calls: the newest call of each layer: the module's name, with "#1" for a second call.
-        refused: why a call of a layer could not be traced.
-        ran: whether a module of the model ran.
+    ``calls`` has the newest call of each layer, by the module's name, with "#1" for a second call;
+    ``refused`` why a call could not be traced. Inside of ``excluded`` modules no call counts.
     """
 
     def __init__(self, names: dict[nn.Module, str], excluded: set[nn.Module], samples: int) -> None:
@@ -98,6 +87,7 @@ class CallTrace:
         self._local = threading.local()
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
+        self._stance: Any = None
         self._mode = _TraceMode(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -106,18 +96,20 @@ class CallTrace:
         return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
-        """Trace calls from now on, beside those since ``clear``."""
-        self.stop()
-        self._thread = threading.get_ident()
+        """Trace calls from now on, beside those since ``clear``; of two traces the later one."""
+        if _hooks.current is not None:
+            _hooks.current.stop()
+        _hooks.current, self._thread = self, threading.get_ident()
+        # Where the compiler was never imported, which takes seconds, nothing is compiled.
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks, and calls nothing that can be intercepted
-            # Of two traces of a module, the one entered last is left first.
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward),
                 module.register_forward_hook(self._after_forward, prepend=True, always_call=True),
             ]
-        _set_active(self, active=True)
 
     def stop(self) -> None:
         """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
@@ -125,7 +117,11 @@ class CallTrace:
             handle.remove()
         self._handles, self._local = [], threading.local()
         self._mode.leave()
-        _set_active(self, active=False)
+        if _hooks.current is self:
+            _hooks.current = None
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
     def clear(self) -> None:
         """Drop what was traced."""
@@ -141,13 +137,13 @@ class CallTrace:
         model = type(next(iter(self.names))).__name__
         if not self.ran:
             return f"{model} ran no forward between begin and end"
-        return (
+        message = (
             f"{model} called no attention of several queries that can be traced: neither "
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
             "'sdpa' and 'leaner', timm set_fused_attn, nn.MultiheadAttention need_weights=False)"
-            + "".join(f"; {why}" for why in self.fallbacks(self.names.values()))
         )
+        return "; ".join([message, *self.fallbacks(self.names.values())])
 
     def fallbacks(self, names: Collection[str]) -> list[str]:
         """Return why calls of these modules fell back to another attention, each reason once."""
@@ -177,6 +173,12 @@ class CallTrace:
         return bool(self._running) and self.excluded.isdisjoint(self._running)
 
     @property
+    def _wants_statistics(self) -> bool:
+        """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
+        # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
+        return self.recording or (_in_backward() and not self._running)
+
+    @property
     def _running(self) -> list[nn.Module]:
         """The modules whose forwards run in this thread, the innermost last."""
         return vars(self._local).setdefault("running", [])
@@ -194,16 +196,14 @@ class CallTrace:
         """Return what ``leaner_kernels.attention`` returns for the same arguments, and trace it.
 
         Or None, where this call is not traced, and the caller is to compute it itself. ``owner`` is
-        the module that calls; with None it is the innermost one whose forward is running. With
-        ``attends``, which computes the result in other steps where that is not ``attention`` of
-        these arguments, it does on the CPU in this one too, and its shape is returned.
+        the module that calls; with None it is the innermost one whose forward is running.
         """
         device, batch = query.device, len(query)
         if (
             _is_computing()
             or device.type not in ("cpu", "cuda")
             or batch == 0
-            or not _any_recording()
+            or not self._wants_statistics
         ):
             # No statistics, so the same bits as in any other step.
             return None
@@ -217,11 +217,10 @@ class CallTrace:
             _computing.active = False
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
-        for trace in _ACTIVE:
-            layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
-            if layer is not None:
-                of_sample = None if lengths is None else lengths.index_select(0, sample)
-                trace._record(layer, query, value, stats, of_sample, SAME_PASS)
+        layer = self._layer_of_call(owner, query, key, value) if self.recording else None
+        if layer is not None:
+            of_sample = None if lengths is None else lengths.index_select(0, sample)
+            self._record(layer, query, value, stats, of_sample, SAME_PASS)
         return stats.out
 
     def recompute(
@@ -284,6 +283,7 @@ class CallTrace:
             head_dim=value.shape[-1],
             columns=value.shape[-2],
             source=source,
+            num_heads=stats.heads.shape[-1] // value.shape[-1],
         )
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
@@ -294,7 +294,7 @@ class CallTrace:
         running = self._running
         # What a backward recomputes was traced in the forward.
         if not running and not backward:
-            self._mode.enter()
+            self._mode.__enter__()
         running.append(module)
         self._counts[self.names[module]] = 0
         self.ran = True
@@ -314,18 +314,12 @@ class _TraceMode(TorchFunctionMode):
 
     def __init__(self, trace: CallTrace) -> None:
         super().__init__()
-        self.trace, self.entered = trace, False
-
-    def enter(self) -> None:
-        if not self.entered:
-            self.__enter__()
-            self.entered = True
+        self.trace = trace
 
     def leave(self) -> None:
         # Modes are a stack, and one that another left on top of this one is not ours to remove.
-        if self.entered and _get_current_function_mode() is self:
+        if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
-            self.entered = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -349,39 +343,12 @@ class _TraceMode(TorchFunctionMode):
         return out
 
 
-# Those between start and stop: of several monitors, each traces the calls of its own model.
-_ACTIVE: list[CallTrace] = []
-_stance: list[Any] = []
 # Whether a traced call is computing, in this thread.
 _computing = threading.local()
 
 
 def _is_computing() -> bool:
     return getattr(_computing, "active", False)
-
-
-def _set_active(trace: CallTrace, active: bool) -> None:
-    """Set the hook of ``leaner_kernels.attention``; while any trace is active, force eager mode."""
-    if active == (trace in _ACTIVE):
-        return
-    if active:
-        _ACTIVE.append(trace)
-    else:
-        _ACTIVE.remove(trace)
-    _hooks.current = _ACTIVE[-1] if _ACTIVE else None
-    # Where the compiler was never imported, which takes seconds, nothing is compiled.
-    if _ACTIVE and not _stance and "torch._dynamo" in sys.modules:
-        _stance.append(torch.compiler.set_stance("force_eager"))
-    elif not _ACTIVE and _stance:
-        _stance.pop().__exit__(None, None, None)
-
-
-def _any_recording() -> bool:
-    """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
-    if any(trace.recording for trace in _ACTIVE):
-        return True
-    # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
-    return _in_backward() and not any(trace._running for trace in _ACTIVE)
 
 
 def _in_backward() -> bool:

@@ -5,7 +5,6 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +21,7 @@ WRITTEN = (
 )
 # The step of the rows in the model's training, over which W&B draws them.
 AXIS = "kappa/step"
-_HEAD = 50  # rows at the beginning of a file that a resume keeps
+_FIRST, _NEWEST = 50, 10_000  # rows of a file that a resumed run is given
 
 
 class JsonLines:
@@ -36,10 +35,9 @@ class JsonLines:
         log: shows, once, that lines could not be written; they wait for the next call. Without it
             ``append`` raises OSError.
         keys: what a line must have, beside a step.
-        steps: how many of the newest steps before ``first`` are kept in ``rows``.
 
     Attributes:
-        rows: those of the first steps and of the newest ``steps`` before ``first``.
+        rows: before ``first``: the first and the newest of the file.
     """
 
     def __init__(
@@ -48,16 +46,14 @@ class JsonLines:
         first: int | None = None,
         log: Callable[[str], None] | None = None,
         keys: Iterable[str] = (),
-        steps: int = 1,
     ) -> None:
         self.path, self.log, self.failed, self.unwritten = Path(path), log, False, b""
         self.rows: list[dict[str, Any]] = []
         if first is not None:
-            self._take_up(first, steps, keys) if self.path.exists() else self.path.touch()
+            self._take_up(first, keys) if self.path.exists() else self.path.touch()
 
-    def _take_up(self, first: int, steps: int, keys: Iterable[str]) -> None:
+    def _take_up(self, first: int, keys: Iterable[str]) -> None:
         """Keep the lines of before, and their first and newest rows."""
-        newest: dict[int, list[dict[str, Any]]] = {}
         with open_file(self.path) as old, new_file(self.path) as new:
             for number, line in enumerate(old, start=1):
                 if not line.endswith(b"\n"):
@@ -69,14 +65,11 @@ class JsonLines:
                     if self.log is not None:
                         self.log(f"line {number} of {self.path.name} cannot be read: dropped")
                     continue
-                if row["step"] >= first:
-                    continue
-                new.write(line)
-                newest.setdefault(row["step"], []).append(row)
-                if len(newest) > steps:
-                    oldest = newest.pop(next(iter(newest)))
-                    self.rows += oldest[: max(_HEAD - len(self.rows), 0)]
-        self.rows += chain.from_iterable(newest.values())
+                if row["step"] < first:
+                    new.write(line)
+                    self.rows.append(row)
+                    if len(self.rows) > 2 * _NEWEST:
+                        del self.rows[_FIRST:-_NEWEST]
 
     def sync(self) -> None:
         """Write what waits since a disk was full, and see it to the disk."""
@@ -88,28 +81,16 @@ class JsonLines:
         """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
         try:
-            self._write()
+            with self.path.open("ab", buffering=0) as file:
+                # Of a line that a full disk cut off, the rest waits.
+                while self.unwritten:
+                    self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:
             if self.log is None:
-                self.unwritten = b""
                 raise
             if not self.failed:
                 self.log(f"{self.path.name} not written, training goes on: {error}")
             self.failed = True
-        else:
-            self.unwritten = b""
-
-    def _write(self) -> None:
-        with self.path.open("ab", buffering=0) as file:
-            size, rest = file.tell(), memoryview(self.unwritten)
-            try:
-                while rest:
-                    rest = rest[file.write(rest) :]
-            except OSError:
-                # Part of a line that a full disk let through.
-                with suppress(OSError):
-                    file.truncate(size)
-                raise
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:

@@ -115,14 +115,6 @@ class Capturing(nn.Module):
         # No monitor would stop the capture of a copy or of a saved module.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
-    def _replicate_for_data_parallel(self) -> Any:
-        if self.track_logits or self.capture_samples > 0:
-            raise RuntimeError(
-                "nn.DataParallel runs replicas, and what they capture is lost with them: "
-                "QKClip and KappaMonitor need DistributedDataParallel"
-            )
-        return super()._replicate_for_data_parallel()
-
     def columns(self, tokens: int) -> int:
         """Return the number of entries of a softmax row, for a sample of ``tokens`` tokens."""
         return tokens
@@ -144,19 +136,16 @@ class Capturing(nn.Module):
         refuse_tracing(self)
         if not (self.capture_samples > 0 or self.track_logits) or batch == 0:
             return None, False
-        if self.capture_samples > 0:
-            return evenly_spaced(batch, self.capture_samples, device), True
-        return None, True
+        capturing = self.capture_samples > 0
+        return evenly_spaced(batch, self.capture_samples, device) if capturing else None, True
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Raise ValueError: ``torch.jit.script`` calls this before it compiles a module."""
-        _refuse_torchscript(self)
+        # ``torch.jit.script`` calls this before it compiles a module.
+        raise _no_torchscript(self)
 
     def _separate_stats(self, sample: Tensor | None) -> TypeGuard[Tensor]:
-        """Return whether statistics need a separate pass to keep the output's bits.
-
-        On a GPU, one pass computes both. With tracked logits, every step computes statistics.
-        """
+        """Return whether statistics need a separate pass to keep the output's bits."""
+        # On a GPU, one pass computes both. With tracked logits, every step computes statistics.
         return sample is not None and sample.device.type == "cpu" and not self.track_logits
 
     def _attention_with_stats(
@@ -208,11 +197,7 @@ class Capturing(nn.Module):
         store: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Tensor:
-        """Return ``finish(attend(*args, **params))``, and store the capture, if there is one.
-
-        ``measure`` is the operator ``attend`` with statistics, and accepts ``sample``; ``store``
-        are further arguments of ``_store_capture``.
-        """
+        """Return ``finish(attend(*args, **params))``; store what ``measure`` of them captures."""
         sample, measured = self._select_sample(args[0].shape[0], args[0].device)
         if not measured:
             return finish(attend(*args, **params))
@@ -262,11 +247,11 @@ def refuse_tracing(module: nn.Module) -> None:
     """Raise ValueError if ``torch.jit.trace`` is running a module that calls our attention."""
     # A kernel launched without the dispatcher would leave its result in the trace as a constant.
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        _refuse_torchscript(module)
+        raise _no_torchscript(module)
 
 
-def _refuse_torchscript(module: nn.Module) -> NoReturn:
-    raise ValueError(
+def _no_torchscript(module: nn.Module) -> ValueError:
+    return ValueError(
         f"{type(module).__name__} does not support TorchScript, which cannot compile our "
         "operators: use torch.compile or torch.export, or undo(model) where it was swapped"
     )

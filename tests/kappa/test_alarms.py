@@ -57,7 +57,7 @@ def test_a_lasting_rise_fires_once_and_a_spike_never() -> None:
 
 
 def test_kappa_that_is_resolved_no_more_fires() -> None:
-    assert kappas_of(KappaAlarm(), [200.0, *[None] * 20]) == [(5, "lost")]
+    assert kappas_of(KappaAlarm(), [200.0] * 20 + [None] * 20) == [(22, "rise")]
     assert kappas_of(KappaAlarm(), [None] * 50) == []
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from leaner_kernels.monitor.pictures import decoded, opened
+
 CLASSES = ("n01440764", "n02102040", "n03445777")
 
 
@@ -32,6 +34,11 @@ def photographs(split: str, count: int) -> list[Photograph]:
         coarse.resize((30 + i, 24), Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
         made.append(Photograph(label, f"{CLASSES[label]}_{i:02d}", file.getvalue()))
     return made
+
+
+def decode(content: bytes, name) -> Image.Image:
+    """Return a picture as training sees it."""
+    return decoded(opened(content, name), name)
 
 
 def dealt(images: list[Photograph], shards: int) -> list[list[Photograph]]:

@@ -11,8 +11,7 @@ from PIL import Image, ImageOps
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torchvision.datasets.folder import make_dataset
 
-from leaner_kernels.monitor.pictures import decode
-from tests.train.image_files import photographs, write_parquet
+from tests.train.image_files import decode, photographs, write_parquet
 from tests.train.launch import rows, whole_tensors
 from train import vit
 from train.config import flags

@@ -141,7 +141,7 @@ def read_details(path: Path) -> dict[str, Any]:
     """
     try:
         details = json.loads(read_file(path / "state.json"))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
         raise ValueError(f"{path / 'state.json'} must be an object, got {short(details)}")

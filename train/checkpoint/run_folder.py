@@ -14,7 +14,6 @@ from typing import IO, Any
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import check_folder
 from train.checkpoint.checkpoints import newest_first
 from train.config.flags import Settings
 from train.loop.parallel import World
@@ -186,7 +185,6 @@ def _choose_folder(name: str, settings: Settings) -> Path:
             raise ValueError(f"--out {folder} holds {kind}: give --resume auto or another --out")
     if not settings.dry_run:
         folder.mkdir(parents=True, exist_ok=True)
-        check_folder(folder)
     return folder
 
 

@@ -26,18 +26,12 @@ from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
 from train.config.flags import Settings
-from train.logs.alarms import LOSSES
 
 # What a run leaves, beside its checkpoints and weights.
 _FILES = (
     *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
     "page.html",
 )
-
-
-# Steps from before a resume that alarms are held against: three windows, after which it does not
-# matter what came before.
-_STEPS, _SAMPLED = 3 * LOSSES, 60
 
 
 # Shares of waiting for data: what the progress line shows, and what it gives advice on.
@@ -125,10 +119,10 @@ class Report:
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
         metrics = self.folder / "metrics.jsonl"
-        self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW, _STEPS)
+        self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW)
         kappa = self.folder / "kappa.jsonl"
-        self.kappa = JsonLines(kappa, first, self.log, KAPPA_ROW, _SAMPLED)
-        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log, steps=_SAMPLED)
+        self.kappa = JsonLines(kappa, first, self.log, KAPPA_ROW)
+        self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log)
         self.logs = [self.metrics, self.kappa, self.alarms]
         if self.tensorboard is not None:
             self.tensorboard.open(self.folder / "tensorboard", first)
@@ -281,7 +275,7 @@ class Report:
     def _thinned(self, name: str) -> list[dict[str, Any]]:
         """Return the first and the last rows of kappa that are in a file, and some between."""
         with suppress(OSError):
-            return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW).rows
+            return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW)[0]
         return []
 
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from leaner_kernels.monitor.pictures import decode
-from tests.train.image_files import photographs, write_folder, write_parquet, write_tars
+from tests.train.image_files import decode, photographs, write_folder, write_parquet, write_tars
 from tests.train.launch import TINY, rows
 from train import vit
 from train.data.images import open_images

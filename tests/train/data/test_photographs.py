@@ -7,7 +7,8 @@ import pytest
 from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode, v2
 
-from leaner_kernels.monitor.pictures import decode, opened
+from leaner_kernels.monitor.pictures import opened
+from tests.train.image_files import decode
 from train.data.images import photographs
 from train.data.images.augment import Augment, EvaluationView, Region, TrainingView, seeded
 from train.data.images.photographs import pixels_of
