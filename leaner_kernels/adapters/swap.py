@@ -113,31 +113,20 @@ def swap(model: nn.Module, rules: Sequence[Rule]) -> Swapped:
             report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
         else:
             report.left[name] = reason
-    report.left |= without_holders(model, inner, [*report.swapped, *report.left])
+    report.left |= without_holders(inner, [*report.swapped, *report.left])
     if not report.swapped:
         raise ValueError(report.nothing_in(model))
     return report
 
 
-def without_holders(
-    model: nn.Module, inner: Mapping[str, str], others: Sequence[str]
-) -> dict[str, str]:
-    """Remove from ``inner`` the blocks that are only named after an attention module inside.
-
-    ``inner`` maps names of modules to the reasons for leaving them; ``others`` are the names of all
-    other attention modules.
-    """
-    attention = [*others, *inner]
+def without_holders(left: Mapping[str, str], others: Sequence[str]) -> dict[str, str]:
+    """Remove from ``left`` the blocks that are only named after an attention module inside."""
+    names = [*left, *others]
 
     def holds(name: str) -> bool:
-        prefix = f"{name}." if name else ""
-        return any(other != name and other.startswith(prefix) for other in attention)
+        return any(n != name and n.startswith(f"{name}." if name else "") for n in names)
 
-    return {
-        name: reason
-        for name, reason in inner.items()
-        if not holds(name) or calls(type(model.get_submodule(name)), SDPA)
-    }
+    return {name: reason for name, reason in left.items() if not holds(name)}
 
 
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:

@@ -111,7 +111,7 @@ def use(model: nn.Module) -> Swapped:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
             left[name] = f"the configuration of {cls} is set through the model around it"
-    report.left = swap.without_holders(model, left, [*report.swapped])
+    report.left = swap.without_holders(left, [*report.swapped])
     if not report.swapped:
         report.undo()
         raise ValueError(report.nothing_in(model))

@@ -106,26 +106,10 @@ def inverse_lengths(squares, eps):
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _covariance_fwd_kernel(
-    qkv_view,
-    temperature_ptr,
-    sample_ptr,
-    out_ptr,
-    lse_ptr,
-    stats_ptr,
-    B,
-    H,
-    N,
-    eps,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    CAPTURE: tl.constexpr,
-):
+    qkv_view, temperature_ptr, sample_ptr, out_ptr, lse_ptr, stats_ptr, B, H, N, eps, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr, CAPTURE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     out_b, h = head // H, head % H
     b = out_b
@@ -199,23 +183,10 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    do_view,
-    qkv_view,
-    temperature_ptr,
-    dqkv_ptr,
-    dtemperature_ptr,
-    H,
-    N,
-    eps,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+    do_view, qkv_view, temperature_ptr, dqkv_ptr, dtemperature_ptr, H, N, eps, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)

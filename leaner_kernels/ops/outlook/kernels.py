@@ -141,32 +141,12 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
 )
 def _outlook_fwd_kernel(
-    v_view,
-    logits_view,
-    sample_ptr,
-    out_ptr,
-    lse_ptr,
-    stats_ptr,
-    B,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    CELLS_X,
-    CELLS,
-    PARTS,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    v_view, logits_view, sample_ptr, out_ptr, lse_ptr, stats_ptr,
+    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, PARTS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -346,34 +326,12 @@ def _value_gradient(
     ]
 )
 def _outlook_bwd_kernel(
-    v_view,
-    logits_view,
-    do_view,
-    lse_ptr,
-    dv_ptr,
-    dlogits_ptr,
-    B,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    CELLS_X,
-    CELLS,
-    WINDOW_PARTS,
-    PARTS,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    v_view, logits_view, do_view, lse_ptr, dv_ptr, dlogits_ptr,
+    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, WINDOW_PARTS, PARTS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     part, head = program % PARTS, (program // PARTS).to(tl.int64)
     b, h = head // H, head % H

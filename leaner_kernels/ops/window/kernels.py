@@ -114,25 +114,10 @@ def product(a, b):
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
 def window_fwd_kernel(
-    qkv_view,
-    out_ptr,
-    lse_ptr,
-    parts_ptr,
-    sample_ptr,
-    B,
-    H,
-    windows_y,
-    windows_x,
-    scale,
-    WINDOW_Y: tl.constexpr,
-    WINDOW_X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STATS: tl.constexpr,
-    CAPTURE: tl.constexpr,
-):
+    qkv_view, out_ptr, lse_ptr, parts_ptr, sample_ptr, B, H, windows_y, windows_x, scale,
+    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STATS: tl.constexpr, CAPTURE: tl.constexpr,
+):  # fmt: skip
     """Write the output (B, Y, X, H, D) and lse (B, H, Y, X), or what STATS and CAPTURE name."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, ROWS)
@@ -208,19 +193,10 @@ BACKWARD_TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
-    qkv_view,
-    do_view,
-    dqkv_ptr,
-    H,
-    windows_y,
-    windows_x,
-    scale,
-    WINDOW_Y: tl.constexpr,
-    WINDOW_X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    qkv_view, do_view, dqkv_ptr, H, windows_y, windows_x, scale,
+    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write dqkv (B, Y, X, 3, H, D) for windows of at most BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
