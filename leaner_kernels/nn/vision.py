@@ -165,8 +165,7 @@ class WindowAttention(Capturing):
         Args:
             x: (B, Y, X, dim), floating point. Zeros are added below and to the right of it, before
                 the projection, up to whole windows; they are keys and values like any other.
-            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
-                ``captured``, never added here.
+            skip: (B, Y, X, dim), as in ``ChannelAttention``.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
@@ -197,10 +196,6 @@ class WindowAttention(Capturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the tokens of a window."""
         return self.window_size[0] * self.window_size[1]
-
-    def extra_repr(self) -> str:
-        """Show the sizes in the printed module."""
-        return f"{super().extra_repr()}, window_size={self.window_size}"
 
 
 class OutlookAttention(Capturing):
@@ -259,8 +254,7 @@ class OutlookAttention(Capturing):
         Args:
             x: (B, Y, X, dim), floating point. The number of windows must equal the number of
                 pixels of the pooled map, ``ceil(Y / stride)`` by ``ceil(X / stride)``.
-            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
-                ``captured``, never added here.
+            skip: (B, Y, X, dim), as in ``ChannelAttention``.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
@@ -286,8 +280,3 @@ class OutlookAttention(Capturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the pixels of a window."""
         return self.kernel_size**2
-
-    def extra_repr(self) -> str:
-        """Show the sizes in the printed module."""
-        window = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
-        return f"{super().extra_repr()}, {window}"

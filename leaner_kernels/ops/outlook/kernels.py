@@ -488,17 +488,15 @@ def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     There are no more windows than threads, or Triton moves what it holds of them through shared
     memory.
     """
-    wanted = {
+    present = {
         "padded_dim": arguments["D"] != arguments["BLOCK_D"],
         # Triton tells alignment by what is a multiple of 16.
         "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
         "wide": arguments["K"] > 3,
     }
-    tile = tiles.tile(
-        pixels[0].device,
-        size=pixels[0].element_size(),
-        features=frozenset(name for name, present in wanted.items() if present),
-    )
+    features = frozenset(name for name in present if present[name])
+    first = pixels[0]
+    tile = tiles.tile(first.device, size=first.element_size(), features=features)
     crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
     block = tile["ELEMENTS"] // (arguments["BLOCK_D"] * crowding)
     return Tile({"BLOCK": max(1, min(64, block)), "HELD": tile["HELD"]}, tile.options)

@@ -254,7 +254,7 @@ def forward(inputs: tuple, params: tuple, results: Results) -> None:
         attend(qkv, params, out, lse)
         return
     batch, y, x, _, num_heads, _ = qkv.shape
-    tile = _tile(FORWARD_TILES, qkv, params[:2])
+    tile: Any = choose(FORWARD_TILES, qkv, params[:2])
     parts = y * x // (params[0] * params[1]) * _parts(params, tile["ROWS"])
     of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
     attend(qkv, params, out, lse, of_tiles)
@@ -274,7 +274,8 @@ def attend(
     """Fill ``out``, ``lse`` and any ``parts``, or heads (S, Y * X, H * D) of sampled maps."""
 
     def prepare() -> Any:
-        tile = _tile(FORWARD_TILES if sample is None else CAPTURE_TILES, qkv, params[:2])
+        tiles = FORWARD_TILES if sample is None else CAPTURE_TILES
+        tile: Any = choose(tiles, qkv, params[:2])
         arguments = _shared(qkv, params) | {
             "B": qkv.shape[0],
             "STATS": parts is not None,
@@ -313,12 +314,6 @@ def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
     rule = tiles.find(qkv.device, size=size, dim=dim, tokens=tokens)
     block = block_dim(tokens)
     return None if rule is None else rule.tile.at_most(ROWS=block, COLS=block)
-
-
-def _tile(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile:
-    tile = choose(tiles, qkv, window)
-    assert tile is not None
-    return tile
 
 
 def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
