@@ -19,10 +19,10 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         trainer.fit(module, batches)
 
     The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it,
-    as ``trainer.global_step``), ``metrics.jsonl`` (the loss of each update, and all logs at the
-    end of each validation), ``alarms.jsonl`` and, at the end, ``page.html``. A run resumed
-    from a checkpoint continues these files; a new run renames existing ones. The module logs
-    "kappa", the newest geometric mean over the layers that are resolved.
+    as ``trainer.global_step``), ``metrics.jsonl`` (the loss of each update, and all logs at the end
+    of each validation), ``alarms.jsonl`` and, at the end, ``page.html``. A run resumed from a
+    checkpoint continues these files; a new run renames existing ones. The module logs "kappa", the
+    newest geometric mean over the layers that are resolved.
 
     With several optimizers, every step of each counts, and a sample is of one batch: layers that
     the batch does not train have rows without numbers.

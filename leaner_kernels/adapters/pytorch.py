@@ -303,9 +303,8 @@ def _one_mask(
     return reduce(torch.add, added), False
 
 
-def _check_attention(module: nn.Module) -> None:
+def _check_attention(module: Any) -> None:
     """Raise ValueError if a MultiheadAttention cannot be swapped."""
-    assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")
     if module.bias_k is not None or module.add_zero_attn:
@@ -314,22 +313,19 @@ def _check_attention(module: nn.Module) -> None:
         raise ValueError(f"dropout {module.dropout} is not in [0, 1)")
 
 
-def _prepare(module: nn.Module) -> None:
-    assert isinstance(module, MultiheadAttention)
+def _prepare(module: Any) -> None:
     _check_attention(module)
     module._set_sizes(module.embed_dim, module.num_heads, module.head_dim)
     module._keys = None
 
 
-def _check_layer(module: nn.Module) -> None:
-    attn: Any = module.self_attn
-    if type(attn) not in (_PYTORCHS, MultiheadAttention):
-        raise ValueError(f"its self_attn is a {type(attn).__name__}")
-    _check_attention(attn)
+def _check_layer(module: Any) -> None:
+    if type(module.self_attn) not in (_PYTORCHS, MultiheadAttention):
+        raise ValueError(f"its self_attn is a {type(module.self_attn).__name__}")
+    _check_attention(module.self_attn)
 
 
-def _keep_padded(module: nn.Module) -> None:
-    assert isinstance(module, TransformerEncoder)
+def _keep_padded(module: Any) -> None:
     module.use_nested_tensor = False
 
 

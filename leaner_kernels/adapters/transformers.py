@@ -76,18 +76,19 @@ def use(model: nn.Module) -> swap.Swapped:
         ValueError: if no module dispatches; the model is then unchanged.
     """
     register()
-    configured = {
-        name: (module, module.config._attn_implementation)
+    configs: dict[str, Any] = {
+        name: module.config
         for name, module in model.named_modules()
         if isinstance(getattr(module, "config", None), PreTrainedConfig)
     }
+    before = {name: config._attn_implementation for name, config in configs.items()}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
     report, left = swap.Swapped(lambda: undo(model)), dict[str, str]()
-    for module, before in configured.values():
-        if before != NAME and module.config._attn_implementation == NAME:
-            vars(module).setdefault(_BEFORE, before)
+    for name, config in configs.items():
+        if before[name] != NAME and config._attn_implementation == NAME:
+            vars(model.get_submodule(name)).setdefault(_BEFORE, before[name])
     for name, module in model.named_modules():
         cls = swap.class_name(type(module))
         if isinstance(module, PreTrainedModel):
@@ -95,7 +96,7 @@ def use(model: nn.Module) -> swap.Swapped:
         if not swap.calls(type(module), "get_interface"):
             if swap.is_attention(module):
                 left[name] = f"{cls} computes its attention itself"
-        elif name in configured and configured[name][0].config._attn_implementation == NAME:
+        elif name in configs and configs[name]._attn_implementation == NAME:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
             left[name] = f"the configuration of {cls} is set through the model around it"
@@ -112,9 +113,9 @@ def undo(model: nn.Module) -> None:
     Where another attention has been set since, nothing happens.
     """
     for module in model.modules():
-        before = vars(module).pop(_BEFORE, None)
-        if before is not None and module.config._attn_implementation == NAME:
-            module.config._attn_implementation_internal = before
+        before, config = vars(module).pop(_BEFORE, None), vars(module).get("config")
+        if config is not None and before is not None and config._attn_implementation == NAME:
+            config._attn_implementation_internal = before
 
 
 def register() -> None:

@@ -61,20 +61,14 @@ class ChannelAttention(Capturing):
         Raises:
             ValueError: if ``channel_attention`` raises one, or a shape differs.
         """
+        self._check_input(x, skip, "B, N")
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         operators = channel_attention, channel_attention_with_stats
-        return self._attend_between_channels(x, *operators, store={"skip": skip})
+        return self._run_operator(self._project, *operators, qkv, store={"skip": skip})
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the channels of a head."""
         return self.head_dim
-
-    def _attend_between_channels(
-        self, x: Tensor, attend: Any, attend_with_stats: Any, *weights: Tensor, store: Any
-    ) -> Tensor:
-        self._check_input(x, store["skip"], "B, N")
-        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
-        operators = attend, attend_with_stats
-        return self._run_operator(self._project, *operators, qkv, *weights, store=store)
 
 
 class CrossCovarianceAttention(ChannelAttention):
@@ -119,9 +113,11 @@ class CrossCovarianceAttention(ChannelAttention):
         Raises:
             ValueError: if ``cross_covariance_attention`` raises one, or a shape differs.
         """
+        self._check_input(x, skip, "B, N")
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         operators = cross_covariance_attention, cross_covariance_attention_with_stats
         store = {"skip": skip, "layer_scale": layer_scale}
-        return self._attend_between_channels(x, *operators, self.temperature, store=store)
+        return self._run_operator(self._project, *operators, qkv, self.temperature, store=store)
 
 
 class WindowAttention(Capturing):

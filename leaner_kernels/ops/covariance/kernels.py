@@ -296,8 +296,8 @@ class Covariance(NamedTuple):
         stats: Tensor | None = None,
         sample: Tensor | None = None,
     ) -> None:
-        tensors = _operands(inputs)
-        qkv = tensors["qkv_view"]
+        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
+        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
         tensors |= {"out_ptr": out, "lse_ptr": lse, "stats_ptr": stats, "sample_ptr": sample}
 
         def prepare() -> Any:
@@ -318,8 +318,8 @@ class Covariance(NamedTuple):
         if dtemperature:
             # One for each batch entry, summed below in a fixed order.
             partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
-        tensors = _operands(inputs)
-        qkv = tensors["qkv_view"]
+        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
+        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
         tensors |= {"do_view": grad, "dqkv_ptr": dqkv, "dtemperature_ptr": partial}
 
         def prepare() -> Any:
@@ -355,8 +355,3 @@ class Covariance(NamedTuple):
 
 cross_covariance = Covariance(0, 1, 2, normalise=True)
 channel = Covariance(1, 2, 0, normalise=False)
-
-
-def _operands(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    qkv, *rest = inputs
-    return {"qkv_view": qkv, "temperature_ptr": rest[0].contiguous() if rest else None}

@@ -255,7 +255,7 @@ def forward(inputs: tuple, params: tuple, results: Results) -> None:
         return
     batch, y, x, _, num_heads, _ = qkv.shape
     tile: Any = choose(FORWARD_TILES, qkv, params[:2])
-    parts = y * x // (params[0] * params[1]) * _parts(params, tile["ROWS"])
+    parts = _programs(qkv, params, 1, tile["ROWS"]) // num_heads
     of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
     attend(qkv, params, out, lse, of_tiles)
     join(of_tiles, stats, y * x)
@@ -282,7 +282,7 @@ def attend(
             "CAPTURE": sample is not None,
             **tile.arguments,
         }
-        return (_windows(qkv, params, len(out)) * _parts(params, tile["ROWS"]),), arguments
+        return (_programs(qkv, params, len(out), tile["ROWS"]),), arguments
 
     tensors = {"qkv_view": qkv, "out_ptr": out, "lse_ptr": lse}
     tensors |= {"parts_ptr": parts, "sample_ptr": sample}
@@ -301,7 +301,7 @@ def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: lis
     def prepare() -> Any:
         arguments = _shared(qkv, params) | {"do_view": MapView(grad, *grad.stride()[:4])}
         arguments |= {"BLOCK": whole["ROWS"], **whole.options}
-        return (_windows(qkv, params, len(qkv)),), arguments
+        return (_programs(qkv, params, len(qkv), whole["ROWS"]),), arguments
 
     tensors = {"qkv_view": qkv, "do_view": grad, "dqkv_ptr": dqkv}
     launch(window_bwd_kernel, tensors, params, prepare)
@@ -337,12 +337,8 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int) -> int:
-    """Return how many heads of windows so many maps have."""
+def _programs(qkv: Tensor, params: tuple[Any, ...], maps: int, rows: int) -> int:
+    """Return how many programs the heads of all windows of so many maps have, of ``rows`` each."""
     _, y, x, _, heads, _ = qkv.shape
-    return maps * (y // params[0]) * (x // params[1]) * heads
-
-
-def _parts(params: tuple[Any, ...], owned: int) -> int:
-    """Return how many programs share a head of a window."""
-    return -(-params[0] * params[1] // owned)
+    window_y, window_x, _ = params
+    return maps * (y // window_y) * (x // window_x) * heads * -(-window_y * window_x // rows)
