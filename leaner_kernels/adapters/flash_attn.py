@@ -78,7 +78,8 @@ def flash_attn_qkvpacked_func(
     if softcap or return_attn_probs:
         others = dropout_p, softmax_scale, causal, window_size, softcap
         rest = alibi_slopes, deterministic, return_attn_probs
-        return flash_attn_func(*qkv.unbind(2), *others, *rest)
+        query, key, value = qkv.unbind(2)
+        return flash_attn_func(query, key, value, *others, *rest)
     _refuse(alibi_slopes, deterministic)
     masks = _masks(causal, window_size)
     return attention_qkvpacked(qkv, dropout_p=dropout_p, scale=softmax_scale, **masks)
@@ -89,7 +90,8 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
-    return flash_attn_func(q, *kv.unbind(2), *args, **options)
+    key, value = kv.unbind(2)
+    return flash_attn_func(q, key, value, *args, **options)
 
 
 def flash_attn_varlen_func(
@@ -146,8 +148,9 @@ def flash_attn_varlen_qkvpacked_func(
 
     Other arguments, results and errors are those of ``flash_attn_varlen_func``.
     """
+    query, key, value = qkv.unbind(1)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *lengths, *args, **options)
+    return flash_attn_varlen_func(query, key, value, *lengths, *args, **options)
 
 
 def _masks(causal: bool, window_size: tuple[int, int], square: bool = True) -> dict[str, Any]:

@@ -19,10 +19,10 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         trainer.fit(module, batches)
 
     The folder gets ``kappa.jsonl`` (rows of ``KappaMonitor``; "step" counts the updates before it,
-    as ``trainer.global_step``), ``metrics.jsonl`` (the loss of each update, and all other logs,
-    including those of validations), ``alarms.jsonl`` and, at the end, ``page.html``. A run resumed
-    from a checkpoint continues these files; a new run renames existing ones. The module logs
-    "kappa", the newest geometric mean over the layers that are resolved.
+    as ``trainer.global_step``), ``metrics.jsonl`` (the loss of each update, and all logs at the end
+    of each validation), ``alarms.jsonl`` and, at the end, ``page.html``. A run resumed from a
+    checkpoint continues these files; a new run renames existing ones. The module logs "kappa", the
+    newest geometric mean over the layers that are resolved.
 
     With several optimizers, every step of each counts, and a sample is of one batch: layers that
     the batch does not train have rows without numbers.
@@ -46,7 +46,6 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         # Updates when the sample began, when the batch began, and before that of the newest row.
         self._sampled: int | None = None
         self._updates = self._row = 0
-        self._logged: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Construct the monitor of this training."""
@@ -54,7 +53,6 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         first = int(trainer.global_step)
         self.run = RunLog(pl_module, folder, first=first, **self.options)
         self._sampled, self._updates, self._row = None, first, max(first - 1, 0)
-        self._logged = dict(trainer.callback_metrics)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -82,7 +80,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
             values["kappa"] = self.run.newest["geometric_mean"]
             pl_module.log("kappa", values["kappa"], rank_zero_only=True)
-        self._log(trainer, values)
+        self.run.log(self._row, values)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """End the sample: a validation may run between the batches of a step."""
@@ -90,36 +88,19 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
             self.run.end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the logs of a validation, with the step of the update before it."""
+        """Write all logs at the end of a validation, with the step of the update before it."""
         # Of a fit, and not of the check before it or of ``trainer.validate``.
         if self.run is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._log(trainer)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the logs of an epoch, with the step of its last update."""
-        self._log(trainer)
+            logs = trainer.callback_metrics.items()
+            numbers = {name: value.item() for name, value in logs if value.numel() == 1}
+            self.run.log(self._row, numbers | {"kappa": None})
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Write the remaining rows, and the page."""
         if self.run is not None:
-            self._log(trainer)
             self.run.close()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Cancel the step that raised an exception."""
         if self.run is not None:
             self.run.monitor.cancel()
-
-    def _log(self, trainer: Any, values: dict[str, float] | None = None) -> None:
-        """Write values, and everything logged since the last call."""
-        assert self.run is not None
-        metrics = dict(trainer.callback_metrics)
-        # Earlier values remain in the dict; a value logged again has a new storage.
-        before = {name: value.data_ptr() for name, value in self._logged.items()}
-        new = {
-            name: value.item()
-            for name, value in metrics.items()
-            if value.numel() == 1 and name != "kappa" and value.data_ptr() != before.get(name)
-        }
-        self._logged = metrics
-        self.run.log(self._row, new | (values or {}))

@@ -87,7 +87,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
         *,
-        key_lengths: Tensor | None = None,
         skip: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Project, compute attention and project back.
@@ -96,13 +95,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         ``batch_first``, (N, B, embed_dim) or (N, embed_dim), and masks that are boolean (True is
         hidden) or additive. The kernels never form the matrix of weights, so that PyTorch computes
         a call with ``need_weights``; a capture then comes from a second call, without gradients and
-        dropout. With ``is_causal``, the mask must be given, but is not always read. Two arguments
-        are additional:
-
-        - key_lengths: (B,) integers, or a list of ints, each in [1, M]: keys at or past a length
-          are hidden. Faster than a mask; requires ``need_weights=False``.
-        - skip: shaped as ``query``, the residual stream to which the caller adds the result; read
-          for ``captured``, never added here.
+        dropout. With ``is_causal``, the mask must be given, but is not always read. ``skip`` is
+        shaped as ``query``, the residual stream to which the caller adds the result; read for
+        ``captured``, never added here.
 
         Returns:
             The output, shaped as ``query``, and the weights: (B, N, M), or (B, num_heads, N, M)
@@ -110,30 +105,20 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
         Raises:
             ValueError: if a shape is not supported, or ``attention`` raises one.
-
-        A nested tensor that is query, key and value gives a nested tensor.
         """
         if attn_mask is not None and is_causal_bias(attn_mask):
             raise ValueError("attn_mask must be numbers: the memory of a CausalBias holds none")
         if need_weights:
-            if key_lengths is not None:
-                raise ValueError("key_lengths must go with need_weights=False")
             masks = key_padding_mask, True, attn_mask, average_attn_weights, is_causal
             output, weights = super().forward(query, key, value, *masks)
-            if (self.capture_samples > 0 or self.track_logits) and not query.is_nested:
+            if self.capture_samples > 0 or self.track_logits:
                 with torch.no_grad():
                     _, stats, sample = self._attend(
-                        query, key, value, key_padding_mask, attn_mask, is_causal, None, 0.0
+                        query, key, value, key_padding_mask, attn_mask, is_causal, 0.0
                     )
-                    self._keep_batches(stats, sample, output, skip, None)
+                    self._keep_batches(stats, sample, output, skip)
             return output, weights
-        if query.is_nested:
-            if query is not key or key is not value or not self.batch_first:
-                raise ValueError("a nested query must be key and value too, with batch_first=True")
-            if key_padding_mask is not None or attn_mask is not None:
-                raise ValueError("a nested query has its own lengths: leave out the masks")
-            return self._attend_nested(query, skip), None
-        masks = key_padding_mask, attn_mask, is_causal, key_lengths
+        masks = key_padding_mask, attn_mask, is_causal
         dropout_p = self.dropout if self.training else 0.0
         a, stats, sample = self._attend(query, key, value, *masks, dropout_p)
         # Back to the order of the input before the projection, which returns contiguous memory.
@@ -141,7 +126,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         a = a[0] if query.dim() == 2 else a if self.batch_first else a.transpose(0, 1)
         output = F.linear(a, self.out_proj.weight, self.out_proj.bias)
         if stats is not None:
-            self._keep_batches(stats, sample, output, skip, key_lengths)
+            self._keep_batches(stats, sample, output, skip)
         return output, None
 
     def columns(self, tokens: int) -> int:
@@ -156,7 +141,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         is_causal: bool,
-        key_lengths: Tensor | None,
         dropout_p: float,
     ) -> tuple[Tensor, AttentionStats | None, Tensor | None]:
         """Return the heads (B, N, H, D), any statistics, and the sampled batch entries."""
@@ -178,7 +162,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         sample, measured = self._select_sample(batch, q.device)
         if measured:
             self._keys = None if key is query else cols
-        params = {"key_lengths": key_lengths, "dropout_p": dropout_p, "is_causal": is_causal}
+        params = {"dropout_p": dropout_p, "is_causal": is_causal}
         if qkv is not None and mask is None:
             if measured:
                 stats = self._qkvpacked_with_stats(qkv, sample=sample, **params)
@@ -189,19 +173,6 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             stats = self._attention_with_stats(q, k, v, mask, sample=sample, **params)
             return stats.out.transpose(1, 2), stats, sample
         return attention(q, k, v, mask, **params).transpose(1, 2), None, sample
-
-    def _attend_nested(self, query: Tensor, skip: Tensor | None) -> Tensor:
-        if query.layout != torch.strided:
-            raise ValueError(f"a nested query must be strided, got {query.layout}")
-        sizes = query._nested_tensor_size()[:, 0]
-        # An empty sequence has no row in the result; one key keeps it in range.
-        lengths = sizes.clamp(min=1).to(query.device, torch.int32, non_blocking=True)
-        x, skip = (None if t is None else t.to_padded_tensor(0.0) for t in (query, skip))
-        assert x is not None
-        output, _ = self.forward(x, x, x, need_weights=False, key_lengths=lengths, skip=skip)
-        return torch.nested.as_nested_tensor(
-            [tokens[:size] for tokens, size in zip(output, sizes.tolist(), strict=True)]
-        )
 
     def _split(self, projected: Tensor, parts: int) -> Tensor:
         """Return a view (B, N, H, D), or (B, N, 3, H, D) of three parts."""
@@ -219,13 +190,14 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         sample: Tensor | None,
         output: Tensor,
         skip: Tensor | None,
-        key_lengths: Tensor | None,
     ) -> None:
         assert stats is not None
         skip = None if skip is None else self._batches(skip)
-        self._store_capture(stats, sample, self._batches(output), skip, key_lengths)
+        self._store_capture(stats, sample, self._batches(output), skip)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.is_nested:
+            raise ValueError("a nested query is not supported: enable_nested_tensor=False")
         widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
         for (name, width), t in zip(widths.items(), (query, key, value), strict=True):
             if query.dim() not in (2, 3) or t.dim() != query.dim() or t.shape[-1] != width:
@@ -262,8 +234,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     ) -> Tensor:
         """Apply attention and the feed-forward block, each with a residual connection.
 
-        ``src`` is (B, N, d_model) with ``batch_first``, otherwise (N, B, d_model); or (N, d_model);
-        or nested, as nn.TransformerEncoder converts a padded batch. Masks are those of PyTorch.
+        ``src`` is (B, N, d_model) with ``batch_first``, otherwise (N, B, d_model); or
+        (N, d_model). Masks are those of PyTorch.
 
         Raises:
             ValueError: if ``MultiheadAttention`` raises one.
@@ -279,6 +251,10 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return x + self._ff_block(self.norm2(x))
         x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """``torch.nn.TransformerEncoder`` that never makes a padded batch a nested tensor."""
 
 
 def _one_mask(
@@ -327,9 +303,8 @@ def _one_mask(
     return reduce(torch.add, added), False
 
 
-def _check_attention(module: nn.Module) -> None:
+def _check_attention(module: Any) -> None:
     """Raise ValueError if a MultiheadAttention cannot be swapped."""
-    assert isinstance(module, _PYTORCHS)
     if module.head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {module.head_dim} is above {MAX_HEAD_DIM}")
     if module.bias_k is not None or module.add_zero_attn:
@@ -338,18 +313,20 @@ def _check_attention(module: nn.Module) -> None:
         raise ValueError(f"dropout {module.dropout} is not in [0, 1)")
 
 
-def _prepare(module: nn.Module) -> None:
-    assert isinstance(module, MultiheadAttention)
+def _prepare(module: Any) -> None:
     _check_attention(module)
     module._set_sizes(module.embed_dim, module.num_heads, module.head_dim)
     module._keys = None
 
 
-def _check_layer(module: nn.Module) -> None:
-    attn: Any = module.self_attn
-    if type(attn) not in (_PYTORCHS, MultiheadAttention):
-        raise ValueError(f"its self_attn is a {type(attn).__name__}")
-    _check_attention(attn)
+def _check_layer(module: Any) -> None:
+    if type(module.self_attn) not in (_PYTORCHS, MultiheadAttention):
+        raise ValueError(f"its self_attn is a {type(module.self_attn).__name__}")
+    _check_attention(module.self_attn)
+
+
+def _keep_padded(module: Any) -> None:
+    module.use_nested_tensor = False
 
 
 RULES = (
@@ -359,5 +336,8 @@ RULES = (
         TransformerEncoderLayer,
         "a layer with one path, through its self_attn",
         _check_layer,
+    ),
+    swap.Rule(
+        nn.TransformerEncoder, TransformerEncoder, "layers without nested tensors", _keep_padded
     ),
 )

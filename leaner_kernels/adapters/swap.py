@@ -5,12 +5,12 @@ The module object remains, and with it parameters, names, state dicts, hooks and
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..nn.capture import Capturing
@@ -58,14 +58,14 @@ class Swapped:
             named attention, or calls ``scaled_dot_product_attention``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, undo: Callable[[], None]) -> None:
         self.swapped: dict[str, str] = {}
         self.left: dict[str, str] = {}
-        self._modules: dict[str, nn.Module] = {}
+        self._undo = undo
 
     def undo(self) -> None:
-        """Restore the classes and attributes of swapped modules; keep trained weights."""
-        restore(self._modules)
+        """Have the model call what it called before; keep trained weights."""
+        self._undo()
 
     def nothing_in(self, model: nn.Module) -> str:
         """Return an error message: nothing was swapped, why, and what to do instead."""
@@ -80,10 +80,10 @@ class Swapped:
         """Return one line per group of modules whose names differ only in numbers."""
         lines = []
         for title, modules in (("swapped", self.swapped), ("left", self.left)):
-            groups: dict[tuple[str, str], int] = {}
-            for name, text in modules.items():
-                group = re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text
-                groups[group] = groups.get(group, 0) + 1
+            groups = Counter(
+                (re.sub(r"\b\d+\b", "*", name) or "(the model itself)", text)
+                for name, text in modules.items()
+            )
             lines.append(f"{title} {len(modules)}:" if modules else f"{title} none")
             lines += [
                 f"  {name}{f' ({count})' if count > 1 else ''}: {text}"
@@ -99,67 +99,50 @@ def swap(model: nn.Module, rules: Sequence[Rule]) -> Swapped:
     """
     by_class = {rule.cls: rule for rule in rules}
     by_new_class = {rule.new_class: rule for rule in rules}
-    report = Swapped()
-    inner: dict[str, str] = {}
+    report, inner = Swapped(lambda: undo(model, rules)), dict[str, str]()
     for name, module in model.named_modules():
         rule = by_class.get(type(module)) or by_new_class.get(type(module))
         if rule is None:
             if is_attention(module) and not isinstance(module, Capturing):
-                inner[name] = _why_left(module)
+                inner[name] = f"{class_name(type(module))} is not supported"
             continue
         reason = _swap_one(module, rule) if type(module) is rule.cls else None
         if reason is None:
-            report._modules[name] = module
             report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
         else:
             report.left[name] = reason
-    report.left |= without_holders(model, inner, [*report.swapped, *report.left])
+    report.left |= without_holders(inner, [*report.swapped, *report.left])
     if not report.swapped:
         raise ValueError(report.nothing_in(model))
     return report
 
 
-def without_holders(
-    model: nn.Module, inner: Mapping[str, str], others: Sequence[str]
-) -> dict[str, str]:
-    """Remove from ``inner`` the blocks that are only named after an attention module inside.
-
-    ``inner`` maps names of modules to the reasons for leaving them; ``others`` are the names of all
-    other attention modules.
-    """
-    attention = [*others, *inner]
+def without_holders(left: Mapping[str, str], others: Sequence[str]) -> dict[str, str]:
+    """Remove from ``left`` the blocks that are only named after an attention module inside."""
+    names = [*left, *others]
 
     def holds(name: str) -> bool:
-        prefix = f"{name}." if name else ""
-        return any(other != name and other.startswith(prefix) for other in attention)
+        return any(n != name and n.startswith(f"{name}." if name else "") for n in names)
 
-    return {
-        name: reason
-        for name, reason in inner.items()
-        if not holds(name) or calls(type(model.get_submodule(name)), SDPA)
-    }
+    return {name: reason for name, reason in left.items() if not holds(name)}
 
 
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
-    """Undo the swaps of ``rules`` in a model or a copy of it; without swaps, do nothing."""
-    classes = tuple(rule.new_class for rule in rules)
-    restore({name: m for name, m in model.named_modules() if isinstance(m, classes)})
-
-
-def restore(modules: Mapping[str, nn.Module]) -> None:
-    """Undo the swap of each module, by name; skip modules constructed with their class.
+    """Undo the swaps of ``rules`` in a model or a copy of it; skip modules of these classes.
 
     If one was wrapped after its swap, as by ``fully_shard``, raise a ValueError and undo none.
     """
-    origins = {name: vars(m)[_ORIGIN] for name, m in modules.items() if _ORIGIN in vars(m)}
-    for name, origin in origins.items():
-        if type(modules[name]) is not origin.new_class:
+    classes = tuple(rule.new_class for rule in rules)
+    swapped = {n: m for n, m in model.named_modules() if isinstance(m, classes)}
+    swapped = {name: m for name, m in swapped.items() if _ORIGIN in vars(m)}
+    for name, module in swapped.items():
+        if type(module) is not vars(module)[_ORIGIN].new_class:
             raise ValueError(
                 f"{name or 'the model'} was wrapped since it was swapped, as "
-                f"{type(modules[name]).__name__}: unwrap it before undo"
+                f"{type(module).__name__}: unwrap it before undo"
             )
-    for name in origins:
-        _restore_one(modules[name])
+    for module in swapped.values():
+        _restore(module)
 
 
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
@@ -178,11 +161,11 @@ def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     replaced = {name: old for name, old in before.items() if after.get(name) is not old}
     after[_ORIGIN] = Origin(rule.cls, rule.new_class, added, replaced)
     if failed is not None:
-        _restore_one(module)
+        _restore(module)
     return failed
 
 
-def _restore_one(module: nn.Module) -> None:
+def _restore(module: nn.Module) -> None:
     attributes = vars(module)
     origin: Origin = attributes.pop(_ORIGIN)
     for name in origin.added:
@@ -202,14 +185,6 @@ def calls(cls: type, name: str) -> bool:
     """Return whether a method of a class calls what has this name."""
     values = (inspect.unwrap(v) for c in cls.__mro__ for v in vars(c).values() if callable(v))
     return any(name in v.__code__.co_names for v in values if isinstance(v, FunctionType))
-
-
-def _why_left(module: nn.Module) -> str:
-    if isinstance(module, torch.jit.ScriptModule):
-        return f"{module.original_name} was scripted: swap before that"
-    if any(part.__name__ == "FSDPModule" for part in type(module).__mro__):
-        return f"{type(module).__name__} was made by fully_shard: swap before that"
-    return f"{class_name(type(module))} is not supported"
 
 
 def class_name(cls: type) -> str:

@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..nn.capture import refuse_tracing
 from ..ops import _hooks
-from ..ops.attention import attention, attention_varlen
+from ..ops.attention import attention
 from ..ops.attention.reference import visible
 from . import swap
 
@@ -61,19 +61,7 @@ HARMLESS = frozenset(
 INSTEAD = {"output_attentions": "KappaMonitor(model) keeps statistics of weights that it never has"}
 
 
-class Swapped(swap.Swapped):
-    """As ``swap.Swapped``, of the attention that configurations name."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._model = model
-
-    def undo(self) -> None:
-        """Have the model call what it called before."""
-        undo(self._model)
-
-
-def use(model: nn.Module) -> Swapped:
+def use(model: nn.Module) -> swap.Swapped:
     """Switch the transformers models in a model to our attention, if they dispatch theirs.
 
     Args:
@@ -88,18 +76,19 @@ def use(model: nn.Module) -> Swapped:
         ValueError: if no module dispatches; the model is then unchanged.
     """
     register()
-    configured = {
-        name: (module, module.config._attn_implementation)
+    configs: dict[str, Any] = {
+        name: module.config
         for name, module in model.named_modules()
         if isinstance(getattr(module, "config", None), PreTrainedConfig)
     }
+    before = {name: config._attn_implementation for name, config in configs.items()}
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
-    report, left = Swapped(model), dict[str, str]()
-    for module, before in configured.values():
-        if before != NAME and module.config._attn_implementation == NAME:
-            vars(module).setdefault(_BEFORE, before)
+    report, left = swap.Swapped(lambda: undo(model)), dict[str, str]()
+    for name, config in configs.items():
+        if before[name] != NAME and config._attn_implementation == NAME:
+            vars(model.get_submodule(name)).setdefault(_BEFORE, before[name])
     for name, module in model.named_modules():
         cls = swap.class_name(type(module))
         if isinstance(module, PreTrainedModel):
@@ -107,11 +96,11 @@ def use(model: nn.Module) -> Swapped:
         if not swap.calls(type(module), "get_interface"):
             if swap.is_attention(module):
                 left[name] = f"{cls} computes its attention itself"
-        elif name in configured and configured[name][0].config._attn_implementation == NAME:
+        elif name in configs and configs[name]._attn_implementation == NAME:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
             left[name] = f"the configuration of {cls} is set through the model around it"
-    report.left = swap.without_holders(model, left, [*report.swapped])
+    report.left = swap.without_holders(left, [*report.swapped])
     if not report.swapped:
         report.undo()
         raise ValueError(report.nothing_in(model))
@@ -124,9 +113,9 @@ def undo(model: nn.Module) -> None:
     Where another attention has been set since, nothing happens.
     """
     for module in model.modules():
-        before = vars(module).pop(_BEFORE, None)
-        if before is not None and module.config._attn_implementation == NAME:
-            module.config._attn_implementation_internal = before
+        before, config = vars(module).pop(_BEFORE, None), vars(module).get("config")
+        if config is not None and before is not None and config._attn_implementation == NAME:
+            config._attn_implementation_internal = before
 
 
 def register() -> None:
@@ -180,10 +169,6 @@ def attention_forward(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -205,11 +190,6 @@ def attention_forward(
         s_aux: (H,), the score of an attention sink per head, without a value; differentiable. It
             needs an additive mask of (B, H, N, M + 1).
         sliding_window: without a mask, row i sees keys nearer than this many positions.
-        cu_seq_lens_q: (S + 1,), without a mask: the starts of the sequences packed into a batch of
-            1, and the end of the last. Requires the next three.
-        cu_seq_lens_k: (S + 1,), the same for the keys.
-        max_length_q: length of the longest sequence.
-        max_length_k: length of the longest sequence of keys.
         softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
         kwargs: arguments that never change the result, or None or False.
 
@@ -234,21 +214,6 @@ def attention_forward(
         is_causal = supported and bool(getattr(module, "is_causal", True))
     params: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     params["enable_gqa"] = query.shape[1] != key.shape[1]
-    if attention_mask is None and cu_seq_lens_q is not None:
-        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
-            raise ValueError("cu_seq_lens_q needs cu_seq_lens_k, max_length_q and max_length_k")
-        longest = int(max_length_q), int(max_length_k)
-        windowed = sliding_window is not None and longest[1] > sliding_window
-        others = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
-        others["sliding_window"] = sliding_window if windowed else None
-        _refuse(module, others, "the sequences of a varlen batch")
-        # The batch is packed: its sequences follow one another.
-        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-        params |= {"cu_seqlens_k": cu_seq_lens_k.to(torch.int32), "max_seqlen_k": longest[1]}
-        starts = cu_seq_lens_q.to(torch.int32)
-        out = attention_varlen(q, k, v, starts, longest[0], is_causal=is_causal, **params)
-        return out.unflatten(0, (query.shape[0], query.shape[2])), None
-
     if softcap is not None and (position_bias is not None or s_aux is not None):
         # Ours bounds the products only, before any bias.
         _refuse(module, {"softcap": softcap}, "attention with a bias")

@@ -64,8 +64,8 @@ class NystromAttention(Capturing):
         self.qkv: nn.Linear = nn.Linear(dim, 3 * width, bias=qkv_bias, device=device, dtype=dtype)
         self.conv = None
         if conv_kernel_size is not None:
-            is_count = isinstance(conv_kernel_size, int) and conv_kernel_size >= 1
-            if not is_count or conv_kernel_size % 2 != 1:
+            odd = isinstance(conv_kernel_size, int) and conv_kernel_size % 2 == 1
+            if not odd or conv_kernel_size < 1:
                 raise ValueError(
                     f"conv_kernel_size must be odd and positive, got {shown(conv_kernel_size)}"
                 )
@@ -95,8 +95,7 @@ class NystromAttention(Capturing):
             key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
                 padding. Results of other tokens depend on their number, but not on their values:
                 the landmarks divide all N tokens, and count padding as zeros.
-            skip: (B, N, dim), the residual stream to which the caller adds the result; read for
-                ``captured``, never added here.
+            skip: as in ``ManyHeadAttention``.
 
         Returns:
             (B, N, dim), in the dtype of the projection.
@@ -135,7 +134,3 @@ class NystromAttention(Capturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the landmarks, unless tokens are fewer."""
         return min(tokens, self.num_landmarks)
-
-    def extra_repr(self) -> str:
-        """Show the sizes in the printed module."""
-        return f"{super().extra_repr()}, num_landmarks={self.num_landmarks}, init={self.init!r}"

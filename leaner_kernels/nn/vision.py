@@ -61,20 +61,14 @@ class ChannelAttention(Capturing):
         Raises:
             ValueError: if ``channel_attention`` raises one, or a shape differs.
         """
+        self._check_input(x, skip, "B, N")
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         operators = channel_attention, channel_attention_with_stats
-        return self._attend_between_channels(x, *operators, store={"skip": skip})
+        return self._run_operator(self._project, *operators, qkv, store={"skip": skip})
 
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the channels of a head."""
         return self.head_dim
-
-    def _attend_between_channels(
-        self, x: Tensor, attend: Any, attend_with_stats: Any, *weights: Tensor, store: Any
-    ) -> Tensor:
-        self._check_input(x, store["skip"], "B, N")
-        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
-        operators = attend, attend_with_stats
-        return self._run_operator(self._project, *operators, qkv, *weights, store=store)
 
 
 class CrossCovarianceAttention(ChannelAttention):
@@ -119,9 +113,11 @@ class CrossCovarianceAttention(ChannelAttention):
         Raises:
             ValueError: if ``cross_covariance_attention`` raises one, or a shape differs.
         """
+        self._check_input(x, skip, "B, N")
+        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         operators = cross_covariance_attention, cross_covariance_attention_with_stats
         store = {"skip": skip, "layer_scale": layer_scale}
-        return self._attend_between_channels(x, *operators, self.temperature, store=store)
+        return self._run_operator(self._project, *operators, qkv, self.temperature, store=store)
 
 
 class WindowAttention(Capturing):
@@ -165,8 +161,7 @@ class WindowAttention(Capturing):
         Args:
             x: (B, Y, X, dim), floating point. Zeros are added below and to the right of it, before
                 the projection, up to whole windows; they are keys and values like any other.
-            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
-                ``captured``, never added here.
+            skip: (B, Y, X, dim), as in ``ChannelAttention``.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
@@ -197,10 +192,6 @@ class WindowAttention(Capturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the tokens of a window."""
         return self.window_size[0] * self.window_size[1]
-
-    def extra_repr(self) -> str:
-        """Show the sizes in the printed module."""
-        return f"{super().extra_repr()}, window_size={self.window_size}"
 
 
 class OutlookAttention(Capturing):
@@ -259,8 +250,7 @@ class OutlookAttention(Capturing):
         Args:
             x: (B, Y, X, dim), floating point. The number of windows must equal the number of
                 pixels of the pooled map, ``ceil(Y / stride)`` by ``ceil(X / stride)``.
-            skip: (B, Y, X, dim), the residual stream to which the caller adds the result; read for
-                ``captured``, never added here.
+            skip: (B, Y, X, dim), as in ``ChannelAttention``.
 
         Returns:
             (B, Y, X, dim), in the dtype of the projection.
@@ -286,8 +276,3 @@ class OutlookAttention(Capturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the pixels of a window."""
         return self.kernel_size**2
-
-    def extra_repr(self) -> str:
-        """Show the sizes in the printed module."""
-        window = f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
-        return f"{super().extra_repr()}, {window}"

@@ -19,9 +19,6 @@ from tests.error_budget import assert_computes, assert_within_budget
 DIM, HEADS = 12, 3
 BATCH, TOKENS = 2, 7
 
-# PyTorch itself has the prototype of nested tensors warn.
-pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-
 
 class MultiheadCase(NamedTuple):
     """Options of nn.MultiheadAttention and of one call; ``mask`` and ``padding`` name masks."""
@@ -168,7 +165,7 @@ def test_encoder_equals_pytorchs(options: Mapping[str, Any]) -> None:
     encoder = make_encoder(options)
     oracle = copy.deepcopy(encoder)
     swapped = pytorch.use(encoder)
-    names = [f"layers.{i}{part}" for i in range(2) for part in ("", ".self_attn")]
+    names = ["", *(f"layers.{i}{part}" for i in range(2) for part in ("", ".self_attn"))]
     assert list(swapped.swapped) == names
     assert_computes(run(encoder), lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
 
@@ -182,7 +179,6 @@ def no_fast_path() -> Any:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_inference_takes_no_path_around_our_attention(padded: bool) -> None:
-    """With padding PyTorch makes the batch a nested tensor, whose padded outputs are zero."""
     encoder = make_encoder(FIRST).eval()
     encoder.use_nested_tensor, encoder.norm = True, None
     x, padding = tokens_of(encoder), PADDED if padded else None
@@ -194,8 +190,9 @@ def test_inference_takes_no_path_around_our_attention(padded: bool) -> None:
         pytorch.use(encoder)
         with no_fast_path():
             actual = encoder(x, src_key_padding_mask=padding)
+    if padded:
+        actual, same_dtype, exact = (t[~PADDED] for t in (actual, same_dtype, exact))
     assert_within_budget(actual, same_dtype, exact)
-    assert (actual[1, 4:] == 0).all() == padded
 
 
 def test_undo_gives_the_classes_back_and_keeps_what_was_trained() -> None:
@@ -294,10 +291,6 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "wrong width": ({"key": X[..., :5]}, r"key must be \(B, N, 12\), got \(2, 7, 5\)"),
     "wrong rank": ({"value": X[0]}, r"value must be \(B, N, 12\), got \(7, 12\)"),
-    "lengths with weights": (
-        {"key_lengths": torch.ones(2, dtype=torch.int32), "need_weights": True},
-        "key_lengths must go with need_weights=False",
-    ),
 }
 
 
@@ -355,17 +348,12 @@ def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
         torch.testing.assert_close(OwnAttention()(x), before)
 
 
-def test_a_nested_tensor_is_refused_where_pytorchs_refuses_it() -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused() -> None:
     module = pytorch.MultiheadAttention(DIM, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor(list(X))
-    ragged = torch.nested.nested_tensor(list(X), layout=torch.jagged)
-    for inputs, options, message in (
-        ((nested, X, X), {}, "a nested query must be key and value too"),
-        ((nested,) * 3, {"key_padding_mask": torch.ones(2, 7)}, "leave out the masks"),
-        ((ragged,) * 3, {}, "a nested query must be strided, got torch.jagged"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            module(*inputs, need_weights=False, **options)
+    with pytest.raises(ValueError, match="a nested query is not supported"):
+        module(nested, nested, nested, need_weights=False)
 
 
 def test_bad_sizes_are_refused_in_one_line() -> None:

@@ -117,4 +117,3 @@ def test_the_module_is_timms(size: tuple[int, int]) -> None:
 def test_the_module_names_its_window() -> None:
     with pytest.raises(ValueError, match="whole numbers of at least 1, got 0"):
         WindowAttention(24, 3, 16, window_size=0)
-    assert "window_size=(2, 2)" in repr(WindowAttention(24, 3, 16, window_size=2))

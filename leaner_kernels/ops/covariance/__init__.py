@@ -67,7 +67,7 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
     if qkv.device.type == "cuda":
         return ops.cross_covariance_attention(qkv, temperature, eps)[0]
-    return _cross_covariance(qkv, temperature, eps)
+    return _on_cpu(CrossCovarianceAttention, qkv, temperature, eps)
 
 
 def cross_covariance_attention_with_stats(
@@ -118,7 +118,7 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     qkv, scale = _check_channel(qkv, scale)
     if qkv.device.type == "cuda":
         return ops.channel_attention(qkv, scale)[0]
-    return _channel(qkv, scale)
+    return _on_cpu(ChannelAttention, qkv, scale)
 
 
 def channel_attention_with_stats(
@@ -134,23 +134,10 @@ def channel_attention_with_stats(
 
 
 @on_cpu
-def _cross_covariance(qkv: Tensor, temperature: Tensor, eps: float) -> Tensor:
-    q, k, v = split_qkv(upcast(qkv))
-    # The lengths divide D x D products and not N x D channels.
-    q_length, k_length = (t.norm(dim=-2).clamp_min(eps) for t in (q, k))
-    factor = upcast(temperature)[:, None] / q_length
-    return _compose(factor[..., None] / k_length[..., None, :] * (q.mT @ k), v, qkv.dtype)
-
-
-@on_cpu
-def _channel(qkv: Tensor, scale: float) -> Tensor:
-    q, k, v = split_qkv(upcast(qkv))
-    return _compose(scale * (k.mT @ v), q, qkv.dtype)
-
-
-def _compose(s: Tensor, values: Tensor, dtype: torch.dtype) -> Tensor:
-    out = values @ torch.softmax(s, dim=-1).mT
-    return out.transpose(1, 2).to(dtype).contiguous()
+def _on_cpu(operator: type[Operator], qkv: Tensor, *args: Any) -> Tensor:
+    """Return (B, N, H, D) by operations that PyTorch can differentiate."""
+    args = tuple(upcast(t) if isinstance(t, Tensor) else t for t in args)
+    return operator.attend(upcast(qkv), *args)[0].to(qkv.dtype).contiguous()
 
 
 def _check_channel(qkv: Tensor, scale: float | None) -> tuple[Tensor, float]:

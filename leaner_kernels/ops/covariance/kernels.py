@@ -106,26 +106,10 @@ def inverse_lengths(squares, eps):
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _covariance_fwd_kernel(
-    qkv_view,
-    temperature_ptr,
-    sample_ptr,
-    out_ptr,
-    lse_ptr,
-    stats_ptr,
-    B,
-    H,
-    N,
-    eps,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    CAPTURE: tl.constexpr,
-):
+    qkv_view, temperature_ptr, sample_ptr, out_ptr, lse_ptr, stats_ptr, B, H, N, eps, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr, CAPTURE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     out_b, h = head // H, head % H
     b = out_b
@@ -199,23 +183,10 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    do_view,
-    qkv_view,
-    temperature_ptr,
-    dqkv_ptr,
-    dtemperature_ptr,
-    H,
-    N,
-    eps,
-    scale,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    VALUES: tl.constexpr,
-    NORMALISE: tl.constexpr,
-):
+    do_view, qkv_view, temperature_ptr, dqkv_ptr, dtemperature_ptr, H, N, eps, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
+):  # fmt: skip
     head = tl.program_id(0)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
@@ -325,8 +296,8 @@ class Covariance(NamedTuple):
         stats: Tensor | None = None,
         sample: Tensor | None = None,
     ) -> None:
-        tensors = _operands(inputs)
-        qkv = tensors["qkv_view"]
+        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
+        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
         tensors |= {"out_ptr": out, "lse_ptr": lse, "stats_ptr": stats, "sample_ptr": sample}
 
         def prepare() -> Any:
@@ -347,8 +318,8 @@ class Covariance(NamedTuple):
         if dtemperature:
             # One for each batch entry, summed below in a fixed order.
             partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
-        tensors = _operands(inputs)
-        qkv = tensors["qkv_view"]
+        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
+        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
         tensors |= {"do_view": grad, "dqkv_ptr": dqkv, "dtemperature_ptr": partial}
 
         def prepare() -> Any:
@@ -384,8 +355,3 @@ class Covariance(NamedTuple):
 
 cross_covariance = Covariance(0, 1, 2, normalise=True)
 channel = Covariance(1, 2, 0, normalise=False)
-
-
-def _operands(inputs: tuple[Tensor, ...]) -> dict[str, Any]:
-    qkv, *rest = inputs
-    return {"qkv_view": qkv, "temperature_ptr": rest[0].contiguous() if rest else None}

@@ -26,9 +26,9 @@ def channel_scores(k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def attend(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A = (P values^T)^T (B, H, N, D), P, and the log-sum-exp (B, H, D) of each row of S."""
+    """Return A = values P^T (B, H, N, D), P, and the log-sum-exp (B, H, D) of each row of S."""
     p = torch.softmax(s, dim=-1)
-    return (p @ values.mT).mT, p, torch.logsumexp(s, dim=-1)
+    return values @ p.mT, p, torch.logsumexp(s, dim=-1)
 
 
 def attend_backward(grad: Tensor, p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

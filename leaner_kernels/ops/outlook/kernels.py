@@ -141,32 +141,12 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
 )
 def _outlook_fwd_kernel(
-    v_view,
-    logits_view,
-    sample_ptr,
-    out_ptr,
-    lse_ptr,
-    stats_ptr,
-    B,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    CELLS_X,
-    CELLS,
-    PARTS,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK: tl.constexpr,
+    v_view, logits_view, sample_ptr, out_ptr, lse_ptr, stats_ptr,
+    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, PARTS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-):
+):  # fmt: skip
     program = tl.program_id(0)
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -346,34 +326,12 @@ def _value_gradient(
     ]
 )
 def _outlook_bwd_kernel(
-    v_view,
-    logits_view,
-    do_view,
-    lse_ptr,
-    dv_ptr,
-    dlogits_ptr,
-    B,
-    H,
-    Y,
-    X,
-    WINDOWS_Y,
-    WINDOWS_X,
-    CELLS_X,
-    CELLS,
-    WINDOW_PARTS,
-    PARTS,
-    scale,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PADDING: tl.constexpr,
-    REACH: tl.constexpr,
-    PLACES: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HELD: tl.constexpr,
-):
+    v_view, logits_view, do_view, lse_ptr, dv_ptr, dlogits_ptr,
+    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, WINDOW_PARTS, PARTS, scale,
+    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
+    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     part, head = program % PARTS, (program // PARTS).to(tl.int64)
     b, h = head // H, head % H
@@ -530,17 +488,15 @@ def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     There are no more windows than threads, or Triton moves what it holds of them through shared
     memory.
     """
-    wanted = {
+    present = {
         "padded_dim": arguments["D"] != arguments["BLOCK_D"],
         # Triton tells alignment by what is a multiple of 16.
         "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
         "wide": arguments["K"] > 3,
     }
-    tile = tiles.tile(
-        pixels[0].device,
-        size=pixels[0].element_size(),
-        features=frozenset(name for name, present in wanted.items() if present),
-    )
+    features = frozenset(name for name in present if present[name])
+    first = pixels[0]
+    tile = tiles.tile(first.device, size=first.element_size(), features=features)
     crowding = power_of_2(arguments["STRIDE"] ** 2) // 4 or 1
     block = tile["ELEMENTS"] // (arguments["BLOCK_D"] * crowding)
     return Tile({"BLOCK": max(1, min(64, block)), "HELD": tile["HELD"]}, tile.options)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..._ops import ops
@@ -21,6 +20,7 @@ from .._checks import (
     scale_or_default,
     shown,
 )
+from ..dispatcher import on_cpu, upcast
 from ..operator import Operator, Shapes, register, run_with_stats
 from ..statistics import AttentionStats, per_head
 from ..transforms import Products
@@ -59,7 +59,7 @@ def window_attention(
     window = _check(qkv, window_size)
     scale = scale_or_default(scale, qkv.shape[-1])
     if qkv.device.type != "cuda":
-        return _decomposition(qkv, window, scale)
+        return _on_cpu(qkv, window, scale)
     return ops.window_attention(qkv, *window, scale)[0]
 
 
@@ -112,16 +112,10 @@ def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
     return window
 
 
-def _decomposition(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
-    """Compute (B, Y, X, H, D) with PyTorch's attention, between two copies."""
-    batch, y, x, _, heads, dim = qkv.shape
-    rows, cols = window
-    tiled = qkv.unflatten(2, (x // cols, cols)).unflatten(1, (y // rows, rows)).transpose(2, 3)
-    tiled = tiled.reshape(batch * y * x // (rows * cols), rows * cols, 3, heads, dim)
-    q, k, v = tiled.permute(2, 0, 3, 1, 4).unbind(0)
-    a = F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
-    a = a.reshape(batch, y // rows, x // cols, rows, cols, heads, dim).transpose(2, 3)
-    return a.reshape(batch, y, x, heads, dim).contiguous()
+@on_cpu
+def _on_cpu(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+    """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
+    return WindowAttention.attend(upcast(qkv), *window, scale)[0].to(qkv.dtype)
 
 
 # --- The operator --------------------------------------------------------------------------------

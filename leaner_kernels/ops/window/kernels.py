@@ -114,25 +114,10 @@ def product(a, b):
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
 def window_fwd_kernel(
-    qkv_view,
-    out_ptr,
-    lse_ptr,
-    parts_ptr,
-    sample_ptr,
-    B,
-    H,
-    windows_y,
-    windows_x,
-    scale,
-    WINDOW_Y: tl.constexpr,
-    WINDOW_X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STATS: tl.constexpr,
-    CAPTURE: tl.constexpr,
-):
+    qkv_view, out_ptr, lse_ptr, parts_ptr, sample_ptr, B, H, windows_y, windows_x, scale,
+    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, STATS: tl.constexpr, CAPTURE: tl.constexpr,
+):  # fmt: skip
     """Write the output (B, Y, X, H, D) and lse (B, H, Y, X), or what STATS and CAPTURE name."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, ROWS)
@@ -208,19 +193,10 @@ BACKWARD_TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
-    qkv_view,
-    do_view,
-    dqkv_ptr,
-    H,
-    windows_y,
-    windows_x,
-    scale,
-    WINDOW_Y: tl.constexpr,
-    WINDOW_X: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    qkv_view, do_view, dqkv_ptr, H, windows_y, windows_x, scale,
+    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """Write dqkv (B, Y, X, 3, H, D) for windows of at most BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
@@ -278,8 +254,8 @@ def forward(inputs: tuple, params: tuple, results: Results) -> None:
         attend(qkv, params, out, lse)
         return
     batch, y, x, _, num_heads, _ = qkv.shape
-    tile = _tile(FORWARD_TILES, qkv, params[:2])
-    parts = y * x // (params[0] * params[1]) * _parts(params, tile["ROWS"])
+    tile: Any = choose(FORWARD_TILES, qkv, params[:2])
+    parts = _programs(qkv, params, 1, tile["ROWS"]) // num_heads
     of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
     attend(qkv, params, out, lse, of_tiles)
     join(of_tiles, stats, y * x)
@@ -298,14 +274,15 @@ def attend(
     """Fill ``out``, ``lse`` and any ``parts``, or heads (S, Y * X, H * D) of sampled maps."""
 
     def prepare() -> Any:
-        tile = _tile(FORWARD_TILES if sample is None else CAPTURE_TILES, qkv, params[:2])
+        tiles = FORWARD_TILES if sample is None else CAPTURE_TILES
+        tile: Any = choose(tiles, qkv, params[:2])
         arguments = _shared(qkv, params) | {
             "B": qkv.shape[0],
             "STATS": parts is not None,
             "CAPTURE": sample is not None,
             **tile.arguments,
         }
-        return (_windows(qkv, params, len(out)) * _parts(params, tile["ROWS"]),), arguments
+        return (_programs(qkv, params, len(out), tile["ROWS"]),), arguments
 
     tensors = {"qkv_view": qkv, "out_ptr": out, "lse_ptr": lse}
     tensors |= {"parts_ptr": parts, "sample_ptr": sample}
@@ -324,7 +301,7 @@ def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: lis
     def prepare() -> Any:
         arguments = _shared(qkv, params) | {"do_view": MapView(grad, *grad.stride()[:4])}
         arguments |= {"BLOCK": whole["ROWS"], **whole.options}
-        return (_windows(qkv, params, len(qkv)),), arguments
+        return (_programs(qkv, params, len(qkv), whole["ROWS"]),), arguments
 
     tensors = {"qkv_view": qkv, "do_view": grad, "dqkv_ptr": dqkv}
     launch(window_bwd_kernel, tensors, params, prepare)
@@ -337,12 +314,6 @@ def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
     rule = tiles.find(qkv.device, size=size, dim=dim, tokens=tokens)
     block = block_dim(tokens)
     return None if rule is None else rule.tile.at_most(ROWS=block, COLS=block)
-
-
-def _tile(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile:
-    tile = choose(tiles, qkv, window)
-    assert tile is not None
-    return tile
 
 
 def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
@@ -366,12 +337,8 @@ def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
     }
 
 
-def _windows(qkv: Tensor, params: tuple[Any, ...], maps: int) -> int:
-    """Return how many heads of windows so many maps have."""
+def _programs(qkv: Tensor, params: tuple[Any, ...], maps: int, rows: int) -> int:
+    """Return how many programs the heads of all windows of so many maps have, of ``rows`` each."""
     _, y, x, _, heads, _ = qkv.shape
-    return maps * (y // params[0]) * (x // params[1]) * heads
-
-
-def _parts(params: tuple[Any, ...], owned: int) -> int:
-    """Return how many programs share a head of a window."""
-    return -(-params[0] * params[1] // owned)
+    window_y, window_x, _ = params
+    return maps * (y // window_y) * (x // window_x) * heads * -(-window_y * window_x // rows)
