@@ -7,6 +7,7 @@ all but the last are for half precision only. ``library.toml`` lists the lengths
 attention is faster, as measured or predicted for each GPU.
 """
 
+import re
 import tomllib
 from importlib import import_module, resources
 from typing import Any, NamedTuple
@@ -70,7 +71,7 @@ def choose_backward(
     varlen = call.sequences is not None
     if varlen:
         wanted |= {"varlen"}
-    # Only online_backward.py sums the gradients of a key head over its query heads.
+    # Only the kernel for any length sums the gradients of a key head over its query heads.
     if query.shape[1] == key.shape[1]:
         shape = query, key, wanted
         if (
@@ -239,16 +240,13 @@ def find_rule(
 
 def tiles_of(kernel: str) -> Tiles:
     """Return the table of tiles of a kernel."""
-    name = "STATISTICS_TILES" if kernel.endswith("_statistics") else "TILES"
-    if kernel == "warp_multihead_backward":
-        name = "BACKWARD_TILES"
-    return getattr(module_of(kernel), name)
+    direction = kernel.rsplit("_", 1)[1]  # "forward", "statistics" or "backward"
+    return getattr(module_of(kernel), f"{direction.upper()}_TILES")
 
 
 def module_of(kernel: str) -> Any:
     """Import and return the module of a kernel, which imports Triton."""
-    warps = kernel.startswith("warp_multihead")
-    file = "warp_multihead" if warps else kernel.removesuffix("_statistics")
+    file = re.sub("_(forward|forward_statistics|backward)$", "", kernel)
     return import_module(f"{__package__}.kernels.{file}")
 
 
