@@ -301,31 +301,18 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """Return whether a mask is a ``torch.nn.attention.bias.CausalBias``, by its attributes.
-
-    Importing the class would import a compiler.
-    """
+    """Return whether a mask is PyTorch's ``CausalBias``; importing that would import a compiler."""
     return hasattr(attn_mask, "seq_len_q")
 
 
 def plain_mask(
     attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """Replace a CausalBias by ``is_causal`` or a boolean mask.
+    """Return a mask and ``is_causal`` in place of a CausalBias; anything else as it is.
 
-    Args:
-        attn_mask: a CausalBias, or anything else, which is returned as it is.
-        is_causal: row i sees columns 0 to i; not together with a CausalBias.
-        query: (..., N, D).
-        key: (..., M, D).
-
-    Returns:
-        (None, True) if row i sees columns 0 to i: for an upper left bias of any size, and for a
-        lower right bias with N = M. Otherwise an (N, M) mask, True is visible, on the device of
-        ``query``, and on every rank if that is a DTensor; and False.
-
-    Raises:
-        ValueError: if a lower right bias is not (N, M), or ``is_causal`` is set too.
+    (None, True) stands for an upper left bias of any size and a lower right one with N = M, a
+    boolean (N, M) mask, on every rank if ``query`` is a DTensor, for others. Raise ValueError if a
+    lower right bias is not (N, M), or ``is_causal`` is set too.
     """
     if not is_causal_bias(attn_mask):
         return attn_mask, is_causal
