@@ -9,7 +9,7 @@ from leaner_kernels.ops._epilogue import join
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch
 from leaner_kernels.ops.attention.call import Call, Gradients, Results
-from leaner_kernels.ops.attention.kernels import online_backward, online_forward
+from leaner_kernels.ops.attention.kernels import online as kernels
 
 
 def new_max_log_sum(query: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def prepare(
     stats: Tensor | None = None,
 ) -> Launch:
     call, tile = side_by_side(call), dispatch.online_tile("online_forward", call)
-    return online_forward.prepare_forward(tile, call, Results(out, max_log_sum, lse, stats))
+    return kernels.prepare_forward(tile, call, Results(out, max_log_sum, lse, stats))
 
 
 def forward(
@@ -51,7 +51,7 @@ def forward(
 def capture(call: Call, sample: Tensor, heads: Tensor) -> None:
     """Fill the heads of the entries that are sampled."""
     tile = dispatch.online_tile("online_forward", call, "capture")
-    online_forward.prepare_capture(tile, side_by_side(call), sample.contiguous(), heads).start()
+    kernels.prepare_capture(tile, side_by_side(call), sample.contiguous(), heads).start()
 
 
 def prepare_backward(
@@ -59,7 +59,7 @@ def prepare_backward(
 ) -> Launch:
     call, tile = side_by_side(call), dispatch.online_tile("online_backward", call)
     saved = Results(out, max_log_sum)
-    return online_backward.prepare_backward(tile, grad, call, saved, Gradients(*gradients))
+    return kernels.prepare_backward(tile, grad, call, saved, Gradients(*gradients))
 
 
 def backward(grad: Tensor, call: Call, out: Tensor, max_log_sum: Tensor, *gradients: Any) -> None:

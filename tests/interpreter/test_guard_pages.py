@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.attention.kernels import online_backward, online_forward
+from leaner_kernels.ops.attention.kernels import online
 from tests.interpreter import test_attention_kernels, test_short_kernels
 
 Results = dict[str, Tensor]
@@ -61,11 +61,7 @@ def whole_heads(**sizes: Any) -> Results:
 
 def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
-    few = [
-        mock.patch.object(kernels, "SPARE_PROGRAMS", 3)
-        for kernels in (online_forward, online_backward)
-    ]
-    with few[0], few[1]:
+    with mock.patch.object(online, "SPARE_PROGRAMS", 3):
         out, *rest, max_log_sum = op.attend_cuda(
             op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
         )

@@ -24,12 +24,8 @@ from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
-from leaner_kernels.ops.attention.kernels import (
-    online_backward,
-    online_forward,
-    short_backward,
-    short_forward,
-)
+from leaner_kernels.ops.attention.kernels import online as online_kernels
+from leaner_kernels.ops.attention.kernels import short
 from leaner_kernels.ops.operator import OPERATORS, computed_by
 from tests.interpreter import online
 from tests.placement import sparse, without_wrapping
@@ -110,7 +106,7 @@ def attend(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         found.start()
         return *results[:3], found.arguments["parts_ptr"]
     tile = short_tile(TOKENS, 16)
-    short_forward.prepare_forward(tile, call, Results(*results)).start()
+    short.prepare_forward(tile, call, Results(*results)).start()
     *others, stats = results
     return *others, stats.movedim(1, 0)  # the batch's axis first, as of the others
 
@@ -145,7 +141,7 @@ def attend_backward(kernels: str, *inputs: Tensor) -> tuple[Tensor, ...]:
     else:
         tile = short_tile(TOKENS, 16)
         saved, gradients = Results(out, max_log_sum), Gradients(*found, ds)
-        short_backward.prepare_backward(tile, grad, call, saved, gradients).start()
+        short.prepare_backward(tile, grad, call, saved, gradients).start()
     return *found, ds
 
 
@@ -182,8 +178,7 @@ def test_many_samples_are_captured() -> None:
     run_both(capture, (sample, *big), small, last(HEADS))
 
 
-@mock.patch.object(online_forward, "SPARE_PROGRAMS", SPARE)
-@mock.patch.object(online_backward, "SPARE_PROGRAMS", SPARE)
+@mock.patch.object(online_kernels, "SPARE_PROGRAMS", SPARE)
 def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     """The last sequence and the padding behind it begin past 2**31 elements."""
     torch.manual_seed(0)
@@ -244,8 +239,8 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
         if kernels == "short":
             tile = short_tile(tokens, 256)
             results, gradients = Results(out, max_log_sum), Gradients(*grads, ds)
-            short_forward.prepare_forward(tile, call, results).start()
-            short_backward.prepare_backward(tile, grad, call, results, gradients).start()
+            short.prepare_forward(tile, call, results).start()
+            short.prepare_backward(tile, grad, call, results, gradients).start()
         else:
             online.prepare(call, out, max_log_sum).start()
             online.backward(grad, call, out, max_log_sum, *grads, ds)

@@ -27,7 +27,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
 from leaner_kernels.ops.attention.call import Gradients, Results
-from leaner_kernels.ops.attention.kernels import short_backward, short_forward
+from leaner_kernels.ops.attention.kernels import short
 from tests.interpreter import online
 
 STATISTICS = "lse", *attention_cases.STATISTICS
@@ -46,10 +46,10 @@ def run_short(inputs: Inputs, block: int) -> dict[str, Tensor]:
     tokens = max(inputs.query.shape[2], inputs.key.shape[2])
     tile = short_tile(tokens, block, largest_segment=64)
     out, max_log_sum, stats, grads, ds = buffers(inputs)
-    short_forward.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
+    short.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
     if inputs.query.shape[1] == inputs.key.shape[1]:
         saved, gradients = Results(out, max_log_sum), Gradients(*grads, ds)
-        short_backward.prepare_backward(tile, inputs.grad, inputs.call, saved, gradients).start()
+        short.prepare_backward(tile, inputs.grad, inputs.call, saved, gradients).start()
     return named(inputs, out, stats, grads, ds)
 
 
@@ -87,13 +87,13 @@ def test_short_kernels_stay_within_the_error_budget(
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
     tile = short_tile(208, 16, largest_segment=128)
-    assert short_forward.split(2, 13) == 13
+    assert short.split(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     # With statistics one program owns a head.
-    short_forward.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
+    short.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()
     spread, spread_max_log_sum, _, _, _ = buffers(inputs)
     spread_results = Results(spread, spread_max_log_sum)
-    short_forward.prepare_forward(tile, inputs.call, spread_results).start()
+    short.prepare_forward(tile, inputs.call, spread_results).start()
     assert torch.equal(out, spread)
     assert torch.equal(max_log_sum, spread_max_log_sum)
 

@@ -54,34 +54,34 @@ def test_what_goes_to_pytorch_names_the_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "why"),
+    "call",
     [
-        ({"stats": True}, "statistics"),
-        ({"attn_mask": meta(577, 577)}, "a mask"),
-        ({"key_lengths": [5] * 64}, "lengths"),
-        ({"dropout_p": 0.1}, "dropout"),
-        ({"softcap": 20.0}, "a softcap"),
-        ({"scale": -1.0}, "a scale that is not positive"),
-        ({"scale": 0.0}, "a scale that is not positive"),
-        ({"window_size": (8, 0)}, "a window"),
-        ({"key": meta(64, 16, 700, 64)}, "other keys than queries"),
-        ({"query": meta(64, 16, 577, 64, dtype=torch.float32)}, "float32"),
-        ({"query": meta(64, 16, 577, 62)}, "a head dimension of 62, no multiple of 8"),
+        {"stats": True},
+        {"attn_mask": meta(577, 577)},
+        {"key_lengths": [5] * 64},
+        {"dropout_p": 0.1},
+        {"softcap": 20.0},
+        {"scale": -1.0},
+        {"scale": 0.0},
+        {"window_size": (8, 0)},
+        {"key": meta(64, 16, 700, 64)},
+        {"query": meta(64, 16, 577, 64, dtype=torch.float32)},
+        {"query": meta(64, 16, 577, 62)},
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
+    ids=lambda call: next(iter(call)),
 )
-def test_what_stays_here_says_why(call: dict[str, Any], why: str) -> None:
+def test_what_pytorchs_cannot_do_stays_here(call: dict[str, Any]) -> None:
     given = {"query": meta(64, 16, 577, 64)} | call
     given = {"key": given["query"], "value": call.get("key", given["query"])} | given
     found = explain(**given, capability=90).forward
     assert found.implementation not in ("sdpa", "reference")
-    assert found.reason == f"compute capability 9.0; {why}: supported by our kernels only"
+    assert found.reason.startswith("compute capability 9.0; no rule")
 
 
 def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
     torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
     q = meta(64, 16, 577, 64)
-    assert "deterministic" in explain(q, q, q, capability=90).forward.reason
+    assert explain(q, q, q, capability=90).forward.implementation not in ("sdpa", "reference")
 
 
 Q = torch.empty(2, 3, 7, 16)

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from .. import _hooks
-from .._checks import ANY_HEAD_DIM, MAX_HEAD_DIM, autocast, check_device, check_scale
+from .._checks import ANY_HEAD_DIM, MAX_HEAD_DIM, autocast, check_device
 from .._launch_cache import signature_of
 from ..statistics import AttentionStats, attention_stats
 from . import op
 from .checks import (
     NO_WINDOW,
-    check_packed,
-    check_params,
-    check_query_key_value,
-    check_softcap,
-    check_varlen,
+    checked_dense,
+    checked_packed,
+    checked_varlen,
     four_axes,
     plain_mask,
 )
@@ -126,40 +124,10 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
-    signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
-    cast = attn_mask is not None and torch._C._is_any_autocast_enabled()
-    if (watcher := _hooks.current) is None and not cast:
-        tensors = query, key, value, attn_mask, key_lengths
-        signature = signature_of(tensors, ("attention", *numbers))
-        if signature is not None and (known := op.repeat(op.Dense, signature, tensors)):
-            return known[0]
-    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    if attn_mask is not None:
-        _, attn_mask = autocast(query, attn_mask)
-    if isinstance(query, Tensor) and query.dim() != 4:
-        four = four_axes(query, key, value, attn_mask, key_lengths)
-        params = dropout_p, is_causal, scale, enable_gqa
-        out = attention(*four, *params, softcap=softcap, window_size=window_size)
-        return out.view(query.shape)
-    check_params(dropout_p, is_causal, enable_gqa, window_size)
-    lengths = check_query_key_value(
-        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, None, ANY_HEAD_DIM
-    )
-    scale = scale if scale is None else check_scale(scale)
-    softcap = check_softcap(softcap)
-    if watcher is not None and query.shape[-1] <= MAX_HEAD_DIM:
-        params = attn_mask, dropout_p, is_causal, scale, enable_gqa
-        named = {"key_lengths": lengths, "softcap": softcap, "window_size": window_size}
-        out = watcher.attend(None, query, key, value, *params, **named)
-        if out is not None:
-            return out
-    tensors = query, key, value, attn_mask, lengths
-    numbers = dropout_p, is_causal, scale, softcap, *window_size
-    if lengths is not key_lengths:
-        signature = signature_of(tensors, ("attention", *numbers, enable_gqa))
-    return op.attend_first(op.Dense, signature, tensors, numbers, enable_gqa)
+    return _dense(
+        False, None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        key_lengths, softcap, window_size,
+    )  # fmt: skip
 
 
 def attention_qkvpacked(
@@ -190,27 +158,7 @@ def attention_qkvpacked(
 
     Numerics, source and dispatch to libraries: as ``attention``.
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        (qkv,) = autocast(qkv)
-    signature, numbers = None, (dropout_p, is_causal, scale, window_size)
-    if (watcher := _hooks.current) is None:
-        tensors = qkv, key_lengths
-        signature = signature_of(tensors, ("attention_qkvpacked", *numbers))
-        if signature is not None and (known := op.repeat(op.Packed, signature, tensors)):
-            return known[0]
-    lengths = check_packed(qkv, key_lengths, None, ANY_HEAD_DIM)
-    check_params(dropout_p, is_causal, False, window_size)
-    scale = scale if scale is None else check_scale(scale)
-    if watcher is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
-        named = {"key_lengths": lengths, "window_size": window_size}
-        params = None, dropout_p, is_causal, scale
-        out = watcher.attend(None, *op.split_qkv(qkv), *params, **named)
-        if out is not None:
-            return out.transpose(1, 2).contiguous()
-    tensors, numbers = (qkv, lengths), (dropout_p, is_causal, scale, *window_size)
-    if lengths is not key_lengths:
-        signature = signature_of(tensors, ("attention_qkvpacked", *numbers))
-    return op.attend_first(op.Packed, signature, tensors, numbers)
+    return _packed(False, None, qkv, key_lengths, dropout_p, is_causal, scale, window_size)
 
 
 def attention_qkvpacked_with_stats(
@@ -231,20 +179,7 @@ def attention_qkvpacked_with_stats(
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        (qkv,) = autocast(qkv)
-    tensors, numbers = (qkv, key_lengths), (dropout_p, is_causal, scale, window_size)
-    signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
-    if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
-        return _stats(known, sample)
-    lengths = check_packed(qkv, key_lengths, sample)
-    check_params(dropout_p, is_causal, False, window_size)
-    check_device(qkv.device)
-    tensors = qkv, lengths
-    numbers = dropout_p, is_causal, check_scale(scale), *window_size
-    if lengths is not key_lengths:
-        signature = signature_of((*tensors, sample), ("packed statistics", *numbers))
-    return _stats(op.compute(op.Packed, signature, tensors, numbers, True, sample), sample)
+    return _packed(True, sample, qkv, key_lengths, dropout_p, is_causal, scale, window_size)
 
 
 def attention_with_stats(
@@ -282,32 +217,10 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that it yields the
     condition number of a half-precision model (docs/kappa.md).
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
-    signature, numbers = None, (dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
-    if attn_mask is None or not torch._C._is_any_autocast_enabled():
-        tensors = query, key, value, attn_mask, key_lengths
-        signature = signature_of((*tensors, sample), ("statistics", *numbers))
-        if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
-            return _stats(known, sample)
-    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
-    if attn_mask is not None:
-        _, attn_mask = autocast(query, attn_mask)
-    check_params(dropout_p, is_causal, enable_gqa, window_size)
-    lengths = check_query_key_value(
-        query, key, value, attn_mask, is_causal, enable_gqa, key_lengths, sample
-    )
-    numbers = dropout_p, is_causal, check_scale(scale), check_softcap(softcap), *window_size
-    check_device(query.device)
-    tensors = query, key, value, attn_mask, lengths
-    if lengths is not key_lengths:
-        signature = signature_of((*tensors, sample), ("statistics", *numbers, enable_gqa))
-    return _stats(op.compute(op.Dense, signature, tensors, numbers, True, sample), sample)
-
-
-def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
-    out, lse, stats, heads, _ = results
-    return attention_stats(out, lse, stats, None if sample is None else heads)
+    return _dense(
+        True, sample, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+        key_lengths, softcap, window_size,
+    )  # fmt: skip
 
 
 # --- Varlen batches -------------------------------------------------------------------------------
@@ -370,26 +283,10 @@ def attention_varlen(
 
     Numerics and source: as ``attention``.
     """
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
-        query, key, value = autocast(query, key, value)
-    tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
-    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
-    kind = "attention_varlen", enable_gqa, cu_seqlens_k is None, *numbers
-    signature = signature_of(tensors, kind)
-    if signature is not None and (known := op.repeat(op.Varlen, signature, tensors)):
-        return known[0]
-    check_params(dropout_p, is_causal, enable_gqa, window_size)
-    starts, key_starts = check_varlen(
-        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa
-    )
-    scale = scale if scale is None else check_scale(scale)
-    check_device(query.device)
-    tensors = query, key, value, starts, _or(key_starts, starts)
-    if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
-        signature = signature_of(tensors, kind)
-    max_seqlen_k = _or(max_seqlen_k, max_seqlen)
-    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
-    return op.attend_first(op.Varlen, signature, tensors, numbers)
+    return _varlen(
+        False, None, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
+        dropout_p, is_causal, scale, enable_gqa, window_size,
+    )  # fmt: skip
 
 
 def attention_varlen_with_stats(
@@ -421,28 +318,103 @@ def attention_varlen_with_stats(
 
     Numerics: as ``attention_with_stats``.
     """
+    return _varlen(
+        True, sample, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
+        dropout_p, is_causal, scale, enable_gqa, window_size,
+    )  # fmt: skip
+
+
+# --- A call of each form: repeated where there was one of its signature, or else checked ----------
+
+
+def _dense(
+    stats, sample, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+    key_lengths, softcap, window_size,
+) -> Any:  # fmt: skip
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    tensors = query, key, value, cu_seqlens, _or(cu_seqlens_k, cu_seqlens)
-    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, window_size
-    kind = "varlen statistics", enable_gqa, cu_seqlens_k is None, *numbers
-    signature = signature_of((*tensors, sample), kind)
+    signature, kind = None, (stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
+    watcher = None if stats else _hooks.current
+    cast = attn_mask is not None and torch._C._is_any_autocast_enabled()
+    if watcher is None and not cast:
+        tensors = query, key, value, attn_mask, key_lengths
+        signature = signature_of((*tensors, sample), ("attention", *kind))
+        if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
+            return _returned(known, stats, sample)
+    if isinstance(query, Tensor) and query.dim() != 4 and not stats:
+        attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
+        four = four_axes(query, key, value, attn_mask, key_lengths)
+        params = dropout_p, is_causal, scale, enable_gqa
+        out = attention(*four, *params, softcap=softcap, window_size=window_size)
+        return out.view(query.shape)
+    params = attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, softcap, window_size
+    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
+    tensors, numbers = checked_dense(query, key, value, *params, sample, max_head_dim)
+    if watcher is not None and query.shape[-1] <= MAX_HEAD_DIM:
+        named = {"key_lengths": tensors[4], "softcap": numbers[3], "window_size": window_size}
+        out = watcher.attend(None, *tensors[:4], *numbers[:3], enable_gqa, **named)
+        if out is not None:
+            return out
+    if tensors[4] is not key_lengths:
+        signature = signature_of((*tensors, sample), ("attention", *kind))
+    return _first(op.Dense, signature, tensors, numbers, stats, sample, enable_gqa)
+
+
+def _packed(stats, sample, qkv, key_lengths, dropout_p, is_causal, scale, window_size) -> Any:
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        (qkv,) = autocast(qkv)
+    signature, kind = None, (stats, dropout_p, is_causal, scale, window_size)
+    watcher = None if stats else _hooks.current
+    if watcher is None:
+        tensors = qkv, key_lengths
+        signature = signature_of((*tensors, sample), ("attention_qkvpacked", *kind))
+        if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
+            return _returned(known, stats, sample)
+    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
+    params = key_lengths, dropout_p, is_causal, scale, window_size
+    tensors, numbers = checked_packed(qkv, *params, sample, max_head_dim)
+    if watcher is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
+        named = {"key_lengths": tensors[1], "window_size": window_size}
+        out = watcher.attend(None, *op.split_qkv(qkv), None, *numbers[:3], **named)
+        if out is not None:
+            return out.transpose(1, 2).contiguous()
+    if tensors[1] is not key_lengths:
+        signature = signature_of((*tensors, sample), ("attention_qkvpacked", *kind))
+    return _first(op.Packed, signature, tensors, numbers, stats, sample)
+
+
+def _varlen(
+    stats, sample, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
+    dropout_p, is_causal, scale, enable_gqa, window_size,
+) -> Any:  # fmt: skip
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
+    tensors = query, key, value, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    kind = stats, enable_gqa, cu_seqlens_k is None, max_seqlen, max_seqlen_k
+    kind = "attention_varlen", *kind, dropout_p, is_causal, scale, window_size
+    signature, given = signature_of((*tensors, sample), kind), tensors
     if signature is not None and (known := op.repeat(op.Varlen, signature, tensors, sample)):
-        return _stats(known, sample)
-    check_params(dropout_p, is_causal, enable_gqa, window_size)
-    starts, key_starts = check_varlen(
-        query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa, sample
-    )
-    scale = scale if scale is None else check_scale(scale)
-    check_device(query.device)
-    tensors = query, key, value, starts, _or(key_starts, starts)
-    if starts is not cu_seqlens or key_starts is not cu_seqlens_k:
+        return _returned(known, stats, sample)
+    ends = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
+    params = dropout_p, is_causal, scale, enable_gqa, window_size
+    tensors, numbers = checked_varlen(query, key, value, *ends, *params, sample)
+    if tensors[3] is not given[3] or tensors[4] is not given[4]:
         signature = signature_of((*tensors, sample), kind)
-    max_seqlen_k = _or(max_seqlen_k, max_seqlen)
-    numbers = max_seqlen, max_seqlen_k, dropout_p, is_causal, scale, *window_size
-    results = op.compute(op.Varlen, signature, tensors, numbers, True, sample)
-    return _stats(results, sample)
+    return _first(op.Varlen, signature, tensors, numbers, stats, sample)
 
 
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+def _first(form, signature, tensors, numbers, stats, sample, enable_gqa=False) -> Any:
+    """Return what a checked call gives; one with a signature is repeated from then on."""
+    if stats or form is op.Varlen:
+        check_device(tensors[0].device)
+    if not stats:
+        return op.attend_first(form, signature, tensors, numbers, enable_gqa)
+    return _returned(op.compute(form, signature, tensors, numbers, True, sample), True, sample)
+
+
+def _returned(results: Sequence[Any], stats: bool, sample: Tensor | None) -> Any:
+    """Return the output, or the statistics by name."""
+    if not stats:
+        return results[0]
+    out, lse, per_head, heads, _ = results
+    return attention_stats(out, lse, per_head, None if sample is None else heads)

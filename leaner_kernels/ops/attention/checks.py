@@ -1,5 +1,10 @@
-"""Argument checks of softmax attention; each error is one line that shows the offending value."""
+"""Argument checks of the public functions; each error is one line that shows the offending value.
 
+``checked_dense``, ``checked_packed`` and ``checked_varlen`` return the tensors, less the seed, and
+the numbers that the operator of their form takes.
+"""
+
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -12,8 +17,10 @@ from .._checks import (
     MAX_ROW_STRIDE,
     NO_WINDOW,
     ArgumentError,
+    autocast,
     check_layout,
     check_sample,
+    check_scale,
     check_tensor,
     checked_lengths,
     described,
@@ -30,19 +37,19 @@ MAX_SEQLEN = 2**31 - 1
 _ROWS = {3: 0, 4: 2, 5: 1}  # the axis of rows, by the number of axes
 MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
+Checked = tuple[Sequence[Any], Sequence[Any]]
 
-def check_query_key_value(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    key_lengths: Any,
-    sample: Tensor | None = None,
-    max_head_dim: int = MAX_HEAD_DIM,
-) -> Tensor | None:
-    """Return the lengths as int32; raise ValueError for arguments that kernels cannot compute."""
+
+def checked_dense(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
+    is_causal: bool, scale: float | None, enable_gqa: bool, key_lengths: Any, softcap: float,
+    window_size: tuple[int, int], sample: Tensor | None, max_head_dim: int,
+) -> Checked:  # fmt: skip
+    """Return tensors and numbers; raise ValueError for arguments that kernels cannot compute."""
+    attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
+    if attn_mask is not None:
+        _, attn_mask = autocast(query, attn_mask)
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
     _check_three(query, key, value, ("B", "H", "N", "D"), max_head_dim)
     (batch, heads, rows, dim), (key_batch, key_heads, cols, key_dim) = query.shape, key.shape
     if (batch, dim) != (key_batch, key_dim):
@@ -59,63 +66,34 @@ def check_query_key_value(
             raise ArgumentError(MASK_AND_CAUSAL)
     if sample is not None:
         check_sample(sample, batch, query.device)
-    if key_lengths is None:
-        return None
-    return checked_lengths(key_lengths, batch, cols, query.device)
+    lengths = checked_lengths(key_lengths, batch, cols, query.device)
+    numbers = dropout_p, is_causal, check_scale(scale), check_softcap(softcap), *window_size
+    return (query, key, value, attn_mask, lengths), numbers
 
 
-def four_axes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    key_lengths: object,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Reshape inputs of any rank >= 2 to (B, H, N, D).
-
-    Raises:
-        ValueError: if ranks or outer axes differ, or ``key_lengths`` are given, which need a B.
-    """
-    _check_dense("query", query)
-    rank, outer = query.dim(), query.shape[:-3]
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        _check_dense(name, t)
-        if t.dim() != rank or rank < 2:
-            axes = "" if t is query else f" with a {name} of {t.dim()} axes"
-            raise ArgumentError(f"query must be (B, H, N, D), got {tuple(query.shape)}{axes}")
-        if t.shape[:-3] != outer:
-            raise ArgumentError(
-                f"{name} must have the outer axes of query, {tuple(outer)}, got {tuple(t.shape)}"
-            )
-    if key_lengths is not None:
-        raise ArgumentError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
-    if rank < 4:
-        query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
-        return query, key, value, attn_mask
-    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
-        _check_dense("attn_mask", attn_mask)
-        shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
-        if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
-            raise ArgumentError(
-                f"attn_mask must broadcast to (..., H, N, M) with outer axes {tuple(outer)}, "
-                f"got {tuple(attn_mask.shape)}"
-            )
-        attn_mask = attn_mask.expand(*outer, *shape[-3:]).flatten(0, -4)
-    return query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4), attn_mask
+def checked_packed(
+    qkv: Tensor, key_lengths: Any, dropout_p: float, is_causal: bool, scale: float | None,
+    window_size: tuple[int, int], sample: Tensor | None, max_head_dim: int,
+) -> Checked:  # fmt: skip
+    """Return tensors and numbers; raise ValueError unless they agree with qkv (B, N, 3, H, D)."""
+    check_tensor("qkv", qkv)
+    if qkv.dim() != 5 or qkv.shape[2] != 3:
+        raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
+    _check_layout("qkv", qkv, max_head_dim)
+    if sample is not None:
+        check_sample(sample, qkv.shape[0], qkv.device)
+    lengths = checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+    check_params(dropout_p, is_causal, False, window_size)
+    return (qkv, lengths), (dropout_p, is_causal, check_scale(scale), *window_size)
 
 
-def check_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens: Any,
-    max_seqlen: int,
-    cu_seqlens_k: Any,
-    max_seqlen_k: int | None,
-    enable_gqa: bool,
-    sample: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return both starts as int32; raise ValueError unless tensors and sequences agree."""
+def checked_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Any, max_seqlen: int, cu_seqlens_k: Any,
+    max_seqlen_k: int | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, window_size: tuple[int, int], sample: Tensor | None,
+) -> Checked:  # fmt: skip
+    """Return tensors and numbers; raise ValueError unless tensors and sequences agree."""
+    check_params(dropout_p, is_causal, enable_gqa, window_size)
     _check_three(query, key, value, ("T", "H", "D"))
     (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
     if dim != key_dim:
@@ -132,7 +110,7 @@ def check_varlen(
         raise ArgumentError(
             f"key must have the {rows} tokens of query unless cu_seqlens_k is given, got {cols}"
         )
-    starts, key_starts = _checked_starts("", cu_seqlens, max_seqlen, rows, query.device), None
+    starts = key_starts = _checked_starts("", cu_seqlens, max_seqlen, rows, query.device)
     if cu_seqlens_k is not None:
         key_starts = _checked_starts("_k", cu_seqlens_k, max_seqlen_k, cols, query.device)
         if key_starts.shape != starts.shape:
@@ -142,22 +120,40 @@ def check_varlen(
             )
     if sample is not None:
         check_sample(sample, starts.shape[0] - 1, query.device)
-    return starts, key_starts
+    lengths = max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
+    numbers = *lengths, dropout_p, is_causal, check_scale(scale), *window_size
+    return (query, key, value, starts, key_starts), numbers
 
 
-def check_packed(
-    qkv: Tensor, key_lengths: Any, sample: Tensor | None = None, max_head_dim: int = MAX_HEAD_DIM
-) -> Tensor | None:
-    """Return the lengths as int32; raise ValueError unless they agree with qkv (B, N, 3, H, D)."""
-    check_tensor("qkv", qkv)
-    if qkv.dim() != 5 or qkv.shape[2] != 3:
-        raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
-    _check_layout("qkv", qkv, max_head_dim)
-    if sample is not None:
-        check_sample(sample, qkv.shape[0], qkv.device)
-    if key_lengths is None:
-        return None
-    return checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+def four_axes(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, key_lengths: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Reshape inputs of any rank >= 2 to (B, H, N, D).
+
+    Raises:
+        ValueError: if ranks or outer axes differ, or ``key_lengths`` are given, which need a B.
+    """
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        _check_dense(name, t)
+        if t.dim() != query.dim() or t.dim() < 2 or t.shape[:-3] != query.shape[:-3]:
+            other = "" if t is query else f" with a {name} {tuple(t.shape)}"
+            raise ArgumentError(f"query must be (B, H, N, D), got {tuple(query.shape)}{other}")
+    if key_lengths is not None:
+        raise ArgumentError(f"key_lengths need a query (B, H, N, D), got {tuple(query.shape)}")
+    rank, outer = query.dim(), query.shape[:-3]
+    if rank < 4:
+        query, key, value = (t[(None,) * (4 - rank)] for t in (query, key, value))
+        return query, key, value, attn_mask
+    if isinstance(attn_mask, Tensor) and attn_mask.dim() > 3:
+        _check_dense("attn_mask", attn_mask)
+        shape = (1,) * (rank - attn_mask.dim()) + tuple(attn_mask.shape)
+        if len(shape) != rank or any(m not in (1, s) for m, s in zip(shape, outer)):
+            raise ArgumentError(
+                f"attn_mask must broadcast to (..., H, N, M) with outer axes {tuple(outer)}, "
+                f"got {tuple(attn_mask.shape)}"
+            )
+        attn_mask = attn_mask.expand(*outer, *shape[-3:]).flatten(0, -4)
+    return query.flatten(0, -4), key.flatten(0, -4), value.flatten(0, -4), attn_mask
 
 
 def check_params(
@@ -305,31 +301,18 @@ def _check_mask(mask: Tensor, query: Tensor, scores: tuple[int, int, int, int]) 
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """Return whether a mask is a ``torch.nn.attention.bias.CausalBias``, by its attributes.
-
-    Importing the class would import a compiler.
-    """
+    """Return whether a mask is PyTorch's ``CausalBias``; importing that would import a compiler."""
     return hasattr(attn_mask, "seq_len_q")
 
 
 def plain_mask(
     attn_mask: Tensor | None, is_causal: bool, query: Tensor, key: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """Replace a CausalBias by ``is_causal`` or a boolean mask.
+    """Return a mask and ``is_causal`` in place of a CausalBias; anything else as it is.
 
-    Args:
-        attn_mask: a CausalBias, or anything else, which is returned as it is.
-        is_causal: row i sees columns 0 to i; not together with a CausalBias.
-        query: (..., N, D).
-        key: (..., M, D).
-
-    Returns:
-        (None, True) if row i sees columns 0 to i: for an upper left bias of any size, and for a
-        lower right bias with N = M. Otherwise an (N, M) mask, True is visible, on the device of
-        ``query``, and on every rank if that is a DTensor; and False.
-
-    Raises:
-        ValueError: if a lower right bias is not (N, M), or ``is_causal`` is set too.
+    (None, True) stands for an upper left bias of any size and a lower right one with N = M, a
+    boolean (N, M) mask, on every rank if ``query`` is a DTensor, for others. Raise ValueError if a
+    lower right bias is not (N, M), or ``is_causal`` is set too.
     """
     if not is_causal_bias(attn_mask):
         return attn_mask, is_causal

@@ -19,14 +19,36 @@ from .call import Call, Results, Sequences
 
 def forward(call: Call, results: Results) -> None:
     """Fill the results of a call, statistics where they are wanted."""
-    if call.sequences is not None:
-        _forward_varlen(call, call.sequences, results)
+    out, max_log_sum, lse, stats, heads, sample = results
+    if call.sequences is None:
+        _fill(call, results)
         return
+    # What no sequence owns, and sequences without rows or keys.
+    out.zero_()
+    max_log_sum.zero_()
+    if lse is not None and stats is not None and heads is not None:
+        lse.fill_(-math.inf)
+        nothing = call.query.new_zeros(1, 1, 0, 0)
+        stats.copy_(per_head(nothing, nothing, nothing))
+        if sample is not None:
+            heads[sample >= 0] = 0
+    for number, rows, cols in _sequences(call.sequences):
+        filled = Results(_one(out, rows), max_log_sum[None, :, rows])
+        if lse is not None and stats is not None and heads is not None:
+            # Slots that name this sequence, the only entry of its call.
+            here = None if sample is None else torch.where(sample == number, 0, -1)
+            statistics = lse[None, :, rows], stats[:, number : number + 1]
+            filled = Results(*filled[:2], *statistics, heads[:, : rows.stop - rows.start], here)
+        _fill(_sequence(call, rows, cols), filled, number)
+
+
+def _fill(call: Call, results: Results, first: int = 0) -> None:
+    """Fill the results of a batch whose entries are those from ``first`` on, for dropout."""
     out, max_log_sum, lse, stats, heads, sample = results
     q, k, v, mask = _float32(*call[:4])
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, row_lse, s = _probabilities(call, q, k, mask)
-    a = reference.attend(p, v, _keep(call, s), call.dropout_p)
+    a = reference.attend(p, v, _keep(call, s, first), call.dropout_p)
     out.copy_(a)
     max_log_sum.copy_(_max_log_sum(p, s))
     if lse is None or stats is None or heads is None:
@@ -43,12 +65,21 @@ def backward(grad: Tensor, call: Call) -> Sequence[Tensor | None]:
 
     Of a varlen batch there is no dS.
     """
-    if call.sequences is not None:
-        return _backward_varlen(grad, call, call.sequences)
+    if call.sequences is None:
+        return _gradients(grad, call)
+    dq, dk, dv = (torch.zeros_like(t, dtype=upcast(t).dtype) for t in call[:3])
+    for number, rows, cols in _sequences(call.sequences):
+        gradients = _gradients(_one(grad, rows), _sequence(call, rows, cols), number)
+        for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients):
+            slot.copy_(gradient[0].transpose(0, 1))
+    return [dq, dk, dv, None]
+
+
+def _gradients(grad: Tensor, call: Call, first: int = 0) -> tuple[Tensor, ...]:
     g, q, k, v, mask = _float32(grad, *call[:4])
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, _, s = _probabilities(call, q, k, mask)
-    params = _keep(call, s), call.dropout_p, call.scale, call.softcap
+    params = _keep(call, s, first), call.dropout_p, call.scale, call.softcap
     return reference.backward(g, q, k, v, p, *params)
 
 
@@ -62,7 +93,7 @@ def _probabilities(call: Call, q: Any, k: Any, mask: Any) -> tuple[Tensor, Tenso
     return reference.probabilities(q, k, mask, call.key_lengths, *params)
 
 
-def _keep(call: Call, s: Tensor, first: int = 0) -> Tensor | None:
+def _keep(call: Call, s: Tensor, first: int) -> Tensor | None:
     """Return what dropout keeps of the scores of entries from ``first`` on."""
     if call.seed is None:
         return None
@@ -79,44 +110,6 @@ def _max_log_sum(p: Tensor, s: Tensor) -> Tensor:
 # --- Sequences side by side -----------------------------------------------------------------------
 
 
-def _forward_varlen(call: Call, sequences: Sequences, results: Results) -> None:
-    out, max_log_sum, lse, stats, heads, sample = results
-    out.zero_()
-    max_log_sum.zero_()
-    if lse is not None and stats is not None and heads is not None:
-        lse.fill_(-math.inf)
-        nothing = call.query.new_zeros(1, 1, 0, 0)
-        stats.copy_(per_head(nothing, nothing, nothing))
-        if sample is not None:
-            heads[sample >= 0] = 0
-    for number, rows, cols in _sequences(sequences):
-        q, k, v = _one(call.query, rows), _one(call.key, cols), _one(call.value, cols)
-        p, row_lse, s = _probabilities(call, q, k, None)
-        a = reference.attend(p, v, _keep(call, s, number), call.dropout_p)
-        out[rows] = a[0].transpose(0, 1).to(out.dtype)
-        max_log_sum[:, rows] = _max_log_sum(p, s)[0]
-        if lse is None or stats is None or heads is None:
-            continue
-        lse[:, rows] = row_lse[0]
-        stats[:, number] = per_head(p, s, a)[:, 0]
-        if sample is not None:
-            captured = a[0].transpose(0, 1).flatten(1).to(heads.dtype)
-            heads[sample == number, : len(captured)] = captured
-
-
-def _backward_varlen(grad: Tensor, call: Call, sequences: Sequences) -> list[Tensor | None]:
-    dq, dk, dv = (torch.zeros_like(t, dtype=upcast(t).dtype) for t in call[:3])
-    for number, rows, cols in _sequences(sequences):
-        g, q = _one(grad, rows), _one(call.query, rows)
-        k, v = _one(call.key, cols), _one(call.value, cols)
-        p, _, s = _probabilities(call, q, k, None)
-        params = _keep(call, s, number), call.dropout_p, call.scale
-        *gradients, _ = reference.backward(g, q, k, v, p, *params)
-        for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients, strict=True):
-            slot.copy_(gradient[0].transpose(0, 1))
-    return [dq, dk, dv, None]
-
-
 def _sequences(sequences: Sequences) -> Iterator[tuple[int, slice, slice]]:
     """Yield number, rows and columns of each sequence that has both."""
     starts, key_starts = sequences.starts.tolist(), sequences.key_starts.tolist()
@@ -126,6 +119,12 @@ def _sequences(sequences: Sequences) -> Iterator[tuple[int, slice, slice]]:
             yield number, slice(row, row_end), slice(col, col_end)
 
 
+def _sequence(call: Call, rows: slice, cols: slice) -> Call:
+    """Return the call of one sequence."""
+    tensors = _one(call.query, rows), _one(call.key, cols), _one(call.value, cols)
+    return Call(*tensors, *call[3:11])
+
+
 def _one(t: Tensor, tokens: slice) -> Tensor:
-    """Return a sequence as a batch of one, (1, H, N, D), half precision as float32."""
-    return upcast(t[tokens].transpose(0, 1)[None])
+    """Return a view of a sequence as a batch of one, (1, H, N, D)."""
+    return t[tokens].transpose(0, 1)[None]

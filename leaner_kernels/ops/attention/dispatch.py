@@ -7,6 +7,7 @@ all but the last are for half precision only. ``library.toml`` lists the lengths
 attention is faster, as measured or predicted for each GPU.
 """
 
+import re
 import tomllib
 from importlib import import_module, resources
 from typing import Any, NamedTuple
@@ -45,9 +46,10 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
     if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
         return Choice(f"warp_multihead_{name}", tile)
-    if _copies_whole_rows(call):
-        kernels = [f"{_family(query)}_{name}"]
-        if with_stats and _family(query) == "hopper":
+    if call.batch <= MAX_ENTRIES and _fits_gluon(call):
+        # wgmma, or mma
+        kernels = [f"hopper_{name}" if _is_hopper(query) else f"ampere_{name}"]
+        if with_stats and _is_hopper(query):
             kernels.append("hopper_long_forward_statistics")
         for kernel in kernels:
             if tile := gluon_tile(kernel, *shape):
@@ -70,7 +72,7 @@ def choose_backward(
     varlen = call.sequences is not None
     if varlen:
         wanted |= {"varlen"}
-    # Only online_backward.py sums the gradients of a key head over its query heads.
+    # Only the kernel for any length sums the gradients of a key head over its query heads.
     if query.shape[1] == key.shape[1]:
         shape = query, key, wanted
         if (
@@ -79,11 +81,11 @@ def choose_backward(
             and (tile := warp_multihead_tile("warp_multihead_backward", *shape))
         ):
             return Choice("warp_multihead_backward", tile)
-        if _copies_whole_rows(call, grad, out, dq, dk, dv):
+        if call.batch <= MAX_ENTRIES and _fits_gluon(call, grad, out, dq, dk, dv):
             from .. import _gluon
 
             kernels: tuple[str, ...] = ("ampere_backward",)
-            if _family(query) == "hopper":
+            if _is_hopper(query):
                 fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
                 kernels = ("hopper_resident_backward", "hopper_backward") if fenced else ()
             for kernel in kernels:
@@ -92,11 +94,6 @@ def choose_backward(
         if not varlen and (tile := short_tile("short_backward", *shape)):
             return Choice("short_backward", tile)
     return Choice("online_backward", online_tile("online_backward", call))
-
-
-def _copies_whole_rows(call: Call, *others: Tensor) -> bool:
-    """Return whether a program in Gluon can own a head: its rows are copied 16 bytes at a time."""
-    return call.batch <= MAX_ENTRIES and _fits_gluon(call, *others)
 
 
 def _pairs_elements(call: Call, *others: Tensor) -> bool:
@@ -168,9 +165,8 @@ def gluon_tile(
     return None if rule is None else rule.tile
 
 
-def _family(query: Tensor) -> str:
-    """Return the family of kernels for a GPU: "hopper" with wgmma, else "ampere" with mma."""
-    return "hopper" if _tiles.capability(query.device) == 90 else "ampere"
+def _is_hopper(query: Tensor) -> bool:
+    return _tiles.capability(query.device) == 90
 
 
 def warp_multihead_tile(
@@ -239,16 +235,13 @@ def find_rule(
 
 def tiles_of(kernel: str) -> Tiles:
     """Return the table of tiles of a kernel."""
-    name = "STATISTICS_TILES" if kernel.endswith("_statistics") else "TILES"
-    if kernel == "warp_multihead_backward":
-        name = "BACKWARD_TILES"
-    return getattr(module_of(kernel), name)
+    direction = kernel.rsplit("_", 1)[1]  # "forward", "statistics" or "backward"
+    return getattr(module_of(kernel), f"{direction.upper()}_TILES")
 
 
 def module_of(kernel: str) -> Any:
     """Import and return the module of a kernel, which imports Triton."""
-    warps = kernel.startswith("warp_multihead")
-    file = "warp_multihead" if warps else kernel.removesuffix("_statistics")
+    file = re.sub("_(forward|forward_statistics|backward)$", "", kernel)
     return import_module(f"{__package__}.kernels.{file}")
 
 
@@ -256,13 +249,7 @@ def module_of(kernel: str) -> Any:
 
 
 class Rule(NamedTuple):
-    """The lengths at which PyTorch's attention is faster, and the source of this claim.
-
-    Attributes:
-        first: the fewest tokens; of a varlen batch, the mean over its sequences.
-        last: the most, None for no limit.
-        source: a file under bench/results, or a sentence that begins with "predicted" or "assumed".
-    """
+    """The first and last length (None: no end) at which PyTorch's is faster, and who says so."""
 
     first: int
     last: int | None
@@ -304,13 +291,7 @@ def find_rule_of_library(
 ) -> Rule | None:
     """Return the rule that dispatches a call to PyTorch, or None if our kernels are faster.
 
-    Args:
-        gpu: compute capability, as ``capability`` returns it.
-        varlen: whether the call is a varlen batch.
-        causal: whether later columns are hidden from rows.
-        backward: whether a backward will follow.
-        head_dim: up to 128; rounded up to the next head dimension that has rules.
-        tokens: tokens of a sequence, or their mean.
+    ``gpu`` is a compute capability, ``tokens`` of a varlen batch the mean over its sequences.
     """
     by_capability, others = RULES
     rules = by_capability.get(gpu, others)
@@ -324,13 +305,7 @@ def find_rule_of_library(
 
 
 class Library(NamedTuple):
-    """The implementation that computes a call in place of our kernels.
-
-    Attributes:
-        name: ``sdpa``, PyTorch's ``scaled_dot_product_attention``; ``varlen_attn``, of
-            ``torch.nn.attention.varlen``; or ``reference``, with all scores in memory.
-        reason: why, in one line.
-    """
+    """What computes a call in place of our kernels, as ``explain.Route`` names it, and why."""
 
     name: str
     reason: str
@@ -342,10 +317,6 @@ def library_of(call: Call, backward: bool) -> Library | None:
     PyTorch computes self-attention in half precision with a head dimension that is a multiple of 8
     and a positive scale, since it takes the maximum of a row before scaling. Its gradients are sums
     in no fixed order, so that deterministic algorithms rule it out.
-
-    Args:
-        call: to be computed.
-        backward: whether a backward will follow.
     """
     query, key, sequences = call.query, call.key, call.sequences
     dim = query.shape[-1]

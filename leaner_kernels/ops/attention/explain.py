@@ -13,24 +13,13 @@ from .._checks import (
     MAX_HEAD_DIM,
     ArgumentError,
     autocast,
-    check_scale,
     check_tensor,
     shown,
 )
-from . import dispatch, sdpa
-from .call import LEAST_SCALE, Call, Sequences
-from .checks import (
-    NO_WINDOW,
-    check_packed,
-    check_params,
-    check_query_key_value,
-    check_softcap,
-    check_varlen,
-    four_axes,
-    plain_mask,
-)
+from . import dispatch, op, sdpa
+from .call import Call
+from .checks import NO_WINDOW, checked_dense, checked_packed, checked_varlen, four_axes
 from .dispatch import Library
-from .op import new_out, split_qkv
 
 
 class Route(NamedTuple):
@@ -117,58 +106,46 @@ def explain(
         )
     if (key is None) != (value is None):
         raise ArgumentError("key and value go together: give both, or a projection alone")
-    check_params(dropout_p, is_causal, enable_gqa, window_size)
-    scale, softcap = check_scale(scale), check_softcap(softcap)
+    form: Any = op.Dense if cu_seqlens is None else op.Varlen
+    form = op.Packed if key is None else form
+    others = {"attn_mask": attn_mask, "softcap": softcap}
+    if form is op.Packed:
+        others |= {"enable_gqa": enable_gqa, "cu_seqlens": cu_seqlens}
+    elif form is op.Varlen:
+        others |= {"key_lengths": key_lengths}
+    for name, other in others.items() if form is not op.Dense else ():
+        if isinstance(other, Tensor) or other not in (None, 0, False):
+            raise ArgumentError(f"{form.name} does not accept {name}")
+    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
     with _tiles.assume(capability):
-        max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
-        sequences = lengths = None
-        if cu_seqlens is not None:
-            refused = {"attn_mask": attn_mask, "key_lengths": key_lengths, "softcap": softcap}
-            _refuse("attention_varlen", **refused)
-            if key is None or value is None:
-                raise ArgumentError("cu_seqlens need query, key and value, got a query alone")
-            tensors: Any = autocast(query, key, value)
-            query, key, value = tensors
-            ends: Any = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k, enable_gqa)
-            starts, key_starts = check_varlen(*tensors, *ends)
-            sequences = Sequences(starts, starts if key_starts is None else key_starts, 1, 1)
-        elif key is None or value is None:
-            names = {"attn_mask": attn_mask, "softcap": softcap, "enable_gqa": enable_gqa}
-            _refuse("attention_qkvpacked", **names)
-            (qkv,) = tensors = autocast(query)
-            lengths = check_packed(qkv, key_lengths, None, max_head_dim)
-            query, key, value = split_qkv(qkv)
+        inputs: Any = autocast(*(t for t in (query, key, value) if t is not None))
+        if form is op.Varlen:
+            ends: Any = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
+            params = dropout_p, is_causal, scale, enable_gqa, window_size, None
+            tensors, numbers = checked_varlen(*inputs, *ends, *params)
+        elif form is op.Packed:
+            params = key_lengths, dropout_p, is_causal, scale, window_size, None
+            tensors, numbers = checked_packed(*inputs, *params, max_head_dim)
         else:
-            attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
             if query.dim() != 4:
-                query, key, value, attn_mask = four_axes(query, key, value, attn_mask, key_lengths)
-            tensors = autocast(query, key, value, attn_mask)
-            query, key, value, attn_mask = tensors
-            more: Any = (is_causal, enable_gqa, key_lengths, None, max_head_dim)
-            lengths = check_query_key_value(*tensors, *more)
-        if dispatch.on_gpu(query) and query.dtype not in DTYPES:
-            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise ArgumentError(f"query on cuda must be one of {names}, got {query.dtype}")
-        if backward is None:
-            recorded = any(t is not None and t.requires_grad for t in tensors)
-            backward = torch.is_grad_enabled() and recorded
+                *inputs, attn_mask = four_axes(*inputs, attn_mask, key_lengths)
+            params = attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, softcap
+            tensors, numbers = checked_dense(*inputs, *params, window_size, None, max_head_dim)
         # A placeholder: drawing a seed would advance the generator.
         seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
-        operands = query, key, value, attn_mask, lengths, seed
-        numbers = dropout_p, is_causal, scale, softcap, (*window_size,)
-        return _explain(Call._make((*operands, *numbers, sequences)), stats, backward)
-
-
-def _refuse(function: str, **arguments: Any) -> None:
-    for name, argument in arguments.items():
-        if isinstance(argument, Tensor) or argument not in (None, 0, False):
-            raise ArgumentError(f"{function} does not accept {name}")
+        call = form.call(*tensors, seed, *numbers)
+        if dispatch.on_gpu(call.query) and call.query.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise ArgumentError(f"query on cuda must be one of {names}, got {call.query.dtype}")
+        if backward is None:
+            recorded = any(t is not None and t.requires_grad for t in call[:4])
+            backward = torch.is_grad_enabled() and recorded
+        return _explain(call, stats, backward)
 
 
 def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
     """Return the implementations of a checked call."""
-    query, key, value = call[:3]
-    on_gpu, library = dispatch.on_gpu(query), None
+    query, on_gpu, library = call.query, dispatch.on_gpu(call.query), None
     if not stats or not on_gpu:
         if query.shape[-1] > MAX_HEAD_DIM:
             sdpa.check_wide(query, call.softcap)
@@ -178,40 +155,14 @@ def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
     if library is not None:
         route = Route("reference" if stats else library.name, {}, library.reason)
         return Explanation(route, route if backward else None)
-    reason = _why_ours(call, stats)
+    gpu = _tiles.capability(query.device)
+    on = f"compute capability {gpu // 10}.{gpu % 10}"
+    reason = f"{on}; no rule in library.toml dispatches such calls to PyTorch"
     forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)
     if not backward:
         return Explanation(route, None)
-    out = query if call.sequences is not None else new_out(query)
-    gradients = (torch.empty_like(t) for t in (query, key, value))
+    out = query if call.sequences is not None else op.new_out(query)
+    gradients = (torch.empty_like(t) for t in call[:3])
     done = dispatch.choose_backward(call, out, out, *gradients)
     return Explanation(route, Route(done.kernel, done.tile.arguments, reason))
-
-
-def _why_ours(call: Call, stats: bool) -> str:
-    """Return why our kernels compute a call: PyTorch's cannot, or no rule prefers them."""
-    query, key, sequences = call.query, call.key, call.sequences
-    if sequences is None:
-        other_keys = query.shape[2] != key.shape[2]
-    else:
-        other_keys = sequences.starts is not sequences.key_starts or query.shape != key.shape
-    needs = {
-        "statistics": stats,
-        "a mask": call.attn_mask is not None,
-        "lengths": call.key_lengths is not None,
-        "dropout": call.dropout_p,
-        "a softcap": call.softcap,
-        "a window": call.window != NO_WINDOW,
-        "other keys than queries": other_keys,
-        "float32": query.dtype == torch.float32,
-        f"a head dimension of {query.shape[-1]}, no multiple of 8": query.shape[-1] % 8,
-        "a scale that is not positive": call.scale is not None and call.scale < LEAST_SCALE,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-    }
-    gpu = _tiles.capability(query.device)
-    on = f"compute capability {gpu // 10}.{gpu % 10}"
-    if any(needs.values()):
-        wanted = ", ".join(name for name, needed in needs.items() if needed)
-        return f"{on}; {wanted}: supported by our kernels only"
-    return f"{on}; no rule in library.toml dispatches it to PyTorch"

@@ -499,11 +499,7 @@ def repeat(
 ) -> tuple[Any, ...] | None:
     """Return what the operator does where a call of this signature was made before, else None.
 
-    Args:
-        form: of the operator.
-        signature: of a call by a user: what checks and the choice of a kernel depend on.
-        tensors: the operator's, less the seed, which comes last.
-        sample: of a call with statistics.
+    ``tensors`` are the operator's, less the seed, which comes last.
     """
     key, addresses, recorded = signature
     plan = _plans.get(key)
@@ -526,15 +522,7 @@ def attend_first(
     numbers: Sequence[Any],
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the output of a checked call; one with a signature is kept for ``repeat``.
-
-    Args:
-        form: of the operator.
-        signature: as for ``repeat``; None where more than autograd may see the call.
-        tensors: as for ``repeat``.
-        numbers: the operator's.
-        enable_gqa: whether query heads share keys, for PyTorch's function.
-    """
+    """Return the output of a checked call; one with a signature is kept for ``repeat``."""
     call = form.call(*tensors, None, *numbers)
     if signature is None:
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in call[:3])

@@ -163,7 +163,7 @@ def mask_scores(
     head; ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden; a
     tile that is not ``RAGGED`` ends before ``limit``. ``band`` is (left, right, keys - rows): a
     window aligned to the bottom right. Each side may be None; both are for ``RESIDENT`` tiles
-    (segments.py).
+    (short.py).
     """
     rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     if MASK != "none":

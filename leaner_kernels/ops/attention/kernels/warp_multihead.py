@@ -32,7 +32,7 @@ _RULES = (
     rule(dim=32, tokens=16, takes=("padded_dim", "unaligned"), HEADS=2, num_warps=4),
     rule(dim=64, tokens=16, takes=("padded_dim", "unaligned"), HEADS=1, num_warps=4),
 )
-TILES = Tiles("warp_multihead_forward", *_RULES)
+FORWARD_TILES = Tiles("warp_multihead_forward", *_RULES)
 STATISTICS_TILES = Tiles("warp_multihead_forward_statistics", *_RULES)
 BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES)
 

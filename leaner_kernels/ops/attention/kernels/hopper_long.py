@@ -3,7 +3,7 @@
 Sizes: B batch, H query heads, N tokens, D head dimension, S programs of a head. K and V are read in
 tiles of 64 keys, once for two tiles of rows. The next tile is copied while one is in use, and the
 products of one tile of rows run under the softmax of the other. The sums of a head's statistics are
-left in S parts, as in online_forward.py.
+left in S parts, as in online.py.
 """
 
 import torch
@@ -27,12 +27,12 @@ from .gluon_tiles import (
     sums_of_rows,
     visible_tiles,
 )
-from .hopper_forward import paired_step, step
+from .hopper import paired_step, step
 
 ROWS = 128  # of a program
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries, whose K and V
-# do not fit on chip as in hopper_forward.py. Without statistics, PyTorch's attention is faster.
+# do not fit on chip as in hopper.py. Without statistics, PyTorch's attention is faster.
 STATISTICS_TILES = Tiles(
     "hopper_long_forward_statistics",
     rule(dim=64, takes=("padded_dim", "shared"), maxnreg=255),
@@ -73,7 +73,7 @@ def _hopper_long_fwd_kernel(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
-    # Calls with a mask or dropout go to online_forward.py.
+    # Calls with a mask or dropout go to online.py.
     mask, dropout = (mask_view, scale), (None,)
     qs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two tiles of rows
     ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two buffers, used alternately

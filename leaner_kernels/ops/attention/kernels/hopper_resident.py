@@ -43,7 +43,7 @@ from .gluon_tiles import (
 )
 
 # For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
-TILES = Tiles(
+BACKWARD_TILES = Tiles(
     "hopper_resident_backward",
     rule(dim=32, tokens=128, maxnreg=128),
     rule(dim=32, tokens=256, takes=("mask",), maxnreg=255),
@@ -98,7 +98,7 @@ def _hopper_resident_bwd_kernel(
     max_log_sum_ptr += head.to(gl.int64) * N * 2
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = (None,)  # calls with dropout go to hopper_backward.py
+    dropout = (None,)  # calls with dropout go to hopper.py
     mask = mask_view, scale
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)

@@ -1,0 +1,1002 @@
+"""Gluon kernels of softmax attention for short sequences on Ampere.
+
+A warp owns 16 rows of a tile, so that the result of a product becomes the left operand of the next
+within registers. Left operands are loaded straight from global memory.
+
+In the layout of a product, a thread holds two neighbouring elements of every eight: rows are loaded
+and stored 4 bytes at a time, and half of each sector is unused. With ORDERED, the dimensions of a
+head are permuted on chip within groups of 32 (``element_at``), so that a thread holds 16 contiguous
+bytes of a row. The order does not matter to products that sum over the dimensions; results are
+stored in their natural order.
+"""
+
+from torch import Tensor
+
+from ..._gluon import barrier, commit_copies, copy_async, gl, gluon, mma, reinterpret, wait_copies
+from ..._launch_cache import Launch
+from ..._tiles import Tile, Tiles, power_of_2, rule
+from ..._triton import LOG2_E
+from ..call import (
+    TILE,
+    Call,
+    Gradients,
+    Results,
+    backward_arguments,
+    forward_arguments,
+    tiles_and_tail,
+)
+from .gluon_tiles import (
+    add_sums,
+    behind_dropout,
+    divisor_of,
+    exponents_of,
+    joined,
+    kept,
+    load_mask,
+    masked,
+    masked_p,
+    no_sums,
+    number_of_keys,
+    own_sum,
+    pivot_of,
+    put_max_log_sum,
+    reduce_sums,
+    row_statistics,
+    shift_of,
+    store_ds,
+    store_statistics,
+    sums_of_rows,
+    visible_tiles,
+)
+
+
+@gluon.constexpr_function
+def copied(D, WARPS, ORDERED=False):
+    """Return the layout of asynchronous copies: 16 bytes per thread, or 4 with ORDERED."""
+    # Two neighbours stay together in the permutation: 4 bytes are the widest possible copy.
+    if ORDERED:
+        return gl.BlockedLayout([1, 2], [64 // D, D // 2], [WARPS, 1], [1, 0])
+    # Each thread copies eight elements, 16 bytes; a warp copies 256 elements.
+    return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def in_memory(D):
+    """Return a layout of shared memory that ldmatrix reads without conflicts, transposed or not."""
+    return gl.SwizzledSharedLayout(8, 64 // D if D < 64 else 1, min(D // 8, 8), [1, 0])
+
+
+@gluon.constexpr_function
+def sixteen_bytes(ROWS, D, WARPS):
+    """Return the layout, in natural order, whose threads own the elements of a left operand."""
+    # Register bases beyond the first 16 bytes: groups of 32 dimensions, row + 8, more tiles of
+    # rows.
+    groups = [[0, 32 << i] for i in range((D // 32).bit_length() - 1)]
+    more = [[16 * WARPS << i, 0] for i in range((ROWS // (16 * WARPS)).bit_length() - 1)]
+    warps = [[16 << i if 16 << i < ROWS else 0, 0] for i in range(WARPS.bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], *groups, [8, 0], *more],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warps,
+        [],
+        [ROWS, D],
+    )
+
+
+@gluon.jit
+def element_at(places, ORDERED: gl.constexpr):
+    """Return the elements of a row that lie at the given places on chip."""
+    if ORDERED:
+        # Within 32: bits 1 and 2 of a place, the lane, become bits 3 and 4 of the element, and vice
+        # versa. A lane then holds eight neighbouring elements.
+        places = (places & ~30) | ((places & 6) << 2) | ((places & 24) >> 2)
+        # Bit 0 stays, which the compiler cannot see through the bits above.
+        places = gl.max_contiguous(gl.multiple_of(places, 2), 2)
+    return places
+
+
+@gluon.jit
+def placed(x, ORDERED: gl.constexpr):
+    """Permute (rows, D) from the order of memory to that on chip; the map is its own inverse."""
+    ROWS: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    if ORDERED:
+        x = x.reshape([ROWS, D // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, D])
+    return x
+
+
+@gluon.jit
+def head_start(view, b, h):
+    """Return a pointer to head ``h`` of batch entry ``b``; both indices are 64-bit."""
+    return view.ptr + (b * view.stride_b + h * view.stride_h)
+
+
+@gluon.jit
+def load_in_layout(
+    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load rows from ``start`` on as (ROWS, D), zero from ``end`` on, in the order of memory."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    return gl.load(ptrs, mask=(start + rows < end)[:, None], other=0.0)  # (ROWS, D)
+
+
+@gluon.jit
+def moved(x):
+    """Copy ``x`` to other registers, once; otherwise ptxas would do so at each use."""
+    # The grid has two axes: this index is always 0, which the compiler does not know.
+    nothing = gl.program_id(2).to(gl.int16).to(x.dtype, bitcast=True)
+    return gl.inline_asm_elementwise(
+        "or.b32 $0, $1, $2;", "=r,r,r", [x, gl.full_like(x, nothing)], dtype=x.dtype, is_pure=True,
+        pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_left(
+    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
+    LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Load rows as a left operand, in the order on chip."""
+    if ORDERED:
+        OWN: gl.constexpr = sixteen_bytes(ROWS, D, WARPS)
+        # 16-byte loads of the elements that the thread owns as a left operand: the permutation and
+        # the conversion rename registers.
+        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, OWN)
+        x = moved(gl.convert_layout(placed(x, True), LEFT))
+    else:
+        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, LEFT)
+    return x
+
+
+@gluon.jit
+def load_columns(
+    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
+    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Load rows from ``start`` on as the columns of (D, ROWS), zero from ``end`` on."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+    dims = element_at(gl.arange(0, D, gl.SliceLayout(1, LAYOUT)), ORDERED)  # (D,)
+    ptrs = ptr + start * STRIDE + (rows[None, :] * STRIDE + dims[:, None])
+    return gl.load(ptrs, mask=(start + rows < end)[None, :], other=0.0)  # (D, ROWS)
+
+
+@gluon.jit
+def store_product_rows(
+    ptr, STRIDE: gl.constexpr, x, start, end, WARPS: gl.constexpr, ORDERED: gl.constexpr
+):
+    """Store rows before ``end`` of (rows, D), the result of a product."""
+    x = x.to(ptr.dtype.element_ty)
+    if ORDERED:
+        OWN: gl.constexpr = sixteen_bytes(x.shape[0], x.shape[1], WARPS)
+        x = gl.convert_layout(placed(x, True), OWN)
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    gl.store(ptrs, x, mask=(start + rows < end)[:, None])
+
+
+@gluon.jit
+def store_columns(ptr, STRIDE: gl.constexpr, x, start, end, ORDERED: gl.constexpr):
+    """Store the columns of (D, rows), the result of a product, as rows before ``end``."""
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    dims = element_at(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)), ORDERED)
+    ptrs = ptr + start * STRIDE + (rows[None, :] * STRIDE + dims[:, None])
+    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(start + rows < end)[None, :])
+
+
+@gluon.jit
+def copy_rows(
+    shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr, ORDERED: gl.constexpr
+):
+    """Start an asynchronous copy of rows into shared memory; write zeros from ``end`` on."""
+    rows = gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT))
+    dims = element_at(gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT)), ORDERED)
+    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    copy_async(shared, ptrs, mask=(start + rows < end)[:, None])
+
+
+# --- Forward: a program owns a head ---------------------------------------------------------------
+# Gluon forward of softmax attention for short sequences on Ampere: a program owns a head.
+#
+# Sizes: B batch, H query heads, N tokens, D head dimension, T columns of a tail (gluon_tiles.py). K
+# and V stay in shared memory. Tiles of query rows, with 16 or 32 rows per warp, pass over them one
+# after the other with the online softmax. A tail of up to 16 rows becomes columns of transposed
+# products, of which 8 cost an eighth of a tile. Each thread keeps its own partial sums of a row,
+# which are added at the end. The statistics of a head are complete in its program.
+
+# For calls with as many rows as keys and at least 264 heads over all batch entries. ``BLOCK`` is
+# the rows of a tile, 16 or 32 per warp; ``STEP`` is the keys of one step.
+_SHARED, _MASKED, _DROPPED = ("shared",), ("mask", "shared"), ("dropout", "shared")
+_ALL = "dropout", *_MASKED
+FORWARD_TILES = Tiles(
+    "ampere_forward",
+    rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4),
+    rule(
+        dim=32, tokens=256, takes=_MASKED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=128
+    ),
+    rule(
+        dim=32, tokens=256, takes=_DROPPED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(
+        dim=32, tokens=224, takes=_MASKED, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(
+        dim=32, tokens=224, takes=_DROPPED, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(dim=16, tokens=512, gpus=(86,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=512, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=1024, gpus=(80,), STEP=64, BLOCK=256, num_warps=16, maxnreg=128),
+    rule(
+        dim=64, tokens=224, takes=_SHARED, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=168
+    ),
+    rule(dim=64, tokens=224, takes=_ALL, gpus=(80,), STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=320, gpus=(80,), STEP=32, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=224, takes=_ALL, gpus=(86,), STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=128, STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=224, gpus=(80,), STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=128, tokens=256, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+)
+STATISTICS_TILES = Tiles(
+    "ampere_forward_statistics",
+    rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4, maxnreg=128),
+    rule(dim=16, tokens=512, STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=16, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=128),
+    rule(dim=32, tokens=224, takes=_MASKED, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=224, takes=_DROPPED, STEP=64, BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=1024, gpus=(80,), STEP=64, BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=224, takes=_MASKED, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=224, takes=_DROPPED, STEP=64, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=128, tokens=224, gpus=(80,), STEP=16, BLOCK=64, num_warps=4, maxnreg=255),
+)
+
+
+@gluon.jit
+def _step(
+    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask,
+    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Update the online softmax of a tile of rows with a few keys."""
+    MMA: gl.constexpr = acc.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    OWN: gl.constexpr = row_sum.type.layout
+    KEYS: gl.constexpr = k.shape[0]
+    MASKED: gl.constexpr = mask[0] is not None
+    zero = gl.zeros([q.shape[0], KEYS], gl.float32, MMA)
+    s = mma(q, k.permute((1, 0)).load(RIGHT), zero)  # (rows, KEYS)
+    cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
+    rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+    tile = None
+    if MASKED:
+        tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
+    s = masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    # Explicit fmas round these products here: the compiler cannot fuse them into the subtractions.
+    pivot = gl.fma(new_max, factor, 0.0)
+    shift = gl.fma(row_max, factor, 0.0) - pivot
+    if MASKED:
+        pivot = pivot_of(new_max, factor, MASKED, SCALED)
+        shift = shift_of(row_max, pivot, factor, SCALED)
+    # Exponents are in base 2, with log2 e in ``factor``: exp2 is one instruction.
+    alpha = gl.exp2(shift)
+    exponent = s * factor - pivot[:, None]  # one multiply-add
+    if SCALED:
+        # Beside large masks the difference comes first (``exponents_of``).
+        exponent = (s - pivot[:, None]) * factor
+    p = gl.exp2(exponent)
+    # The sums so far were relative to the old maximum.
+    acc = acc * alpha[:, None]
+    weight = p
+    if dropout[0] is not None:
+        weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+    # P goes from the accumulator to the left operand within registers. Dropout affects this product
+    # only: the sums below are of P itself.
+    acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), v.load(RIGHT), acc)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
+    if STATS:
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
+        # 0 * -inf would be nan: row_sum is 0 before the first key, and p is 0 where a key is
+        # hidden.
+        shift = gl.where(shift == float("-inf"), 0.0, shift)
+        if HIDES or CAUSAL or MASKED:
+            exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
+        # With a new maximum, every exponent moves by ``shift``.
+        centred = alpha * (centred + row_sum * shift)
+        centred += gl.convert_layout(own_sum(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
+    return acc, new_max, row_sum, centred, square
+
+
+@gluon.jit
+def _segment(
+    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask, dropout,
+    STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """Update the online softmax with the keys of a buffer, STEP at a time."""
+    STEPS: gl.constexpr = k.shape[0] // STEP
+    # Fewer keys at a time need fewer registers for scores.
+    for n in gl.static_range(STEPS):
+        acc, row_max, row_sum, centred, square = _step(
+            acc, row_max, row_sum, centred, square, q, k.slice(n * STEP, STEP),
+            v.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
+            HIDES, CAUSAL, STATS, SCALED,
+        )  # fmt: skip
+    return acc, row_max, row_sum, centred, square
+
+
+@gluon.jit
+def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return transposed scores (keys, rows) of the tail's rows, -inf where hidden."""
+    MMA: gl.constexpr = k.type.layout.parent
+    s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+    tile = None
+    if mask[0] is not None:
+        tile = load_mask(mask[0], mask[1], mask[2], rows, keys, N)
+    return masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
+
+
+@gluon.jit
+def _turned_step(
+    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
+    SCALED: gl.constexpr, STATS: gl.constexpr,
+):  # fmt: skip
+    """Add the keys of ``s`` to the output of the tail's rows; P passes through shared memory."""
+    MMA: gl.constexpr = acc.type.layout
+    KEYS: gl.constexpr = v.shape[0]
+    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
+    p = gl.exp2(exponent)
+    total += p
+    if STATS:
+        centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
+        square += p * p
+    if dropout[0] is not None:
+        keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+        rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, MMA)))[None, :]
+        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
+    turn.store(p.to(v.dtype))
+    # All warps have stored their keys of P^T, which each reads as the right operand. The caller
+    # alternates two buffers, so that one barrier is enough.
+    barrier()
+    left = v.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    acc = mma(left, turn.slice(0, KEYS).load(gl.DotOperandLayout(1, MMA, 2)), acc)
+    return acc, total, centred, square
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+def _ampere_fwd_kernel(
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
+    stats_ptr, H, N, full, scale, keep_scale, threshold,
+    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_KEYS: gl.constexpr,
+    RAGGED: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, SCALED: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
+    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
+    SHARED: gl.constexpr = in_memory(D)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    STATS: gl.constexpr = stats_ptr is not None
+    TAIL: gl.constexpr = FULL * 64
+    h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
+    q_ptr = head_start(q_view, b_64, h_64)
+    kv_64 = (gl.program_id(0) // GROUP).to(gl.int64)
+    k_ptr = head_start(k_view, b_64, kv_64)
+    v_ptr = head_start(v_view, b_64, kv_64)
+    out_ptr = head_start(out_view, b_64, h_64)
+    head = b_64 * H + h_64
+    limit = number_of_keys(lengths_ptr, N)
+    MASKED: gl.constexpr = mask_view.ptr is not None
+    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale
+    if MASKED:
+        mask_ptr = head_start(mask_view, b_64, h_64)
+        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale
+    dropout = seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0)
+    # An additive mask is added to scaled scores. All others are scaled in their exponents.
+    unit = 1.0 if SCALED else scale
+    gain = 1.0 if seed_ptr is None else keep_scale
+    factor = unit * LOG2_E
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)  # whole tiles of the head
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    for n in gl.static_range(FULL):
+        copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+    if T > 0:
+        k_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
+        copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+    commit_copies()
+    # Wait for K and V of all threads. The loops over tiles only read them, without barriers.
+    wait_copies(0)
+    barrier()
+    # Partial sums of rows, one for each of a row's four threads.
+    OWN: gl.constexpr = own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
+    none = gl.zeros([BLOCK, 4], gl.float32, OWN)
+    if STATS:
+        sums = no_sums(BLOCK, ROWS)
+    # With a tail, this loop ends at the last whole tile; without one, at the last row.
+    end = gl.minimum(N, full * 64)
+    for first in range(0, end, BLOCK):
+        # straight from global memory to registers
+        q = load_left(q_ptr, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
+        acc = gl.zeros([BLOCK, D], gl.float32, MMA)
+        row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
+        # Statistics of P before dropout, relative to the running maximum.
+        row_sum, centred, square = none, none, none
+        # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
+        seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
+        for i in range(seen):
+            acc, row_max, row_sum, centred, square = _segment(
+                acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first, i * 64,
+                limit, factor, N, mask, dropout, STEP, False, False, STATS, SCALED,
+            )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                acc, row_max, row_sum, centred, square = _segment(
+                    acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first,
+                    i * 64, limit, factor, N, mask, dropout, STEP, HIDES, CAUSAL, STATS, SCALED,
+                )  # fmt: skip
+        # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
+        if T > 0 and not CAUSAL:
+            acc, row_max, row_sum, centred, square = _segment(
+                acc, row_max, row_sum, centred, square, q, k_tail, v_tail, first, full * 64, limit,
+                factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
+            )  # fmt: skip
+        # Only now do the four threads of a row add their partial sums.
+        divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+        acc = acc * (gain / divisor)[:, None]
+        store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
+        rows = first + gl.arange(0, BLOCK, ROWS)
+        inside = rows < end
+        log_sum = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows, row_max, divisor, factor, inside, MASKED, SCALED
+        )
+        if STATS:
+            gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
+            rows_sums = sums_of_rows(
+                row_max, divisor, joined(centred, ROWS), joined(square, ROWS),
+                gl.sum(acc * acc, 1), inside,
+            )  # fmt: skip
+            sums = add_sums(sums, rows_sums)
+    if STATS:
+        sums = reduce_sums(sums)
+    if T > 0:
+        # The tail's rows as columns: S^T = K Q^T (64 keys, T) of all tiles is held in registers, so
+        # that the maxima are known before the first exponential.
+        q_tail = load_columns(  # (D, T), the right operand
+            q_ptr, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+        )
+        scores = ()
+        top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
+        for i in gl.static_range(FULL):
+            s_t = _turned_scores(
+                ks.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
+            )
+            top_t = gl.maximum(top_t, s_t)
+            scores = scores + (s_t,)  # noqa: RUF005
+        # The tail's own keys, zeros past the last: a left operand has 64 rows, the buffer fewer.
+        k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+        s_t = _turned_scores(k_left, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
+        scores = scores + (s_t,)  # noqa: RUF005
+        max_t = gl.max(gl.maximum(top_t, s_t), 0)  # (T,): this reduction crosses warps
+        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
+        turns = gl.allocate_shared_memory(  # P^T of two tiles, used alternately
+            DTYPE, [2, 64, T], gl.SwizzledSharedLayout(8, 64 // T, T // 8, [1, 0])
+        )
+        acc_t = gl.zeros([D, T], gl.float32, MMA)  # out^T = V^T P^T
+        zero_t = gl.zeros([64, T], gl.float32, MMA)
+        # Sums within a thread, (64, T): they are added over the keys at the end.
+        total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        for i in gl.static_range(FULL):
+            acc_t, total_t, centred_t, square_t = _turned_step(
+                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
+                pivot_t, factor, TAIL, i * 64, dropout, SCALED, STATS,
+            )  # fmt: skip
+        acc_t, total_t, centred_t, square_t = _turned_step(
+            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
+            pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
+        )  # fmt: skip
+        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        acc_t = acc_t * (gain / divisor_t)[None, :]  # (D, T)
+        store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
+        rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
+        inside_t = rows_t < N
+        log_sum_t = put_max_log_sum(
+            max_log_sum_ptr, head * N + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
+        )
+        if STATS:
+            gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
+    if STATS:
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+
+
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
+    """
+    batch, heads, tokens, _ = call.query.shape
+    # A thread keeps T / 2 scores of each tile: 64 registers are affordable.
+    tails = tuple(size for size in (8, 16) if size * (tokens // 64 + 1) <= 128)
+    full, tail = tiles_and_tail(tokens, tails)
+    arguments = forward_arguments(_ampere_fwd_kernel, call, results)
+    arguments |= dict(
+        **tile.arguments,
+        full=full,
+        FULL=full,
+        T=tail,
+        TAIL_KEYS=max(16, tail),
+        RAGGED=tail == 0 and tokens % 64 != 0,
+        WARPS=tile.options["num_warps"],
+        # Predicted: up to 256 tokens, 4-byte copies cost more than wide loads and stores save.
+        ORDERED=full > 4 and arguments["D"] in (32, 64),
+    )
+    return Launch(_ampere_fwd_kernel, (heads, batch), arguments)
+
+
+# --- Backward: two programs own a head ------------------------------------------------------------
+# Gluon backward of softmax attention for short sequences on Ampere: two programs own a head.
+#
+# Sizes: B batch, H heads, N tokens, D head dimension, T rows of a buffer for the tokens after the
+# last whole tile of 64. Both programs belong to one launch. The first keeps K and V in shared
+# memory: tiles of rows give dQ. The second keeps Q and dO: tiles of keys give dK and dV. A warp
+# owns 16 or 32 rows of a tile, so that P and dS go from accumulators to the left operand of the
+# next product within registers; left operands are loaded straight from global memory. Up to 16
+# tokens after the last whole tile are the COLS columns of transposed products, of which 8 cost an
+# eighth of a tile. P and dS then pass through buffers that are no longer read. Every element is
+# written once, without atomics: the result is bitwise deterministic.
+#
+# The kernel is written in Gluon because Triton's language stores K twice if its transpose is an
+# operand, and splits a product between warps by columns.
+
+# For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
+# ``BLOCK`` is the rows, or keys, of a tile, 16 or 32 per warp; ``STEP`` is the keys, or rows, of
+# one step.
+BACKWARD_TILES = Tiles(
+    "ampere_backward",
+    rule(dim=16, tokens=256, BLOCK=64, num_warps=2, maxnreg=168),
+    rule(dim=32, tokens=208, gpus=(80,), BLOCK=64, num_warps=2, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("mask",), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("dropout",), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=768, gpus=(80,), BLOCK=128, num_warps=4, maxnreg=255),
+    rule(dim=32, tokens=1024, gpus=(80,), BLOCK=256, num_warps=8, maxnreg=255),
+    rule(dim=32, tokens=512, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=255),
+    rule(dim=16, tokens=1024, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=256, takes=("mask",), gpus=(80,), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=128, gpus=(86,), BLOCK=64, num_warps=4, maxnreg=168),
+    rule(dim=64, tokens=224, takes=("mask",), gpus=(86,), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=224, takes=("dropout",), BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=320, BLOCK=64, num_warps=4, maxnreg=255),
+    rule(dim=64, tokens=608, gpus=(80,), BLOCK=128, num_warps=8, maxnreg=168),
+    rule(dim=64, tokens=384, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=255),
+    STEP=16,
+)
+
+
+@gluon.jit
+def _rows_segment(
+    dq, q, do, k, v, lse, delta, first, start, limit, factor, N, mask, dropout,
+    STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of STEPS * STEP keys in a buffer to dQ of a tile of rows."""
+    MMA: gl.constexpr = dq.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    for n in gl.static_range(STEPS):
+        k_step, v_step = k.slice(n * STEP, STEP), v.slice(n * STEP, STEP)
+        zero = gl.zeros([q.shape[0], STEP], gl.float32, MMA)
+        s = mma(q, k_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
+        dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
+        cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
+        rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
+        dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+        if mask[0] is not None:
+            ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
+        else:
+            ds = gl.exp2(s * factor - lse) * (dp - delta)
+        # Masking dS instead of P is enough: dQ needs no other product of P.
+        ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+        store_ds(mask[4], ds, rows, cols, N)
+        # dS goes from the accumulator to the left operand within registers.
+        dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
+    return dq
+
+
+@gluon.jit
+def _keys_segment(
+    dk, dv, k, v, q, do, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
+    STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of STEPS * STEP rows in a buffer to dK and dV of a tile of keys."""
+    MMA: gl.constexpr = dk.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COLS: gl.constexpr = gl.SliceLayout(0, MMA)
+    for n in gl.static_range(STEPS):
+        q_step, do_step = q.slice(n * STEP, STEP), do.slice(n * STEP, STEP)
+        lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
+        zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
+        s = mma(k, q_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): S^T
+        dp = mma(v, do_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): dP^T
+        keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]  # (keys, 1)
+        rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
+        if mask[0] is not None:
+            p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
+        else:
+            p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+        # Keys at and past ``limit`` are not masked here: the caller discards their dK and dV.
+        p = masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
+        dp, weight = behind_dropout(dp, p, dropout, rows, keys)
+        ds = p * (dp - delta.load(COLS)[None, :])
+        dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
+        dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), q_step.load(RIGHT), dk)
+    return dk, dv
+
+
+@gluon.jit
+def _describe_rows(
+    do_tile, lses, deltas, do_ptr, DO_STRIDE: gl.constexpr, out_ptr, OUT_STRIDE: gl.constexpr,
+    max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
+    ROWS: gl.constexpr = do_tile.shape[0]
+    rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
+    do = do * lost[:, None]
+    out = load_in_layout(out_ptr, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    do_tile.store(placed(do.to(do_tile.dtype), ORDERED))
+    lses.store(lse)
+    deltas.store(gl.sum(do * out, 1))
+
+
+@gluon.jit
+def _rows(
+    q_ptr, Q_STRIDE: gl.constexpr, do_ptr, DO_STRIDE: gl.constexpr, out_ptr,
+    OUT_STRIDE: gl.constexpr, max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr,
+    ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
+    ORDERED: gl.constexpr,
+):  # fmt: skip
+    """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
+    OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
+    rows = first + gl.arange(0, ROWS, OWN)
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    # As in ``_describe_rows``; the sum over dimensions is within the four threads of a row.
+    wide = do.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
+    delta = gl.convert_layout(gl.sum(wide * out.to(gl.float32), 1), OWN)
+    return q, wide.to(do.dtype), lse, delta
+
+
+@gluon.jit
+def _turned(tile, x):
+    """Store (64, COLS) over a tile that is no longer read; return the view of it."""
+    COLS: gl.constexpr = x.shape[1]
+    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // COLS, COLS // 8, [1, 0])
+    view = reinterpret(tile, [64 * tile.shape[1] // COLS, COLS], LAYOUT).slice(0, 64)
+    view.store(x.to(tile.dtype))
+    return view
+
+
+@gluon.jit
+def _rows_in_columns(
+    dq, q, do, k, v, k_tile, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of up to 64 keys to dQ^T (D, COLS) of the rows in columns.
+
+    ``k`` and ``v`` are those keys as left operands, ``k_tile`` is their buffer, and ``tile`` is a
+    buffer that may be overwritten.
+    """
+    MMA: gl.constexpr = dq.type.layout
+    COLS: gl.constexpr = q.shape[1]
+    zero = gl.zeros([64, COLS], gl.float32, MMA)  # keys by rows
+    cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
+    if mask[0] is not None:
+        p = masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
+    else:
+        p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
+    dp = mma(v, do, zero)
+    dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+    ds = p * (dp - delta[None, :])  # (64, COLS)
+    ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+    store_ds(mask[4], ds, rows, cols, N)
+    # K^T (D, keys) goes to registers first: dS may be stored over the buffer of K.
+    left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
+    barrier()  # all warps have loaded K^T
+    ds = _turned(tile, ds)
+    barrier()  # dS of all warps is stored
+    return mma(left, ds.slice(0, k_tile.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
+
+
+@gluon.jit
+def _keys_in_columns(
+    dk, dv, k, v, q, do, q_tile, do_tile, p_tile, ds_tile, lse, delta, first, start, factor, N,
+    mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Add the contribution of up to 64 rows to dK^T and dV^T (D, COLS) of the keys in columns.
+
+    ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` are their buffers,
+    and ``p_tile`` and ``ds_tile`` are buffers that may be overwritten.
+    """
+    MMA: gl.constexpr = dk.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    COLS: gl.constexpr = k.shape[1]
+    ROWS: gl.constexpr = q_tile.shape[0]
+    zero = gl.zeros([64, COLS], gl.float32, MMA)
+    rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
+    cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
+    if mask[0] is not None:
+        p = masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
+    else:
+        p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
+    p = masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
+    dp = mma(do, v, zero)
+    dp, weight = behind_dropout(dp, p, dropout, rows, cols)
+    ds = p * (dp - delta[:, None])  # (64, COLS)
+    # Q^T and dO^T, (D, rows), go to registers first: P and dS may be stored over their buffers.
+    left_q, left_do = q_tile.permute((1, 0)).load(LEFT), do_tile.permute((1, 0)).load(LEFT)
+    barrier()  # all warps have loaded Q^T and dO^T
+    p, ds = _turned(p_tile, weight), _turned(ds_tile, ds)
+    barrier()  # P and dS of all warps are stored
+    dv = mma(left_do, p.slice(0, ROWS).load(RIGHT), dv)
+    dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
+    return dk, dv
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+def _ampere_bwd_kernel(
+    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
+    dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
+    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_STEPS: gl.constexpr,
+    COLS: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr, SCALED: gl.constexpr, ORDERED: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    OWN: gl.constexpr = gl.SliceLayout(1, MMA)
+    BLOCKED: gl.constexpr = copied(D, WARPS)
+    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
+    SHARED: gl.constexpr = in_memory(D)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    HIDES: gl.constexpr = lengths_ptr is not None
+    TAIL: gl.constexpr = FULL * 64
+    # Programs 2 h and 2 h + 1 own head h.
+    h = gl.program_id(0) // 2
+    h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
+    q_ptr = head_start(q_view, b_64, h_64)
+    k_ptr = head_start(k_view, b_64, h_64)
+    v_ptr = head_start(v_view, b_64, h_64)
+    do_ptr = head_start(do_view, b_64, h_64)
+    out_ptr = head_start(out_view, b_64, h_64)
+    max_log_sum_ptr += (b_64 * H + h_64) * N * 2
+    limit = number_of_keys(lengths_ptr, N)
+    factor = (1.0 if SCALED else scale) * LOG2_E
+    if ds_ptr is not None:
+        ds_ptr += (b_64 * H + h_64) * N * N
+    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
+    if mask_view.ptr is not None:
+        mask_ptr = head_start(mask_view, b_64, h_64)
+        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
+    dropout = seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale
+    end = N
+    if COLS > 0:
+        end = full * 64
+    # The first program of a head keeps K and V in these buffers, the second Q and dO.
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
+    qs, dos = ks, vs
+    if T > 0:
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, D], SHARED)
+        q_tail, do_tail = k_tail, v_tail
+    if gl.program_id(0) % 2 == 0:
+        # First program: dQ.
+        for n in gl.static_range(FULL):
+            copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        if T > 0:
+            copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        commit_copies()
+        dq_ptr = head_start(dq_view, b_64, h_64)
+        # Wait for K and V of all threads. The loop over tiles only reads them, without barriers.
+        wait_copies(0)
+        barrier()
+        for first in range(0, end, BLOCK):
+            q, do, lse, delta = _rows(
+                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
+                max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
+            )  # fmt: skip
+            dq = gl.zeros([BLOCK, D], gl.float32, MMA)
+            # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
+            seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
+            for i in range(seen):
+                dq = _rows_segment(
+                    dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
+                    i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, False, False, SCALED,
+                )  # fmt: skip
+            if HIDES or CAUSAL:
+                for i in range(seen, last):
+                    dq = _rows_segment(
+                        dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
+                        i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, HIDES, CAUSAL,
+                        SCALED,
+                    )  # fmt: skip
+            if T > 0:
+                dq = _rows_segment(
+                    dq, q, do, k_tail, v_tail, lse[:, None], delta[:, None], first, full * 64,
+                    limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
+                )  # fmt: skip
+            store_product_rows(dq_ptr, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
+        if COLS > 0:
+            # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
+            rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
+            lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
+            q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
+            do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+                gl.float32
+            )
+            out_t = load_columns(out_ptr, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
+                gl.float32
+            )
+            do_t = do_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
+            delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))  # (COLS,)
+            do_t = do_t.to(DTYPE)
+            dq_t = gl.zeros([D, COLS], gl.float32, MMA)
+            for i in range(full):
+                # These are the last reads of K: dS is stored over its tile.
+                k, v = ks.index(i), vs.index(i)
+                dq_t = _rows_in_columns(
+                    dq_t, q_t, do_t, k.load(LEFT), v.load(LEFT), k, k, lse_t, delta_t, TAIL,
+                    i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
+                )  # fmt: skip
+            # The last keys have a buffer of T rows, but a left operand has 64: it is loaded again.
+            k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            v_left = load_left(v_ptr, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            dq_t = _rows_in_columns(
+                dq_t, q_t, do_t, k_left, v_left, k_tail, ks.index(0), lse_t, delta_t, TAIL, TAIL,
+                limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
+            )  # fmt: skip
+            store_columns(dq_ptr, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
+    else:
+        # Second program: dK and dV.
+        lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
+        deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
+        for n in gl.static_range(FULL):
+            copy_rows(qs.index(n), q_ptr, q_view.stride_n, n * 64, N, COPIED, ORDERED)
+        if T > 0:
+            copy_rows(q_tail, q_ptr, q_view.stride_n, TAIL, N, COPIED, ORDERED)
+            lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
+            delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
+        commit_copies()
+        for n in range(full):
+            # dO is not copied but loaded, since delta needs it in registers; Q is in flight
+            # meanwhile.
+            _describe_rows(
+                dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
+                out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
+            )  # fmt: skip
+        if T > 0:
+            _describe_rows(
+                do_tail, lse_tail, delta_tail, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
+                max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
+            )  # fmt: skip
+        dk_ptr = head_start(dk_view, b_64, h_64)
+        dv_ptr = head_start(dv_view, b_64, h_64)
+        # Wait for Q, dO, the log-sum-exp and delta of all threads.
+        wait_copies(0)
+        barrier()
+        for first in range(0, end, BLOCK):
+            k = load_left(k_ptr, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            v = load_left(v_ptr, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            dk = gl.zeros([BLOCK, D], gl.float32, MMA)
+            dv = gl.zeros([BLOCK, D], gl.float32, MMA)
+            start, seen = 0, 0
+            if CAUSAL:
+                # Under a causal mask the loop starts at the diagonal, whose tiles are masked; later
+                # tiles of rows see all of these keys.
+                start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
+                for i in range(start, seen):
+                    dk, dv = _keys_segment(
+                        dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i),
+                        first, i * 64, factor, N, mask, dropout, STEP, 64 // STEP, True, SCALED,
+                    )  # fmt: skip
+            for i in range(seen, full):
+                dk, dv = _keys_segment(
+                    dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i), first,
+                    i * 64, factor, N, mask, dropout, STEP, 64 // STEP, False, SCALED,
+                )  # fmt: skip
+            if T > 0:
+                dk, dv = _keys_segment(
+                    dk, dv, k, v, q_tail, do_tail, lse_tail, delta_tail, first, full * 64, factor,
+                    N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
+                )  # fmt: skip
+            if HIDES:
+                # Hidden keys were loaded as zeros, and P of a zero score may overflow: discard
+                # their rows.
+                inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
+                dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
+            store_product_rows(dk_ptr, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
+            store_product_rows(dv_ptr, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
+        if COLS > 0:
+            # The last keys as columns: S and dP (64, COLS), and dK^T and dV^T (D, COLS).
+            k_t = load_columns(k_ptr, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            v_t = load_columns(v_ptr, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            dk_t = gl.zeros([D, COLS], gl.float32, MMA)
+            dv_t = gl.zeros([D, COLS], gl.float32, MMA)
+            # Under a causal mask no row of a whole tile sees the last keys.
+            if not CAUSAL:
+                for i in range(full):
+                    q, do = qs.index(i), dos.index(i)
+                    dk_t, dv_t = _keys_in_columns(
+                        dk_t, dv_t, k_t, v_t, q.load(LEFT), do.load(LEFT), q, do, q, do,
+                        lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
+                        N, mask, dropout, False, SCALED,
+                    )  # fmt: skip
+            q, do, lse, delta = _rows(
+                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
+                max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
+            )  # fmt: skip
+            dk_t, dv_t = _keys_in_columns(
+                dk_t, dv_t, k_t, v_t, q, do, q_tail, do_tail, qs.index(0), dos.index(0), lse,
+                delta, TAIL, TAIL, factor, N, mask, dropout, CAUSAL, SCALED,
+            )  # fmt: skip
+            if HIDES:
+                seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
+                dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
+            store_columns(dk_ptr, dk_view.stride_n, dk_t * scale, TAIL, N, ORDERED)
+            store_columns(dv_ptr, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
+
+
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
+) -> Launch:
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32."""
+    batch, heads, tokens, _ = call.query.shape
+    full, left = divmod(tokens, TILE)
+    steps = -(-left // 16)
+    arguments = backward_arguments(_ampere_bwd_kernel, grad, call, saved, gradients)
+    arguments |= dict(
+        **tile.arguments,
+        full=full,
+        FULL=full,
+        T=16 * power_of_2(steps) if steps else 0,
+        TAIL_STEPS=steps,
+        COLS=next((size for size in (8, 16) if 0 < left <= size), 0),
+        WARPS=tile.options["num_warps"],
+        # Predicted: up to 256 tokens with 32 dimensions, 4-byte copies cost more than wide loads
+        # and stores save.
+        ORDERED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
+    )
+    return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

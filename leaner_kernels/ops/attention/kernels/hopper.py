@@ -1,0 +1,913 @@
+"""Gluon kernels of softmax attention for short sequences on Hopper: a program owns a head.
+
+Sizes: B batch, H query heads, N tokens, D head dimension, T columns of a tail (gluon_tiles.py).
+
+Forward: K and V stay in shared memory. Tiles of query rows pass over them one after the other with
+the online softmax, while the next tile is being copied. The rows of the tail are the columns of
+transposed products, and see all keys at once. Each thread keeps its own partial sums of a row,
+which are added at the end. The statistics of a head are complete in its program.
+
+Backward: a launch makes two passes, each with two operands resident in shared memory. The first
+keeps K and V: tiles of rows give dQ, and their contributions to dK and dV of the tail are summed on
+the way, transposed (D, T). The second keeps Q and dO: tiles of keys give dK and dV. P and dS go
+from accumulators to the left operand of the next product within registers. Every element is written
+once, without atomics: the result is bitwise deterministic.
+"""
+
+import triton
+from torch import Tensor
+
+from ..._gluon import (
+    barrier,
+    commit_copies,
+    fence_async_shared,
+    gl,
+    gluon,
+    reinterpret,
+    wait_copies,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..._launch_cache import Launch
+from ..._tiles import Tile, Tiles, rule
+from ..._triton import LOG2_E
+from ..call import (
+    Call,
+    Gradients,
+    Results,
+    backward_arguments,
+    forward_arguments,
+    hopper_tails,
+    tiles_and_tail,
+)
+from .gluon_tiles import (
+    add_sums,
+    correct,
+    divisor_of,
+    dropped,
+    exchanged_layout,
+    exponents_of,
+    fetch_rows,
+    fetch_tiles,
+    from_token,
+    joined,
+    kept,
+    keys_step,
+    left_rows,
+    masked,
+    no_sums,
+    number_of_keys,
+    own_products,
+    own_sum,
+    pivot_of,
+    put_columns,
+    put_exchanged,
+    put_max_log_sum,
+    put_own,
+    put_rows,
+    reduce_sums,
+    row_statistics,
+    rows_step,
+    shift_of,
+    start_products,
+    store_statistics,
+    sums_of_rows,
+    turned_rows,
+    visible_tiles,
+    wait_for_scores,
+)
+from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
+
+# For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
+# passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
+_SHARED = ("shared",)
+_ALL = "dropout", "mask", "shared"
+FORWARD_TILES = Tiles(
+    "hopper_forward",
+    rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=128, takes=_SHARED, maxnreg=96),
+    rule(dim=32, tokens=448, takes=_SHARED),
+    rule(dim=32, tokens=512, takes=_SHARED, PAIRED=True, maxnreg=168),
+    rule(dim=32, tokens=768, takes=_SHARED, PAIRED=True, maxnreg=255),
+    rule(dim=32, tokens=512, takes=_ALL),
+    rule(dim=64, tokens=208, takes=("padded_dim", "shared"), maxnreg=128),
+    rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
+    rule(dim=64, tokens=208, takes=("dropout", "padded_dim", "shared"), maxnreg=168),
+    rule(dim=64, tokens=384, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
+    rule(dim=64, tokens=384, takes=("padded_dim", *_ALL)),
+    rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("mask", "padded_dim", "shared"), maxnreg=255),
+    num_warps=4,
+)
+STATISTICS_TILES = Tiles(
+    "hopper_forward_statistics",
+    rule(dim=16, tokens=1024, takes=_ALL),
+    rule(dim=32, tokens=128, takes=_SHARED, maxnreg=96),
+    rule(dim=32, tokens=512, takes=_ALL),
+    rule(dim=32, tokens=768, takes=_SHARED),
+    rule(dim=64, tokens=144, takes=("padded_dim", "shared"), maxnreg=168),
+    rule(dim=64, tokens=160, takes=("padded_dim", "shared"), maxnreg=255),
+    rule(dim=64, tokens=208, takes=("padded_dim", "shared"), maxnreg=128),
+    rule(dim=64, tokens=384, takes=("padded_dim", "shared")),
+    rule(dim=64, tokens=384, takes=("padded_dim", *_ALL), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
+    num_warps=4,
+)
+
+
+@gluon.jit
+def _start_scores(left, right, zero):
+    """Start the product left right^T; ``left`` is in shared memory or in registers."""
+    if not isinstance(left, gl.shared_memory_descriptor):
+        left = gl.convert_layout(left, gl.DotOperandLayout(0, zero.type.layout, 2))
+    return warpgroup_mma(left, right.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _start_step(
+    state, s, v, first, start, limit, factor, dropout, MASK: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Update the online softmax with scores (64, keys); leave the product with V in flight."""
+    acc, row_max, row_sum, centred, square = state
+    SCORES: gl.constexpr = s.type.layout
+    MASKED: gl.constexpr = MASK != "none"
+    SCALED: gl.constexpr = MASK == "additive"
+    OUT: gl.constexpr = acc.type.layout
+    OWN: gl.constexpr = row_sum.type.layout
+    cols = gl.arange(0, v.shape[0], gl.SliceLayout(0, SCORES))
+    # Bits 1 and 2 of a column depend on the lane, its other bits on the register alone. With the
+    # lane's bits moved to the other side, the masks compare with compile-time constants.
+    known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
+    rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
+    end = limit - start - lanes
+    s = masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
+    new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
+    pivot = pivot_of(new_max, factor, MASKED, SCALED)
+    shift = shift_of(row_max, pivot, factor, SCALED)
+    # Exponents are in base 2, with log2 e in ``factor``: exp2 is one instruction.
+    alpha = gl.exp2(shift)
+    pivot = gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
+    exponent = exponents_of(s, pivot, factor, SCALED)
+    p = gl.exp2(exponent)
+    # The sums so far were relative to the old maximum.
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    weight = p
+    if dropout[0] is not None:
+        rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+        keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
+        weight = gl.where(keep, p, 0.0)
+    # P goes from the accumulator to the left operand within registers. Dropout affects this product
+    # only: the sums below are of P itself.
+    left = gl.convert_layout(weight.to(v.dtype), gl.DotOperandLayout(0, OUT, 2))
+    # Stays in flight: the sums of the statistics are computed under it.
+    acc = warpgroup_mma(left, v, acc, is_async=True)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OWN))[:, None]
+    if STATS:
+        shift = gl.convert_layout(shift, gl.SliceLayout(1, OWN))[:, None]
+        # Finite, since a first step would compute row_sum * shift = 0 * -inf = nan. Likewise below,
+        # where P is 0 for a hidden key.
+        shift = gl.maximum(shift, -1e30)
+        if HIDES or CAUSAL or MASKED:
+            exponent = gl.maximum(exponent, -1e30)
+        # sum(p * exponent): its exponents move by ``shift`` with the maximum.
+        centred = alpha * (centred + row_sum * shift)
+        centred = own_products(centred, p, exponent)
+        square = own_products(alpha * alpha * square, p, p)
+    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
+    return acc, new_max, row_sum, centred, square
+
+
+@gluon.jit
+def step(
+    state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
+    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
+):  # fmt: skip
+    """Update the online softmax of a tile of rows with a tile, or a tail, of keys."""
+    SCORES: gl.constexpr = zero.type.layout
+    s = _start_scores(q, k, zero)
+    cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
+    rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+    state = _start_step(
+        state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
+    )
+    return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+
+
+@gluon.jit
+def paired_step(
+    state, next_state, q, next_q, k, v, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
+):
+    """Update two tiles of rows with a tile of keys; products of one overlap the other's softmax."""
+    s, next_s = _start_scores(q, k, zero), _start_scores(next_q, k, zero)
+    # In flight: both scores. The first are done when one group is left.
+    s = warpgroup_mma_wait(1, [s])
+    state = _start_step(state, s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    # In flight: the second scores and the first product with V, which may stay.
+    next_s = warpgroup_mma_wait(1, [next_s])
+    next_state = _start_step(
+        next_state, next_s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
+    )
+    # In flight: both products with V. The next step rescales their accumulators.
+    acc, next_acc = warpgroup_mma_wait(0, [state[0], next_state[0]])
+    state = acc, state[1], state[2], state[3], state[4]
+    return state, (next_acc, next_state[1], next_state[2], next_state[3], next_state[4])
+
+
+@gluon.jit
+def _turned_scores(
+    s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
+    SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """Wait for transposed scores (keys, rows) of the tail's rows; see ``wait_for_scores``."""
+    keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
+    rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
+    return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
+
+
+@gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
+def _hopper_fwd_kernel(
+    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, H, N, full,
+    scale, mask_view, seed_ptr, keep_scale, threshold,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
+    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr,
+    PAIRED: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    STATS: gl.constexpr = stats_ptr is not None
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    AT_ONCE: gl.constexpr = 2 if PAIRED else 1
+    # An additive mask is added to scaled scores. All others are scaled in their exponents.
+    mask = mask_view, scale
+    MASKED: gl.constexpr = mask_view.ptr is not None
+    SCALED: gl.constexpr = MASK == "additive"
+    unit = 1.0 if SCALED else scale
+    gain = 1.0 if seed_ptr is None else keep_scale
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, N)
+    factor = unit * LOG2_E
+    # With a tail, rows of Q are loaded straight into registers, the next tile as soon as the last
+    # product has read the current one. This saves the buffer of Q, which leaves room for another
+    # program on the SM, and the barriers of the loop over tiles.
+    if T > 0:
+        q_rows = left_rows(q_view, 0, N, D, BLOCK_D, STORE)
+    else:
+        q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+    if PAIRED:
+        next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
+    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
+    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
+    if T > 0:
+        TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+        if not CAUSAL:  # Unread here, it would be allocated over another buffer.
+            k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+            fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        zero_t = gl.zeros([64, T], gl.float32, TAIL)
+        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
+        q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+    commit_copies()
+    head = gl.program_id(1) * H + gl.program_id(0)
+    dropout = seed_ptr, threshold, head
+    row_stats = head.to(gl.int64) * N
+    # All copies so far must land: Q, K and V. A thread waits for its own copies, orders them before
+    # wgmma's reads of shared memory with the fence, and the barrier does so for all threads.
+    wait_copies(0)
+    fence_async_shared()
+    barrier()
+    # Partial sums of rows, one for each of a row's four threads.
+    OWN: gl.constexpr = own_sum(zero).type.layout
+    none = gl.zeros([64, 4], gl.float32, OWN)
+    if STATS:
+        sums = no_sums(64, ROWS)
+    for tile in range(0, full, AT_ONCE):
+        first = tile * 64
+        if T > 0:
+            # Moves data within a warp only: no barrier is needed.
+            q = gl.convert_layout(q_rows, LEFT)
+        else:
+            q = q_tile.load(LEFT)
+            if PAIRED:
+                next_q = next_q_tile.load(LEFT)
+            # All warps hold this tile of Q in registers: its buffer is free for the next, whose
+            # copy runs under the whole loop over keys.
+            barrier()
+            if tile + AT_ONCE < full:
+                fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+                if PAIRED:
+                    fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
+            commit_copies()
+        acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
+        state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
+        # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
+        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        if PAIRED:
+            next_state = state
+            second = first + 64
+            next_seen, next_last = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            # Three ranges of keys: both tiles of rows see them in full, then the second alone does,
+            # then a mask hides some from the second.
+            for i in range(seen):
+                state, next_state = paired_step(
+                    state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
+                    ROWS,
+                )  # fmt: skip
+            for i in range(seen, next_seen):
+                next_state = step(
+                    next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
+                    factor, N, mask, dropout, MASK, False, False, STATS, ROWS,
+                )  # fmt: skip
+            if HIDES or CAUSAL:
+                for i in range(next_seen, next_last):
+                    next_state = step(
+                        next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
+                        factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
+                    )  # fmt: skip
+        else:
+            for i in range(seen):
+                state = step(
+                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, MASK, False, False, STATS, ROWS,
+                )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                state = step(
+                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
+                    mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
+                )  # fmt: skip
+        # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
+        if T > 0 and not CAUSAL:
+            s = _start_scores(q, k_tail, zero_t)
+            cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
+            rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
+            s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+        if T > 0:
+            # The scores above were the last product to read Q: load the next rows under the softmax
+            # and the product with V. After the last tile these are the tail's keys, for the tail's
+            # rows.
+            if tile + 1 < full:
+                q_rows = left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
+            else:
+                q_rows = left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
+        if T > 0 and not CAUSAL:
+            state = _start_step(
+                state, s, v_tail, first, full * 64, limit, factor, dropout, MASK, True, False,
+                STATS, ROWS,
+            )  # fmt: skip
+            state = warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+        if T == 0:
+            # The next tile of Q must land before its registers are loaded. This comes before the
+            # stores below, since the fence would wait for them.
+            wait_copies(0)
+            fence_async_shared()
+            barrier()
+        states = (state,)
+        if PAIRED:
+            states = (state, next_state)
+        for n in gl.static_range(AT_ONCE):
+            acc, row_max, row_sum, centred, square = states[n]
+            start = first + n * 64
+            # Only now do the four threads of a row add their partial sums.
+            divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+            acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+            put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
+            rows = start + gl.arange(0, 64, ROWS)
+            inside = rows < N
+            log_sum = put_max_log_sum(
+                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
+            )
+            if STATS:
+                gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
+                norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
+                rows_sums = sums_of_rows(
+                    row_max, divisor, joined(centred, ROWS), joined(square, ROWS), norm, inside
+                )
+                sums = add_sums(sums, rows_sums)
+    if STATS:
+        sums = reduce_sums(sums)
+    if T > 0:
+        # The tail's rows as columns: S^T = K Q^T (keys, T) of all tiles is held in registers, and
+        # the softmax needs no running maximum. P^T is stored over K, which has been read by then.
+        started, scores = (), ()
+        for i in gl.static_range(FULL):
+            started = started + (_start_scores(ks.index(i), q_tail, zero_t),)  # noqa: RUF005
+        # The loop left the tail's keys in ``q_rows``, zeros past the last.
+        last_k = gl.convert_layout(q_rows, gl.DotOperandLayout(0, TAIL, 2))
+        started = started + (_start_scores(last_k, q_tail, zero_t),)  # noqa: RUF005
+        top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
+        for i in gl.static_range(FULL + 1):
+            # FULL + 1 products were started in order; the i-th is done when FULL - i are left.
+            s_t = _turned_scores(
+                started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
+                HIDES or i == FULL, CAUSAL and i == FULL,
+            )  # fmt: skip
+            top_t = gl.maximum(top_t, s_t)
+            scores = scores + (s_t,)  # noqa: RUF005
+        # The reduction over keys crosses warps, which therefore have all finished their scores
+        # before P overwrites K.
+        max_t = gl.max(top_t, 0)
+        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
+        turns = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TURNED)
+        # Sums within a thread, (64, T): they are added over the keys at the end.
+        total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        for i in gl.static_range(FULL + 1):
+            exponent = exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
+            p = gl.exp2(exponent)
+            total_t += p
+            if STATS:
+                centred_t += p * gl.maximum(exponent, -1e30)
+                square_t += p * p
+            if dropout[0] is not None:
+                keys = (i * 64 + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
+                rows = (full * 64 + gl.arange(0, T, COLS))[None, :]
+                p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
+            turns.index(i).store(p.to(DTYPE))
+        # P^T of all warps must be visible to wgmma, which reads it as the right operand.
+        fence_async_shared()
+        barrier()
+        acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)  # out^T = V^T P^T
+        for i in gl.static_range(FULL):
+            v = vs.index(i).permute((1, 0))
+            acc_t = warpgroup_mma(v, turns.index(i), acc_t, is_async=True)
+        # The tail has T keys, not 64: the rest of this tile of P is not read.
+        turn = turns.index(FULL).slice(0, T)
+        acc_t = warpgroup_mma(v_tail.permute((1, 0)), turn, acc_t, is_async=True)
+        acc_t = warpgroup_mma_wait(0, [acc_t])
+        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        acc_t = acc_t * (gain / divisor_t)[None, :]
+        put_columns(out_view, acc_t, full * 64, N, D)
+        rows_t = full * 64 + gl.arange(0, T, COLS)
+        inside_t = rows_t < N
+        log_sum_t = put_max_log_sum(
+            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
+        )
+        if STATS:
+            gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
+            rows_sums = sums_of_rows(
+                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0), inside_t,
+            )  # fmt: skip
+            sums = add_sums(sums, reduce_sums(rows_sums))
+    if STATS:
+        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+
+
+def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+
+    With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
+    """
+    batch, heads, tokens, _ = call.query.shape
+    arguments = forward_arguments(_hopper_fwd_kernel, call, results)
+    # With a mask, the scores of a tail would spill for heads wider than 64.
+    wide = arguments["BLOCK_D"] > 64 and call.attn_mask is not None
+    full, tail = tiles_and_tail(tokens, () if wide else hopper_tails(arguments["BLOCK_D"]))
+    paired = tile.constexprs.get("PAIRED", False)
+    arguments |= dict(
+        **tile.options,
+        PAIRED=paired and tail == 0 and call.attn_mask is None and call.seed is None,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=tail == 0 and tokens % 64 != 0,
+    )
+    return Launch(_hopper_fwd_kernel, (heads, batch), arguments)
+
+
+# The rounding error of a smaller log-sum-exp in float32 is invisible in half precision.
+LARGE_LSE = gl.constexpr(1024.0)
+
+# For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
+# ``IN_REGISTERS`` keeps a tile of Q and dO, then of K and V, in registers while the next is being
+# loaded: more programs fit on an SM, and the loops have no barriers. With a tail, these tiles stay
+# in shared memory.
+_EVERY = "dropout", "mask", "varlen"
+BACKWARD_TILES = Tiles(
+    "hopper_backward",
+    rule(dim=16, tokens=1024, takes=("varlen",)),
+    rule(dim=16, tokens=1024, takes=_EVERY, maxnreg=255),
+    rule(dim=32, tokens=512, takes=("varlen",), IN_REGISTERS=True, maxnreg=168),
+    rule(dim=32, tokens=256, takes=("dropout", "varlen"), maxnreg=168),
+    rule(dim=32, tokens=768, takes=_EVERY, maxnreg=255),
+    rule(dim=64, tokens=640, takes=("padded_dim", "varlen"), maxnreg=255),
+    rule(dim=64, tokens=512, takes=("padded_dim", *_EVERY), maxnreg=255),
+    rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "varlen"), maxnreg=255),
+    num_warps=4,
+)
+
+
+@gluon.jit
+def _load_rows(
+    do_view, out_view, max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
+    do = left_rows(do_view, start, end, D, WIDTH, LAYOUT)
+    out = left_rows(out_view, start, end, D, WIDTH, LAYOUT)
+    rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    return do, out, lse, lost
+
+
+@gluon.jit
+def _describe_rows(lses, deltas, loaded):
+    """Store the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the former."""
+    do, out, lse, lost = loaded
+    lses.store(lse)
+    deltas.store(gl.sum(do.to(gl.float32) * out.to(gl.float32), 1) * lost)
+    # Rows past the end have inf, and must not count as large.
+    return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
+
+
+@gluon.jit
+def _left_pair(
+    one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Load a tile of rows of two tensors as left operands."""
+    one = left_rows(one_view, start, end, D, WIDTH, LAYOUT)
+    return one, left_rows(other_view, start, end, D, WIDTH, LAYOUT)
+
+
+@gluon.jit
+def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
+    """Multiply rows of dO in registers by the factor that ``row_statistics`` returns."""
+    rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
+    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
+
+
+@gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
+def _hopper_bwd_kernel(
+    q_view, k_view, v_view, lengths_ptr, starts_ptr, key_starts_ptr, do_view, out_view,
+    max_log_sum_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale, mask_view,
+    seed_ptr, ds_ptr, keep_scale, threshold,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
+    RAGGED: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
+    LANES: gl.constexpr = BLOCK_D // 8
+    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
+    VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
+    HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
+    VARLEN: gl.constexpr = starts_ptr is not None
+    head = gl.program_id(1) * H + gl.program_id(0)
+    M, full_keys, most = N, full, full
+    if VARLEN:
+        # The programs past the last sequence zero the gradients of tokens that no sequence owns.
+        if gl.program_id(1) >= B:
+            lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
+            fill_gradients(
+                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
+                KEY_TOKENS, H * D, H * D, head - B * H, (gl.num_programs(1) - B) * H, lanes,
+            )  # fmt: skip
+            return
+        first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
+        first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
+        full, full_keys = (N + 63) // 64, (M + 63) // 64
+        # N and M are now the tokens of this sequence; ``most`` keeps the tiles of the longest.
+        q_view, dq_view = from_token(q_view, first_row), from_token(dq_view, first_row)
+        do_view, out_view = from_token(do_view, first_row), from_token(out_view, first_row)
+        k_view, dk_view = from_token(k_view, first_key), from_token(dk_view, first_key)
+        v_view, dv_view = from_token(v_view, first_key), from_token(dv_view, first_key)
+        max_log_sum_ptr += (gl.program_id(0).to(gl.int64) * TOKENS + first_row) * 2
+    else:
+        max_log_sum_ptr += head.to(gl.int64) * N * 2
+    if ds_ptr is not None:
+        ds_ptr += head.to(gl.int64) * N * N
+    dropout = seed_ptr, threshold, head, keep_scale
+    mask = mask_view, scale
+    if seed_ptr is not None:
+        WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        # A bit for each score: the first pass writes the bits, and the second reads them.
+        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
+        dropout = seed_ptr, threshold, head, keep_scale, keeps, most
+        if VARLEN or lengths_ptr is not None:
+            for n in range(most * most):  # the first pass skips hidden tiles
+                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
+    # K and V are resident first, and then Q and dO in the same memory. One tile of the other two is
+    # in ``q_tile`` and ``do_tile``, or in registers, while the next is being loaded.
+    ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
+    if not IN_REGISTERS:
+        q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+        do_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
+    lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+    zero = gl.zeros([64, 64], gl.float32, SCORES)
+    limit = number_of_keys(lengths_ptr, M)
+    SCALED: gl.constexpr = MASK == "additive"
+    factor = (1.0 if SCALED else scale) * LOG2_E
+
+    if IN_REGISTERS:
+        following = _left_pair(q_view, do_view, 0, N, D, BLOCK_D, OPERAND)
+    else:
+        fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
+        fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
+    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
+    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
+    if T > 0:
+        TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
+        ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
+        COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
+        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
+        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        p_tail, ds_tail = tails.index(0), tails.index(1)
+        dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        zero_t = gl.zeros([64, T], gl.float32, TAIL)
+        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+    # One group: the copies run while delta is computed below.
+    commit_copies()
+    largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
+    # In a causal varlen batch, a tile of keys may be past the last tile of rows. The statistics of
+    # such rows are written too: a log-sum-exp of inf makes P zero.
+    if IN_REGISTERS:
+        # Loads run one tile ahead of the sums that need them.
+        following_rows = _load_rows(
+            do_view, out_view, max_log_sum_ptr, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
+        )
+    for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
+        if IN_REGISTERS:
+            rows = following_rows
+            following_rows = _load_rows(
+                do_view, out_view, max_log_sum_ptr, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
+                BLOCKED,
+            )  # fmt: skip
+        else:
+            rows = _load_rows(
+                do_view, out_view, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
+            )
+        largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
+    is_large = gl.max(largest, 0) > LARGE_LSE  # the same in all warps
+    wait_copies(0)
+    if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
+        if is_large:
+            barrier()
+            correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+    # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
+    fence_async_shared()
+    barrier()
+
+    # First pass, over tiles of rows: dQ, and the contributions of these rows to the tail's keys.
+    for tile in range(0, full):
+        first = tile * 64
+        if IN_REGISTERS:
+            q_tile, do_tile = following
+            # Loaded under the loop over keys; past the last tile these are zeros, which nothing
+            # reads.
+            following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
+            if is_large:
+                do_tile = _corrected(do_tile, max_log_sum_ptr, first, N, factor, SCALED)
+        lse = lses.index(tile).load(ROWS)[:, None]
+        delta = deltas.index(tile).load(ROWS)[:, None]
+        dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        seen, last = visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
+        for i in range(seen):
+            dq = rows_step(
+                dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
+            )  # fmt: skip
+        if HIDES or CAUSAL:
+            for i in range(seen, last):
+                dq = rows_step(
+                    dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
+                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
+                )  # fmt: skip
+        # The tail's keys: P and dS (64, T). Under a causal mask none of these rows sees them.
+        if T > 0 and not CAUSAL:
+            s, dp = start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
+            keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+            queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
+            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
+            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            dp = warpgroup_mma_wait(0, [dp])
+            dp, weight = dropped(dp, p, dropout, queries, keys)
+            ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
+            # dK and dV of the tail need P and dS as right operands, from shared memory.
+            p_tail.store(weight.to(DTYPE))
+            ds_tail.store(ds)
+            # Its left operand is in registers: it may start ahead of the fence.
+            dq = warpgroup_mma(gl.convert_layout(ds, LEFT), k_tail, dq, is_async=True)
+            fence_async_shared()
+            barrier()
+            # dK^T = Q^T dS and dV^T = dO^T P, both (D, T).
+            dk_t = warpgroup_mma(q_tile.permute((1, 0)), ds_tail, dk_t, is_async=True)
+            dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
+            dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
+        if IN_REGISTERS:
+            put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        else:
+            barrier()  # all warps are done with Q, dO, P and dS of this tile
+            if tile + 1 < full:
+                fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
+            # dQ is staged in the buffer of dO, which no product reads any more. Its store comes
+            # after the fence, which would wait for it. A varlen batch stores at once: its addresses
+            # leave no registers to keep dQ in.
+            if VARLEN:
+                put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+            else:
+                dq_rows = turned_rows(dq * scale, do_tile, BLOCKED)
+            if tile + 1 < full:
+                fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
+                commit_copies()
+                wait_copies(0)
+                if is_large:
+                    barrier()  # ``correct`` reads what other threads copied
+                    correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
+                fence_async_shared()
+                barrier()
+            if not VARLEN:
+                put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
+
+    if T > 0:
+        # The tail's rows as columns: dQ^T (D, T), and their contributions to dK and dV of the tail.
+        # The tail's Q and dO replace its K and V, which now fill the tiles of Q and dO to 64 rows.
+        q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
+        fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
+        fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
+        fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
+        commit_copies()
+        wait_copies(0)
+        if is_large:
+            barrier()
+            correct(do_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
+        fence_async_shared()
+        barrier()
+        dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
+        lse_t = lses.index(full).slice(0, T).load(COLS_T)[None, :]
+        delta_t = deltas.index(full).slice(0, T)
+        queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
+        # S^T and dP^T (64, T): the keys of a tile by the tail's rows.
+        for n in gl.static_range(FULL):
+            s_t, dp_t = start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
+            keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
+            p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
+            dp_t = warpgroup_mma_wait(0, [dp_t])
+            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
+            ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
+            ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
+            # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
+            # again has passed the barrier of the other, and all warps had read this one by then.
+            turn = tails.index(n % 2)
+            turn.store(ds_t.to(DTYPE))
+            fence_async_shared()
+            barrier()
+            dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma_wait(0, [dq_t])
+        barrier()  # all warps are done with dS of the tiles before
+        # The tail's keys with the tail's rows, the last contribution to all three gradients.
+        s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
+        keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
+        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(exponents_of(s, lse_t, factor, SCALED))
+        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        dp = warpgroup_mma_wait(0, [dp])
+        dp, weight = dropped(dp, p, dropout, queries, keys)
+        p_tail.store(weight.to(DTYPE))
+        ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
+        fence_async_shared()
+        barrier()
+        own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
+        dq_t = warpgroup_mma(k_tile.permute((1, 0)), ds_tail, dq_t, is_async=True)
+        dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
+        dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
+        barrier()  # all warps are done with K and V, and with the tiles of Q and dO
+
+    # Second pass, over tiles of keys: Q and dO take the place of K and V.
+    qs, dos = ks, vs
+    if IN_REGISTERS:
+        barrier()  # all warps are done with K and V
+        following = _left_pair(k_view, v_view, 0, limit, D, BLOCK_D, OPERAND)
+    else:
+        k_tile, v_tile = q_tile, do_tile
+        fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
+        fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
+    fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
+    fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
+    commit_copies()
+    wait_copies(0)
+    if is_large:
+        barrier()
+        # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
+        for i in range(full):
+            correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
+    fence_async_shared()
+    barrier()
+    if T > 0:
+        # Stored after the fence, which would have waited for these stores.
+        put_columns(dq_view, dq_t * scale, full * 64, N, D)
+        put_columns(dk_view, dk_t * scale, full * 64, N, D)
+        if seed_ptr is not None:
+            dv_t *= keep_scale
+        put_columns(dv_view, dv_t, full * 64, N, D)
+    for tile in range(0, full_keys):
+        first = tile * 64
+        if IN_REGISTERS:
+            k_tile, v_tile = following
+            following = _left_pair(k_view, v_view, first + 64, limit, D, BLOCK_D, OPERAND)
+        dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
+        start = 0
+        if CAUSAL:
+            # The diagonal tile first, with its mask; rows above it see none of these keys.
+            start = tile + 1
+            dk, dv = keys_step(
+                dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
+                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
+                True,
+            )[:2]  # fmt: skip
+        for i in range(start, full):
+            dk, dv = keys_step(
+                dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
+                deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
+            )[:2]  # fmt: skip
+        if T > 0:
+            dk, dv = keys_step(
+                dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
+                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
+                LEFT, False,
+            )[:2]  # fmt: skip
+        if seed_ptr is not None:
+            # Once for the finished sum, not for each P.
+            dv *= keep_scale
+        # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their rows.
+        if HIDES:
+            seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
+            dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
+        if IN_REGISTERS:
+            put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
+            put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
+        else:
+            # dK and dV are staged in the buffers of K and V of this tile, and stored after the
+            # fence; the next tile is copied meanwhile.
+            dk_rows = turned_rows(dk * scale, k_tile, BLOCKED)
+            if tile + 1 < full_keys:
+                fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
+            dv_rows = turned_rows(dv, v_tile, BLOCKED)
+            if tile + 1 < full_keys:
+                fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
+            commit_copies()
+            wait_copies(0)
+            fence_async_shared()
+            barrier()
+            put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
+            put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
+
+
+def prepare_backward(
+    tile: Tile, grad: Tensor, call: Call, saved: Results, gradients: Gradients
+) -> Launch:
+    """Return the launch that writes dq, dk, dv (B, H, N, D) and any ds (B, H, N, N) float32.
+
+    In a varlen batch the tensors are (T, H, D), and the gradients are contiguous.
+    """
+    arguments = backward_arguments(_hopper_bwd_kernel, grad, call, saved, gradients)
+    heads, tokens, dim = arguments["H"], arguments["N"], arguments["BLOCK_D"]
+    varlen = call.sequences is not None
+    # A tail spills in calls with two of these. dS, which comes with a mask, makes two: it is stored
+    # by the loops over whole tiles alone.
+    taken = call.attn_mask, call.seed, gradients.ds
+    crowded = sum(t is not None for t in taken) + dim // 128 > 1
+    full, tail = tiles_and_tail(tokens, () if crowded or varlen else hopper_tails(dim))
+    arguments |= dict(
+        **tile.options,
+        full=full,
+        FULL=full,
+        T=tail,
+        RAGGED=varlen or (tail == 0 and tokens % 64 != 0),
+        IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
+    )
+    spare = triton.cdiv(SPARE_PROGRAMS, heads) if varlen else 0
+    return Launch(_hopper_bwd_kernel, (heads, call.batch + spare), arguments)
