@@ -42,9 +42,6 @@ def use(model: nn.Module) -> swap.Swapped:
 def undo(model: nn.Module) -> None:
     """Restore the classes that ``use`` swapped, in the model or a copy; keep trained weights.
 
-    Args:
-        model: any module; without swapped modules nothing happens.
-
     Raises:
         ValueError: if a module was wrapped after it was swapped.
     """
@@ -185,13 +182,8 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         return x[None] if x.dim() == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _keep_batches(
-        self,
-        stats: AttentionStats | None,
-        sample: Tensor | None,
-        output: Tensor,
-        skip: Tensor | None,
+        self, stats: Any, sample: Tensor | None, output: Tensor, skip: Tensor | None
     ) -> None:
-        assert stats is not None
         skip = None if skip is None else self._batches(skip)
         self._store_capture(stats, sample, self._batches(output), skip)
 

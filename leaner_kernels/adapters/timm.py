@@ -69,10 +69,7 @@ def use(model: nn.Module) -> swap.Swapped:
 
 
 def undo(model: nn.Module) -> None:
-    """Give all that ``use`` swapped, in this model or the one that it is a copy of, back to timm.
-
-    Args:
-        model: changed in place; weights stay, as trained.
+    """Give what ``use`` swapped, in a model or a copy of it, back to timm; keep trained weights.
 
     Raises:
         ValueError: a module has been wrapped since, as by ``fully_shard``.
@@ -113,13 +110,7 @@ class _TimmCapturing(Capturing):
         return self._run(finish, attention_qkvpacked, self._qkvpacked_with_stats, qkv, **params)
 
     def _attend(
-        self,
-        finish: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        **params: Any,
+        self, finish: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **params: Any
     ) -> Tensor:
         """Attend as ``attention`` does, from (B, H, N, D); ``finish`` gets (B, N, H, D)."""
         if attn_mask is not None and attn_mask.dtype != torch.bool:
