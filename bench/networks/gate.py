@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
-from bench.harness.peers import compiled, found
+from bench.harness.peers import AbsentError, compiled, found
 from bench.harness.steps import Training, classifying, mixed
 from bench.networks.cases import Batch, LanguageCase, ModelCase, PaperCase, losses, mean_loss
 from bench.networks.peers import timm_model, transformers_model
@@ -112,9 +112,16 @@ class VisionModels(Models):
         self._truth = cache(self._compute_truth)
 
     def build(self, whose: str) -> nn.Module:
-        """Return timm's model with our attention."""
+        """Return timm's model with our attention.
+
+        Raises:
+            AbsentError: it has none that the adapter swaps.
+        """
         model = copy.deepcopy(self.models["timm"])
-        found("leaner_kernels.adapters.timm", "use")(model)
+        try:
+            found("leaner_kernels.adapters.timm", "use")(model)
+        except ValueError as error:
+            raise AbsentError(str(error)) from None
         return model
 
     def training(self, name: str) -> Training:

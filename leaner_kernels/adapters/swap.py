@@ -36,7 +36,8 @@ class Rule(NamedTuple):
         cls: the exact class; a subclass may have another forward, and is left.
         new_class: its replacement, a subclass of ``cls`` at the top level of its file, so that
             models can be pickled.
-        what: description for the report, such as "attention between tokens".
+        what: description for the report, such as "attention between tokens". Empty for a block
+            around an attention module: it is not reported, and harmless if it outlives that.
         prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, and nothing
             that is a parameter, buffer or module. A ValueError or AttributeError leaves the module
             as it was, its message being the reason.
@@ -44,8 +45,8 @@ class Rule(NamedTuple):
 
     cls: type[nn.Module]
     new_class: type[nn.Module]
-    what: str
-    prepare: Callable[[Any], None]
+    what: str = ""
+    prepare: Callable[[Any], None] = lambda _module: None
 
 
 class Swapped:
@@ -107,12 +108,13 @@ def swap(model: nn.Module, rules: Sequence[Rule]) -> Swapped:
                 inner[name] = f"{class_name(type(module))} is not supported"
             continue
         reason = _swap_one(module, rule) if type(module) is rule.cls else None
-        if reason is None:
-            report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
-        else:
+        if reason is not None and rule.what:
             report.left[name] = reason
+        elif rule.what:
+            report.swapped[name] = f"{class_name(rule.cls)} -> {rule.what}"
     report.left |= without_holders(inner, [*report.swapped, *report.left])
     if not report.swapped:
+        report.undo()
         raise ValueError(report.nothing_in(model))
     return report
 
@@ -135,8 +137,13 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
     classes = tuple(rule.new_class for rule in rules)
     swapped = {n: m for n, m in model.named_modules() if isinstance(m, classes)}
     swapped = {name: m for name, m in swapped.items() if _ORIGIN in vars(m)}
-    for name, module in swapped.items():
-        if type(module) is not vars(module)[_ORIGIN].new_class:
+    for name, module in list(swapped.items()):
+        origin = vars(module)[_ORIGIN]
+        if type(module) is origin.new_class:
+            continue
+        if not issubclass(origin.new_class, Capturing):
+            del swapped[name]
+        else:
             raise ValueError(
                 f"{name or 'the model'} was wrapped since it was swapped, as "
                 f"{type(module).__name__}: unwrap it before undo"

@@ -9,7 +9,10 @@
 Each class below is timm's of the same name (and file), with a forward that calls our operator, and
 with what ``KappaMonitor`` needs. Where its rows are particular:
 
-- Swin and DaViT cut windows before they call their attention: a sample is a window.
+- Swin and DaViT cut windows before they call their attention, so plain ``attention`` serves. Kappa
+  is that of all tokens of a map: the blocks, swapped as well, set its size. Without them (a block
+  whose forward was replaced on the instance) it is that of single windows; ``tokens`` of a row
+  shows which.
 - The inner attention of TNT is between the pixels of a patch, so its kappa is that of patches.
 - Heads are captured as attention leaves them: before ``norm`` and ``gate`` where there are any.
 
@@ -17,6 +20,7 @@ with what ``KappaMonitor`` needs. Where its rows are particular:
 as they are used, not on those that normalize, rotate or bias them apart.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -38,6 +42,7 @@ from ..ops.covariance import (
     cross_covariance_attention_with_stats,
 )
 from ..ops.outlook import check_window, outlook_attention, outlook_attention_with_stats
+from ..ops.statistics import AttentionStats, evenly_spaced
 from . import swap
 
 # The oldest timm that the forwards below were run with: they read attributes of its classes.
@@ -65,7 +70,7 @@ def use(model: nn.Module) -> swap.Swapped:
     model, and before what replaces the forward of a module; a model compiled before compiles again.
     timm's ``fused_attn`` makes no difference, and a second call none either.
     """
-    return swap.swap(model, _RULES)
+    return swap.swap(model, (*_RULES, *_BLOCKS))
 
 
 def undo(model: nn.Module) -> None:
@@ -74,7 +79,7 @@ def undo(model: nn.Module) -> None:
     Raises:
         ValueError: a module has been wrapped since, as by ``fully_shard``.
     """
-    swap.undo(model, _RULES)
+    swap.undo(model, (*_RULES, *_BLOCKS))
 
 
 class _TimmCapturing(Capturing):
@@ -150,6 +155,72 @@ class _ChannelAttention(_TimmCapturing):
     def columns(self, tokens: int) -> int:
         """Return how many entries a softmax row has: the channels of a head."""
         return self.head_dim
+
+
+class _WindowedAttention(_TimmCapturing):
+    """Attention on windows, (B * windows, N, dim), those of a map side by side.
+
+    A captured batch entry is a map where a ``_WindowBlock`` around sets ``map_size``, else a
+    window.
+    """
+
+    attends = "windows"
+    _plain = True
+
+    def _prepare(self: Any) -> None:
+        super()._prepare()
+        self.map_size = None
+
+    def columns(self: Any, tokens: int) -> int:
+        """Return how many entries a softmax row has: the tokens of a window."""
+        return math.prod(self.window_size)
+
+    def _select_sample(self: Any, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
+        maps = windows = 0
+        if self.map_size is not None and self.capture_samples > 0:
+            maps, windows = self.map_size[0], math.prod(self._windows_of_map())
+        if batch == 0 or batch != maps * windows:
+            # No block around, or one that never came to its attention.
+            self.map_size = None
+            return super()._select_sample(batch, device)
+        sample = evenly_spaced(maps, self.capture_samples, device)
+        places = torch.arange(windows, dtype=torch.int32, device=device)
+        return (sample[:, None] * windows + places).flatten(), True
+
+    @torch.no_grad()
+    def _store_capture(
+        self: Any, stats: AttentionStats, sample: Tensor | None, output: Tensor, **others: Any
+    ) -> None:
+        if sample is not None and self.map_size is not None:
+            output = self._windows_to_maps(output.index_select(0, sample))
+            stats = stats._replace(heads=self._windows_to_maps(stats.heads))
+            sample = torch.arange(output.shape[0], dtype=torch.int32, device=output.device)
+            self.map_size = None
+        super()._store_capture(stats, sample, output, **others)
+
+    def _windows_of_map(self: Any) -> tuple[int, ...]:
+        sizes = zip(self.map_size[1:], self.window_size)
+        return tuple(math.ceil(size / window) for size, window in sizes)
+
+    def _windows_to_maps(self: Any, windows: Tensor) -> Tensor:
+        """Return (S, Y * X, width), without the filling, of (S * windows, N, width)."""
+        _, rows, cols = self.map_size
+        tiles = windows.unflatten(0, (-1, *self._windows_of_map()))
+        whole = tiles.unflatten(3, self.window_size).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return whole[:, :rows, :cols].flatten(1, 2)
+
+
+class _WindowBlock(nn.Module):
+    """A block that cuts windows, and sets ``map_size`` of its attention: (B, Y, X)."""
+
+    _rows_axis: int
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        """Return what timm's block does."""
+        # The block may outlive the swap of its attention, where ``fully_shard`` has wrapped it.
+        if getattr(self.attn, "capture_samples", 0) > 0:
+            self.attn.map_size = x.shape[0], *x.shape[self._rows_axis :][:2]
+        return super().forward(x)
 
 
 class Attention(_TimmCapturing, layers.Attention):
@@ -310,20 +381,28 @@ class DavitChannelAttention(_ChannelAttention, davit.ChannelAttention):
         )
 
 
-class DavitWindowAttention(_TimmCapturing, davit.WindowAttention):
+class DavitWindowAttention(_WindowedAttention, davit.WindowAttention):
     """timm.models.davit.WindowAttention."""
-
-    _plain = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend between the tokens of each window, (B * windows, N, dim)."""
         return self._attend_qkvpacked(self._project, _qkvpacked(self.qkv(x), self.num_heads))
 
 
-class SwinWindowAttention(_TimmCapturing, swin_transformer.WindowAttention):
-    """timm.models.swin_transformer.WindowAttention."""
+class DavitSpatialBlock(_WindowBlock, davit.SpatialBlock):
+    """timm.models.davit.SpatialBlock, of (B, dim, Y, X)."""
 
-    _plain = True
+    _rows_axis = 2
+
+
+class SwinBlock(_WindowBlock, swin_transformer.SwinTransformerBlock):
+    """timm.models.swin_transformer.SwinTransformerBlock, of (B, Y, X, dim)."""
+
+    _rows_axis = 1
+
+
+class SwinWindowAttention(_WindowedAttention, swin_transformer.WindowAttention):
+    """timm.models.swin_transformer.WindowAttention."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend between the tokens of each window, (B * windows, N, dim).
@@ -358,4 +437,8 @@ _RULES = tuple(
             f"{_WINDOWS}, positions and shifts as a mask",
         ),
     )
+)
+_BLOCKS = (
+    swap.Rule(davit.SpatialBlock, DavitSpatialBlock),
+    swap.Rule(swin_transformer.SwinTransformerBlock, SwinBlock),
 )

@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..nn.capture import refuse_tracing
 from ..ops import _hooks
-from ..ops.attention import attention
+from ..ops.attention import attention, attention_varlen
 from ..ops.attention.reference import visible
 from . import swap
 
@@ -169,6 +169,10 @@ def attention_forward(
     position_bias: Tensor | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -190,6 +194,11 @@ def attention_forward(
         s_aux: (H,), the score of an attention sink per head, without a value; differentiable. It
             needs an additive mask of (B, H, N, M + 1).
         sliding_window: without a mask, row i sees keys nearer than this many positions.
+        cu_seq_lens_q: (S + 1,), without a mask: the starts of the sequences packed into a batch of
+            1, and the end of the last. Requires the next three.
+        cu_seq_lens_k: (S + 1,), the same for the keys.
+        max_length_q: length of the longest sequence.
+        max_length_k: length of the longest sequence of keys.
         softcap: bounds the scores, as ``softcap * tanh(scores / softcap)``.
         kwargs: arguments that never change the result, or None or False.
 
@@ -214,6 +223,21 @@ def attention_forward(
         is_causal = supported and bool(getattr(module, "is_causal", True))
     params: dict[str, Any] = {"dropout_p": dropout, "scale": scaling}
     params["enable_gqa"] = query.shape[1] != key.shape[1]
+    if attention_mask is None and cu_seq_lens_q is not None:
+        if cu_seq_lens_k is None or max_length_q is None or max_length_k is None:
+            raise ValueError("cu_seq_lens_q needs cu_seq_lens_k, max_length_q and max_length_k")
+        longest = int(max_length_q), int(max_length_k)
+        windowed = sliding_window is not None and longest[1] > sliding_window
+        others = {"position_bias": position_bias, "s_aux": s_aux, "softcap": softcap}
+        others["sliding_window"] = sliding_window if windowed else None
+        _refuse(module, others, "the sequences of a varlen batch")
+        # The batch is packed: its sequences follow one another.
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+        params |= {"cu_seqlens_k": cu_seq_lens_k.to(torch.int32), "max_seqlen_k": longest[1]}
+        starts = cu_seq_lens_q.to(torch.int32)
+        out = attention_varlen(q, k, v, starts, longest[0], is_causal=is_causal, **params)
+        return out.unflatten(0, (query.shape[0], query.shape[2])), None
+
     if softcap is not None and (position_bias is not None or s_aux is not None):
         # Ours bounds the products only, before any bias.
         _refuse(module, {"softcap": softcap}, "attention with a bias")

@@ -15,6 +15,7 @@ from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import timm
 from leaner_kernels.conditioning import QKClip
 from leaner_kernels.nn.capture import Capturing
+from models.davit import DaViT
 from tests.adapters.timm_families import CASES, FAMILIES, VIT
 from tests.error_budget import assert_computes
 from tests.models.parity import (
@@ -121,6 +122,27 @@ def test_kappa_is_that_of_the_heads_that_timm_projects():
     assert row["tokens"] == row["columns"] == seen[0].shape[1]
     exact = torch.linalg.cond(seen[0]).log().mean().exp().item()
     assert row["kappa"] == pytest.approx(exact, rel=1e-3)
+
+
+def test_kappa_of_windows_is_that_of_all_tokens_of_a_map_without_the_filling():
+    oracle, x = of("davit"), images(4)
+    ours = DaViT(image_size=32, embed_dims=(16, 32), depths=(1, 1), heads=(2, 4), window=3)
+    ours.head.fc = nn.Linear(32, 5)
+    ours.load_state_dict(oracle.state_dict(), strict=True)
+    timm.use(oracle)
+    rows = []
+    for model in (oracle, ours.eval()):
+        monitor = KappaMonitor(model, every=1, samples=2)
+        monitor.begin(0)
+        model(x)
+        rows.append(monitor.end())
+    # Maps of 8 and 4 pixels a side, windows of 3: filled up to 9 and 6.
+    assert [row["tokens"] for row in rows[0]] == [64, 64, 16, 16]
+    for actual, expected in zip(rows[0][::2], rows[1][::2], strict=True):
+        assert actual["tokens"] == expected["tokens"]
+        assert actual["columns"] == expected["columns"] == 9
+        for field in ("kappa", "sigma_max", "entropy", "max_logit", "effective_rank"):
+            assert actual[field] == pytest.approx(expected[field], rel=1e-3), field
 
 
 class RenamedAttention(layers.Attention):

@@ -168,8 +168,25 @@ def test_a_model_that_would_add_our_masks_to_its_scores_is_refused() -> None:
         model(torch.ones(1, 5, dtype=torch.long))
 
 
+def test_packed_sequences_attend_within_themselves() -> None:
+    query, key, value = heads(4, 9, 0, 1), heads(2, 9, 1, 1), heads(2, 9, 2, 1)
+    starts = torch.tensor([0, 4, 9])
+    lengths = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+    longest = {"max_length_q": torch.tensor(5), "max_length_k": 5}
+    tensors = query, key, value
+    packed = leaner.attention_forward(nn.Module(), *tensors, None, **lengths, **longest)[0]
+    for start, stop in ((0, 4), (4, 9)):
+        own = (t[:, :, start:stop] for t in tensors)
+        alone = leaner.attention_forward(nn.Module(), *own, None)[0]
+        torch.testing.assert_close(packed[:, start:stop], alone)
+
+
 class SomeAttention(nn.Module):
     """Whose name errors show."""
+
+
+PACKED = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor([0, 9]))
+PACKED |= dict.fromkeys(("max_length_q", "max_length_k"), 9)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +200,11 @@ class SomeAttention(nn.Module):
         ({"cache": object()}, "cache=.* attn_implementation=.eager"),
         ({"not_known": 3}, "not_known=3"),
         ({"indices": torch.zeros(2, 3)}, r"indices=\(2, 3\)"),
-        ({"cu_seq_lens_q": torch.tensor([0, 9])}, r"cu_seq_lens_q=\(2,\)"),
+        (PACKED | {"softcap": 50.0}, "softcap=50.0 to the sequences of a varlen batch"),
+        (PACKED | {"s_aux": torch.zeros(4)}, r"s_aux=\(4,\) to the sequences of a varlen batch"),
+        (PACKED | {"position_bias": torch.zeros(1)}, "position_bias"),
+        (PACKED | {"sliding_window": 4}, "sliding_window=4"),
+        (PACKED | {"max_length_k": None}, "cu_seq_lens_q needs"),
     ],
     ids=lambda given: next(reversed(given)) if isinstance(given, dict) else "",
 )

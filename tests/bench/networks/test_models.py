@@ -44,7 +44,7 @@ def test_what_timm_cannot_widen_is_absent(architecture):
 
 @pytest.fixture(scope="module")
 def networks() -> VisionModels:
-    return VisionModels(BY_NAME["cpu_model_xcit_lean"])
+    return VisionModels(BY_NAME["cpu_model_xcit_original"])
 
 
 @pytest.mark.parametrize("stage", ModelCase.stages)
