@@ -37,11 +37,7 @@ def plain(text: str) -> str:
 
 
 def is_hidden(path: str | PurePath) -> bool:
-    """Whether a path, relative to the root of the data, is no data of the user's.
-
-    A component begins with a dot, as ``.ipynb_checkpoints`` or ``._1.jpg``, or is one of
-    ``SYSTEM``.
-    """
+    """Whether a part of a path below the root of the data begins with a dot or is in ``SYSTEM``."""
     parts = PurePath(path).parts
     return any(p != ".." and (p.startswith(".") or p.casefold() in SYSTEM) for p in parts)
 

@@ -38,6 +38,7 @@ _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms
 _STYLES = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", ":"))
 GREY = "#808080"
 _ALARM = "#d62728"  # of the lines at alarms
+_GROUP = "shown-"  # what begins the name of a line's group
 # Charts of metrics: title, unit, and what lines are called by the names of their rows.
 _LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
 _ACCURACIES = {
@@ -213,10 +214,7 @@ def kappa_or_rank(row: Row) -> str:
 
 @dataclass
 class Run:
-    """What a page shows of a run: its files in the order of steps, of a long one not every step.
-
-    ``notes`` says of a file what of it is not shown.
-    """
+    """What a page shows of a run; ``notes`` says of a file what of it is not shown."""
 
     name: str
     metrics: list[dict[str, Any]]
@@ -367,10 +365,6 @@ def _of_metrics(run: Run, charts: Iterable[tuple[str, str, dict[str, str]]]) -> 
             is_loss = title == "Loss"
             scale = axis_scale(y for line in lines for _, y in line.points) if is_loss else "linear"
             yield _Chart(title, unit, lines, scale, run.alarms if is_loss else [])
-
-
-# What begins the name of a line's group.
-_GROUP = "shown-"
 
 
 def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
