@@ -17,19 +17,46 @@ from torch.autograd import forward_ad
 from .._ops import add_op_namespace_prefix, ops
 from ._checks import autocast
 from ._launch_cache import on_current_device, rows_contiguous, seen_by_autograd_alone
+from .transforms import PRODUCTS, Products
 
 library = torch.library.Library(ops.name, "FRAGMENT")
 # The autograd Function of operators: transforms of torch.func have been dealt with above them.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
-def implement(
-    name: str, *, cpu: Callable[..., Any], cuda: Callable[..., Any], fake: Callable[..., Any]
+def register(
+    name: str,
+    schemas: Sequence[str],
+    by_device: Sequence[Sequence[Callable[..., Any]]],
+    record: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
+    cast: int,
+    differentiable: int,
+    products: Callable[..., Products],
 ) -> None:
-    """Register what computes a defined operator: on the CPU, on the current GPU, without memory."""
-    library.impl(name, on_cpu(cpu), "CPU")
-    library.impl(name, on_device(cuda), "CUDA")
-    torch.library.register_fake(add_op_namespace_prefix(name), fake, lib=library)
+    """Register ``NAME``, ``NAME_with_stats`` and ``NAME_backward`` for every device and autograd.
+
+    Args:
+        name: of the operator, whose first result alone has derivatives.
+        schemas: of the three, without their names.
+        by_device: functions that compute the three by operations that PyTorch can differentiate,
+            launch them on the current GPU, and allocate their results.
+        record: puts results on the graph; called with the results and the operator's arguments.
+        cast: how many leading arguments a region of autocast casts.
+        differentiable: how many may have a gradient.
+        products: gives the FLOPs of the arguments.
+    """
+    names = name, f"{name}_with_stats", f"{name}_backward"
+    for one, schema, cpu, cuda, fake in zip(names, schemas, *by_device, strict=True):
+        library.define(one + schema)
+        library.impl(one, on_cpu(cpu), "CPU")
+        library.impl(one, on_device(cuda), "CUDA")
+        torch.library.register_fake(add_op_namespace_prefix(one), fake, lib=library)
+    *forwards, backward = by_device[0]
+    for one, decomposition in zip(names, forwards):
+        _register_autograd(one, record, decomposition, cast)
+    # The gradient of the output comes first.
+    _register_double_backward(names[2], backward, 1 + differentiable)
+    PRODUCTS[name] = products
 
 
 def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,20 +81,10 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return launch_there
 
 
-def register_autograd(
-    name: str,
-    record: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
-    decomposition: Callable[..., Any],
-    count: int,
+def _register_autograd(
+    name: str, record: Callable[..., Any], decomposition: Callable[..., Any], count: int
 ) -> None:
-    """Register the derivatives of an operator whose first result alone has any.
-
-    Args:
-        name: of the operator.
-        record: puts results on the graph; called with the results and the operator's arguments.
-        decomposition: computes it by operations that PyTorch can differentiate in forward mode.
-        count: how many leading arguments a region of autocast casts.
-    """
+    """Register the derivatives of a forward; ``decomposition`` gives those of forward mode."""
     op = getattr(ops, name).default
 
     def differentiable(keyset: Any, *args: Any) -> Any:
@@ -86,6 +103,52 @@ def register_autograd(
             return op.redispatch(keyset & after, *autocast(*args[:count]), *args[count:])
 
         library.impl(name, cast, key, with_keyset=True)
+
+
+def _register_double_backward(name: str, decomposition: Callable[..., Any], variables: int) -> None:
+    """Let ``decomposition`` give the derivatives of a backward, with all scores in memory."""
+    op = getattr(ops, name).default
+
+    def differentiable(keyset: Any, *args: Any) -> Any:
+        if in_forward_mode():
+            return without_autocast(decomposition, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            results = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        if not wants_gradient(args):
+            return results
+        one = isinstance(results, Tensor)
+        results = (results,) if one else tuple(results)
+        recorded = apply(_DoubleBackward, decomposition, variables, results, *args)
+        return recorded[0] if one else recorded
+
+    library.impl(name, differentiable, "Autograd", with_keyset=True)
+
+
+class _DoubleBackward(SingleLevelFunction):
+    """Put the results of a backward on the graph; their derivatives are its decomposition's."""
+
+    @staticmethod
+    def forward(ctx, decomposition, variables, results, *args):
+        ctx.save_for_backward(*(a if isinstance(a, Tensor) else None for a in args))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.decomposition, ctx.variables = decomposition, variables
+        return results
+
+    @staticmethod
+    def backward(ctx, *grads):
+        args = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others)]
+        wanted = [i for i in range(ctx.variables) if ctx.needs_input_grad[3 + i]]
+
+        def compute(*variables):
+            filled = list(args)
+            for i, variable in zip(wanted, variables):
+                filled[i] = variable
+            return without_autocast(ctx.decomposition, filled)
+
+        # Of a function, not of the graph around: the gradient may itself depend on the inputs.
+        _, pull, *_ = torch.func.vjp(compute, *(args[i] for i in wanted))
+        gradients = dict(zip(wanted, pull(grads[0] if len(grads) == 1 else grads)))
+        return None, None, None, *(gradients.get(i) for i in range(len(args)))
 
 
 def apply(function: Any, *args: Any) -> Any:

@@ -15,9 +15,9 @@ from torch import Tensor
 from .._ops import ops
 from . import dispatcher
 from ._checks import check_device, check_sample
-from .dispatcher import library, upcast
+from .dispatcher import upcast
 from .statistics import STATISTICS, AttentionStats, attention_stats
-from .transforms import PRODUCTS, Products, register_double_backward
+from .transforms import Products
 
 
 class Shapes(NamedTuple):
@@ -207,27 +207,19 @@ def computed_by(of: type[Operator], on_gpu: bool | None) -> tuple[Callable[..., 
 
 def register(of: type[Operator]) -> None:
     """Register an operator for every device, autograd, autocast and transform."""
-    name, count = of.name, len(of.inputs.split(","))
-    library.define(f"{name}({of.inputs}, {of.numbers}) -> (Tensor out, Tensor lse)")
-    library.define(
-        f"{name}_with_stats({of.inputs}, Tensor? sample, {of.numbers}) -> "
-        "(Tensor out, Tensor lse, Tensor stats, Tensor heads)"
+    count = len(of.inputs.split(","))
+    results, stats = "Tensor out, Tensor lse", "Tensor stats, Tensor heads"
+    schemas = (
+        f"({of.inputs}, {of.numbers}) -> ({results})",
+        f"({of.inputs}, Tensor? sample, {of.numbers}) -> ({results}, {stats})",
+        f"(Tensor grad, {of.inputs}, Tensor lse, {of.numbers}) -> ({of.gradients})",
     )
-    library.define(
-        f"{name}_backward(Tensor grad, {of.inputs}, Tensor lse, {of.numbers}) -> ({of.gradients})"
-    )
-    OPERATORS[name] = of
-    by_place = zip(*(computed_by(of, on_gpu) for on_gpu in (False, True, None)), strict=True)
-    for suffix, (cpu, cuda, fake) in zip(("", "_with_stats", "_backward"), by_place):
-        dispatcher.implement(name + suffix, cpu=cpu, cuda=cuda, fake=fake)
+    OPERATORS[of.name] = of
+    by_device = [computed_by(of, on_gpu) for on_gpu in (False, True, None)]
 
     def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> Any:
         # The sample is no input of the backward.
         inputs = _without_sample(count, args) if len(results) > 2 else args
         return dispatcher.apply(_Attention, of, count, results, *inputs)
 
-    attend, with_stats, differentiate = computed_by(of, on_gpu=False)
-    dispatcher.register_autograd(name, record, attend, of.cast)
-    dispatcher.register_autograd(f"{name}_with_stats", record, with_stats, of.cast)
-    register_double_backward(name, differentiate, 1 + of.differentiable)
-    PRODUCTS[name] = of.flops
+    dispatcher.register(of.name, schemas, by_device, record, of.cast, of.differentiable, of.flops)

@@ -121,8 +121,8 @@ def _sequences(sequences: Sequences) -> Iterator[tuple[int, slice, slice]]:
 
 def _sequence(call: Call, rows: slice, cols: slice) -> Call:
     """Return the call of one sequence."""
-    tensors = _one(call.query, rows), _one(call.key, cols), _one(call.value, cols)
-    return Call(*tensors, *call[3:11])
+    query, key, value = _one(call.query, rows), _one(call.key, cols), _one(call.value, cols)
+    return call._replace(query=query, key=key, value=value, sequences=None)
 
 
 def _one(t: Tensor, tokens: slice) -> Tensor:

@@ -119,18 +119,20 @@ def explain(
     max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
     with _tiles.assume(capability):
         inputs: Any = autocast(*(t for t in (query, key, value) if t is not None))
+        check: Any = checked_dense
         if form is op.Varlen:
-            ends: Any = (cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k)
-            params = dropout_p, is_causal, scale, enable_gqa, window_size, None
-            tensors, numbers = checked_varlen(*inputs, *ends, *params)
+            check = checked_varlen
+            ends = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
+            params: Any = (*ends, dropout_p, is_causal, scale, enable_gqa, window_size, None)
         elif form is op.Packed:
-            params = key_lengths, dropout_p, is_causal, scale, window_size, None
-            tensors, numbers = checked_packed(*inputs, *params, max_head_dim)
+            check = checked_packed
+            params = key_lengths, dropout_p, is_causal, scale, window_size, None, max_head_dim
         else:
             if query.dim() != 4:
                 *inputs, attn_mask = four_axes(*inputs, attn_mask, key_lengths)
             params = attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, softcap
-            tensors, numbers = checked_dense(*inputs, *params, window_size, None, max_head_dim)
+            params = *params, window_size, None, max_head_dim
+        tensors, numbers = check(*inputs, *params)  # pyright: ignore[reportCallIssue]
         # A placeholder: drawing a seed would advance the generator.
         seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
         call = form.call(*tensors, seed, *numbers)

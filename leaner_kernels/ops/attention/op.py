@@ -30,9 +30,8 @@ from .._launch_cache import (
     rows_contiguous,
     seen_by_autograd_alone,
 )
-from ..dispatcher import library
 from ..statistics import STATISTICS
-from ..transforms import PRODUCTS, Products, register_double_backward
+from ..transforms import Products
 from . import cpu, dispatch, sdpa
 from .call import CALL_POINTERS, Call, Gradients, Plan, Results, Sequences, draw_seed
 
@@ -560,47 +559,7 @@ def compute(
     return results if isinstance(results, tuple) else (results,)
 
 
-# --- Registration ---------------------------------------------------------------------------------
-
-
-def _register(form: Form) -> None:
-    name, tensors = form.name, form.inputs
-    numbers = f"{form.numbers}, int window_left, int window_right"
-    mask_grad = ", bool mask_grad" if form is Dense else ""
-    library.define(f"{name}({tensors}, {numbers}) -> (Tensor out, Tensor max_log_sum)")
-    library.define(
-        f"{name}_with_stats({tensors}, Tensor? sample, {numbers}) -> "
-        "(Tensor out, Tensor lse, Tensor stats, Tensor heads, Tensor max_log_sum)"
-    )
-    library.define(
-        f"{name}_backward(Tensor grad, {tensors}, Tensor out, Tensor max_log_sum, {numbers}"
-        f"{mask_grad}) -> ({form.gradients})"
-    )
-    suffixes = "", "_with_stats", "_backward"
-    runs = *(partial(attend, form, stats) for stats in (False, True)), partial(differentiate, form)
-    fills = cpu.forward, cpu.forward, cpu.backward
-    for suffix, run, fill, cuda in zip(suffixes, runs, fills, on_gpu(form), strict=True):
-        # Nothing fills fake tensors, which have no memory.
-        on_cpu, fake = partial(run, fill), partial(run, lambda *_: None)
-        dispatcher.implement(name + suffix, cpu=on_cpu, cuda=cuda, fake=fake)
-
-    def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        # The sample is no input of the backward.
-        inputs = _without_sample(form, args)[0] if len(results) > 2 else args
-        return dispatcher.apply(Attention, *_arguments(form, None, results, inputs))
-
-    for suffix, run in zip(suffixes[:2], runs[:2]):
-        decomposition = partial(run, cpu.forward)
-        dispatcher.register_autograd(name + suffix, record, decomposition, form.differentiable)
-    backward = partial(differentiate, form, cpu.backward)
-    register_double_backward(name, backward, 1 + form.differentiable)
-
-
-for _form in (Dense, Packed, Varlen):
-    _register(_form)
-
-
-# --- FLOPs, as counters read them -----------------------------------------------------------------
+# --- Registration, and FLOPs as counters read them ------------------------------------------------
 
 
 def _flops(query: Tensor, key: Tensor, *rest: Any) -> Products:
@@ -628,8 +587,33 @@ def _lengths(starts: Tensor, longest: int) -> list[int]:
     return starts.diff().clamp(max=longest).tolist()
 
 
-PRODUCTS |= {
-    "attention": _flops,
-    "attention_qkvpacked": _packed_flops,
-    "attention_varlen": _varlen_flops,
-}
+def _register(form: Form, products: Callable[..., Products]) -> None:
+    tensors, numbers = form.inputs, f"{form.numbers}, int window_left, int window_right"
+    stats, log_sum = "Tensor lse, Tensor stats, Tensor heads", "Tensor max_log_sum"
+    mask_grad = ", bool mask_grad" if form is Dense else ""
+    saved = f"{tensors}, Tensor out, {log_sum}"
+    schemas = (
+        f"({tensors}, {numbers}) -> (Tensor out, {log_sum})",
+        f"({tensors}, Tensor? sample, {numbers}) -> (Tensor out, {stats}, {log_sum})",
+        f"(Tensor grad, {saved}, {numbers}{mask_grad}) -> ({form.gradients})",
+    )
+
+    def computed_by(forward: Callable[..., Any], backward: Callable[..., Any]) -> Sequence[Any]:
+        attends = (partial(attend, form, stats, forward) for stats in (False, True))
+        return *attends, partial(differentiate, form, backward)
+
+    # Nothing fills fake tensors, which have no memory.
+    nothing = computed_by(lambda *_: None, lambda *_: None)
+    by_device = computed_by(cpu.forward, cpu.backward), on_gpu(form), nothing
+
+    def record(results: tuple[Tensor, ...], args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        # The sample is no input of the backward.
+        inputs = _without_sample(form, args)[0] if len(results) > 2 else args
+        return dispatcher.apply(Attention, *_arguments(form, None, results, inputs))
+
+    count = form.differentiable
+    dispatcher.register(form.name, schemas, by_device, record, count, count, products)
+
+
+for _form, _products in ((Dense, _flops), (Packed, _packed_flops), (Varlen, _varlen_flops)):
+    _register(_form, _products)

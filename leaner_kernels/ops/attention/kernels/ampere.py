@@ -25,29 +25,7 @@ from ..call import (
     forward_arguments,
     tiles_and_tail,
 )
-from .gluon_tiles import (
-    add_sums,
-    behind_dropout,
-    divisor_of,
-    exponents_of,
-    joined,
-    kept,
-    load_mask,
-    masked,
-    masked_p,
-    no_sums,
-    number_of_keys,
-    own_sum,
-    pivot_of,
-    put_max_log_sum,
-    reduce_sums,
-    row_statistics,
-    shift_of,
-    store_ds,
-    store_statistics,
-    sums_of_rows,
-    visible_tiles,
-)
+from . import gluon_tiles as common
 
 
 @gluon.constexpr_function
@@ -278,15 +256,15 @@ def _step(
     rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
     tile = None
     if MASKED:
-        tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
-    s = masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+        tile = common.load_mask(mask[0], mask[1], mask[2], rows, cols, N)
+    s = common.masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Explicit fmas round these products here: the compiler cannot fuse them into the subtractions.
     pivot = gl.fma(new_max, factor, 0.0)
     shift = gl.fma(row_max, factor, 0.0) - pivot
     if MASKED:
-        pivot = pivot_of(new_max, factor, MASKED, SCALED)
-        shift = shift_of(row_max, pivot, factor, SCALED)
+        pivot = common.pivot_of(new_max, factor, MASKED, SCALED)
+        shift = common.shift_of(row_max, pivot, factor, SCALED)
     # Exponents are in base 2, with log2 e in ``factor``: exp2 is one instruction.
     alpha = gl.exp2(shift)
     exponent = s * factor - pivot[:, None]  # one multiply-add
@@ -298,7 +276,7 @@ def _step(
     acc = acc * alpha[:, None]
     weight = p
     if dropout[0] is not None:
-        weight = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+        weight = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
     # P goes from the accumulator to the left operand within registers. Dropout affects this product
     # only: the sums below are of P itself.
     acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), v.load(RIGHT), acc)
@@ -312,9 +290,9 @@ def _step(
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         # With a new maximum, every exponent moves by ``shift``.
         centred = alpha * (centred + row_sum * shift)
-        centred += gl.convert_layout(own_sum(p * exponent), OWN)
-        square = alpha * alpha * square + gl.convert_layout(own_sum(p * p), OWN)
-    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
+        centred += gl.convert_layout(common.own_sum(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(common.own_sum(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(common.own_sum(p), OWN)
     return acc, new_max, row_sum, centred, square
 
 
@@ -345,8 +323,8 @@ def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUS
     rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
     tile = None
     if mask[0] is not None:
-        tile = load_mask(mask[0], mask[1], mask[2], rows, keys, N)
-    return masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
+        tile = common.load_mask(mask[0], mask[1], mask[2], rows, keys, N)
+    return common.masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
 
 
 @gluon.jit
@@ -357,7 +335,7 @@ def _turned_step(
     """Add the keys of ``s`` to the output of the tail's rows; P passes through shared memory."""
     MMA: gl.constexpr = acc.type.layout
     KEYS: gl.constexpr = v.shape[0]
-    exponent = exponents_of(s, pivot[None, :], factor, SCALED)
+    exponent = common.exponents_of(s, pivot[None, :], factor, SCALED)
     p = gl.exp2(exponent)
     total += p
     if STATS:
@@ -366,7 +344,7 @@ def _turned_step(
     if dropout[0] is not None:
         keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
         rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, MMA)))[None, :]
-        p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
+        p = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
     turn.store(p.to(v.dtype))
     # All warps have stored their keys of P^T, which each reads as the right operand. The caller
     # alternates two buffers, so that one barrier is enough.
@@ -400,7 +378,7 @@ def _ampere_fwd_kernel(
     v_ptr = head_start(v_view, b_64, kv_64)
     out_ptr = head_start(out_view, b_64, h_64)
     head = b_64 * H + h_64
-    limit = number_of_keys(lengths_ptr, N)
+    limit = common.number_of_keys(lengths_ptr, N)
     MASKED: gl.constexpr = mask_view.ptr is not None
     mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale
     if MASKED:
@@ -426,10 +404,10 @@ def _ampere_fwd_kernel(
     wait_copies(0)
     barrier()
     # Partial sums of rows, one for each of a row's four threads.
-    OWN: gl.constexpr = own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
+    OWN: gl.constexpr = common.own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
     none = gl.zeros([BLOCK, 4], gl.float32, OWN)
     if STATS:
-        sums = no_sums(BLOCK, ROWS)
+        sums = common.no_sums(BLOCK, ROWS)
     # With a tail, this loop ends at the last whole tile; without one, at the last row.
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
@@ -440,7 +418,7 @@ def _ampere_fwd_kernel(
         # Statistics of P before dropout, relative to the running maximum.
         row_sum, centred, square = none, none, none
         # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-        seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
+        seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _segment(
                 acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first, i * 64,
@@ -459,23 +437,23 @@ def _ampere_fwd_kernel(
                 factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
             )  # fmt: skip
         # Only now do the four threads of a row add their partial sums.
-        divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+        divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
         store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        log_sum = put_max_log_sum(
+        log_sum = common.put_max_log_sum(
             max_log_sum_ptr, head * N + rows, row_max, divisor, factor, inside, MASKED, SCALED
         )
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
-            rows_sums = sums_of_rows(
-                row_max, divisor, joined(centred, ROWS), joined(square, ROWS),
+            rows_sums = common.sums_of_rows(
+                row_max, divisor, common.joined(centred, ROWS), common.joined(square, ROWS),
                 gl.sum(acc * acc, 1), inside,
             )  # fmt: skip
-            sums = add_sums(sums, rows_sums)
+            sums = common.add_sums(sums, rows_sums)
     if STATS:
-        sums = reduce_sums(sums)
+        sums = common.reduce_sums(sums)
     if T > 0:
         # The tail's rows as columns: S^T = K Q^T (64 keys, T) of all tiles is held in registers, so
         # that the maxima are known before the first exponential.
@@ -495,7 +473,7 @@ def _ampere_fwd_kernel(
         s_t = _turned_scores(k_left, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)  # (T,): this reduction crosses warps
-        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
+        pivot_t = common.pivot_of(max_t, factor, MASKED, SCALED)
         turns = gl.allocate_shared_memory(  # P^T of two tiles, used alternately
             DTYPE, [2, 64, T], gl.SwizzledSharedLayout(8, 64 // T, T // 8, [1, 0])
         )
@@ -512,23 +490,23 @@ def _ampere_fwd_kernel(
             acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
             pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
         )  # fmt: skip
-        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]  # (D, T)
         store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        log_sum_t = put_max_log_sum(
+        log_sum_t = common.put_max_log_sum(
             max_log_sum_ptr, head * N + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
         )
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            rows_sums = sums_of_rows(
+            rows_sums = common.sums_of_rows(
                 max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
                 gl.sum(acc_t * acc_t, 0), inside_t,
             )  # fmt: skip
-            sums = add_sums(sums, reduce_sums(rows_sums))
+            sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -611,14 +589,14 @@ def _rows_segment(
         dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
         cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
         rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
-        dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+        dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
         if mask[0] is not None:
-            ds = masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
+            ds = common.masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
         else:
             ds = gl.exp2(s * factor - lse) * (dp - delta)
         # Masking dS instead of P is enough: dQ needs no other product of P.
-        ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
-        store_ds(mask[4], ds, rows, cols, N)
+        ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+        common.store_ds(mask[4], ds, rows, cols, N)
         # dS goes from the accumulator to the left operand within registers.
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
     return dq
@@ -643,12 +621,12 @@ def _keys_segment(
         keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]  # (keys, 1)
         rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
         if mask[0] is not None:
-            p = masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
+            p = common.masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
         else:
             p = gl.exp2(s * factor - lse.load(COLS)[None, :])
         # Keys at and past ``limit`` are not masked here: the caller discards their dK and dV.
-        p = masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
-        dp, weight = behind_dropout(dp, p, dropout, rows, keys)
+        p = common.masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
+        dp, weight = common.behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
         dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
         dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), q_step.load(RIGHT), dk)
@@ -664,7 +642,7 @@ def _describe_rows(
     """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
     ROWS: gl.constexpr = do_tile.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
     # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
     do = do * lost[:, None]
@@ -684,7 +662,7 @@ def _rows(
     """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
@@ -720,14 +698,14 @@ def _rows_in_columns(
     cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
     if mask[0] is not None:
-        p = masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
+        p = common.masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
     else:
         p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
     dp = mma(v, do, zero)
-    dp, _ = behind_dropout(dp, dp, dropout, rows, cols)
+    dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
     ds = p * (dp - delta[None, :])  # (64, COLS)
-    ds = masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
-    store_ds(mask[4], ds, rows, cols, N)
+    ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+    common.store_ds(mask[4], ds, rows, cols, N)
     # K^T (D, keys) goes to registers first: dS may be stored over the buffer of K.
     left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     barrier()  # all warps have loaded K^T
@@ -755,12 +733,12 @@ def _keys_in_columns(
     rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
     if mask[0] is not None:
-        p = masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
+        p = common.masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
     else:
         p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
-    p = masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
+    p = common.masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
     dp = mma(do, v, zero)
-    dp, weight = behind_dropout(dp, p, dropout, rows, cols)
+    dp, weight = common.behind_dropout(dp, p, dropout, rows, cols)
     ds = p * (dp - delta[:, None])  # (64, COLS)
     # Q^T and dO^T, (D, rows), go to registers first: P and dS may be stored over their buffers.
     left_q, left_do = q_tile.permute((1, 0)).load(LEFT), do_tile.permute((1, 0)).load(LEFT)
@@ -800,7 +778,7 @@ def _ampere_bwd_kernel(
     do_ptr = head_start(do_view, b_64, h_64)
     out_ptr = head_start(out_view, b_64, h_64)
     max_log_sum_ptr += (b_64 * H + h_64) * N * 2
-    limit = number_of_keys(lengths_ptr, N)
+    limit = common.number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
     if ds_ptr is not None:
         ds_ptr += (b_64 * H + h_64) * N * N
@@ -840,7 +818,7 @@ def _ampere_bwd_kernel(
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-            seen, last = visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
+            seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
                     dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
@@ -862,7 +840,9 @@ def _ampere_bwd_kernel(
         if COLS > 0:
             # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
-            lse_t, lost_t = row_statistics(max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED)
+            lse_t, lost_t = common.row_statistics(
+                max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED
+            )
             q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
             do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
                 gl.float32

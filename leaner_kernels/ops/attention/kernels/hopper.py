@@ -40,42 +40,7 @@ from ..call import (
     hopper_tails,
     tiles_and_tail,
 )
-from .gluon_tiles import (
-    add_sums,
-    correct,
-    divisor_of,
-    dropped,
-    exchanged_layout,
-    exponents_of,
-    fetch_rows,
-    fetch_tiles,
-    from_token,
-    joined,
-    kept,
-    keys_step,
-    left_rows,
-    masked,
-    no_sums,
-    number_of_keys,
-    own_products,
-    own_sum,
-    pivot_of,
-    put_columns,
-    put_exchanged,
-    put_max_log_sum,
-    put_own,
-    put_rows,
-    reduce_sums,
-    row_statistics,
-    rows_step,
-    shift_of,
-    start_products,
-    store_statistics,
-    sums_of_rows,
-    turned_rows,
-    visible_tiles,
-    wait_for_scores,
-)
+from . import gluon_tiles as common
 from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
@@ -142,21 +107,21 @@ def _start_step(
     known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
     rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
     end = limit - start - lanes
-    s = masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
+    s = common.masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
-    pivot = pivot_of(new_max, factor, MASKED, SCALED)
-    shift = shift_of(row_max, pivot, factor, SCALED)
+    pivot = common.pivot_of(new_max, factor, MASKED, SCALED)
+    shift = common.shift_of(row_max, pivot, factor, SCALED)
     # Exponents are in base 2, with log2 e in ``factor``: exp2 is one instruction.
     alpha = gl.exp2(shift)
     pivot = gl.convert_layout(pivot, gl.SliceLayout(1, SCORES))[:, None]
-    exponent = exponents_of(s, pivot, factor, SCALED)
+    exponent = common.exponents_of(s, pivot, factor, SCALED)
     p = gl.exp2(exponent)
     # The sums so far were relative to the old maximum.
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weight = p
     if dropout[0] is not None:
         rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        keep = kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
+        keep = common.kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
         weight = gl.where(keep, p, 0.0)
     # P goes from the accumulator to the left operand within registers. Dropout affects this product
     # only: the sums below are of P itself.
@@ -173,9 +138,9 @@ def _start_step(
             exponent = gl.maximum(exponent, -1e30)
         # sum(p * exponent): its exponents move by ``shift`` with the maximum.
         centred = alpha * (centred + row_sum * shift)
-        centred = own_products(centred, p, exponent)
-        square = own_products(alpha * alpha * square, p, p)
-    row_sum = row_sum * alpha + gl.convert_layout(own_sum(p), OWN)
+        centred = common.own_products(centred, p, exponent)
+        square = common.own_products(alpha * alpha * square, p, p)
+    row_sum = row_sum * alpha + gl.convert_layout(common.own_sum(p), OWN)
     return acc, new_max, row_sum, centred, square
 
 
@@ -189,7 +154,7 @@ def step(
     s = _start_scores(q, k, zero)
     cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+    s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
     state = _start_step(
         state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
     )
@@ -224,7 +189,7 @@ def _turned_scores(
     """Wait for transposed scores (keys, rows) of the tail's rows; see ``wait_for_scores``."""
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
-    return wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
+    return common.wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
@@ -245,7 +210,7 @@ def _hopper_fwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = stats_ptr is not None
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # An additive mask is added to scaled scores. All others are scaled in their exponents.
     mask = mask_view, scale
@@ -256,33 +221,33 @@ def _hopper_fwd_kernel(
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = number_of_keys(lengths_ptr, N)
+    limit = common.number_of_keys(lengths_ptr, N)
     factor = unit * LOG2_E
     # With a tail, rows of Q are loaded straight into registers, the next tile as soon as the last
     # product has read the current one. This saves the buffer of Q, which leaves room for another
     # program on the SM, and the barriers of the loop over tiles.
     if T > 0:
-        q_rows = left_rows(q_view, 0, N, D, BLOCK_D, STORE)
+        q_rows = common.left_rows(q_view, 0, N, D, BLOCK_D, STORE)
     else:
         q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+        common.fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
     if PAIRED:
         next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
-    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
-    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
+        common.fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
+    common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
+    common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         if not CAUSAL:  # Unread here, it would be allocated over another buffer.
             k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-            fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+            common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
     dropout = seed_ptr, threshold, head
@@ -293,10 +258,10 @@ def _hopper_fwd_kernel(
     fence_async_shared()
     barrier()
     # Partial sums of rows, one for each of a row's four threads.
-    OWN: gl.constexpr = own_sum(zero).type.layout
+    OWN: gl.constexpr = common.own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
-        sums = no_sums(64, ROWS)
+        sums = common.no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
         if T > 0:
@@ -310,18 +275,18 @@ def _hopper_fwd_kernel(
             # copy runs under the whole loop over keys.
             barrier()
             if tile + AT_ONCE < full:
-                fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
                 if PAIRED:
-                    fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
+                    common.fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
             commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
         # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        seen, last = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         if PAIRED:
             next_state = state
             second = first + 64
-            next_seen, next_last = visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            next_seen, next_last = common.visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
             # Three ranges of keys: both tiles of rows see them in full, then the second alone does,
             # then a mask hides some from the second.
             for i in range(seen):
@@ -357,15 +322,15 @@ def _hopper_fwd_kernel(
             s = _start_scores(q, k_tail, zero_t)
             cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
             rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
-            s = wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+            s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
         if T > 0:
             # The scores above were the last product to read Q: load the next rows under the softmax
             # and the product with V. After the last tile these are the tail's keys, for the tail's
             # rows.
             if tile + 1 < full:
-                q_rows = left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
+                q_rows = common.left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
             else:
-                q_rows = left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
+                q_rows = common.left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
         if T > 0 and not CAUSAL:
             state = _start_step(
                 state, s, v_tail, first, full * 64, limit, factor, dropout, MASK, True, False,
@@ -385,23 +350,28 @@ def _hopper_fwd_kernel(
             acc, row_max, row_sum, centred, square = states[n]
             start = first + n * 64
             # Only now do the four threads of a row add their partial sums.
-            divisor = divisor_of(joined(row_sum, ROWS), MASKED)
+            divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
             acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-            put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
+            common.put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
-            log_sum = put_max_log_sum(
+            log_sum = common.put_max_log_sum(
                 max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
-                rows_sums = sums_of_rows(
-                    row_max, divisor, joined(centred, ROWS), joined(square, ROWS), norm, inside
+                rows_sums = common.sums_of_rows(
+                    row_max,
+                    divisor,
+                    common.joined(centred, ROWS),
+                    common.joined(square, ROWS),
+                    norm,
+                    inside,
                 )
-                sums = add_sums(sums, rows_sums)
+                sums = common.add_sums(sums, rows_sums)
     if STATS:
-        sums = reduce_sums(sums)
+        sums = common.reduce_sums(sums)
     if T > 0:
         # The tail's rows as columns: S^T = K Q^T (keys, T) of all tiles is held in registers, and
         # the softmax needs no running maximum. P^T is stored over K, which has been read by then.
@@ -423,12 +393,12 @@ def _hopper_fwd_kernel(
         # The reduction over keys crosses warps, which therefore have all finished their scores
         # before P overwrites K.
         max_t = gl.max(top_t, 0)
-        pivot_t = pivot_of(max_t, factor, MASKED, SCALED)
+        pivot_t = common.pivot_of(max_t, factor, MASKED, SCALED)
         turns = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TURNED)
         # Sums within a thread, (64, T): they are added over the keys at the end.
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL + 1):
-            exponent = exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
+            exponent = common.exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
             p = gl.exp2(exponent)
             total_t += p
             if STATS:
@@ -437,7 +407,7 @@ def _hopper_fwd_kernel(
             if dropout[0] is not None:
                 keys = (i * 64 + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
                 rows = (full * 64 + gl.arange(0, T, COLS))[None, :]
-                p = gl.where(kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
+                p = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
             turns.index(i).store(p.to(DTYPE))
         # P^T of all warps must be visible to wgmma, which reads it as the right operand.
         fence_async_shared()
@@ -450,23 +420,23 @@ def _hopper_fwd_kernel(
         turn = turns.index(FULL).slice(0, T)
         acc_t = warpgroup_mma(v_tail.permute((1, 0)), turn, acc_t, is_async=True)
         acc_t = warpgroup_mma_wait(0, [acc_t])
-        divisor_t = divisor_of(gl.sum(total_t, 0), MASKED)
+        divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]
-        put_columns(out_view, acc_t, full * 64, N, D)
+        common.put_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        log_sum_t = put_max_log_sum(
+        log_sum_t = common.put_max_log_sum(
             max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
-            rows_sums = sums_of_rows(
+            rows_sums = common.sums_of_rows(
                 max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
                 gl.sum(acc_t * acc_t, 0), inside_t,
             )  # fmt: skip
-            sums = add_sums(sums, reduce_sums(rows_sums))
+            sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -519,10 +489,10 @@ def _load_rows(
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
-    do = left_rows(do_view, start, end, D, WIDTH, LAYOUT)
-    out = left_rows(out_view, start, end, D, WIDTH, LAYOUT)
+    do = common.left_rows(do_view, start, end, D, WIDTH, LAYOUT)
+    out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT)
     rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     return do, out, lse, lost
 
 
@@ -541,15 +511,15 @@ def _left_pair(
     one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """Load a tile of rows of two tensors as left operands."""
-    one = left_rows(one_view, start, end, D, WIDTH, LAYOUT)
-    return one, left_rows(other_view, start, end, D, WIDTH, LAYOUT)
+    one = common.left_rows(one_view, start, end, D, WIDTH, LAYOUT)
+    return one, common.left_rows(other_view, start, end, D, WIDTH, LAYOUT)
 
 
 @gluon.jit
 def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
     """Multiply rows of dO in registers by the factor that ``row_statistics`` returns."""
     rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
-    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    _, lost = common.row_statistics(ptr, rows, rows < end, factor, SCALED)
     return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
 
 
@@ -570,7 +540,7 @@ def _hopper_bwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     VARLEN: gl.constexpr = starts_ptr is not None
@@ -589,10 +559,22 @@ def _hopper_bwd_kernel(
         first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
         full, full_keys = (N + 63) // 64, (M + 63) // 64
         # N and M are now the tokens of this sequence; ``most`` keeps the tiles of the longest.
-        q_view, dq_view = from_token(q_view, first_row), from_token(dq_view, first_row)
-        do_view, out_view = from_token(do_view, first_row), from_token(out_view, first_row)
-        k_view, dk_view = from_token(k_view, first_key), from_token(dk_view, first_key)
-        v_view, dv_view = from_token(v_view, first_key), from_token(dv_view, first_key)
+        q_view, dq_view = (
+            common.from_token(q_view, first_row),
+            common.from_token(dq_view, first_row),
+        )
+        do_view, out_view = (
+            common.from_token(do_view, first_row),
+            common.from_token(out_view, first_row),
+        )
+        k_view, dk_view = (
+            common.from_token(k_view, first_key),
+            common.from_token(dk_view, first_key),
+        )
+        v_view, dv_view = (
+            common.from_token(v_view, first_key),
+            common.from_token(dv_view, first_key),
+        )
         max_log_sum_ptr += (gl.program_id(0).to(gl.int64) * TOKENS + first_row) * 2
     else:
         max_log_sum_ptr += head.to(gl.int64) * N * 2
@@ -619,17 +601,17 @@ def _hopper_bwd_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = number_of_keys(lengths_ptr, M)
+    limit = common.number_of_keys(lengths_ptr, M)
     SCALED: gl.constexpr = MASK == "additive"
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
         following = _left_pair(q_view, do_view, 0, N, D, BLOCK_D, OPERAND)
     else:
-        fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
-        fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
-    fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
-    fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
+        common.fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
+    common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
+    common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -642,8 +624,8 @@ def _hopper_bwd_kernel(
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     # One group: the copies run while delta is computed below.
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
@@ -671,7 +653,7 @@ def _hopper_bwd_kernel(
     if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
         if is_large:
             barrier()
-            correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+            common.correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
     # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
     fence_async_shared()
     barrier()
@@ -689,28 +671,28 @@ def _hopper_bwd_kernel(
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
-        seen, last = visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
+        seen, last = common.visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
-            dq = rows_step(
+            dq = common.rows_step(
                 dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                 limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                dq = rows_step(
+                dq = common.rows_step(
                     dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                     limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         # The tail's keys: P and dS (64, T). Under a causal mask none of these rows sees them.
         if T > 0 and not CAUSAL:
-            s, dp = start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
+            s, dp = common.start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
+            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
-            dp, weight = dropped(dp, p, dropout, queries, keys)
+            dp, weight = common.dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
             # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(weight.to(DTYPE))
@@ -724,43 +706,43 @@ def _hopper_bwd_kernel(
             dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         if IN_REGISTERS:
-            put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+            common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
         else:
             barrier()  # all warps are done with Q, dO, P and dS of this tile
             if tile + 1 < full:
-                fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
             # dQ is staged in the buffer of dO, which no product reads any more. Its store comes
             # after the fence, which would wait for it. A varlen batch stores at once: its addresses
             # leave no registers to keep dQ in.
             if VARLEN:
-                put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+                common.put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
             else:
-                dq_rows = turned_rows(dq * scale, do_tile, BLOCKED)
+                dq_rows = common.turned_rows(dq * scale, do_tile, BLOCKED)
             if tile + 1 < full:
-                fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
                 commit_copies()
                 wait_copies(0)
                 if is_large:
                     barrier()  # ``correct`` reads what other threads copied
-                    correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
+                    common.correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
                 fence_async_shared()
                 barrier()
             if not VARLEN:
-                put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
+                common.put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
 
     if T > 0:
         # The tail's rows as columns: dQ^T (D, T), and their contributions to dK and dV of the tail.
         # The tail's Q and dO replace its K and V, which now fill the tiles of Q and dO to 64 rows.
         q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
-        fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
-        fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
-        fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
-        fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
+        common.fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
+        common.fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
         commit_copies()
         wait_copies(0)
         if is_large:
             barrier()
-            correct(do_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
+            common.correct(do_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -769,14 +751,14 @@ def _hopper_bwd_kernel(
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
         # S^T and dP^T (64, T): the keys of a tile by the tail's rows.
         for n in gl.static_range(FULL):
-            s_t, dp_t = start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
+            s_t, dp_t = common.start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-            s_t = wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
-            p_t = gl.exp2(exponents_of(s_t, lse_t, factor, SCALED))
+            s_t = common.wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
+            p_t = gl.exp2(common.exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
-            dp_t, _ = dropped(dp_t, p_t, dropout, queries, keys)
+            dp_t, _ = common.dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
-            ds_t = masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
+            ds_t = common.masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
             # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
             # again has passed the barrier of the other, and all warps had read this one by then.
             turn = tails.index(n % 2)
@@ -787,13 +769,13 @@ def _hopper_bwd_kernel(
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()  # all warps are done with dS of the tiles before
         # The tail's keys with the tail's rows, the last contribution to all three gradients.
-        s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
+        s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-        p = gl.exp2(exponents_of(s, lse_t, factor, SCALED))
-        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(common.exponents_of(s, lse_t, factor, SCALED))
+        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
         dp = warpgroup_mma_wait(0, [dp])
-        dp, weight = dropped(dp, p, dropout, queries, keys)
+        dp, weight = common.dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))
         ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
         fence_async_shared()
@@ -812,26 +794,26 @@ def _hopper_bwd_kernel(
         following = _left_pair(k_view, v_view, 0, limit, D, BLOCK_D, OPERAND)
     else:
         k_tile, v_tile = q_tile, do_tile
-        fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
-        fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
-    fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
-    fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
+    common.fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
+    common.fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
     commit_copies()
     wait_copies(0)
     if is_large:
         barrier()
         # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
         for i in range(full):
-            correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
+            common.correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     if T > 0:
         # Stored after the fence, which would have waited for these stores.
-        put_columns(dq_view, dq_t * scale, full * 64, N, D)
-        put_columns(dk_view, dk_t * scale, full * 64, N, D)
+        common.put_columns(dq_view, dq_t * scale, full * 64, N, D)
+        common.put_columns(dk_view, dk_t * scale, full * 64, N, D)
         if seed_ptr is not None:
             dv_t *= keep_scale
-        put_columns(dv_view, dv_t, full * 64, N, D)
+        common.put_columns(dv_view, dv_t, full * 64, N, D)
     for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:
@@ -843,18 +825,18 @@ def _hopper_bwd_kernel(
         if CAUSAL:
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
-            dk, dv = keys_step(
+            dk, dv = common.keys_step(
                 dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
                 True,
             )[:2]  # fmt: skip
         for i in range(start, full):
-            dk, dv = keys_step(
+            dk, dv = common.keys_step(
                 dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
                 deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )[:2]  # fmt: skip
         if T > 0:
-            dk, dv = keys_step(
+            dk, dv = common.keys_step(
                 dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
                 deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
                 LEFT, False,
@@ -867,23 +849,23 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
-            put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
+            common.put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
+            common.put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
         else:
             # dK and dV are staged in the buffers of K and V of this tile, and stored after the
             # fence; the next tile is copied meanwhile.
-            dk_rows = turned_rows(dk * scale, k_tile, BLOCKED)
+            dk_rows = common.turned_rows(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
-                fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
-            dv_rows = turned_rows(dv, v_tile, BLOCKED)
+                common.fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
+            dv_rows = common.turned_rows(dv, v_tile, BLOCKED)
             if tile + 1 < full_keys:
-                fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
+                common.fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
             commit_copies()
             wait_copies(0)
             fence_async_shared()
             barrier()
-            put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
-            put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
+            common.put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
+            common.put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
 
 
 def prepare_backward(

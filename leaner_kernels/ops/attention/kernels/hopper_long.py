@@ -15,18 +15,7 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call, Results, forward_arguments
-from .gluon_tiles import (
-    add_sums,
-    fetch_rows,
-    joined,
-    no_sums,
-    number_of_keys,
-    own_sum,
-    put_max_log_sum,
-    put_rows,
-    sums_of_rows,
-    visible_tiles,
-)
+from . import gluon_tiles as common
 from .hopper import paired_step, step
 
 ROWS = 128  # of a program
@@ -54,8 +43,8 @@ def _next_tile(
     barrier()
     if i + 1 < last:
         other = (i + 1) & 1
-        fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
-        fetch_rows(vs.index(other), v_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+        common.fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+        common.fetch_rows(vs.index(other), v_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
     commit_copies()
     return ks.index(i & 1), vs.index(i & 1)
 
@@ -79,17 +68,17 @@ def _hopper_long_fwd_kernel(
     ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two buffers, used alternately
     vs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = number_of_keys(lengths_ptr, N)
+    limit = common.number_of_keys(lengths_ptr, N)
     factor = scale * LOG2_E
     first = gl.program_id(2) * 128
     head = gl.program_id(1) * H + gl.program_id(0)
     row_stats = head.to(gl.int64) * N
     # Tiles of keys before ``seen`` are visible to all 128 rows, those before ``last`` to some row.
-    seen, last = visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
+    seen, last = common.visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
     for n in gl.static_range(2):
-        fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
-    fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
-    fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
+        common.fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
+    common.fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
+    common.fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
     commit_copies()
     # Q must land before it is loaded into registers, where it stays as the left operand. No fence:
     # ordinary loads read it.
@@ -97,7 +86,7 @@ def _hopper_long_fwd_kernel(
     barrier()
     q = qs.index(0).load(gl.DotOperandLayout(0, OUT, 2))
     next_q = qs.index(1).load(gl.DotOperandLayout(0, OUT, 2))
-    OWN: gl.constexpr = own_sum(zero).type.layout
+    OWN: gl.constexpr = common.own_sum(zero).type.layout
     none = gl.zeros([64, 4], gl.float32, OWN)
     acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
     state = acc, gl.full([64], float("-inf"), gl.float32, ROW), none, none, none
@@ -117,23 +106,25 @@ def _hopper_long_fwd_kernel(
             next_state, next_q, k, v, zero, first + 64, i * 64, limit, factor, N, mask, dropout,
             "none", True, CAUSAL, True, ROW,
         )  # fmt: skip
-    states, sums = (state, next_state), no_sums(64, ROW)
+    states, sums = (state, next_state), common.no_sums(64, ROW)
     for n in gl.static_range(2):
         acc, row_max, row_sum, centred, square = states[n]
         start = first + n * 64
-        divisor = joined(row_sum, ROW)
+        divisor = common.joined(row_sum, ROW)
         acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
         # Q is in registers, so that its buffer may stage the output.
-        put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
+        common.put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
         rows = start + gl.arange(0, 64, ROW)
         inside = rows < N
-        log_sum = put_max_log_sum(
+        log_sum = common.put_max_log_sum(
             max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, False, False
         )
         gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
         norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
-        centred, square = joined(centred, ROW), joined(square, ROW)
-        sums = add_sums(sums, sums_of_rows(row_max, divisor, centred, square, norm, inside))
+        centred, square = common.joined(centred, ROW), common.joined(square, ROW)
+        sums = common.add_sums(
+            sums, common.sums_of_rows(row_max, divisor, centred, square, norm, inside)
+        )
     # ``join`` adds the parts of a head up in a fixed order.
     part = head.to(gl.int64) * gl.num_programs(2) + gl.program_id(2)
     store_part(parts_ptr, sums, part, N, scale)

@@ -24,23 +24,7 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ..call import Call, Gradients, Results, backward_arguments, hopper_tails, tiles_and_tail
-from .gluon_tiles import (
-    exchanged_layout,
-    exponents_of,
-    fetch_rows,
-    keys_step,
-    left_rows,
-    masked,
-    number_of_keys,
-    put_columns,
-    put_exchanged,
-    row_statistics,
-    rows_step,
-    start_products,
-    store_ds,
-    visible_tiles,
-    wait_for_scores,
-)
+from . import gluon_tiles as common
 
 # For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
 BACKWARD_TILES = Tiles(
@@ -58,9 +42,9 @@ def _load_rows(
     D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load rows of the output; return them with the results of ``row_statistics``."""
-    out = left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
+    out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
     return out, lse, lost
 
 
@@ -90,7 +74,7 @@ def _hopper_resident_bwd_kernel(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STORE: gl.constexpr = exchanged_layout(BLOCK_D)
+    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
@@ -107,12 +91,12 @@ def _hopper_resident_bwd_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = number_of_keys(lengths_ptr, N)
+    limit = common.number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     # dO is copied first, and O is loaded: delta is computed while Q, K and V are being copied.
     for n in gl.static_range(FULL):
-        fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -124,7 +108,7 @@ def _hopper_resident_bwd_kernel(
         do_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
-        fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
     commit_copies()  # first group: dO
     loaded = ()
     for n in gl.static_range(TILES):
@@ -135,13 +119,13 @@ def _hopper_resident_bwd_kernel(
         loaded = loaded + (rows,)  # noqa: RUF005
     barrier()  # keeps the loads of O before the copies in program order
     for n in gl.static_range(FULL):
-        fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
-        fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
-        fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
     if T > 0:
-        fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
-        fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
     commit_copies()  # second group: Q, K and V
     # dO has landed when one group is left. No barrier: a thread reads back only what it copied.
     wait_copies(1)
@@ -169,16 +153,16 @@ def _hopper_resident_bwd_kernel(
         if T > 0 and not CAUSAL:
             # The tail's keys come first: P and dS (64, T). Under a causal mask none of these rows
             # sees them.
-            s, dp = start_products(q, do, k_tail, v_tail, zero_t)
+            s, dp = common.start_products(q, do, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
             # dP is still in flight.
-            p = gl.exp2(exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
+            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
             dp = warpgroup_mma_wait(0, [dp])
             ds = p * (dp - gl.convert_layout(delta, TAIL))
-            store_ds(ds_ptr, ds, queries, keys, N)
+            common.store_ds(ds_ptr, ds, queries, keys, N)
             ds = ds.to(DTYPE)
             # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(p.to(DTYPE))
@@ -191,22 +175,22 @@ def _hopper_resident_bwd_kernel(
             dk_t = warpgroup_mma(q.permute((1, 0)), ds_tail, dk_t, is_async=True)
             dv_t = warpgroup_mma(do.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
-        seen, last = visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        seen, last = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         # Tiles that every row sees in full, then those that a mask cuts.
         for i in range(seen):
-            dq = rows_step(
+            dq = common.rows_step(
                 dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                 limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
             )  # fmt: skip
         if HIDES or CAUSAL:
             for i in range(seen, last):
-                dq = rows_step(
+                dq = common.rows_step(
                     dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
                     limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
                 )  # fmt: skip
         if T > 0 and not CAUSAL:
             barrier()  # all warps are done with P and dS of the tail
-        put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
 
     # Tiles of keys: their dK and dV, and their contributions to dQ of the tail. No barrier between
     # the passes: Q, K, V and dO are only read.
@@ -216,13 +200,13 @@ def _hopper_resident_bwd_kernel(
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         if T > 0:
-            dk, dv, ds = keys_step(
+            dk, dv, ds = common.keys_step(
                 dk, dv, k, v, q_tail, do_tail, zero_t, lse_tail, delta_tail, first, full * 64,
                 factor, N, mask, dropout, SCALED, LEFT, False, limit if HIDES else None,
             )  # fmt: skip
             keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
             queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-            store_ds(ds_ptr, ds, queries, keys, N)
+            common.store_ds(ds_ptr, ds, queries, keys, N)
             # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
             # again has passed the barrier of the other, and all warps had read this one by then.
             turn = tails.index(tile & 1)
@@ -236,12 +220,12 @@ def _hopper_resident_bwd_kernel(
         if CAUSAL:
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
-            dk, dv = keys_step(
+            dk, dv = common.keys_step(
                 dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
                 deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT, True,
             )[:2]  # fmt: skip
         for i in range(start, full):
-            dk, dv = keys_step(
+            dk, dv = common.keys_step(
                 dk, dv, k, v, qs.index(i), dos.index(i), zero, lses.index(i), deltas.index(i),
                 first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
             )[:2]  # fmt: skip
@@ -250,26 +234,26 @@ def _hopper_resident_bwd_kernel(
             # rows.
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
-        put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
+        common.put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
+        common.put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
 
     if T > 0:
         # The tail's keys with the tail's rows. The buffers of the tail hold T rows, but a left
         # operand has 64: it is loaded into registers, with zeros past the last token.
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
-        k_tile = left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
-        v_tile = left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        k_tile = common.left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        v_tile = common.left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
         barrier()  # all warps are done with dS of the tiles before
-        s, dp = start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
+        s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-        s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-        p = gl.exp2(exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
-        p = masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        p = gl.exp2(common.exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
+        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
         dp = warpgroup_mma_wait(0, [dp])
         p_tail.store(p.to(DTYPE))
         ds = p * (dp - delta_tail.load(COLS_T)[None, :])
-        store_ds(ds_ptr, ds, queries, keys, N)
+        common.store_ds(ds_ptr, ds, queries, keys, N)
         ds_tail.store(ds.to(DTYPE))
         fence_async_shared()
         barrier()
@@ -280,9 +264,9 @@ def _hopper_resident_bwd_kernel(
         dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
         dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
-        put_columns(dq_view, dq_t * scale, full * 64, N, D)
-        put_columns(dk_view, dk_t * scale, full * 64, N, D)
-        put_columns(dv_view, dv_t, full * 64, N, D)
+        common.put_columns(dq_view, dq_t * scale, full * 64, N, D)
+        common.put_columns(dk_view, dk_t * scale, full * 64, N, D)
+        common.put_columns(dv_view, dv_t, full * 64, N, D)
 
 
 def prepare_backward(
