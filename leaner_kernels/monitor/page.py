@@ -18,6 +18,7 @@ from datetime import timedelta
 from html import escape
 from io import StringIO
 from pathlib import Path
+from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ops.statistics import COLUMNS, UNITS
@@ -30,15 +31,16 @@ if TYPE_CHECKING:
 
 __all__ = ["plot", "write_page"]
 
-# Rows that are read of a file of metrics, and of kappa: a page stays small.
+# Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
 _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
 # Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
-_STYLES = (("#0072b2", "-"), ("#d55e00", "--"), ("#009e73", ":"))
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
+_LEGEND = 24  # names of layers that fit in a column beside an axis
 _ALARM = "#d62728"  # of the lines at alarms
-_GROUP = "shown-"  # what begins the name of a line's group
+_DASHES = ("-", "--", ":")
 # Charts of metrics: title, unit, and what lines are called by the names of their rows.
 _LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
 _ACCURACIES = {
@@ -48,7 +50,7 @@ _ACCURACIES = {
 }
 _SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
 _COURSE = (
-    ("Learning rate", "learning rate", {"lr": "", "learning_rate": "learning rate"}),
+    ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
     ("Gradient norm", "norm", {"grad_norm": ""}),
     ("Throughput", "items a second", {"throughput": ""}),
 )
@@ -82,14 +84,15 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
     except ImportError:
         raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     lines = kappa_lines(rows)
-    figure = Figure(figsize=(9, max(4.5, 0.2 * len(lines))), layout="constrained")
+    columns = math.ceil(len(lines) / _LEGEND)
+    figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
     scale = axis_scale(row.get("kappa") for row in rows)
     axes = figure.add_subplot(xlabel="step", ylabel="condition number κ", yscale=scale)
     for line in lines:
         axes.plot(*line.columns(), line.dash, color=line.colour, marker="o", ms=3, label=line.name)
     axes.set_title(without_kappa(rows), fontsize="small")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
+    axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5), ncols=columns)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -144,19 +147,24 @@ def _has(row: Row, field: str) -> bool:
 
 def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
     """Return steps and values of each layer, less those that are not numbers."""
-    return {layer: _points(of_layer, field) for layer, of_layer in _by_layer(rows).items()}
-
-
-def _by_layer(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    by_layer: dict[str, list[Row]] = {}
+    found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
-        by_layer.setdefault(row["layer"], []).append(row)
-    return by_layer
+        points = found.setdefault(row["layer"], [])
+        if _has(row, field):
+            points.append((row["step"], row[field]))
+    return found
 
 
-def _points(rows: Iterable[Row], key: str) -> list[tuple[int, float]]:
-    """Return steps and values of the rows that have a number under a name."""
-    return [(row["step"], row[key]) for row in rows if _has(row, key)]
+def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
+    """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
+    known = [row for row in rows if row.get("head_norms")]
+    step = max((row["step"] for row in known), default=0)
+    known = [row for row in known if row["step"] == step]
+    names = short_names(known)
+    return step, {
+        names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
+        for row in known
+    }
 
 
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
@@ -214,7 +222,10 @@ def kappa_or_rank(row: Row) -> str:
 
 @dataclass
 class Run:
-    """What a page shows of a run; ``notes`` says of a file what of it is not shown."""
+    """What a page shows of a run: its files in the order of steps, of a long one not every step.
+
+    ``notes`` says of a file what of it is not shown.
+    """
 
     name: str
     metrics: list[dict[str, Any]]
@@ -227,13 +238,14 @@ class Run:
 
 @dataclass
 class _Chart:
-    """A chart of lines, with alarms as vertical ones."""
+    """A chart of lines, with alarms as vertical ones; or of the norms of heads, by layer."""
 
     title: str
     unit: str = ""
     lines: list[Line] = field(default_factory=list)
     scale: str = "linear"
     alarms: list[dict[str, Any]] = field(default_factory=list)
+    norms: dict[str, list[float]] = field(default_factory=dict)
     caption: str = ""
 
 
@@ -264,42 +276,45 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
     folders = [Path(folder) for folder in folders]
     if not folders:
         raise ValueError("a page needs the folder of a run, got none")
-    runs = [_read_run(folder) for folder in folders]
-    write_file(path, _PAGE.format("\n".join(map(_section, runs))).encode("utf-8", "replace"))
-
-
-def _section(run: Run) -> str:
-    """Return the tables and charts of a run as HTML."""
-    steps = [row["step"] for row in (*run.metrics, *run.kappa)]
+    runs = [_read_run(folder, CHART_POINTS // len(folders)) for folder in folders]
+    names = [run.name for run in runs]
+    for run, folder in zip(runs, folders):
+        if names.count(run.name) > 1:
+            run.name = str(folder)
+    names = [run.name for run in runs]
+    steps = [row["step"] for run in runs for row in (*run.metrics, *run.kappa)]
     margin = 0.02 * max(max(steps) - min(steps), 1)
     ends = min(steps) - margin, max(steps) + margin
-    charts = "\n".join(
+    charts = (
         f"<figure><h2>{escape(chart.title)}</h2>{_svg(chart, ends)}{_legend(chart)}"
         f"<figcaption>{escape(chart.caption)}</figcaption></figure>"
-        for chart in _charts(run)
+        for chart in _charts(runs)
     )
-    alarms = [(alarm["step"], alarm.get("kind", ""), alarm["message"]) for alarm in run.alarms]
-    settings = run.summary.get("settings", {})
-    return f"""<h1>{escape(run.name)}</h1>
-<details open><summary>κ of every layer, at its first and its last step</summary>
-{_table(_kappa_of_layers(run).items())}</details>
-<div class="charts">
-{charts}
-</div>
-<h2>Alarms</h2>
-{_table(alarms) if alarms else "<p>None.</p>"}
-<h2>Run</h2>
-{_table(_facts(run).items())}
-<details><summary>All settings</summary>
-{_table((name, _shown(value, digits=10)) for name, value in settings.items())}</details>
-"""
+    alarms = [
+        (run.name, alarm["step"], alarm.get("kind", ""), alarm["message"])
+        for run in runs
+        for alarm in run.alarms
+    ]
+    settings = [run.summary.get("settings", {}) for run in runs]
+    text = _PAGE.format(
+        title=escape(", ".join(names)),
+        glance=_compared(names, map(_glance, runs)),
+        kappa=_compared(names, map(_kappa_of_layers, runs)),
+        charts="\n".join(charts),
+        alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
+        facts=_compared(names, map(_facts, runs)),
+        settings=_compared(
+            names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings)
+        ),
+    )
+    write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
-def _read_run(folder: Path) -> Run:
-    """Read what a page shows of a run: some rows of kappa, and every evaluation."""
+def _read_run(folder: Path, most: int) -> Run:
+    """Read what a page shows of a run: about ``most`` rows of kappa, and every evaluation."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
-    limits = {"metrics": LINE_POINTS, "alarms": _ALARMS}
+    limits = {"metrics": LINE_POINTS, "kappa": most, "kappa_probe": most, "alarms": _ALARMS}
     rows: dict[str, Any] = {}
     notes = {}
     for kind, keys in _FILES.items():
@@ -307,9 +322,7 @@ def _read_run(folder: Path) -> Run:
         rows[kind] = []
         if not file.exists():
             continue
-        rows[kind], bad, steps = read_thinned(
-            file, limits.get(kind, CHART_POINTS), keys, always="held_out_"
-        )
+        rows[kind], bad, steps = read_thinned(file, limits[kind], keys, always="held_out_")
         if steps:
             drawn = len({row["step"] for row in rows[kind]})
             notes[file.name] = f"{drawn:,} of {steps:,} steps are shown, evenly spaced"
@@ -333,38 +346,94 @@ def _read_run(folder: Path) -> Run:
     return Run(folder.resolve().name, **rows, summary=summary, notes=notes)
 
 
-def _charts(run: Run) -> Iterator[_Chart]:
-    yield from _of_metrics(run, _SCORES)
-    for rows, alarms, on in (
-        (run.kappa, run.alarms, ""),
-        (run.kappa_probe, [], " on fixed held-out items"),
-    ):
-        if rows:
-            left_out = without_kappa(rows)
-            caption = f"{left_out}. " if left_out else ""
-            caption += "Dashed: what independent Gaussian heads of this size would have."
-            title = f"κ of every layer{on}"
-            yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
-    for column in COLUMNS:
-        lines = layer_lines(run.kappa, column.name) if column.title else []
-        if any(line.points for line in lines):
-            alarms, caption = [], column.caption
-            if column.name == "entropy":
-                alarms = run.alarms
-                caption = "Spread evenly it has log(columns); near 0 each token attends to one"
-            unit = UNITS[column.statistic]
-            yield _Chart(column.title, unit, lines, alarms=alarms, caption=f"{caption}.")
-    yield from _of_metrics(run, _COURSE)
+def _charts(runs: list[Run]) -> Iterator[_Chart]:
+    yield from _of_metrics(runs, _SCORES)
+    several = len(runs) > 1
+    if several and any(run.kappa for run in runs):
+        lines = _mean_lines(runs, "kappa", geometric_mean)
+        for line in _mean_lines(runs, "kappa_gaussian", geometric_mean):
+            lines.append(line._replace(name="", dash="--", title=f"{line.name}, Gaussian heads"))
+        caption = "Layers without a κ at a step do not count there. Dashed: Gaussian heads."
+        yield _Chart("κ, geometric mean over layers", "κ", lines, "log", caption=caption)
+    for run in runs:
+        for rows, alarms, on in (
+            (run.kappa, run.alarms, ""),
+            (run.kappa_probe, [], " on fixed held-out items"),
+        ):
+            if rows:
+                title = f"κ of every layer{on}{f': {run.name}' if several else ''}"
+                left_out = without_kappa(rows)
+                caption = f"{left_out}. " if left_out else ""
+                caption += "Dashed: what independent Gaussian heads of this size would have."
+                yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
+    yield from _of_attention(runs)
+    for run in runs:
+        step, norms = head_norms(run.kappa)
+        if norms:
+            title = f"Norms of heads, step {step}{f': {run.name}' if several else ''}"
+            caption = "Frobenius norm of each head's output; a head near 0 contributes nothing."
+            yield _Chart(title, norms=norms, caption=caption)
+    yield from _of_metrics(runs, _COURSE)
 
 
-def _of_metrics(run: Run, charts: Iterable[tuple[str, str, dict[str, str]]]) -> Iterator[_Chart]:
-    for title, unit, names in charts:
-        points = {label: _points(run.metrics, key) for key, label in names.items()}
-        lines = [Line(*item, *how) for item, how in zip(points.items(), _STYLES) if item[1]]
+def _of_metrics(
+    runs: list[Run], charts: Iterable[tuple[str, str, dict[str, str]]]
+) -> Iterator[_Chart]:
+    several = len(runs) > 1
+    for title, unit, keys in charts:
+        lines = []
+        for index, run in enumerate(runs):
+            for place, (key, label) in enumerate(keys.items()):
+                points = _points(run.metrics, key)
+                if points:
+                    name = ", ".join(filter(None, (run.name if several else "", label)))
+                    colour = COLOURS[(index if several else place) % len(COLOURS)]
+                    lines.append(Line(name, points, colour, _DASHES[place]))
         if lines:
             is_loss = title == "Loss"
             scale = axis_scale(y for line in lines for _, y in line.points) if is_loss else "linear"
-            yield _Chart(title, unit, lines, scale, run.alarms if is_loss else [])
+            alarms = [alarm for run in runs for alarm in run.alarms] if is_loss else []
+            yield _Chart(title, unit, lines, scale, alarms=alarms)
+
+
+def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
+    for column in COLUMNS:
+        if not column.title:
+            continue
+        title, caption, alarms = column.title, column.caption, []
+        if len(runs) == 1:
+            lines = layer_lines(runs[0].kappa, column.name)
+        else:
+            join = max if column.over_heads == "max" else fmean
+            title += ", mean over layers" if join is fmean else ", of all layers"
+            lines = _mean_lines(runs, column.name, join)
+        if column.name == "entropy":
+            alarms = [alarm for run in runs for alarm in run.alarms]
+            caption = "Attention spread evenly has log(columns); near 0 each token attends to one"
+        if any(line.points for line in lines):
+            unit = UNITS[column.statistic]
+            yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
+
+
+def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
+    """Return steps and values of the rows that have a number under a name."""
+    return [(row["step"], row[key]) for row in rows if number(row.get(key)) is not None]
+
+
+def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
+    """Return a line for each run, of what ``join`` makes of the values of all layers."""
+    lines = []
+    for index, run in enumerate(runs):
+        by_step: dict[int, list[float]] = {}
+        for step, value in _points(run.kappa, key):
+            by_step.setdefault(step, []).append(value)
+        points = [(step, join(values)) for step, values in by_step.items()]
+        lines.append(Line(run.name, points, COLOURS[index % len(COLOURS)]))
+    return lines
+
+
+# What begins the name of a line's group.
+_GROUP = "shown-"
 
 
 def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
@@ -374,8 +443,10 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
 
     # Text stays text, and names are no formulas.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 11}):
-        figure = Figure(figsize=(7, 3.6), layout="constrained")
-        titles = _draw_lines(figure.add_subplot(), chart, ends)
+        height = max(3.6, min(12.0, 1 + 0.25 * len(chart.norms)))
+        figure = Figure(figsize=(7, height), layout="constrained")
+        axes = figure.add_subplot()
+        titles = _draw_norms(figure, axes, chart) if chart.norms else _draw_lines(axes, chart, ends)
         with StringIO() as file:
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
@@ -421,6 +492,15 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     return titles
 
 
+def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
+    heads = max(map(len, chart.norms.values()))
+    table = [values + [math.nan] * (heads - len(values)) for values in chart.norms.values()]
+    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"))
+    axes.set_yticks(range(len(table)), [*chart.norms], parse_math=False)
+    axes.set_xlabel("head")
+    return []
+
+
 def _legend(chart: _Chart) -> str:
     """Return the names of lines in their colours, which a page breaks into rows."""
     shown = [(line.colour, line.name) for line in chart.lines if line.name]
@@ -429,27 +509,46 @@ def _legend(chart: _Chart) -> str:
     return f'<ul class="legend">{names}</ul>'
 
 
+def _glance(run: Run) -> dict[str, str]:
+    """Return what a reader asks first: what was run, and how good it is."""
+    command = run.summary.get("command")
+    facts = {} if command is None else {"command": str(command)}
+    for name, best_of in (("held_out_accuracy", max), ("held_out_loss", min)):
+        scored = _points(run.metrics, name)
+        if scored:
+            (at, best), (last_at, last) = best_of(scored, key=lambda point: point[1]), scored[-1]
+            facts[name] = (
+                f"best {_shown(best, name)} at step {at:,}; "
+                f"final {_shown(last, name)} at step {last_at:,}"
+            )
+    return facts
+
+
 def _kappa_of_layers(run: Run) -> dict[str, str]:
     """Return kappa of each layer at its first and its last step, and that of Gaussian heads."""
-    facts, names = {}, short_names(run.kappa)
-    for layer, rows in _by_layer(run.kappa).items():
+    by_layer: dict[str, list[Mapping[str, Any]]] = {}
+    for row in run.kappa:
+        by_layer.setdefault(row["layer"], []).append(row)
+    facts = {}
+    for layer, name in short_names(run.kappa).items():
+        rows = by_layer[layer]
         ends = rows[:: len(rows) - 1 or 1]
         said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in ends)
         gaussian = number(rows[-1].get("kappa_gaussian"))
         said += "" if gaussian is None else f"; Gaussian heads {gaussian:.4g}"
-        facts[f"κ, {names[layer] or 'the model'}"] = said
+        facts[f"κ, {name or 'the model'}"] = said
     return facts
 
 
 def _facts(run: Run) -> dict[str, str]:
-    apart = ("kappa", "kappa_probe", "settings")
+    apart = ("command", "kappa", "kappa_probe", "settings")
     facts = {
-        name.replace("_", " "): _shown(value, name)
+        name: _shown(value, name)
         for name, value in run.summary.items()
         if name not in apart and value is not None and value != []
     }
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
-    facts["newest step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
+    facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
     return facts | run.notes
 
 
@@ -471,9 +570,23 @@ def _shown(value: Any, name: str = "", digits: int = 4) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
 
 
-def _table(rows: Iterable[Sequence[object]]) -> str:
-    lines = (f"<tr>{_cells('th', row[:1])}{_cells('td', row[1:])}</tr>" for row in rows)
-    return f"<div class=scroll><table>{''.join(lines)}</table></div>"
+def _compared(names: list[str], runs: Iterable[dict[str, str]]) -> str:
+    """Return a table with a column for each run; facts that differ are marked."""
+    runs = list(runs)
+    keys = dict.fromkeys(key for facts in runs for key in facts)
+    rows = [(key.replace("_", " "), *(facts.get(key, "") for facts in runs)) for key in keys]
+    return _table(("", *names), rows, mark_different=True)
+
+
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], mark_different: bool = False
+) -> str:
+    lines = []
+    for row in rows:
+        different = mark_different and len(set(row[1:])) > 1
+        cells = _cells("th", row[:1]) + _cells("td", row[1:])
+        lines.append(f"<tr{' class=different' if different else ''}>{cells}</tr>")
+    return f"<div class=scroll><table><tr>{_cells('th', head)}</tr>{''.join(lines)}</table></div>"
 
 
 def _cells(tag: str, values: Iterable[object]) -> str:
@@ -488,11 +601,11 @@ _PAGE = """<!DOCTYPE html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; \
 style-src 'unsafe-inline'; img-src data:">
-<title>κ of attention</title>
+<title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ccc }}
+:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --rule: #ccc; --mark: #fff3d6 }}
 @media (prefers-color-scheme: dark) {{
-:root {{ --ink: #ddd; --paper: #16181c; --rule: #444 }} }}
+:root {{ --ink: #ddd; --paper: #16181c; --rule: #444; --mark: #3a3218 }} }}
 html {{ overflow-y: scroll }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 1280px; margin: 0 auto; padding: 1rem }}
@@ -512,16 +625,27 @@ figure svg text {{ fill: var(--ink) !important }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}
 th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
   border-bottom: 1px solid var(--rule) }}
+.different td {{ background: var(--mark) }}
 </style>
 </head>
 <body>
+<h1>{title}</h1>
 <p>κ is the condition number of a layer's attention heads side by side: their largest singular value
 over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
 closer some are to combinations of others. Gaussian heads are the comparison: the κ that independent
 random heads of the same number and size would have; far above it, heads share directions. A rank
 stands where κ is not resolved: how many singular values are above a millionth of the largest.
 Point at a line for its name and its last value.</p>
-{}
+{glance}
+<details open><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
+<div class="charts">
+{charts}
+</div>
+<h2>Alarms</h2>
+{alarms}
+<h2>Runs</h2>
+{facts}
+<details><summary>All settings</summary>{settings}</details>
 </body>
 </html>
 """
@@ -531,7 +655,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write a page of runs."""
     program = "python -m leaner_kernels.monitor.page"
     take_every_character(program)
-    about = "Write one HTML file that shows a run, or several one below another."
+    about = "Write one HTML file that shows a run, or several side by side."
     parser = argparse.ArgumentParser(program, description=about)
     parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")

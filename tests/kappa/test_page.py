@@ -72,9 +72,9 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert titles(page) == [
         *("Loss", "Held-out accuracy", "κ of every layer"),
         *("κ of every layer on fixed held-out items", "Entropy of attention"),
-        *("Largest attention score (logit)", "Alarms", "Run"),
+        *("Largest attention score (logit)", "Norms of heads, step 8", "Alarms", "Runs"),
     ]
-    loss, accuracy, kappa, probe, *_ = charts
+    loss, accuracy, kappa, probe, *_, heads = charts
     assert named(loss)["training"][1][-1] == pytest.approx(1.1)
     assert named(loss)["held out"] == [[9], [1.25]]
     assert named(accuracy)["accuracy"] == [[9], [0.5]]
@@ -84,6 +84,7 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert kappa.scale == "log"
     assert [alarm["step"] for alarm in kappa.alarms] == [4]
     assert not probe.alarms
+    assert heads.norms == {"blocks.0": [1.0, 2.0], "blocks.1": [1.0, 2.0]}
     text = page.read_text("utf-8")
     for shown in (
         "1,234,567",
@@ -94,11 +95,11 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
         "blocks.0.attn is",
     ):
         assert shown in text
-    assert "Spread evenly it has log(columns);" in text
+    assert "Attention spread evenly has log(columns);" in text
     assert list(tmp_path.glob(".page*")) == []
 
 
-def test_the_first_table_says_what_kappa_did_and_the_last_what_was_run(tmp_path, charts):
+def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tmp_path, charts):
     folder = whole_run(tmp_path / "vit-1")
     scores = {0: (0.9, 0.4), 4: (0.2, 0.99), 9: (0.6, 0.83)}
     metrics = [{"step": s, "loss": 1.0, "lr": 0.1, "grad_norm": 10.0**s} for s in range(10)]
@@ -119,13 +120,15 @@ def test_the_first_table_says_what_kappa_did_and_the_last_what_was_run(tmp_path,
     text = page.read_text("utf-8")
     first, _, rest = text.partition('<div class="charts">')
     for shown in (
+        "train/vit.py --heads &lt;16&gt;",
+        "best 99.0% at step 4; final 83.0% at step 9",
+        "best 0.2 at step 4; final 0.6 at step 9",
         "<th>κ, b.0</th><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
         "<th>κ, b.1</th><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
         "Gaussian heads are the comparison",
     ):
         assert shown in first
     assert "2 of 4 rows left out: 2 not resolved." in rest
-    assert "train/vit.py --heads &lt;16&gt;" in rest
     assert "<td>0.99996</td>" in rest
     assert "<td>1e-12</td>" in rest
     by_title = dict(zip(titles(page), charts))
@@ -134,12 +137,26 @@ def test_the_first_table_says_what_kappa_did_and_the_last_what_was_run(tmp_path,
     assert named(by_title["Throughput"])[""][1] == [9.0] * 3
 
 
-def test_runs_have_a_section_each(tmp_path, charts):
+def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(tmp_path, charts):
     first, second = (whole_run(tmp_path / name) for name in ("a", "b"))
+    write(
+        second, "kappa", [kappa_row(0, "x", 4.0), kappa_row(0, "y", 9.0), kappa_row(0, "z", None)]
+    )
     page = tmp_path / "page.html"
     write_page([first, second], page)
-    assert re.findall(r"<h1>(.*?)</h1>", page.read_text("utf-8")) == ["a", "b"]
-    assert titles(page).count("κ of every layer") == 2
+    assert titles(page)[:4] == [
+        *("Loss", "Held-out accuracy", "κ, geometric mean over layers", "κ of every layer: a"),
+    ]
+    assert "κ of every layer: b" in titles(page)
+    assert {"a, training", "b, training"} <= named(charts[0]).keys()
+    mean = named(charts[2])
+    assert mean["a"][1] == pytest.approx([20.0] * 3)
+    assert mean["b"][1] == pytest.approx([6.0])
+    loss, kappa = ({line.name: line.colour for line in chart.lines} for chart in charts[::2][:2])
+    colours = [loss[f"{name}, training"] for name in "ab"]
+    assert colours == [kappa[name] for name in "ab"]
+    assert len(set(colours)) == 2
+    assert "1 of 3 rows left out: 1 not resolved." in page.read_text("utf-8")
 
 
 def test_rows_of_one_step_are_merged(tmp_path, charts):
