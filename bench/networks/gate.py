@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
-from bench.harness.peers import compiled, found
+from bench.harness.peers import AbsentError, compiled, found
 from bench.harness.steps import Training, classifying, mixed
 from bench.networks.cases import Batch, LanguageCase, ModelCase, PaperCase, losses, mean_loss
-from bench.networks.peers import timm_model, transformers_model
+from bench.networks.peers import WideXCA, timm_model, transformers_model
 
 # ``timm_leaner`` is timm's model after ``leaner_kernels.adapters.timm.use``.
 OURS = "leaner", "timm_leaner"
@@ -31,9 +31,7 @@ def whose(name: str) -> str:
 
 def peers_of(case: PaperCase) -> list[str]:
     """Return the rows of a case: each model eager and compiled."""
-    models = "leaner", "timm", "timm_leaner"
-    if isinstance(case, LanguageCase):
-        models = "leaner", "transformers"
+    models = ("leaner", "transformers") if isinstance(case, LanguageCase) else ("timm", *OURS)
     return [*models, *(f"{model}_compiled" for model in models)]
 
 
@@ -112,7 +110,9 @@ class VisionModels(Models):
         self._truth = cache(self._compute_truth)
 
     def build(self, whose: str) -> nn.Module:
-        """Return timm's model with our attention."""
+        """Return timm's model with our attention, unless XCiT's is widened, and not timm's."""
+        if any(isinstance(module, WideXCA) for module in self.models["timm"].modules()):
+            raise AbsentError("no attention of a widened XCiT is timm's")
         model = copy.deepcopy(self.models["timm"])
         found("leaner_kernels.adapters.timm", "use")(model)
         return model
