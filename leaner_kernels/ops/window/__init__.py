@@ -115,7 +115,7 @@ def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
 @on_cpu
 def _on_cpu(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
-    return WindowAttention.attend(upcast(qkv), *window, scale)[0].to(qkv.dtype)
+    return WindowAttention.attend(upcast(qkv), *window, scale)[0].to(qkv.dtype).contiguous()
 
 
 # --- The operator --------------------------------------------------------------------------------

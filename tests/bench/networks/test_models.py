@@ -48,9 +48,16 @@ def networks() -> VisionModels:
 
 
 @pytest.mark.parametrize("stage", ModelCase.stages)
-@pytest.mark.parametrize("name", ["leaner", "timm", "timm_leaner"])
+@pytest.mark.parametrize("name", ["leaner", "timm"])
 def test_both_models_classify_alike(networks, stage, name):
     assert 0 <= networks.check(name, stage) <= 1
+
+
+def test_a_widened_xcit_has_no_attention_to_swap(networks):
+    with pytest.raises(AbsentError, match="widened XCiT"):
+        networks.check("timm_leaner", "inference")
+    swapped = VisionModels(BY_NAME["cpu_model_vit_lean"])
+    assert 0 <= swapped.check("timm_leaner", "training") <= 1
 
 
 def test_a_wrong_model_is_refused(networks):
