@@ -28,6 +28,7 @@ from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
 from ..ops.attention.reference import attend, probabilities
 from ..ops.statistics import (
+    STATISTICS,
     AttentionStats,
     evenly_spaced,
     newest_statistics,
@@ -35,6 +36,8 @@ from ..ops.statistics import (
     statistic_of,
 )
 
+# Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
+MAX_SCORES = 2**24
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 # Names that the code of an attention module calls.
 _ATTENTION_FUNCTIONS = {
@@ -383,7 +386,7 @@ def attention_statistics(
 
     Returns heads (S, N, H * E), float32, or float64 of float64, and statistics (S, H); out and lse
     are empty. An autocast region rounds the inputs, as it does for PyTorch's function; then all is
-    float32, in whole products even where TF32 is allowed. The scores of one head exist at a time.
+    float32, in whole products even where TF32 is allowed.
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     if query.dim() < 4:
@@ -392,32 +395,58 @@ def attention_statistics(
             attn_mask = attn_mask.unsqueeze(-3)
     batch = torch.broadcast_shapes(*(t.shape[:-3] for t in (query, key, value)))
     heads = max(t.shape[-3] for t in (query, key, value))
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-
-    def entry(tensor: Tensor, place: tuple[int, ...]) -> Tensor:
-        """Return (H, 1, N, D) of one entry, as heads of sequences of their own."""
-        own = tensor.expand(*batch, -1, -1, -1)[place].to(dtype)
-        return own.repeat_interleave(heads // len(own), dim=0)[:, None]
-
+    query = query.expand(*batch, heads, -1, -1)
+    key, value = (t.expand(*batch, -1, -1, -1) for t in (key, value))
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    outputs, statistics = [], []
+    descriptions = []
     with torch.autocast(query.device.type, enabled=False), _whole_products():
         for number in evenly_spaced(math.prod(batch), samples, torch.device("cpu")):
             place = tuple(int(i) for i in torch.unravel_index(number, batch))
-            masks: Any = [None] * heads
-            if attn_mask is not None:
-                of_entry = attn_mask.expand(*batch, heads, query.shape[-2], key.shape[-2])[place]
-                masks = of_entry if of_entry.dtype == torch.bool else of_entry.to(dtype)
-            of_heads = []
-            for q, k, v, mask in zip(*(entry(t, place) for t in (query, key, value)), masks):
-                p, _, s = probabilities(q[None], k[None], mask, None, is_causal, factor)
-                a = attend(p, v[None], None, 0.0)
-                of_heads.append((a[0, 0], per_head(p, s, a)[:, 0, 0]))
-            outputs.append(torch.cat([a for a, _ in of_heads], dim=-1))
-            statistics.append(torch.stack([values for _, values in of_heads], dim=-1))
-    nothing = query.new_empty(0)
-    by_statistic = torch.stack(statistics, dim=1).float()
-    return AttentionStats._make((nothing, nothing, *by_statistic, torch.stack(outputs)))
+            mask = None if attn_mask is None else attn_mask[place]
+            descriptions.append(
+                _attend_one(query[place], key[place], value[place], mask, is_causal, factor)
+            )
+    heads, *per_head = map(torch.stack, zip(*descriptions, strict=True))
+    nothing = heads.new_empty(0)
+    return AttentionStats._make((nothing, nothing, *(t.float() for t in per_head), heads))
+
+
+def _attend_one(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, ...]:
+    """Return the heads (N, H * E) of one entry, then each of ``STATISTICS``, (H,)."""
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    query, key, value = (t.to(dtype)[None] for t in (query, key, value))
+    _, heads, rows, _ = query.shape
+    cols = key.shape[2]
+    columns = torch.arange(cols, device=query.device)
+    step = max(1, MAX_SCORES // (heads * cols))
+    outputs, blocks = [], []
+    for first in range(0, rows, step):
+        block = slice(first, min(first + step, rows))
+        seen = None if mask is None else mask[None, :, block]
+        if seen is not None and seen.dtype != torch.bool:
+            seen = seen.to(dtype)
+        elif is_causal:
+            past = columns <= torch.arange(block.start, block.stop, device=query.device)[:, None]
+            seen = past if seen is None else seen & past
+        p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
+        a = attend(p, value, None, 0.0)
+        blocks.append((block.stop - block.start, *per_head(p, s, a)))
+        outputs.append(a[0].transpose(0, 1).flatten(1))
+    counts, *per_block = zip(*blocks)
+    joined = []
+    for statistic, values in zip(STATISTICS, per_block, strict=True):
+        if statistic.over_rows == "max":
+            joined.append(torch.cat(values).amax(dim=0))
+        elif statistic.over_rows == "mean":
+            parts = [count / rows * mean for count, mean in zip(counts, values)]
+            joined.append(torch.cat(parts).sum(dim=0))
+        else:
+            joined.append(torch.cat(values).square().sum(dim=0).sqrt())
+    return torch.cat(outputs), *joined
 
 
 @contextmanager

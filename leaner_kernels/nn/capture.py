@@ -115,6 +115,14 @@ class Capturing(nn.Module):
         # No monitor would stop the capture of a copy or of a saved module.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
+    def _replicate_for_data_parallel(self) -> Any:
+        if self.track_logits or self.capture_samples > 0:
+            raise RuntimeError(
+                "nn.DataParallel runs replicas, and what they capture is lost with them: "
+                "QKClip and KappaMonitor need DistributedDataParallel"
+            )
+        return super()._replicate_for_data_parallel()
+
     def columns(self, tokens: int) -> int:
         """Return the number of entries of a softmax row, for a sample of ``tokens`` tokens."""
         return tokens

@@ -319,6 +319,15 @@ def test_replicas_of_data_parallel_are_refused(monitors: Callable[[nn.Module], o
         monitors(nn.DataParallel(attention_with()))
 
 
+def test_a_replica_of_a_module_that_is_clipped_refuses_to_be_made() -> None:
+    # As DataParallel does that wraps the model only later.
+    module = attention_with()
+    module._replicate_for_data_parallel()
+    QKClip(module)
+    with pytest.raises(RuntimeError, match="replicas"):
+        module._replicate_for_data_parallel()
+
+
 # On several ranks.
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import KappaMonitor, attention
+from leaner_kernels.monitor import trace
 from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _hooks
 from tests.kappa.test_monitor_foreign import SDPA, kappa
@@ -52,9 +53,11 @@ SHAPES = {
 }
 
 
+@pytest.mark.parametrize("block", [2**24, 30], ids=["whole", "blocks"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_whatever_pytorchs_function_takes_is_measured(name) -> None:
+def test_whatever_pytorchs_function_takes_is_measured(name, block, monkeypatch) -> None:
     *shapes, options = SHAPES[name]
+    monkeypatch.setattr(trace, "MAX_SCORES", block)
     q, k, v = (draw(*shape, dtype=torch.float64) for shape in shapes)
     mask = options.get("attn_mask")
     if mask is not None and mask.is_floating_point() and "lower" not in name:
