@@ -355,10 +355,10 @@ class KappaMonitor:
         self._agreed = True
         untraced = self._trace.untraced(self._layers)
         if untraced and (self._group is None or self._group.rank() == 0):
-            where = "; ".join([*self._trace.fallbacks(untraced), 'docs/kappa.md, "Not traced"'])
             warnings.warn(
                 f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention: no "
-                f"call that can be traced was made there in the first sampled step ({where})",
+                "call that can be traced was made there in the first sampled step "
+                '(docs/kappa.md, "Not traced")',
                 stacklevel=4,
             )
 

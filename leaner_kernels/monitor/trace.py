@@ -140,19 +140,12 @@ class CallTrace:
         model = type(next(iter(self.names))).__name__
         if not self.ran:
             return f"{model} ran no forward between begin and end"
-        message = (
+        return (
             f"{model} called no attention of several queries that can be traced: neither "
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
             "'sdpa' and 'leaner', timm set_fused_attn, nn.MultiheadAttention need_weights=False)"
         )
-        return "; ".join([message, *self.fallbacks(self.names.values())])
-
-    def fallbacks(self, names: Collection[str]) -> list[str]:
-        """Return why calls of these modules fell back to another attention, each reason once."""
-        modules = (module for module, name in self.names.items() if name in names)
-        reasons = (vars(module).get(_hooks.FALLBACK) for module in modules)
-        return [why for why in dict.fromkeys(reasons) if why is not None]
 
     def untraced(self, layers: Collection[str]) -> list[str]:
         """Return the names of modules that look like attention, with no layer in or around them.

@@ -7,5 +7,3 @@ steps that it samples, and only then: in any other step a call costs one compari
 from typing import Any
 
 current: Any = None
-# The attribute in which an adapter keeps which calls of a module fall back to others, and why.
-FALLBACK = "_attention_fallback"
