@@ -40,13 +40,13 @@ SUBJECTS = "attention", "kappa", "networks"
 MAY_IMPORT_SHARED = {
     "ops._launch": {"ops._launch_cache"},
     "ops._launch_cache": {"ops._checks"},
-    "ops.dispatcher": {"ops._checks", "ops._launch_cache"},
+    "ops.dispatcher": {"ops._checks", "ops._launch_cache", "ops.transforms"},
     "ops.operator": {
         *("ops._checks", "ops.dispatcher"),
         *("ops.statistics", "ops.transforms"),
     },
     "ops.statistics": set(),
-    "ops.transforms": {"ops.dispatcher"},
+    "ops.transforms": set(),
 }
 LATE = ("triton", "timm", "transformers", "lightning", "matplotlib")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with

@@ -170,7 +170,7 @@ def kernel_arguments(
         mask_view = MaskView(mask, *mask.stride())
     left, right = call.window
     arguments = {
-        **{f"{name}_view": view_of(name, t) for name, t in zip("qkv", call)},
+        **{f"{name}_view": view_of(name, t) for name, t in zip("qkv", call[:3])},
         **{f"{name}_view": view_of(name, t) for name, t in tensors.items()},
         "mask_view": mask_view,
         # No copy unless strided: kernels index it with stride 1.

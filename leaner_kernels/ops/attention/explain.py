@@ -129,13 +129,16 @@ def explain(
             params = key_lengths, dropout_p, is_causal, scale, window_size, None, max_head_dim
         else:
             if query.dim() != 4:
-                *inputs, attn_mask = four_axes(*inputs, attn_mask, key_lengths)
+                four: list[Any] = [*inputs, attn_mask, key_lengths]
+                *inputs, attn_mask = four_axes(*four)
             params = attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, softcap
             params = *params, window_size, None, max_head_dim
-        tensors, numbers = check(*inputs, *params)  # pyright: ignore[reportCallIssue]
+        given: list[Any] = [*inputs, *params]
+        tensors, numbers = check(*given)
         # A placeholder: drawing a seed would advance the generator.
         seed = query.new_empty(1, dtype=torch.int64) if dropout_p else None
-        call = form.call(*tensors, seed, *numbers)
+        operands: list[Any] = [*tensors, seed, *numbers]
+        call = form.call(*operands)
         if dispatch.on_gpu(call.query) and call.query.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ArgumentError(f"query on cuda must be one of {names}, got {call.query.dtype}")
