@@ -60,28 +60,28 @@ def store_rows(
 
 
 @triton.jit
-def product_apart(a, b, PRODUCTS: tl.constexpr = PRECISION):
+def product_apart(a, b):
     """Return a b from a separate accumulator, for sums over more terms than a tile has.
 
     Tensor cores truncate their accumulator every 16 terms, so that one that runs over thousands of
     tokens drifts. Triton fuses ``acc + tl.dot(a, b)`` into such a chain, unless
     ``max_num_imprecise_acc`` is given, which has no other effect for these dtypes.
     """
-    return tl.dot(a, b, input_precision=PRODUCTS, max_num_imprecise_acc=a.shape[-1])
+    return tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=a.shape[-1])
 
 
 @triton.jit
-def add_product(acc, a, b, PRODUCTS: tl.constexpr = PRECISION):
+def add_product(acc, a, b):
     """Return acc + a b; in float32, sum the terms of a tile before adding them to ``acc``.
 
     A float32 product is a chain of multiply-adds, each of which rounds the running sum. Over 2,048
     tokens the error of such a chain is several times that of sums of tiles. In half precision the
     rounding of the inputs dominates, and a chain needs fewer registers.
     """
-    if a.dtype == tl.float32 and PRODUCTS == PRECISION:
+    if a.dtype == tl.float32:
         acc += product_apart(a, b)
     else:
-        acc = tl.dot(a, b, acc, input_precision=PRODUCTS)
+        acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
 
 
