@@ -333,14 +333,16 @@ def _dense(
 ) -> Any:  # fmt: skip
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    signature, kind = None, (stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size)
+    kind = "attention", stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size
+    signature = None
     watcher = None if stats else _hooks.current
     cast = attn_mask is not None and torch._C._is_any_autocast_enabled()
     if watcher is None and not cast:
         tensors = query, key, value, attn_mask, key_lengths
-        signature = signature_of((*tensors, sample), ("attention", *kind))
+        given = tensors if sample is None else (*tensors, sample)
+        signature = signature_of(given, kind)
         if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
-            return _returned(known, stats, sample)
+            return _stats(known, sample) if stats else known[0]
     if isinstance(query, Tensor) and query.dim() != 4 and not stats:
         attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
         four = four_axes(query, key, value, attn_mask, key_lengths)
@@ -356,20 +358,22 @@ def _dense(
         if out is not None:
             return out
     if tensors[4] is not key_lengths:
-        signature = signature_of((*tensors, sample), ("attention", *kind))
+        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
     return _first(op.Dense, signature, tensors, numbers, stats, sample, enable_gqa)
 
 
 def _packed(stats, sample, qkv, key_lengths, dropout_p, is_causal, scale, window_size) -> Any:
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
-    signature, kind = None, (stats, dropout_p, is_causal, scale, window_size)
+    kind = "attention_qkvpacked", stats, dropout_p, is_causal, scale, window_size
+    signature = None
     watcher = None if stats else _hooks.current
     if watcher is None:
         tensors = qkv, key_lengths
-        signature = signature_of((*tensors, sample), ("attention_qkvpacked", *kind))
+        given = tensors if sample is None else (*tensors, sample)
+        signature = signature_of(given, kind)
         if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
-            return _returned(known, stats, sample)
+            return _stats(known, sample) if stats else known[0]
     max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
     params = key_lengths, dropout_p, is_causal, scale, window_size
     tensors, numbers = checked_packed(qkv, *params, sample, max_head_dim)
@@ -379,7 +383,7 @@ def _packed(stats, sample, qkv, key_lengths, dropout_p, is_causal, scale, window
         if out is not None:
             return out.transpose(1, 2).contiguous()
     if tensors[1] is not key_lengths:
-        signature = signature_of((*tensors, sample), ("attention_qkvpacked", *kind))
+        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
     return _first(op.Packed, signature, tensors, numbers, stats, sample)
 
 
@@ -390,16 +394,19 @@ def _varlen(
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     tensors = query, key, value, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
-    kind = stats, enable_gqa, cu_seqlens_k is None, max_seqlen, max_seqlen_k
-    kind = "attention_varlen", *kind, dropout_p, is_causal, scale, window_size
-    signature, given = signature_of((*tensors, sample), kind), tensors
+    kind = (
+        "attention_varlen", stats, enable_gqa, cu_seqlens_k is None, max_seqlen, max_seqlen_k,
+        dropout_p, is_causal, scale, window_size,
+    )  # fmt: skip
+    given = tensors if sample is None else (*tensors, sample)
+    signature = signature_of(given, kind)
     if signature is not None and (known := op.repeat(op.Varlen, signature, tensors, sample)):
-        return _returned(known, stats, sample)
+        return _stats(known, sample) if stats else known[0]
     ends = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
     params = dropout_p, is_causal, scale, enable_gqa, window_size
     tensors, numbers = checked_varlen(query, key, value, *ends, *params, sample)
     if tensors[3] is not given[3] or tensors[4] is not given[4]:
-        signature = signature_of((*tensors, sample), kind)
+        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
     return _first(op.Varlen, signature, tensors, numbers, stats, sample)
 
 
@@ -409,12 +416,9 @@ def _first(form, signature, tensors, numbers, stats, sample, enable_gqa=False) -
         check_device(tensors[0].device)
     if not stats:
         return op.attend_first(form, signature, tensors, numbers, enable_gqa)
-    return _returned(op.compute(form, signature, tensors, numbers, True, sample), True, sample)
+    return _stats(op.compute(form, signature, tensors, numbers, True, sample), sample)
 
 
-def _returned(results: Sequence[Any], stats: bool, sample: Tensor | None) -> Any:
-    """Return the output, or the statistics by name."""
-    if not stats:
-        return results[0]
+def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
     out, lse, per_head, heads, _ = results
     return attention_stats(out, lse, per_head, None if sample is None else heads)
