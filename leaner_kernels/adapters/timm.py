@@ -309,6 +309,14 @@ class BeitAttention(_TimmCapturing, beit.Attention):
 class TntAttention(_TimmCapturing, tnt.Attention):
     """timm.models.tnt.Attention, of patches and of the pixels of each."""
 
+    def _prepare(self) -> None:
+        if self.hidden_dim != self.v.out_features:
+            raise ValueError(
+                f"values must be as wide as queries and keys, {self.hidden_dim} in all, "
+                f"got {self.v.out_features}"
+            )
+        super()._prepare()
+
     def forward(self, x: Tensor) -> Tensor:
         """Attend between the tokens of (B, N, dim)."""
         q, k = _split_heads(self.qk(x), self.num_heads, 2)

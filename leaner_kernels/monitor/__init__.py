@@ -12,11 +12,12 @@ rows to the writers (``writers.py``). There are three ways into a model:
 """
 
 import os
+import sys
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -163,15 +164,16 @@ class KappaMonitor:
         }
         excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
         inside = {part for module in excluded for part in module.modules()}
-        # Tracing makes compiled code run eagerly: not for a model that is all of ours.
-        self._trace: CallTrace | None = None
-        if not self.modules or any(looks_like_attention(m) for m in names.keys() - inside):
-            self._trace = CallTrace(names, excluded, samples)
-            weakref.finalize(self, self._trace.stop).atexit = False
+        self._trace: CallTrace | None = CallTrace(names, excluded, samples)
+        weakref.finalize(self, self._trace.stop).atexit = False
+        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
+        self._trace_despite_compile = not self.modules or any(
+            looks_like_attention(m) for m in names.keys() - inside
+        )
         # A monitor that is dropped between begin and end takes its hooks and captures along.
         self._capturing: list[Any] = []
         weakref.finalize(self, _stop_capture, self._capturing).atexit = False
-        self._agreed = self._trace is None
+        self._agreed = False
         self.every, self.samples = every, samples
         file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
         if file is not None and not file.path.parent.is_dir():
@@ -265,7 +267,8 @@ class KappaMonitor:
         self._capturing += filter(can_capture, self.modules.values())
         for module in self._capturing:
             module.capture_samples, module.captured = self.samples, None
-        if self._trace is not None:
+        compiled = "torch._dynamo" in sys.modules and not self._trace_despite_compile
+        if self._trace is not None and not compiled:
             self._trace.start()
 
     def end(self) -> list[dict[str, Any]]:
@@ -336,17 +339,23 @@ class KappaMonitor:
         problem = next((f"{layer} cannot be measured: {why}" for layer, why in refused), None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
-        mine = problem, {name: (layer.heads, layer.head_dim) for name, layer in layers.items()}
+        sizes_of = {name: (layer.heads, layer.head_dim) for name, layer in layers.items()}
+        mine = problem, sizes_of, {*self._trace.names.values()}
         ranks: list[Any] = [mine]
         if self._group is not None:
             ranks *= self._group.size()
-            dist.all_gather_object(ranks, mine, group=self._group)
-        for rank, (problem, _) in enumerate(ranks):
+            device = next(self.model.parameters(), torch.empty(0)).device
+            # Objects travel by way of the current GPU, which must be another one on each rank.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                dist.all_gather_object(ranks, mine, group=self._group)
+        for rank, (problem, *_) in enumerate(ranks):
             if problem is not None:
                 where = f" on rank {rank}" if len(ranks) > 1 else ""
                 raise RuntimeError(f"step {step}{where}: {problem}")
-        for name, sizes in (item for _, theirs in ranks for item in theirs.items()):
-            if layers.setdefault(name, LayerSizes(*sizes))[:2] != sizes:
+        everywhere = set.intersection(*(names for *_, names in ranks))
+        for name, sizes in (item for _, theirs, _ in ranks for item in theirs.items()):
+            known = name.partition("#")[0] in everywhere
+            if not known or layers.setdefault(name, LayerSizes(*sizes))[:2] != sizes:
                 raise RuntimeError(
                     "all ranks must trace the same layers, but in the first sampled step, "
                     f"{step}, they differ in {name}"

@@ -19,7 +19,10 @@ MEANS = "arithmetic_mean", "geometric_mean"
 
 def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
     """Return a row of a file of JSON lines: an object with a step and keys; else ValueError."""
-    row = json.loads(line)
+    try:
+        row = json.loads(line)
+    except RecursionError:
+        raise ValueError("too deeply nested") from None
     if not isinstance(row, dict) or type(row.get("step")) is not int or not row.keys() >= {*keys}:
         raise ValueError("no row of a run")
     return row

@@ -134,7 +134,7 @@ class RunLog:
 
         try:
             write_page([self.folder], self.folder / "page.html")
-        except (ImportError, OSError, ValueError) as error:
+        except Exception as error:
             # The run is over and its rows are safe: a page can be written of them at any time.
             warnings.warn(one_line(f"no page of {self.folder}: {error}"), stacklevel=2)
 

@@ -90,7 +90,6 @@ class CallTrace:
         self._local = threading.local()
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
-        self._stance: Any = None
         self._mode = _TraceMode(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,13 +98,8 @@ class CallTrace:
         return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
-        """Trace calls from now on, beside those since ``clear``; of two traces the later one."""
-        if _hooks.current is not None:
-            _hooks.current.stop()
-        _hooks.current, self._thread = self, threading.get_ident()
-        # Where the compiler was never imported, which takes seconds, nothing is compiled.
-        if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
+        """Trace calls from now on, beside those since ``clear``."""
+        self._thread = threading.get_ident()
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks, and calls nothing that can be intercepted
@@ -113,6 +107,7 @@ class CallTrace:
                 module.register_forward_pre_hook(self._before_forward),
                 module.register_forward_hook(self._after_forward, prepend=True, always_call=True),
             ]
+        _set_active(self, active=True)
 
     def stop(self) -> None:
         """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
@@ -120,11 +115,7 @@ class CallTrace:
             handle.remove()
         self._handles, self._local = [], threading.local()
         self._mode.leave()
-        if _hooks.current is self:
-            _hooks.current = None
-        if self._stance is not None:
-            self._stance.__exit__(None, None, None)
-            self._stance = None
+        _set_active(self, active=False)
 
     def clear(self) -> None:
         """Drop what was traced."""
@@ -169,12 +160,6 @@ class CallTrace:
         return bool(self._running) and self.excluded.isdisjoint(self._running)
 
     @property
-    def _wants_statistics(self) -> bool:
-        """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
-        # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
-        return self.recording or (_in_backward() and not self._running)
-
-    @property
     def _running(self) -> list[nn.Module]:
         """The modules whose forwards run in this thread, the innermost last."""
         return vars(self._local).setdefault("running", [])
@@ -196,27 +181,25 @@ class CallTrace:
         """
         device, batch = query.device, len(query)
         if (
-            _is_computing()
+            _hooks.is_untraced()
             or device.type not in ("cpu", "cuda")
             or batch == 0
-            or not self._wants_statistics
+            or not _wants_statistics()
         ):
             # No statistics, so the same bits as in any other step.
             return None
         sample = evenly_spaced(batch, self.samples, device)
         # What it calls itself is not traced again.
-        _computing.active = True
-        try:
+        with _hooks.untraced():
             named |= {"key_lengths": key_lengths, "sample": sample}
             stats = attention_beside_stats(query, key, value, *params, **named)
-        finally:
-            _computing.active = False
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
-        layer = self._layer_of_call(owner, query, key, value) if self.recording else None
-        if layer is not None:
-            of_sample = None if lengths is None else lengths.index_select(0, sample)
-            self._record(layer, query, value, stats, of_sample, SAME_PASS)
+        for trace in _ACTIVE:
+            layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
+            if layer is not None:
+                of_sample = None if lengths is None else lengths.index_select(0, sample)
+                trace._record(layer, query, value, stats, of_sample, SAME_PASS)
         return stats.out
 
     def recompute(
@@ -321,7 +304,7 @@ class _TraceMode(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func not in (_sdpa, _multi_head) or _is_computing() or not self.trace.recording:
+        if func not in (_sdpa, _multi_head) or _hooks.is_untraced() or not self.trace.recording:
             return func(*args, **kwargs)
         if func is _sdpa:
             return self._attend(*args, **kwargs)
@@ -339,12 +322,33 @@ class _TraceMode(TorchFunctionMode):
         return out
 
 
-# Whether a traced call is computing, in this thread.
-_computing = threading.local()
+# Those between start and stop: of several monitors, each traces the calls of its own model.
+_ACTIVE: list[CallTrace] = []
+_stance: list[Any] = []
 
 
-def _is_computing() -> bool:
-    return getattr(_computing, "active", False)
+def _set_active(trace: CallTrace, active: bool) -> None:
+    """Set the hook of ``leaner_kernels.attention``; while any trace is active, force eager mode."""
+    if active == (trace in _ACTIVE):
+        return
+    if active:
+        _ACTIVE.append(trace)
+    else:
+        _ACTIVE.remove(trace)
+    _hooks.current = _ACTIVE[-1] if _ACTIVE else None
+    # Where the compiler was never imported, which takes seconds, nothing is compiled.
+    if _ACTIVE and not _stance and "torch._dynamo" in sys.modules:
+        _stance.append(torch.compiler.set_stance("force_eager"))
+    elif not _ACTIVE and _stance:
+        _stance.pop().__exit__(None, None, None)
+
+
+def _wants_statistics() -> bool:
+    """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
+    if any(trace.recording for trace in _ACTIVE):
+        return True
+    # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
+    return _in_backward() and not any(trace._running for trace in _ACTIVE)
 
 
 def _in_backward() -> bool:

@@ -4,6 +4,30 @@
 steps that it samples, and only then: in any other step a call costs one comparison with None.
 """
 
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 current: Any = None
+_untraced = threading.local()
+
+
+def is_untraced() -> bool:
+    """Whether calls in this thread are part of one that is traced as a whole, or not at all."""
+    return getattr(_untraced, "active", False)
+
+
+def untraced() -> AbstractContextManager[None]:
+    """Have ``KappaMonitor`` overlook the calls of attention that this thread makes inside."""
+    # Compiled code runs without a monitor, and could not read what belongs to a thread.
+    return nullcontext() if current is None else _overlooked()
+
+
+@contextmanager
+def _overlooked() -> Iterator[None]:
+    before, _untraced.active = is_untraced(), True
+    try:
+        yield
+    finally:
+        _untraced.active = before

@@ -66,7 +66,7 @@ class Rule:
     """A row of a table: a tile, and the calls that get it.
 
     A call matches if its head dimension, rounded up to that of the tile, is at most ``dim``; the
-    larger of its numbers of rows and keys (landmarks in Nyström attention) is at most ``tokens``;
+    larger of its numbers of rows and keys is at most ``tokens``;
     an element has at most ``size`` bytes; its features are among ``takes``; and the GPU is one of
     the architectures ``gpus``, or any if None.
     """

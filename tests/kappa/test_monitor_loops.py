@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels import KappaMonitor, attention
+from leaner_kernels import KappaMonitor, attention, nystrom_attention
 from leaner_kernels.nn import ManyHeadAttention
 from tests.kappa.test_monitor import Model, batch, measured
 from tests.kappa.test_monitor_foreign import SDPA, Attention, one_step, seeded, untouched
@@ -112,7 +112,34 @@ def test_why_there_is_no_kappa() -> None:
     assert (row["kappa"], row["reason"]) == (None, "not finite")
 
 
-# Threads, other modules.
+# Several monitors, threads, other modules.
+
+
+def test_monitors_of_two_models_have_the_rows_of_each() -> None:
+    """As of a generator and a discriminator, or of a teacher that is measured meanwhile."""
+    models = [seeded(of_others), seeded(of_others)]
+    alone = one_step(KappaMonitor(models[0], every=1), models[0], batch())
+    first, second = (KappaMonitor(model, every=1) for model in models)
+    first.begin(0)
+    second.begin(0)
+    for model in models:
+        model(batch())
+    assert first.end() == alone
+    assert second.end() == alone
+    first.begin(0)
+    KappaMonitor(models[1]).measure(batch())
+    models[0](batch())
+    assert first.end() == alone
+
+
+def test_nystrom_attention_of_a_module_of_others_is_no_layer() -> None:
+    def through_three(*qkv: Tensor) -> Tensor:
+        return nystrom_attention(*qkv, 3)
+
+    model = nn.Sequential(seeded(of_others), Attention(through_three))
+    with pytest.warns(UserWarning, match="has no rows of 1,"):
+        rows = one_step(KappaMonitor(model, every=1), model, batch())
+    assert {row["layer"].partition(".")[0] for row in rows} == {"0"}
 
 
 def test_attention_in_another_thread_is_no_ones() -> None:

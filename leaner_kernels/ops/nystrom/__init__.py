@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _hooks
 from .._checks import (
     ArgumentError,
     autocast,
@@ -73,10 +74,11 @@ def nystrom_attention(
 
     Gradients are those of this computation, through the iterations and the maximum. The backward is
     as deterministic as that of ``attention``; of the pseudo-inverse it keeps K2 alone, and iterates
-    again.
+    again. On the CPU second derivatives are those of torch.func alone, as of ``attention``.
 
     Numerics: the means are float32 sums, rounded to ``query.dtype``. The pseudo-inverse is float32,
-    in TF32 if the user allows PyTorch that. The rest is as in ``attention``.
+    in TF32 if the user allows PyTorch that; its product with the values of the landmarks is rounded
+    to ``query.dtype``. The rest is as in ``attention``.
     Source: Xiong et al. 2021, Nyströmformer, section 4 and algorithm 1 (arXiv:2102.03902); padding
     as in its published code.
     """
@@ -132,13 +134,16 @@ def _attend(
     iterations: int,
     whole_batch: bool,
 ) -> Tensor:
-    with _as_written(query):
+    # Neither call below is one that a monitor should see: their heads are not the layer's.
+    with _as_written(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
         k3v = attention(q_land, key, value, scale=scale, key_lengths=lengths)
         core, _ = _core(q_land, k_land, k3v, scale, iterations, whole_batch)  # (B, H, M, D)
         if query.dtype != torch.float16:
             return attention(query, k_land, core.to(query.dtype), scale=scale)
-        divisor = (core.detach().abs().amax((2, 3), keepdim=True) / LARGEST).clamp(min=1)
+        # Powers of two, by which both roundings are exact.
+        largest = core.detach().abs().amax((2, 3), keepdim=True)
+        divisor = (largest / LARGEST).clamp(min=1).log2().ceil().exp2()
         return attention(query, k_land, (core / divisor).half(), scale=scale) * divisor.half()
 
 
@@ -153,7 +158,7 @@ def _statistics(
     iterations: int,
     whole_batch: bool,
 ) -> AttentionStats:
-    with _as_written(query):
+    with _as_written(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
         k3 = attention_with_stats(q_land, key, value, scale=scale, key_lengths=lengths)
         core, largest = _core(q_land, k_land, k3.out, scale, iterations, whole_batch)
@@ -215,8 +220,9 @@ class _PseudoInverse(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (k2,) = ctx.saved_tensors
         iterations, whole_batch = ctx.numbers
-        steps = iterates(k2, iterations, whole_batch)
-        return iterates_backward(grad, k2, steps, whole_batch), None, None
+        with _as_written(k2):
+            steps = iterates(k2, iterations, whole_batch)
+            return iterates_backward(grad, k2, steps, whole_batch), None, None
 
 
 def check_landmarks(num_landmarks: int, iterations: int, init: str) -> None:

@@ -48,8 +48,9 @@ def window_attention(
         ValueError: if a shape, dtype, stride or device is not supported.
 
     On a GPU, nothing is copied before or after the kernel, and the backward writes one packed
-    gradient, which is bitwise deterministic. Second derivatives and forward mode are computed by
-    PyTorch there, with all scores in memory.
+    gradient, which is bitwise deterministic. The gradient of float32, of windows of more than 64
+    tokens and of D above 64, second derivatives and forward mode are computed by PyTorch there, in
+    float32 (in TF32 if the user allows it), with all scores in memory.
 
     Numerics: float32 scores, softmax and sums; probabilities rounded to ``qkv.dtype`` before V.
     Source: Ding et al. 2022, DaViT (arXiv:2204.03645), after Liu et al. 2021 (arXiv:2103.14030)

@@ -34,6 +34,7 @@ from .._triton import (
     softmax_step,
     units,
 )
+from ..dispatcher import without_autocast
 from ..operator import Results
 from . import WindowAttention
 
@@ -294,7 +295,9 @@ def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: lis
     (qkv,), (dqkv,) = inputs, grads
     whole = choose(BACKWARD_TILES, qkv, params[:2])
     if whole is None:
-        gradients = WindowAttention.differentiate(grad.float(), qkv.float(), *params)
+        # A region of autocast around the backward would round the products.
+        wide = grad.float(), qkv.float(), *params
+        gradients = without_autocast(WindowAttention.differentiate, wide)
         dqkv.copy_(gradients[0])
         return
 
