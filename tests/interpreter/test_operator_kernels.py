@@ -237,3 +237,11 @@ def test_a_place_that_is_never_looked_at_costs_no_statistic(name: str) -> None:
     exact, found = reference_results(inputs, torch.float64), run_kernels(inputs)
     for statistic in STATISTICS:
         torch.testing.assert_close(found[statistic].double(), exact[statistic], rtol=1e-3, atol=0)
+
+
+def test_autocast_around_the_backward_of_large_windows_rounds_nothing() -> None:
+    inputs = make_inputs(WindowTestCase("", 1, (1, 1), (9, 9), 1, 16), torch.float16)
+    expected = run_kernels(inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = run_kernels(inputs)
+    assert torch.equal(found["dqkv"], expected["dqkv"])

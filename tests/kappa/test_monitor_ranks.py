@@ -100,6 +100,11 @@ def work_of_others(rank: int) -> dict:
     found["disagree"] = failure(monitor)
     model.module[0].heads = 3
     found["DDP"] = one_ragged_step(monitor, model, rank)
+    longer = nn.Sequential(*foreign(), *([Attention(SDPA)] if rank == 0 else []))
+    monitor = KappaMonitor(longer, every=1)
+    monitor.begin(5)
+    longer(batch())
+    found["longer"] = failure(monitor)
     # As if there were one process.
     with mock.patch.object(dist, "get_world_size", return_value=1):
         found["alone"] = one_ragged_step(KappaMonitor(model := foreign(), every=1), model, rank)
@@ -161,5 +166,7 @@ def test_ranks_that_disagree_in_the_first_step_all_say_so(ranks: tuple[list[dict
     nothing = "step 3 on rank 1: DistributedDataParallel ran no forward between begin and end"
     assert first["no forward"] == second["no forward"] == nothing
     differ = "the same layers, but in the first sampled step, 4, they differ in 0"
+    assert first["longer"] == second["longer"]
+    assert first["longer"].endswith("the first sampled step, 5, they differ in 3")
     assert first["disagree"] == second["disagree"]
     assert first["disagree"].endswith(differ)
