@@ -136,6 +136,8 @@ import time
 
 from bench.harness import clock
 
+# What started the tests in the background may have had it ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 rows = 0
 record = clock.record
 
