@@ -192,8 +192,14 @@ def without_autocast(run: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Compute as written, at every level of torch.func."""
     if torch._C._are_functorch_transforms_active():
         args = _mapped_alike(args)
-    with torch.autocast(args[0].device.type, enabled=False):
+    with no_autocast(args[0]):
         return run(*args)
+
+
+def no_autocast(t: Tensor) -> torch.autocast:
+    """Return a context in which products are of the dtypes of their factors, as written."""
+    # PyTorch has no autocast on meta.
+    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
 
 def _mapped_alike(args: Sequence[Any]) -> list[Any]:

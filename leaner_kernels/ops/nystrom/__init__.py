@@ -23,7 +23,7 @@ from .._checks import (
     shown,
 )
 from ..attention import attention, attention_with_stats
-from ..dispatcher import in_forward_mode, upcast
+from ..dispatcher import in_forward_mode, no_autocast, upcast
 from ..statistics import AttentionStats
 from .reference import hide, iterates, iterates_backward, landmarks
 
@@ -135,7 +135,7 @@ def _attend(
     whole_batch: bool,
 ) -> Tensor:
     # Neither call below is one that a monitor should see: their heads are not the layer's.
-    with _as_written(query), _hooks.untraced():
+    with no_autocast(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
         k3v = attention(q_land, key, value, scale=scale, key_lengths=lengths)
         core, _ = _core(q_land, k_land, k3v, scale, iterations, whole_batch)  # (B, H, M, D)
@@ -158,19 +158,13 @@ def _statistics(
     iterations: int,
     whole_batch: bool,
 ) -> AttentionStats:
-    with _as_written(query), _hooks.untraced():
+    with no_autocast(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
         k3 = attention_with_stats(q_land, key, value, scale=scale, key_lengths=lengths)
         core, largest = _core(q_land, k_land, k3.out, scale, iterations, whole_batch)
         k1 = attention_with_stats(query, k_land, core, scale=scale, sample=sample)
         largest = torch.maximum(largest.to(k3.max_logit.dtype), k3.max_logit)
         return k1._replace(max_logit=torch.maximum(k1.max_logit, largest))
-
-
-def _as_written(t: Tensor) -> torch.autocast:
-    """Return a context that disables autocast, which would round float32 to half precision."""
-    # PyTorch has no autocast on meta.
-    return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
 
 def _landmarks(
@@ -220,7 +214,7 @@ class _PseudoInverse(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (k2,) = ctx.saved_tensors
         iterations, whole_batch = ctx.numbers
-        with _as_written(k2):
+        with no_autocast(k2):
             steps = iterates(k2, iterations, whole_batch)
             return iterates_backward(grad, k2, steps, whole_batch), None, None
 
