@@ -139,7 +139,7 @@ class RiseDetector:
         if len(known) < least:
             return None
         usual = median(known)
-        spread = 1.48 * median(abs(each - usual) for each in known)
+        spread = 1.48 * median(abs(value - usual) for value in known)
         above = max(self.deviations * spread, floor)
         if value <= usual + above / 2:
             self._armed = True

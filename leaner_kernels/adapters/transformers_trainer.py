@@ -70,8 +70,8 @@ class KappaCallback(TrainerCallback):
             self.run.log(max(state.global_step - 1, 0), named)
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
             # For the callbacks after this one, and for the history, which holds a copy.
-            for each in (logs, *state.log_history[-1:]):
-                each["kappa"] = self.run.newest["geometric_mean"]
+            for entry in (logs, *state.log_history[-1:]):
+                entry["kappa"] = self.run.newest["geometric_mean"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Write the remaining rows, and the page."""

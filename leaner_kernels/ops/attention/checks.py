@@ -334,12 +334,6 @@ def plain_mask(
     return _triangle(rows, cols, cols - rows, query.device), False
 
 
-def boolean_mask(attn_mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """Return a CausalBias as a boolean mask (N, M), True is visible; see ``plain_mask``."""
-    seen, _ = plain_mask(attn_mask, False, query, key)
-    return _triangle(query.shape[-2], key.shape[-2], 0, query.device) if seen is None else seen
-
-
 def _triangle(rows: int, cols: int, past: int, device: torch.device) -> Tensor:
     """Return a boolean mask (rows, cols) in which row i sees columns 0 to i + past."""
     return torch.ones(rows, cols, dtype=torch.bool, device=device).tril(past)
