@@ -19,7 +19,8 @@ FIGURES = {
     "3": (*_ON_IMAGENET, "heads"),
     "4": (*_ON_IMAGENET, "mlp_ratio"),
     "5": (*_ON_IMAGENET, "mlp_ratio"),
-    "8": ("train/lra.py", _PROBE, "nystromformer_listops", "heads"),
+    "8": ("train/lra.py", ("--task", "listops", *_PROBE), "nystromformer_listops", "heads"),
+    "9": ("train/lra.py", ("--task", "text", *_PROBE), "nystromformer_text", "heads"),
 }
 
 

@@ -298,12 +298,12 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
             generator=torch.Generator(device).manual_seed(settings.seed),
         )
         start = 0 if settings.prompt else 1
-        return {"samples": [_legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
+        return {"samples": [legible(text.tokenizer.decode(row[start:])) for row in drawn.tolist()]}
 
     return sample
 
 
-def _legible(text: str) -> str:
+def legible(text: str) -> str:
     """Replace what a terminal would obey; a model that has learned little writes any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 

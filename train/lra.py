@@ -1,7 +1,8 @@
-"""Train a Nyströmformer with any number of heads in each layer on ListOps of the Long-Range Arena.
+"""Train a Nyströmformer with any number of heads in each layer on a task of the Long-Range Arena.
 
 torchrun train/lra.py
 torchrun train/lra.py --model nystromformer_listops_lean
+torchrun train/lra.py --model nystromformer_text_lean --data hf:stanfordnlp/imdb
 """
 
 import sys
@@ -16,21 +17,23 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models import papers
 from train.config import architecture, flags
 from train.loop import engine
 from train.config.architecture import Architecture
 from train.config.flags import flag
-from train.data import listops
 from train.data.listops import SPLITS, ListLimits, baseline, open_lists
+from train.data.longrange import DIGITS, TASKS, Kind, LongRange, open_task, padded
 from train.data.sampler import Split
 
 PROGRAM = "lra.py"
+GENERATED = "generated"
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -42,23 +45,41 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LraSettings(flags.Settings):
-    """What one run on ListOps does."""
+    """What one run on a long-range task does."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
-        *("recipe", "sizes", "data_seed"),
+        *("recipe", "task", "sizes", "data_seed", "length", "text_column", "label_column"),
         *("attention", "landmarks", "conv", "init"),
     )
-    OWN_GROUP: ClassVar[str] = "ListOps"
+    OWN_GROUP: ClassVar[str] = "long-range tasks"
 
     recipe: str | None = flag(
         None,
         str,
-        "named set of defaults; if omitted, paper with a model of the paper, and otherwise quick, "
-        "which trains a small model on short lists",
+        "named set of defaults; if omitted, paper with --task, --data or a model of the paper, and "
+        "otherwise quick, which trains a small model on short lists",
         choices=("quick", "paper"),
     )
-    data: str = flag(
-        "generated", str, "always generated: no files are read", choices=("generated",)
+    data: str | None = flag(
+        None,
+        str,
+        "generated, for listops alone; hf:NAME for a Hugging Face data set; a folder of tables "
+        "(.tsv, .csv or .parquet, a file for each split); or, of pictures, a folder with one "
+        "subfolder per class",
+    )
+    task: str | None = flag(
+        None, str, "task of the Long-Range Arena; that of --model if omitted", choices=[*TASKS]
+    )
+    text_column: tuple[str, ...] | None = flag(
+        None,
+        str,
+        "column of a table that holds the text, given twice for retrieval; a column's place, from "
+        "0, in a table whose first line does not name the columns",
+        repeated=True,
+    )
+    label_column: str | None = flag(None, str, "column of a table that holds the class")
+    length: int | None = flag(
+        None, flags.positive, "tokens to read of each text; the rest is cut off"
     )
     attention: str | None = flag(
         None,
@@ -86,11 +107,8 @@ class LraSettings(flags.Settings):
     data_seed: int = flag(0, flags.count, "seed of the generated lists, independent of --seed")
 
 
-# Of the quick recipe two levels, which a small model learns in a minute on two cores.
-LIMITS = {
-    "quick": ListLimits(max_depth=3, max_args=5, min_length=5, max_length=17),
-    "paper": ListLimits(),
-}
+# Lists of two levels, which a small model learns in a minute on two cores.
+QUICK = ListLimits(max_depth=3, max_args=5, min_length=5, max_length=17)
 SMALL = {
     "nystromformer_small": Architecture(
         "nystromformer",
@@ -110,7 +128,6 @@ _PLAIN: dict[str, Any] = {
     "attention": "nystrom",
     "conv": 0,
     "init": "matrix",
-    "batch_size": 32,
     "schedule": "linear",
     # Where PyTorch's OneCycleLR begins and ends.
     "warmup_lr": lambda settings: settings.lr / 25,
@@ -118,105 +135,222 @@ _PLAIN: dict[str, Any] = {
     # To start some for each of a hundred evaluations takes longer than to do without.
     "workers": 0,
 }
+# mlpen/Nystromformer, LRA/code/lra_config.py; landmarks as in its README.
+_PUBLISHED: dict[str, Any] = _PLAIN | {
+    "landmarks": 64,
+    "lr": 1e-4,
+    "eps": 1e-6,
+    # PyTorch's OneCycleLR does so by default.
+    "cycle_momentum": True,
+    "dropout": 0.1,
+}
 RECIPES: dict[str, dict[str, Any]] = {
     "quick": _PLAIN
     | {
         "model": "nystromformer_small",
         "landmarks": 4,
         "sizes": (20_000, 1000, 1000),
+        "length": QUICK.max_length - 1,
+        "batch_size": 32,
         "steps": 1200,
         "lr": 3e-3,
         "warmup": 0.1,
-        "eval_every": lambda settings: _epochs(150, settings),
     },
-    # mlpen/Nystromformer, LRA/code/lra_config.py; landmarks as in its README.
-    "paper": _PLAIN
+    "listops": _PUBLISHED
     | {
         "model": "nystromformer_listops",
-        "landmarks": 64,
         "sizes": (96_000, 2000, 2000),
+        "length": 2000,
+        "batch_size": 32,
         "steps": 5000,
-        "lr": 1e-4,
         "warmup": 1000 / 5000,
-        "eps": 1e-6,
-        # PyTorch's OneCycleLR does so by default.
-        "cycle_momentum": True,
-        "dropout": 0.1,
-        "eval_every": lambda settings: _epochs(50, settings),
+    },
+    "text": _PUBLISHED
+    | {
+        "model": "nystromformer_text",
+        "length": 1000,
+        "batch_size": 32,
+        "steps": 20_000,
+        "warmup": 8000 / 20_000,
+    },
+    "retrieval": _PUBLISHED
+    | {
+        "model": "nystromformer_retrieval",
+        "length": 4000,
+        "batch_size": 32,
+        "steps": 30_000,
+        "warmup": 800 / 30_000,
+    },
+    "image": _PUBLISHED
+    | {
+        "model": "nystromformer_image",
+        "length": 1024,
+        "batch_size": 256,
+        "steps": 35_000,
+        "warmup": 175 / 35_000,
+    },
+    "pathfinder": _PUBLISHED
+    | {
+        "model": "nystromformer_pathfinder",
+        "length": 1024,
+        "batch_size": 256,
+        "steps": 62_400,
+        "warmup": 312 / 62_400,
     },
 }
-
-
-def _epochs(steps: int, settings: LraSettings) -> float:
-    return steps / max(1, settings.sizes[0] // settings.batch_size)
+# Optimizer steps between evaluations.
+_EVALUATE = {
+    "quick": 150,
+    "listops": 50,
+    "text": 500,
+    "retrieval": 300,
+    "image": 175,
+    "pathfinder": 312,
+}
+# The task of a model, by its row of the paper.
+_TASK_OF = {f"nystromformer_{task}": task for task in TASKS} | {
+    "figure8": "listops",
+    "figure9": "text",
+}
 
 
 def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
     """Return what to train, and the settings with every value filled in.
 
-    Sizes that do not fit are found before lists are generated, which takes long.
+    Sizes that do not fit are found before data is opened, which may take long.
 
     Raises:
-        ValueError: no such model, or sizes that do not fit each other.
+        ValueError: no such model or data, or sizes that do not fit each other.
     """
     if settings.kappa_penalty:
         raise ValueError(
-            "--kappa-penalty needs sequences without padding, which ListOps has: leave it out"
+            "--kappa-penalty needs sequences without padding, which these tasks have: leave it out"
         )
-    name = settings.recipe or ("quick" if settings.model in (None, *SMALL) else "paper")
-    settings = flags.fill(settings, name, RECIPES[name])
-    length = LIMITS[name].padded_length
+    settings, steps = _filled(settings)
+    kind, length = TASKS[settings.task], padded(settings.length)
     model = architecture.find(settings.model, SMALL, ("nystromformer",))
     settings = architecture.sized(settings, model)
-    _check(settings, length, model.sizes["sequence_length"])
+    _check(settings, kind, length, model.sizes)
+    items = _open(settings)
+    pairs = kind.text_columns is not None and len(kind.text_columns) > 1
     build, built, facts = architecture.planned(
         settings,
         model,
-        {"num_classes": listops.CLASSES, "pairs": False},
+        {"num_classes": len(items.classes), "pairs": pairs},
         num_landmarks=settings.landmarks,
         attention=settings.attention,
         conv_kernel_size=settings.conv or None,
         init=settings.init,
         dropout=settings.dropout,
     )
-    lists = open_lists(dict(zip(SPLITS, settings.sizes)), LIMITS[name], settings.data_seed)
-    training, test = lists["train"], lists["test"]
-    facts = {"task": "listops"} | facts
+    epochs = steps / max(1, len(items.train) // settings.batch_size)
+    settings = settings.filled({"eval_every": epochs})
+    training, test = items.train, items.test
+    parts = {"train": training, "dev": items.dev, "test": test}
+    unit = "pairs" if pairs else "sequences"
+    noun = "lists" if settings.task == "listops" else unit
+    facts = {"task": settings.task} | facts
     facts |= {
         "attention": settings.attention,
         "landmarks": settings.landmarks if settings.attention == "nystrom" else None,
         "tokens": length,
         "test_items": len(test),
         "baseline_constant_class": baseline(training.labels, test.labels),
-        "baseline_first_operator": baseline(
-            training.labels, test.labels, training.first, test.first
-        ),
     }
+    if settings.task == "listops":
+        facts["baseline_first_operator"] = baseline(
+            training.labels, test.labels, training.first, test.first
+        )
+    if items.made:
+        facts["held_out"] = (
+            f"a tenth of the training items of each class for {' and '.join(items.made)}"
+        )
     task = engine.Task(
         name=settings.model,
-        unit="sequences",
+        unit=unit,
         build=build,
         train=training,
-        held_out=lists["dev"],
+        held_out=items.dev,
         test=test,
         best_of="accuracy",
         loss=lambda model, batch, _seed: F.cross_entropy(_logits(model, batch), batch[-1]),
         score=_score,
         flops_per_item=built.flops_per_sequence(length),
-        tokens_per_item=length,
+        tokens_per_item=length * (2 if pairs else 1),
         facts=facts,
-        about={"task": "long range", "classes": [*"0123456789"]},
-        identity={f"the {split} set of lists": lists[split].digest() for split in SPLITS},
+        about={"task": "long range", "classes": items.classes},
+        identity={f"the {split} set of {noun}": part.digest() for split, part in parts.items()},
     )
     return task, settings
 
 
-def _check(settings: LraSettings, length: int, longest: int) -> None:
-    """Raise ValueError where the model cannot take the lists, or the processes the batch."""
-    if length > longest:
+def _filled(settings: LraSettings) -> tuple[LraSettings, int]:
+    """Return the settings with the recipe's values where none was given, and when to evaluate.
+
+    The latter is in steps: how many epochs they are follows from how much data there is.
+    """
+    row = papers.names().get(settings.model)
+    own = _TASK_OF.get(row.row) if row else "listops" if settings.model in SMALL else None
+    if settings.task and own not in (None, settings.task):
         raise ValueError(
-            f"--recipe {settings.recipe} has sequences of {length} tokens, got --model "
-            f"{settings.model}, which takes {longest}"
+            f"--model {settings.model} is for --task {own}, got --task {settings.task}"
+        )
+    chosen = row or settings.task or settings.data not in (None, GENERATED)
+    name = settings.recipe or ("paper" if chosen else "quick")
+    task = settings.task or own or "listops"
+    if task != "listops" and settings.data in (None, GENERATED):
+        raise ValueError(f"--task {task} needs --data: a folder or hf:NAME")
+    if name == "quick" and (task != "listops" or settings.data not in (None, GENERATED)):
+        raise ValueError(
+            f"--recipe quick needs generated lists, got --task {task} and --data "
+            f"{settings.data or GENERATED}"
+        )
+    generated = settings.data in (None, GENERATED)
+    if settings.sizes and not generated:
+        raise ValueError(f"--sizes needs --data {GENERATED}, got {settings.data}: leave it out")
+    key, kind = task if name == "paper" else name, TASKS[task]
+    if settings.length and (generated or kind.text_columns is None):
+        raise ValueError("--length is for text of tables: leave it out")
+    recipe = RECIPES[key] | {"task": task, "data": GENERATED, "eval_every": None}
+    if not generated:
+        del recipe["data"]
+        recipe.pop("sizes", None)
+        recipe |= {"label_column": kind.label_column, "text_column": kind.text_columns}
+    settings = flags.fill(settings, name, recipe)
+    columns = 0 if generated else len(kind.text_columns or ())
+    if len(settings.text_column or ()) != columns:
+        raise ValueError(
+            f"--text-column must be given {columns} times for --task {task} and --data "
+            f"{settings.data}, got {len(settings.text_column or ())}"
+        )
+    return settings, _EVALUATE[key]
+
+
+def _open(settings: LraSettings) -> LongRange:
+    if settings.data == GENERATED:
+        limits = QUICK if settings.recipe == "quick" else ListLimits()
+        lists = open_lists(dict(zip(SPLITS, settings.sizes)), limits, settings.data_seed)
+        return LongRange(*(lists[split] for split in SPLITS), DIGITS)
+    return open_task(
+        settings.task,
+        settings.data,
+        text_columns=settings.text_column or (),
+        label_column=settings.label_column,
+        length=settings.length,
+    )
+
+
+def _check(settings: LraSettings, kind: Kind, length: int, sizes: Mapping[str, Any]) -> None:
+    """Raise ValueError where the model cannot take the data, or the processes the batch."""
+    if length > sizes["sequence_length"]:
+        raise ValueError(
+            f"--length must be at most the {sizes['sequence_length']} tokens of --model "
+            f"{settings.model}, got {settings.length}"
+        )
+    if kind.vocab > sizes["vocab_size"]:
+        raise ValueError(
+            f"--model must have a vocabulary of {kind.vocab} tokens for --task {settings.task}, "
+            f"got {settings.model}, which has {sizes['vocab_size']}"
         )
     landmarks = settings.landmarks
     if settings.attention == "nystrom" and landmarks < length and length % landmarks:
@@ -241,7 +375,7 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train on ListOps; see ``--help``."""
+    """Train on a long-range task; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__, argv, LraSettings, recipes=RECIPES)
     engine.main(PROGRAM, settings, make_task)
 

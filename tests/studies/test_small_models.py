@@ -48,7 +48,7 @@ def test_arms_that_are_compared_have_as_wide_attention(part: str) -> None:
             )
 
 
-@pytest.mark.parametrize(("figure", "points"), [("3", 17), ("4", 15), ("5", 6), ("8", 7)])
+@pytest.mark.parametrize(("figure", "points"), [("3", 17), ("4", 15), ("5", 6), ("8", 7), ("9", 7)])
 def test_a_figure_compares_its_points_with_the_original(figure: str, points: int) -> None:
     scale = figures.STUDIES[figure].scales["paper"]
     original, *others, again = scale.arms

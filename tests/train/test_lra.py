@@ -1,14 +1,18 @@
-"""The script for ListOps: recipes, which weights are tested, what it refuses."""
+"""The script for the Long-Range Arena: recipes, which weights are tested, what it refuses."""
 
+import csv
 import json
 import os
 import re
 import signal
+from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.train.launch import rows
-from train import lra
+from train import lra, predict
 from train.config import flags
 from train.data.listops import ListLimits
 from train.loop import train as loop
@@ -30,7 +34,7 @@ def task_of(*args: object) -> tuple:
 
 def test_without_flags_short_lists_are_learned(tmp_path, monkeypatch):
     # Flat lists of few digits are learned in seconds.
-    monkeypatch.setitem(lra.LIMITS, "quick", ListLimits(2, 3, 3, 6))
+    monkeypatch.setattr(lra, "QUICK", ListLimits(2, 3, 3, 6))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     lra.main(
         [
@@ -97,13 +101,114 @@ def test_a_model_of_the_paper_follows_the_published_recipe(
     assert not task_of("--sizes", "96,4,4")[1].cycle_momentum
 
 
+MODELS = {
+    "text": (370_562, 20_000, 8000, 1024),
+    "retrieval": (395_138, 30_000, 800, 4096),
+    "image": (174_986, 35_000, 175, 1024),
+    "pathfinder": (173_954, 62_400, 312, 1024),
+}
+
+
+def write_task(folder: Path, task: str) -> Path:
+    """Write a small table or small folders of pictures of a task."""
+    folder.mkdir()
+    rows = 40
+    words = [f"{'good' if row % 2 else 'bad'} words, number {row}" for row in range(rows)]
+    if task in ("text", "retrieval"):
+        columns = {"text": words} if task == "text" else {"text1": words, "text2": words[::-1]}
+        columns["label"] = [row % 2 for row in range(rows)]
+        with (folder / "train.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([[*columns], *zip(*columns.values())])
+        return folder
+    for name in "abcdefghij"[: 10 if task == "image" else 2]:
+        (folder / name).mkdir()
+        for place in range(10):
+            pixels = np.full((32, 32), 20 * "abcdefghij".index(name) + place, np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{place}.png")
+    return folder
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_each_task_is_that_of_its_model_with_the_published_recipe(task, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data = write_task(tmp_path / "data", task)
+    params, steps, warmup, tokens = MODELS[task]
+    model = f"nystromformer_{task}"
+    of_model, settings = task_of("--model", model, "--data", data)
+    assert settings.task == task
+    assert (of_model.facts["params"], settings.steps) == (params, steps)
+    assert settings.warmup * settings.steps == pytest.approx(warmup)
+    assert (settings.lr, settings.landmarks, settings.cycle_momentum) == (1e-4, 64, True)
+    assert settings.batch_size == (256 if task in ("image", "pathfinder") else 32)
+    assert of_model.facts["tokens"] == tokens
+    assert of_model.facts["held_out"].endswith("of each class for dev and test")
+    by_task, _ = task_of("--task", task, "--data", data)
+    assert by_task.facts == of_model.facts
+    figure = "figure9_depth1_heads4"
+    if task == "text":
+        assert task_of("--model", figure, "--data", data)[1].task == "text"
+
+
+@pytest.mark.parametrize("task", MODELS)
+def test_each_task_trains_resumes_and_predicts(task, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    data, out = write_task(tmp_path / "data", task), tmp_path / "run"
+    flags_ = ["--task", task, "--data", str(data), "--batch-size", "4", "--out", str(out)]
+    flags_ += ["--model", f"nystromformer_{task}_lean", "--kappa-every", "0", "--eval-every", "0"]
+    if task in ("text", "retrieval"):
+        flags_ += ["--length", "64"]
+    for steps in ("1", "2"):
+        lra.main([*flags_, "--steps", steps, "--resume", "auto"])
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["task"], summary["steps"], summary["resumed_at"]) == (task, 2, [1])
+    assert 0 <= summary["test_accuracy"] <= 1
+    inputs = {"text": ["good words"], "retrieval": ["good words", "bad words"]}
+    capsys.readouterr()
+    predict.main([str(out), *inputs.get(task, [str(data)])])
+    said = capsys.readouterr().out
+    assert re.search(r": \w+ \d+\.\d%, \w+ \d+\.\d%", said)
+    if task not in inputs:
+        assert f"of {100 if task == 'image' else 20} pictures" in said
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--recipe", "paper", "--model", "nystromformer_small"], "of 2048 tokens, .* takes 16"),
-        (["--model", "nystromformer_image"], "of 2048 tokens, got .* takes 1024"),
+        (
+            ["--recipe", "paper", "--model", "nystromformer_small"],
+            "--length must be at most the 16 tokens of --model nystromformer_small, got 2000",
+        ),
+        (["--model", "nystromformer_image"], "--task image needs --data: a folder or hf:NAME"),
+        (["--task", "text"], "--task text needs --data: a folder or hf:NAME"),
+        (
+            ["--model", "nystromformer_text_lean", "--task", "listops"],
+            "--model nystromformer_text_lean is for --task text, got --task listops",
+        ),
+        (
+            ["--model", "nystromformer_small", "--task", "pathfinder", "--data", "x"],
+            "--model nystromformer_small is for --task listops, got --task pathfinder",
+        ),
+        (
+            ["--recipe", "quick", "--data", "x"],
+            "--recipe quick needs generated lists, got .*data x",
+        ),
+        (["--sizes", "1,2,3", "--data", "x"], "--sizes needs --data generated, got x"),
+        (["--length", "9"], "--length is for text of tables"),
+        (["--task", "image", "--data", "x", "--length", "9"], "--length is for text of tables"),
+        (
+            ["--task", "retrieval", "--data", "x", "--text-column", "a"],
+            "--text-column must be given 2 times for --task retrieval and --data x, got 1",
+        ),
+        (
+            ["--task", "text", "--data", "x", "--length", "5000"],
+            "--length must be at most the 4096 tokens of --model nystromformer_text, got 5000",
+        ),
+        (
+            ["--task", "text", "--data", "nowhere"],
+            "--data must be a folder or hf:NAME, got nowhere",
+        ),
         (["--landmarks", "12"], "--landmarks must divide the 16 tokens"),
-        (["--data", "lists"], "--data: invalid choice: 'lists'"),
+        (["--data", "lists"], "--data must be a folder or hf:NAME, got lists"),
         (["--model", "vit_base"], "must be one of nystromformer_small"),
         (["--heads", "2,2,2", "--depth", "2"], "--heads must be one value or one per layer, got 3"),
         (["--batch-size", "9", "--accum", "2"], "--batch-size must be .* got 9"),

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 from leaner_kernels.monitor.command_line import one_line, take_every_character, words
+from leaner_kernels.removed import line_for
 from models.allocation import STRATEGIES
 
 HeadDim = int | Literal["split"]
@@ -322,7 +323,8 @@ class Settings:
             if isinstance(value, bool):
                 flags.append(f"--{name}" if value else f"--no-{name}")
                 continue
-            flags += [f"--{name}", _text(value)]
+            for text in value if field.metadata.get("repeated") else [_text(value)]:
+                flags += [f"--{name}", text]
         return flags
 
     def as_json(self) -> dict[str, Any]:
@@ -339,7 +341,9 @@ class Parser(argparse.ArgumentParser):
         if not kind and words:
             # Behind an unknown flag stand its values.
             flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
-            message += "".join(nearest(flag, self._option_string_actions) for flag in flags[:1])
+            for flag in flags[:1]:
+                known = nearest(flag, self._option_string_actions)
+                message = line_for("flags", flag) or message + known
         stop(self.prog, message)
 
 
@@ -432,8 +436,14 @@ def parse(
         default = f"{field.default:g}" if isinstance(field.default, float) else field.default
         shown = "" if default in (None, "") else f" ({default})"
         choices = field.metadata.get("choices")
+        action = "append" if field.metadata.get("repeated") else "store"
         group.add_argument(
-            name, type=read, default=field.default, choices=choices, help=text + shown
+            name,
+            action=action,
+            type=read,
+            default=field.default,
+            choices=choices,
+            help=text + shown,
         )
     settings = kind(**vars(parser.parse_args(argv)))
     budgets = [name for name in BUDGETS if getattr(settings, name) is not None]

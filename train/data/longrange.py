@@ -1,0 +1,412 @@
+"""Open a task of the Long-Range Arena: tables of text or of pictures, or folders of pictures.
+
+As published, text is read as bytes and a picture as its grey pixels, row by row, and all sequences
+of a task are padded to one power of two. One thing differs: the published code takes token 0 for
+padding wherever it stands, which hides black pixels. Here every pixel counts.
+
+Source: Tay et al. 2021, "Long Range Arena" (arXiv:2011.04006),
+github.com/google-research/long-range-arena.
+"""
+
+import csv
+import glob
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leaner_kernels.monitor.files import is_hidden, open_file
+from leaner_kernels.monitor.pictures import decoded, opened
+from train.data import hub, listops
+from train.data.images.files import ImageFiles, open_folder
+from train.data.images.hub import HubTable
+from train.data.images.sources import Part
+from train.data.loader import Key
+
+SIDE = 32  # pixels of a picture
+SPLITS = listops.SPLITS
+DIGITS = tuple("0123456789")  # classes of ListOps
+# Words in the names of files of tables, and of splits of Hugging Face.
+_WORDS = {
+    "train": ("train", "training"),
+    "dev": ("validation", "valid", "val", "dev", "eval"),
+    "test": ("test", "testing"),
+}
+_HELD_OUT = 10  # of the training items, one in so many for a split that the data lacks
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a task's items become sequences of tokens.
+
+    Attributes:
+        vocab: number of tokens, padding included.
+        text_columns: of a table; more than one make an item of several sequences. None of pictures.
+        label_column: of a table.
+    """
+
+    vocab: int
+    text_columns: tuple[str, ...] | None = None
+    label_column: str = "label"
+
+
+TASKS = {
+    "listops": Kind(len(listops.SYMBOLS) + 1, ("Source",), "Target"),
+    "text": Kind(257, ("text",)),
+    "retrieval": Kind(257, ("text1", "text2")),
+    "image": Kind(256),
+    "pathfinder": Kind(256),
+}
+
+
+class Items:
+    """The items of one split: a data set as ``train.data.loader`` has them.
+
+    Args:
+        source: of the items: a ``TextTable``, or pictures.
+        labels: (items,) int64, indices of the classes.
+        task: key of ``TASKS``.
+        length: tokens that are read of a text.
+    """
+
+    def __init__(self, source: Any, labels: np.ndarray, task: str, length: int):
+        self.source, self.labels, self.task, self.length = source, labels, task, length
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens (B, N) or (B, 2, N) int64, lengths int32, labels (B,) int64.
+
+        Raises:
+            ValueError, OSError: an item cannot be read; the message names it.
+        """
+        chosen = [index for _, index in keys]
+        tokens, lengths = pad([self._sequences(index) for index in chosen], padded(self.length))
+        return tokens, lengths, torch.from_numpy(self.labels[chosen])
+
+    def _sequences(self, index: int) -> list[np.ndarray]:
+        if TASKS[self.task].text_columns is None:
+            content, _ = self.source.read(index)
+            return [grey_pixels(content, partial(self.source.name, index))]
+        return [encode(text, self.task, self.length) for text in self.source.read(index)]
+
+    def digest(self) -> str:
+        """Return the SHA-256 of what tells these items from others."""
+        return hashlib.sha256(self.source.digest().encode() + self.labels.tobytes()).hexdigest()
+
+
+def pad(items: Sequence[Sequence[np.ndarray]], length: int) -> tuple[Tensor, Tensor]:
+    """Return a batch of items, each of one sequence or of two.
+
+    Args:
+        items: sequences, (tokens,) of whole numbers, at most ``length`` each.
+        length: N, tokens of a sequence in the batch, padded with 0.
+
+    Returns:
+        Tokens (B, N) or (B, 2, N) int64, and their numbers (B,) or (B, 2) int32.
+    """
+    tokens = np.zeros((len(items), len(items[0]), length), np.int64)
+    lengths = np.zeros(tokens.shape[:2], np.int32)
+    for row, item in enumerate(items):
+        for place, sequence in enumerate(item):
+            tokens[row, place, : len(sequence)] = sequence
+            lengths[row, place] = len(sequence)
+    if tokens.shape[1] == 1:
+        tokens, lengths = tokens[:, 0], lengths[:, 0]
+    return torch.from_numpy(tokens), torch.from_numpy(lengths)
+
+
+def encode(text: str, task: str, length: int) -> np.ndarray:
+    """Return the first tokens of a text, (tokens,) uint16: its bytes, or the symbols of lists.
+
+    Args:
+        text: to read.
+        task: key of ``TASKS``.
+        length: tokens that are read.
+
+    Raises:
+        ValueError: an empty text, or another symbol in lists.
+    """
+    if task != "listops":
+        # 0 pads, so a byte's token is one more.
+        tokens = [byte + 1 for byte in text.encode("utf-8", "surrogatepass")[:length]]
+    else:
+        words = re.sub("[()]", " ", text).split()
+        unknown = [word for word in words if word not in listops.IDS]
+        if unknown:
+            raise ValueError(f"lists must have {' '.join(listops.SYMBOLS)}, got {unknown[0]!r:.40}")
+        tokens = [listops.IDS[word] for word in words[:length]]
+    if not tokens:
+        raise ValueError(f"text must not be empty, got {text!r:.40}")
+    return np.array(tokens, np.uint16)
+
+
+def grey_pixels(content: bytes, name: Callable[[], str]) -> np.ndarray:
+    """Return the grey pixels of a picture, row by row, (1024,) uint8.
+
+    Args:
+        content: bytes of the file.
+        name: returns which picture it is, for a message.
+
+    Raises:
+        ValueError: it is no picture, or not one of 32 x 32 pixels.
+    """
+    image = opened(content, name)
+    if image.size != (SIDE, SIDE):
+        raise ValueError(
+            f"{name()} must be {SIDE} x {SIDE} pixels, got {image.width} x {image.height}"
+        )
+    return np.asarray(decoded(image, name).convert("L")).reshape(-1)
+
+
+class TextTable:
+    """The rows of one split: columns of text, and one of classes.
+
+    Args:
+        table: a ``datasets.Dataset``.
+        split: its name, for messages.
+        columns: of text.
+        label: column of classes: their numbers, or their names.
+
+    Attributes:
+        labels: (rows,) int64, indices of ``names``.
+        names: of the classes.
+
+    Raises:
+        ValueError: no such column, or a row without a class.
+    """
+
+    def __init__(self, table: Any, split: str, columns: Sequence[str], label: str):
+        for flag, name in [*(("--text-column", c) for c in columns), ("--label-column", label)]:
+            if name not in table.column_names:
+                raise ValueError(
+                    f"{flag} must be one of {', '.join(table.column_names)}, the columns of the "
+                    f"split {split}, got {name}"
+                )
+        self.table, self.split, self.columns = table, split, tuple(columns)
+        declared = getattr(table.features[label], "names", None)
+        cells = [_class_name(cell, declared) for cell in table[label]]
+        if None in cells:
+            raise ValueError(f"--data has no class in row {cells.index(None)} of its split {split}")
+        numeric = all(cell.isdecimal() for cell in cells)
+        self.names = declared or sorted(set(cells), key=int if numeric else str)
+        place = {name: index for index, name in enumerate(self.names)}
+        self.labels = np.array([place[cell] for cell in cells], np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> list[str]:
+        """Return the texts of a row, one for each column.
+
+        Raises:
+            ValueError: one is empty, or is no text.
+        """
+        row = self.table[int(index)]
+        texts = [row[column] for column in self.columns]
+        for column, text in zip(self.columns, texts):
+            if not isinstance(text, str) or not text:
+                raise ValueError(
+                    f"row {index} of the split {self.split} must have text in {column}, got "
+                    f"{text!r:.40}"
+                )
+        return texts
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the classes and texts."""
+        whole = hashlib.sha256(repr((self.names, self.labels.tolist())).encode())
+        for batch in self.table.select_columns([*self.columns]).iter(1000):
+            whole.update(repr(batch).encode("utf-8", "surrogatepass"))
+        return whole.hexdigest()
+
+
+def _class_name(cell: Any, declared: Sequence[str] | None) -> str | None:
+    """Return the name of a class by a cell of a table; None of a cell without one."""
+    if declared is not None:
+        return declared[cell] if cell is not None and 0 <= cell < len(declared) else None
+    text = "" if cell is None else str(cell).strip()
+    return re.sub(r"^(\d+)\.0$", r"\1", text) or None
+
+
+@dataclass(frozen=True)
+class LongRange:
+    """The items of a task.
+
+    Attributes:
+        train: to learn from.
+        dev: chooses the weights.
+        test: measures them.
+        classes: names, in the order of the labels.
+        made: splits that were made here, each of a tenth of the training items of each class.
+    """
+
+    train: Any
+    dev: Any
+    test: Any
+    classes: tuple[str, ...]
+    made: tuple[str, ...] = ()
+
+
+def open_task(
+    task: str, data: str, *, text_columns: Sequence[str], label_column: str, length: int
+) -> LongRange:
+    """Open the items of a task.
+
+    Args:
+        task: key of ``TASKS``.
+        data: "hf:" and a data set of Hugging Face, a folder of tables (TSV, CSV or Parquet), or of
+            pictures a folder with a subfolder for each class.
+        text_columns: of a table of text.
+        label_column: of a table.
+        length: tokens that are read of a text.
+
+    Raises:
+        ValueError: no such data, or it is not what the task takes.
+    """
+    sources = _sources(task, data, text_columns, label_column)
+    if "train" not in sources:
+        raise ValueError(f"--data {data} must have a split train, got {', '.join(sources)}")
+    training = sources["train"]
+    classes = DIGITS if task == "listops" else tuple(training.names)
+    if len(classes) < 2:
+        raise ValueError(f"--data {data} must have at least two classes, got {len(classes)}")
+    labels = {s: _labels(source, classes, s) for s, source in sources.items()}
+    made = tuple(split for split in SPLITS if split not in sources)
+    place = _places(labels["train"]) % _HELD_OUT
+    for split in made:
+        own = np.flatnonzero(place == made.index(split))
+        sources[split], labels[split] = Part(training, own), labels["train"][own]
+    if made:
+        rest = np.flatnonzero(place >= len(made))
+        sources["train"], labels["train"] = Part(training, rest), labels["train"][rest]
+    for split in SPLITS:
+        if not len(labels[split]):
+            raise ValueError(f"--data {data} must have items of {split}, got none")
+    make = partial(_lists, length=length) if task == "listops" else Items
+    more = () if task == "listops" else (task, length)
+    parts = {split: make(sources[split], labels[split], *more) for split in SPLITS}
+    return LongRange(parts["train"], parts["dev"], parts["test"], classes, made)
+
+
+def _places(labels: np.ndarray) -> np.ndarray:
+    """Return the place of each item among those of its class, in a fixed order by chance."""
+    draw, places = np.random.default_rng(0), np.empty(len(labels), np.int64)
+    for label in np.unique(labels):
+        own = np.flatnonzero(labels == label)
+        places[draw.permutation(own)] = np.arange(len(own))
+    return places
+
+
+def _lists(source: Any, labels: np.ndarray, length: int) -> listops.Lists:
+    """Return rows of text as generated lists are held: their first tokens are looked at."""
+    sequences = [
+        encode(text, "listops", length) for i in range(len(labels)) for text in source.read(i)
+    ]
+    tokens = np.concatenate(sequences).astype(np.uint8)
+    offsets = np.cumsum([0, *map(len, sequences)])
+    return listops.Lists(tokens, offsets, labels.astype(np.uint8), padded(length))
+
+
+def padded(length: int) -> int:
+    """Return the tokens of a sequence in a batch, where ``length`` are read: a power of two."""
+    return 1 << (length - 1).bit_length()
+
+
+def _labels(source: Any, classes: Sequence[str], split: str) -> np.ndarray:
+    """Return the labels of a source as indices of ``classes``."""
+    unknown = [name for name in source.names if name not in classes]
+    if unknown:
+        raise ValueError(
+            f"--data must have the classes {', '.join(classes)} in its split {split}, got "
+            f"{unknown[0]}"
+        )
+    own = np.array([classes.index(name) for name in source.names], np.int64)
+    return own[np.asarray(source.labels)]
+
+
+def _sources(
+    task: str, data: str, text_columns: Sequence[str], label_column: str
+) -> dict[str, Any]:
+    """Return what holds the items of each split that the data has."""
+    folder, pictures = Path(data), TASKS[task].text_columns is None
+    if data.startswith("hf:"):
+        tables = hub.load(data.removeprefix("hf:"))
+    elif not folder.is_dir():
+        raise ValueError(f"--data must be a folder or hf:NAME, got {data}")
+    elif files := _table_files(folder):
+        tables = _load_tables(folder, files, [*text_columns, label_column])
+    elif pictures:
+        return _class_folders(folder)
+    else:
+        raise ValueError(f"--data must contain .tsv, .csv or .parquet files, got none in {data}")
+    named: dict[str, Any] = {}
+    for name, table in tables.items():
+        if (split := _split_named(name)) is not None:
+            named.setdefault(split, table)
+    if pictures:
+        sources = {s: HubTable(_with_label(t, label_column), s) for s, t in named.items()}
+        for source in sources.values():
+            source.names = source.names or [str(number) for number in range(source.classes)]
+        return sources
+    return {s: TextTable(table, s, text_columns, label_column) for s, table in named.items()}
+
+
+def _with_label(table: Any, column: str) -> Any:
+    """Return a table whose classes are in the column ``label``."""
+    return table.rename_column(column, "label") if column in table.column_names else table
+
+
+def _class_folders(folder: Path) -> dict[str, ImageFiles]:
+    training, held_out = open_folder(folder)
+    sources = {"train": training} | ({} if held_out is None else {"dev": held_out})
+    return sources
+
+
+def _split_named(name: str) -> str | None:
+    """Return which split a name has a word for."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((s for s, own in _WORDS.items() if not {*words}.isdisjoint(own)), None)
+
+
+def _table_files(folder: Path) -> list[Path]:
+    kinds = (".tsv", ".csv", ".parquet")
+    return sorted(p for p in folder.iterdir() if p.suffix in kinds and not is_hidden(p.name))
+
+
+def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Mapping[str, Any]:
+    """Return tables by split; of several files each names its split."""
+    import datasets
+
+    (kind, *others) = sorted({path.suffix for path in files})
+    if others:
+        raise ValueError(f"--data must contain tables of one kind, got {kind} and {others[0]}")
+    by_split: dict[str, list[str]] = {}
+    for path in files:
+        split = _split_named(path.stem) or ("train" if len(files) == 1 else None)
+        if split is None:
+            raise ValueError(
+                f"--data {path} must have train, validation or test in its name, as one of "
+                f"{len(files)} tables"
+            )
+        by_split.setdefault(split, []).append(glob.escape(str(path)))
+    if kind == ".parquet":
+        return hub.load("parquet", shown=str(folder), data_files=by_split)
+    # Cells of TSV are not quoted. Numbers as names of columns say that no line names them.
+    style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
+    with open_file(files[0]) as file:
+        head = file.readline(1 << 20).decode("utf-8-sig", "replace")
+    names = next(csv.reader([head], **style), [])
+    if all(column.isdecimal() for column in columns):
+        names = [str(place) for place in range(len(names))]
+        style |= {"header": None, "column_names": names}
+    features = datasets.Features({name: datasets.Value("string") for name in names})
+    options = {"features": features, "na_filter": False, "encoding": "utf-8-sig"}
+    return hub.load("csv", shown=str(folder), data_files=by_split, **options, **style)
