@@ -1,6 +1,7 @@
 # make demo    set up .venv and train a lean ViT on real data, κ included
 # make test    set up .venv and run what a change is likely to break: six minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
+# make test-op K=softcap  run every test that matches on every backend: CPU, interpreter, compiled, ahead of time
 # make peers   put the tests of PyTorch, FlashAttention and timm to ours, all of them
 # make bench   run the benchmarks; without a GPU an overview of two minutes (BENCH_ARGS="-k NAME" selects rows)
 # make lint    ruff and pyright
@@ -58,7 +59,7 @@ heading = @printf '\n== %s\n' "$(1)"
 
 .NOTPARALLEL:
 .PHONY: help demo test test-all test-rest test-main test-main-slow test-interpreter test-interpreter-slow \
-	test-gpu-bodies test-compiled test-nightly test-nightly-aot test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs wheels clean
+	test-gpu-bodies test-compiled test-op test-nightly test-nightly-aot test-fuzz test-faults test-security test-peers test-aot test-oldest faults peers bench lint docs wheels clean
 
 help:
 	@sed -n '/^# make/s/^# //p' Makefile
@@ -118,6 +119,18 @@ EXECUTE := LEANER_EXECUTE=1 $(PARALLEL)
 test-compiled: $(TEST_READY)
 	$(call heading,compiled kernels executed in software)
 	$(EXECUTE) $(NEWEST)/bin/pytest tests/compiled -n $(WORKERS) -m "not nightly"
+
+# Each backend is a process of its own; one without a test that matches (status 5) does not count.
+test-op: $(TEST_READY)
+	@test -n "$(K)" || { echo 'give an expression of pytest: make test-op K=softcap'; exit 2; }
+	@ran=; run() { "$$@" -m "not nightly" -k "$(K)" -n $(WORKERS); s=$$?; \
+	test $$s -eq 5 || ran=1; test $$s -eq 0 || test $$s -eq 5 || exit $$s; }; \
+	run env $(PARALLEL) $(NEWEST)/bin/pytest $(MAIN_TESTS); \
+	run env $(INTERPRET) $(NEWEST)/bin/pytest tests/interpreter; \
+	run env $(EXECUTE) $(NEWEST)/bin/pytest tests/compiled; \
+	run env $(PARALLEL) $(NEWEST)/bin/pytest tests/aot; \
+	run env $(INTERPRET) $(NEWEST)/bin/pytest tests/gpu --rehearse bodies; \
+	test -n "$$ran" || { echo 'no test matches K=$(K)'; exit 5; }
 
 # What takes long and finds little beside the rest.
 test-nightly: $(TEST_READY)

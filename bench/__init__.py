@@ -4,3 +4,5 @@ Commands lie here, and the catalogue of all cases; a subject's cases, peers and 
 folder: ``attention``, ``kappa``, ``networks``. ``harness``, which imports none of them, checks and
 times; ``gpu_model`` runs compiled kernels without a GPU.
 """
+
+import leaner_kernels.removed  # noqa: F401 - names what a removed command was replaced by

@@ -160,7 +160,8 @@ def pytest_benchmark_update_json(config, output_json):
         output_json["cases"][info["case"]] = info.pop("shape")
         # One number per round, and objects that JSON cannot hold: large, and no news.
         row["stats"].pop("data", None)
-        row.update(params=None, options={})
+        # `pytest-benchmark compare --group-by=param:row` reads the row's name.
+        row.update(params=dict.fromkeys(row["params"] or (), row["param"]), options={})
     # Floats to six significant digits.
     text = json.dumps(output_json)
     output_json.update(json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}")))

@@ -259,15 +259,17 @@ PARTS = loop, pictures, checkpoints
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON if a file is named."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = command.parser("bench.training", __doc__)
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to write JSON")
+    flags = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []
     for part in PARTS:
         with tempfile.TemporaryDirectory() as folder:
             rows += part(Path(folder))
     content = [row._asdict() for row in rows]
-    if arguments:
-        command.write(Path(arguments[0]), content, **command.origin())
+    if flags.file is not None:
+        command.write(flags.file, content, **command.origin())
     sys.stdout.write(frames.markdown(report.training(content)) + "\n")
 
 

@@ -1,5 +1,9 @@
 """Many-head attention kernels and the condition number they make visible."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from . import removed
 from .activation_checkpointing import checkpoint_policy
 from .alarms import EntropyAlarm, KappaAlarm
 from .conditioning import ConditioningPenalty, QKClip, conditioning_penalty
@@ -66,3 +70,6 @@ __all__ = [
     "window_attention",
     "window_attention_with_stats",
 ]
+
+if not TYPE_CHECKING:  # where it would hide misspelt names
+    __getattr__ = partial(removed.attribute, __name__)

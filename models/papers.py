@@ -15,11 +15,14 @@ import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from leaner_kernels import removed
 
 # The class of each architecture, in the module of its name.
 MODELS = {
@@ -235,6 +238,10 @@ def main() -> None:
     else:
         listed = [r for r in records if r["audited_params"] is not None or not wanted.markdown]
         sys.stdout.write(markdown(listed))
+
+
+if not TYPE_CHECKING:  # where it would hide misspelt names
+    __getattr__ = partial(removed.attribute, __name__)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-case", action="store_true", help="run the first case of each test")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(selection.Unrun())
+
+
 # After -k and -m have chosen.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -48,26 +48,52 @@ assert list(gaussian.get_ydata()) == [row["kappa_gaussian"] for row in rows]
 """
 
 
+# Tasks of nyu-mll/glue: columns of text, classes (1: a number), and the sets that are scored.
+PAIR = ("sentence1", "sentence2")
+GLUE = {
+    "mnli": (("premise", "hypothesis"), 3, ("validation_matched", "validation_mismatched")),
+    "sst2": (("sentence",), 2, ("validation",)),
+    "stsb": (PAIR, 1, ("validation",)),
+    "rte": (PAIR, 2, ("validation",)),
+    "qnli": (("question", "sentence"), 2, ("validation",)),
+    "qqp": (("question1", "question2"), 2, ("validation",)),
+    "mrpc": (PAIR, 2, ("validation",)),
+    "cola": (("sentence",), 2, ("validation",)),
+}
+
+
 def pretrain_and_write_glue(folder: Path) -> None:
-    """Pre-train a BERT for a step, and write two tasks whose labels the last word gives away."""
+    """Pre-train a BERT for a step, and write tasks whose labels the last word gives away."""
     from datasets import Dataset
 
     command = [sys.executable, str(EXAMPLES.parent / "train" / "bert.py"), "--out", "run"]
     flags = ["--steps", "1", "--kappa-every", "0"]
     subprocess.run([*command, *flags], cwd=folder, check=True, capture_output=True)
-    for task, columns, labels in (
-        ("stsb", ("sentence1", "sentence2"), [0.0, 2.5, 5.0]),
-        ("cola", ("sentence",), [0, 1]),
-    ):
+    for task, (columns, classes, judging) in GLUE.items():
+        labels = [0.0, 2.5, 5.0] if classes == 1 else [*range(classes)]
         (folder / task).mkdir()
-        for split in ("train", "validation"):
+        for split in ("train", *judging):
             chosen = [labels[row % len(labels)] for row in range(24)]
             texts = [
                 f"{'a cat sat'[: row % 7]} {'xyz'[labels.index(label)]}"
                 for row, label in enumerate(chosen)
             ]
-            rows = {"label": chosen} | dict.fromkeys(columns, texts)
+            rows = {"label": chosen, "idx": [*range(24)]} | dict.fromkeys(columns, texts)
             Dataset.from_dict(rows).to_parquet(folder / task / f"{split}-00000-of-00001.parquet")
+
+
+@pytest.mark.slow
+def test_glue_reads_the_columns_and_the_sets_of_every_task(tmp_path):
+    pretrain_and_write_glue(tmp_path)
+    shown = output(EXAMPLES / "glue.py", ["run", "--glue", ".", "--epochs", "1"], tmp_path)
+    header, own, *paper = [line.split() for line in shown.splitlines() if line][-4:]
+    assert header == [*GLUE, "glue"]
+    scores = [float(cell) for cell in own[:9]]
+    assert own[9] == "run"
+    assert scores[8] == pytest.approx(sum(scores[:8]) / 8, abs=0.1)
+    assert all(-100 <= score <= 100 for score in scores)
+    assert [row[9:] for row in paper] == [["paper,", "original"], ["paper,", "lean"]]
+    assert {path.parent.name for path in tmp_path.glob("runs/glue/*/kappa.jsonl")} == set(GLUE)
 
 
 def output(path: Path, arguments: list[str], folder: Path) -> str:

@@ -21,13 +21,14 @@ MAY_IMPORT_LAYERS = {
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
     "_ops": set(),
+    "removed": set(),
     "kappa": {"kappa", "ops._checks"},
-    "nn": {"nn", "ops", "kappa"},
-    "alarms": {"alarms", "ops._checks"},
-    "monitor": {"monitor", "alarms", "ops", "kappa"},
-    "conditioning": {"conditioning", "ops", "kappa"},
+    "nn": {"nn", "ops", "kappa", "removed"},
+    "alarms": {"alarms", "ops._checks", "removed"},
+    "monitor": {"monitor", "alarms", "ops", "kappa", "removed"},
+    "conditioning": {"conditioning", "ops", "kappa", "removed"},
     "activation_checkpointing": {"activation_checkpointing", "ops"},
-    "adapters": {"adapters", "monitor", "nn", "ops", "kappa"},
+    "adapters": {"adapters", "monitor", "nn", "ops", "kappa", "removed"},
 }
 # Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.
 MAY_IMPORT_BENCH = {

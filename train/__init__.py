@@ -28,3 +28,5 @@ if _missing := [
 # Read by OpenMP when torch is loaded. Its threads otherwise spin while they wait, and fight over
 # cores that are busy: on two shared ones the digits train at 35 images/s instead of 190.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import leaner_kernels.removed  # noqa: E402, F401 - names what a removed command was replaced by

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
+from leaner_kernels.removed import stop_command
 from train.checkpoint.weights import Info, build_model, open_weights
 
 
@@ -29,3 +30,7 @@ def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
     weights = open_weights(path, "WEIGHTS", last=last)
     info = weights.info()
     return build_model(weights, info), info
+
+
+if __name__ == "__main__":
+    stop_command("train.export")

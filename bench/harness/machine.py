@@ -4,6 +4,7 @@
 among them.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -195,5 +196,6 @@ def matrix_rate(device_type: str, dtype: torch.dtype) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m bench.harness.machine", description=__doc__).parse_args()
     json.dump(facts() | {"commit": commit()}, sys.stdout, indent=2)
     sys.stdout.write("\n")

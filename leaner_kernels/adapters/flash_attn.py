@@ -8,11 +8,13 @@ ALiBi, a paged cache and a softcap of a varlen batch are not supported and raise
 log-sum-exp of a row without a visible key is -inf; that of flash-attention is inf.
 """
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .. import removed
 from ..ops.attention import (
     attention,
     attention_qkvpacked,
@@ -170,3 +172,7 @@ def _refuse(
         raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True)")
     if dropped_probs:
         raise ValueError("return_attn_probs excludes dropout: the dropout mask is not stored")
+
+
+if not TYPE_CHECKING:  # where it would hide misspelt names
+    __getattr__ = partial(removed.attribute, __name__)

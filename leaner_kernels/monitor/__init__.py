@@ -26,6 +26,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from .. import removed
 from ..ops._checks import shown
 from .measurement import (
     CHANGED,
@@ -54,7 +55,7 @@ __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 def __getattr__(name: str) -> Any:
     # Late: most runs draw nothing.
     if name != "plot":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        removed.attribute(__name__, name)
     from .page import plot
 
     return plot

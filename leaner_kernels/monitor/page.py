@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from html import escape
 from io import StringIO
 from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import removed
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import one_line, take_every_character, words
 from .files import write_file
@@ -668,6 +670,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ImportError, OSError, ValueError) as error:
         raise SystemExit(one_line(error)) from None
     sys.stdout.write(one_line(f"written to {out}") + "\n")
+
+
+if not TYPE_CHECKING:  # where it would hide misspelt names
+    __getattr__ = partial(removed.attribute, __name__)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,9 @@
 """Attention modules: the operators with their projections, and the capture of heads for kappa."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .. import removed
 from ..ops.statistics import evenly_spaced
 from .attention import ManyHeadAttention
 from .capture import Captured, Capturing
@@ -17,3 +21,6 @@ __all__ = [
     "WindowAttention",
     "evenly_spaced",
 ]
+
+if not TYPE_CHECKING:  # where it would hide misspelt names
+    __getattr__ = partial(removed.attribute, __name__)

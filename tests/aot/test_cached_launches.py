@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+    pytest.skip("unset TRITON_INTERPRET, in a process of its own", allow_module_level=True)
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs

@@ -6,7 +6,7 @@ import re
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("the interpreter compiles nothing", allow_module_level=True)
+    pytest.skip("unset TRITON_INTERPRET, in a process of its own", allow_module_level=True)
 
 import triton
 import triton.language as tl

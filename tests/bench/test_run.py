@@ -128,6 +128,15 @@ def test_the_file_says_where_it_is_from_without_host_or_path(finished):
     assert not any(f'"{name}"' in text for name in (platform.node(), getpass.getuser()))
 
 
+def test_pytest_benchmark_groups_the_rows_of_the_file(finished):
+    tool = Path(sys.executable).with_name("pytest-benchmark")
+    command = [tool, "compare", finished.path, "--group-by=param:row"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
+    rows = {entry["param"] for entry in finished.data["benchmarks"]}
+    assert set(re.findall(r"benchmark 'row=(.*?)'", done.stdout)) == rows
+
+
 # The third row stops the run in its first round, when pytest-benchmark has no time of it yet.
 STOP = """
 import os

@@ -1,0 +1,74 @@
+"""Tell what to do instead of something that was removed: a line each in ``removed.toml``."""
+
+import functools
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+_Callable = TypeVar("_Callable", bound=Callable[..., Any])
+
+
+@functools.cache
+def table() -> dict[str, dict[str, str]]:
+    """Return what to do instead by removed name, for commands, flags, names and arguments."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+
+
+def line_for(kind: str, name: str) -> str | None:
+    """Return the line that a user gets who gives a removed name; None of any other name.
+
+    Args:
+        kind: key of ``table``.
+        name: of a command, flag, name or argument, as the table writes it.
+    """
+    instead = table()[kind].get(name)
+    return None if instead is None else f"{name} was removed; instead: {instead}"
+
+
+def stop_command(name: str) -> None:
+    """End the process with status 2 and one line if a command of that name was removed."""
+    if (line := line_for("commands", name)) is not None:
+        sys.stderr.write(f"{line}\n")
+        raise SystemExit(2)
+
+
+def attribute(module: str, name: str) -> NoReturn:
+    """Raise what a module raises for a name that it does not have, or has no more.
+
+    That is ImportError for a removed name, because ``from MODULE import NAME`` drops the message of
+    an AttributeError.
+
+    Args:
+        module: its ``__name__``.
+        name: of the attribute.
+    """
+    if (line := line_for("names", f"{module}.{name}")) is not None:
+        raise ImportError(line)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def refuse_arguments(name: str) -> Callable[[_Callable], _Callable]:
+    """Return a decorator whose function raises TypeError for the arguments that it once had.
+
+    Args:
+        name: of the function in the table, which has "NAME(ARGUMENT=)" for each.
+    """
+
+    def decorate(function: _Callable) -> _Callable:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for argument in kwargs:
+                if (line := line_for("arguments", f"{name}({argument}=)")) is not None:
+                    raise TypeError(line)
+            return function(*args, **kwargs)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
+
+# While Python looks for the module of ``python -m NAME``, it imports the packages around it.
+if sys.argv[:1] == ["-m"] and "-m" in sys.orig_argv[:-1]:
+    stop_command(sys.orig_argv[sys.orig_argv.index("-m") + 1])

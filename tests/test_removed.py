@@ -1,0 +1,80 @@
+"""Whoever names something that was removed gets one line that says what to do instead."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from leaner_kernels import removed
+from train import bert, gpt, lra, vit
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = {"bert": bert, "gpt": gpt, "lra": lra, "vit": vit}
+
+
+@pytest.mark.parametrize("name", removed.table()["flags"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_removed_flag_says_what_to_do_instead(script, name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        SCRIPTS[script].main([name, "1"])
+    instead = removed.table()["flags"][name]
+    assert (
+        capsys.readouterr().err == f"{script}.py: error: {name} was removed; instead: {instead}\n"
+    )
+
+
+def test_a_flag_that_never_was_names_the_nearest(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        gpt.main(["--bach-size", "1"])
+    assert "unrecognized arguments: --bach-size 1, did you mean --batch-size?" in (
+        capsys.readouterr().err
+    )
+
+
+def test_every_removed_command_has_a_line_and_no_module(capsys):
+    for name, instead in removed.table()["commands"].items():
+        with pytest.raises(SystemExit, match="2"):
+            removed.stop_command(name)
+        assert capsys.readouterr().err == f"{name} was removed; instead: {instead}\n"
+        assert name == "train.export" or not (ROOT / f"{name.replace('.', '/')}.py").exists()
+    removed.stop_command("bench.report")  # that exists
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["train.compare", "train.export", "models.plan", "bench.predict", "leaner_kernels.monitor"],
+)
+def test_python_m_of_a_removed_command_is_one_line(name, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", name, "--anything"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"{removed.line_for('commands', name)}\n"
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", removed.table()["names"])
+def test_a_removed_name_says_what_to_do_instead(name):
+    module, _, attribute = name.rpartition(".")
+    line = removed.line_for("names", name)
+    with pytest.raises(ImportError) as refused:
+        getattr(importlib.import_module(module), attribute)
+    assert str(refused.value) == line
+    with pytest.raises(ImportError) as refused:
+        exec(f"from {module} import {attribute}")
+    assert str(refused.value) == line
+
+
+def test_other_names_are_missing_as_in_any_module():
+    import leaner_kernels
+
+    with pytest.raises(AttributeError, match="module 'leaner_kernels' has no attribute 'nothing'"):
+        leaner_kernels.nothing  # noqa: B018
+    assert not hasattr(leaner_kernels.nn, "nothing")

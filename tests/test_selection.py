@@ -1,0 +1,53 @@
+"""A run of pytest that could run none of the tests that it selected is red."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parent.parent
+# A file of each folder, so that little is collected.
+INTERPRETED = "tests/interpreter/test_offset_limits.py"
+COMPILED = "tests/compiled/test_command.py"
+AOT = "tests/aot/test_products.py"
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Return the exit status of pytest and its last line."""
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST_XDIST", "TRITON_INTERPRET", "LEANER_EXECUTE"))
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("path", "environment", "command", "workers"),
+    [
+        (INTERPRETED, {}, "TRITON_INTERPRET=1 pytest tests/interpreter -k 'not nothing'", "2"),
+        (COMPILED, {}, "LEANER_EXECUTE=1 pytest tests/compiled -k 'not nothing'", "0"),
+        (AOT, {"TRITON_INTERPRET": "1"}, "pytest tests/aot -k 'not nothing'", "0"),
+    ],
+    ids=["interpreter", "compiled", "aot"],
+)
+def test_a_folder_that_needs_another_process_fails_the_run(path, environment, command, workers):
+    others = "tests/test_names.py"
+    status, line = run(path, others, "-k", "not nothing", "-n", workers, **environment)
+    assert status == 1
+    assert line.startswith("FAILED: no test of tests/")
+    assert line.endswith(f": {command}")
+
+
+def test_a_folder_whose_tests_run_is_green():
+    status, line = run(INTERPRETED, TRITON_INTERPRET="1")
+    assert status == 0
+    assert " passed" in line
