@@ -36,7 +36,7 @@ def class_numbers(names: Sequence[str], known: Sequence[str]) -> list[int]:
             raise ValueError(f"two classes have the name {name}")
     numbers = {name: number for number, name in enumerate(known)}
     if unknown := [name for name in names if name not in numbers]:
-        raise ValueError(f"unknown classes {_shown(unknown)}; known are {_shown(known)}")
+        raise ValueError(f"unknown classes {shown(unknown)}; known are {shown(known)}")
     return [numbers[name] for name in names]
 
 
@@ -45,6 +45,7 @@ def same_classes(names: Sequence[str], others: Sequence[str]) -> bool:
     return sorted(map(composed, names)) == sorted(map(composed, others))
 
 
-def _shown(names: Sequence[str]) -> str:
+def shown(names: Sequence[str]) -> str:
+    """Return names for a message: the first of many."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -1,13 +1,28 @@
 """Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
+import glob
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
+from leaner_kernels.monitor.files import files_below, read_file
+from leaner_kernels.monitor.pictures import PICTURES
+from train.data.splits import HELD_OUT, split_in, splits_of
+
+# Endings of tables of pictures, and of all tables, with the names of their readers in `datasets`.
+OF_PICTURES = {".parquet": "parquet", ".tar": "webdataset"}
+TABLES = OF_PICTURES | {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+# Files beside tables that describe them.
+_ABOUT = {"config", "dataset_dict", "dataset_info", "dataset_infos", "metadata"}
 
 
 def load(name: str, config: str | None = None) -> Any:
     """Return the splits of a data set by name, each a ``datasets.Dataset``.
+
+    Splits with the usual names, such as "Training" or "dev", are called "train", "validation" and
+    "test".
 
     Args:
         name: on the Hub, or of a folder of its files or of what ``save_to_disk`` wrote.
@@ -22,10 +37,18 @@ def load(name: str, config: str | None = None) -> Any:
         raise ValueError(
             f"--data {name} needs the package datasets: pip install datasets"
         ) from None
+    folder = Path(name)
     try:
-        if (Path(name) / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(name)
-        return datasets.load_dataset(name, config)
+        if (folder / "dataset_dict.json").is_file():
+            return _renamed(datasets.load_from_disk(name))
+        files = {} if config or not folder.is_dir() else _tables(folder)
+        if not files:
+            return _renamed(datasets.load_dataset(name, config))
+        ending = next(iter(files.values()))[0].suffix.lower()
+        how = {"sep": "\t"} if ending == ".tsv" else {}
+        # `datasets` takes names for patterns.
+        escaped = {split: [glob.escape(str(p)) for p in paths] for split, paths in files.items()}
+        return datasets.load_dataset(TABLES[ending], data_files=escaped, **how)
     except Exception as error:  # it lets the errors of its readers through
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"--data {name} cannot be read: {reason}") from error
@@ -33,4 +56,62 @@ def load(name: str, config: str | None = None) -> Any:
 
 def held_out_split(splits: Any) -> str | None:
     """Return the name of the split to measure on: validation, or else test."""
-    return next((name for name in ("validation", "valid", "val", "test") if name in splits), None)
+    return next((name for name in HELD_OUT if name in splits), None)
+
+
+def tables_below(folder: Path, endings: Iterable[str] = TABLES) -> list[Path]:
+    """Return the tables in a folder and its folders, in order, without hidden ones."""
+    endings = set(endings)
+    return sorted(
+        path
+        for path in files_below(folder)
+        if path.suffix.lower() in endings and path.stem not in _ABOUT
+    )
+
+
+def _tables(folder: Path) -> dict[str, list[Path]]:
+    """Return the tables of a folder by split; none where `datasets` is to find out what it holds.
+
+    `datasets` takes the most frequent kind of file for the data, so that a few pictures or archives
+    beside a table would be read in its place.
+    """
+    if _is_described(folder / "README.md"):
+        return {}
+    paths = tables_below(folder, OF_PICTURES)
+    if not paths and not any(p.suffix.lower() in PICTURES for p in files_below(folder)):
+        paths = tables_below(folder)
+    kinds = Counter(path.suffix.lower() for path in paths)
+    kind = ".parquet" if ".parquet" in kinds else next(iter(kinds.most_common(1)), [None])[0]
+    files: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        if path.suffix.lower() == kind:
+            # `datasets` searches no linked folders.
+            file = path.parent.resolve() / path.name
+            files[_split_of(path.relative_to(folder))].append(file)
+    if set(files) == {""}:
+        return {"train": files[""]}
+    files.pop("", None)
+    return dict(files)
+
+
+def _is_described(readme: Path) -> bool:
+    """Return whether a data set's card says which files are its tables, or of what columns."""
+    if not readme.is_file():
+        return False
+    text = read_file(readme).decode("utf-8", "replace")
+    header = text.split("\n---", 1)[0] if text.startswith("---") else ""
+    return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
+
+
+def _split_of(path: Path) -> str:
+    """Return the split of a table by its name, or else by its folders; "" of none."""
+    named = map(split_in, (path.stem, *reversed(path.parent.parts)))
+    return next(filter(None, named), "")
+
+
+def _renamed(splits: Any) -> Any:
+    """Return splits under their usual names, unless two would have one."""
+    named = splits_of(splits)
+    taken = Counter(named.get(name, name) for name in splits)
+    new = {name: split for name, split in named.items() if taken[split] == 1}
+    return type(splits)({new.get(name, name): table for name, table in splits.items()})
