@@ -1,13 +1,15 @@
 """Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
 import glob
+import os
+import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
-from leaner_kernels.monitor.files import files_below, read_file
+from leaner_kernels.monitor.files import files_below, open_file, read_file
 from leaner_kernels.monitor.pictures import PICTURES
 from train.data.splits import HELD_OUT, split_in, splits_of
 
@@ -87,11 +89,22 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
         if path.suffix.lower() == kind:
             # `datasets` searches no linked folders.
             file = path.parent.resolve() / path.name
+            if kind == ".tar":
+                _check_tar(file)
             files[_split_of(path.relative_to(folder))].append(file)
     if set(files) == {""}:
         return {"train": files[""]}
     files.pop("", None)
     return dict(files)
+
+
+def _check_tar(path: Path) -> None:
+    """Refuse a tar that was cut off, which `datasets` reads as far as it goes."""
+    with open_file(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - tarfile.BLOCKSIZE))
+        if file.read() != bytes(tarfile.BLOCKSIZE):
+            raise ValueError(f"{path} is no tar, or was cut off after {size:,} bytes")
 
 
 def _is_described(readme: Path) -> bool:

@@ -224,6 +224,26 @@ def test_a_stray_file_changes_neither_classes_nor_labels(hub, root, layout, kind
     assert after.facts().get("left_out") == said
 
 
+def test_files_that_are_no_pictures_are_counted(root):
+    classes_of(root, "flat")
+    (root / "cat" / "1.heic").write_bytes(b"\0")
+    (root / "dog" / "a").mkdir()
+    (root / "dog" / "a" / "1.mp4").write_bytes(b"\0")
+    said = f"2 files that are no pictures: {root / 'cat' / '1.heic'}"
+    assert find_images(str(root)).facts()["left_out"] == said
+
+
+def test_a_tar_that_was_cut_off_is_refused(hub, root):
+    write_tars(root, "train", TRAIN, shards=2)
+    tar = root / "train-0001.tar"
+    whole = tar.read_bytes()
+    for size in (len(whole) // 1024 * 512, 3072, 700, 0):
+        tar.write_bytes(whole[:size])
+        message = rf"train-0001\.tar is no tar, or was cut off after {size:,} bytes"
+        with pytest.raises(ValueError, match=message):
+            find_images(str(root))
+
+
 @pytest.mark.parametrize("write", [write_parquet, write_tars])
 def test_pictures_beside_tables_are_no_data(hub, root, write):
     write(root, "train", TRAIN, shards=1)

@@ -199,6 +199,23 @@ def test_files_that_are_not_utf8_are_named_and_no_advice_turns_them_into_noise(t
             assert "LATIN1" not in said
 
 
+@pytest.mark.parametrize("form", ["{}.txt", "{}/1.txt", "{}/deep/1.md", "corpus.{}.txt"])
+@pytest.mark.parametrize(("train", "held_out"), [("train", "valid"), ("Training", "Testing")])
+def test_splits_of_text_are_not_trained_on_together(tmp_path, form, train, held_out):
+    for name in (train, held_out, "test"):
+        write(tmp_path / "set" / form.format(name), f"on {name}")
+    write(tmp_path / "set" / "README.md", "about")
+    if form == "corpus.{}.txt":
+        train, held_out = f"corpus.{train}", f"corpus.{held_out}"
+    with pytest.raises(ValueError, match=r"set has the splits .*: give --data (.*)$") as error:
+        find_source(str(tmp_path / "set"))
+    said, validation = str(error.value).split("give --data ")[1].split(" --validation ")
+    assert documents_of(said) == [f"on {train.removeprefix('corpus.')}"]
+    assert Path(validation).exists()
+    write(tmp_path / "set" / "install.md", "on install")
+    assert len(documents_of(tmp_path / "set")) == 5
+
+
 def test_files_that_hold_no_text_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"contains no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))

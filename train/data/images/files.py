@@ -24,11 +24,14 @@ class ImageFiles:
         root: folder of all of them.
         samples: path below it and class of each.
         names: of the classes.
+        left_out: files of the class folders that are no pictures, in words; "" without any.
     """
 
-    def __init__(self, root: Path, samples: Iterable[tuple[str, int]], names: list[str]):
+    def __init__(
+        self, root: Path, samples: Iterable[tuple[str, int]], names: list[str], left_out: str = ""
+    ):
         samples = list(samples)
-        self.root = str(root)
+        self.root, self.left_out = str(root), left_out
         # Arrays, which processes forked later share: reading a string writes its reference count.
         self.paths = np.array([os.fsencode(path) for path, _ in samples], bytes)
         self.labels = np.array([label for _, label in samples], np.int64)
@@ -207,6 +210,7 @@ def _class_folders(part: Path) -> ImageFiles:
     names = sorted({*map(composed, folders)})
     numbers = {name: number for number, name in enumerate(names)}
     samples: list[tuple[str, int]] = []
+    others: list[Path] = []
     for folder in folders:
         root = part / folder
         inner = splits_of(_folders(root))
@@ -215,11 +219,17 @@ def _class_folders(part: Path) -> ImageFiles:
                 f"--data {root} has the splits {', '.join(inner)} in a class: give a folder with "
                 f"{next(iter(inner))}/{folder}/ in place of {folder}/{next(iter(inner))}/"
             )
-        inside = (str(path)[len(str(root)) + 1 :] for path in files_below(root))
+        images: list[str] = []
+        for path in files_below(root):
+            if _is_picture(path.name):
+                images.append(str(path)[len(str(root)) + 1 :])
+            else:
+                others.append(path)
         # The order of the split: the files of a folder, then those of its folders.
-        images = sorted(filter(_is_picture, inside), key=lambda path: os.path.split(composed(path)))
+        images.sort(key=lambda path: os.path.split(composed(path)))
         if not images:
             raise ValueError(f"--data {root} contains no images: add some or remove it")
         samples += [(os.path.join(folder, path), numbers[composed(folder)]) for path in images]
     samples.sort(key=lambda sample: sample[1])
-    return ImageFiles(part, samples, names)
+    left_out = f"{len(others):,} files that are no pictures: {min(others)}" if others else ""
+    return ImageFiles(part, samples, names, left_out)

@@ -80,7 +80,7 @@ class Sources:
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
         splits: which parts of the data set train and are held out, in words.
-        left_out: which tables or archives beside the images are not read, in words.
+        left_out: which files beside the images are not read, in words.
     """
 
     train: ImageSource
@@ -131,7 +131,7 @@ def find_images(name: str) -> Sources:
         train, held_out = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
         train, held_out, splits = open_folder(path)
-        left_out = _tables_beside(path)
+        left_out = "; ".join(filter(None, (_tables_beside(path), train.left_out)))
     else:
         end = "which is a file" if path.is_file() else "which does not exist"
         raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")

@@ -16,6 +16,7 @@ from typing import Any
 from leaner_kernels.monitor.files import files_below, open_file, plain
 from train.data import hub
 from train.data.classes import composed
+from train.data.splits import HELD_OUT, splits_of
 
 KINDS = (
     "a text file, a folder of them, pydoc, tinystories, synthetic, or hf:NAME or hf:NAME:CONFIG "
@@ -48,6 +49,8 @@ _STARTS = {
 }
 _NAMES = {"LATIN1": "Latin-1", "WINDOWS-1252": "Windows-1252"}
 _HEAD = 1 << 16  # bytes of a file that are looked at together
+# Names of texts about a folder, without endings.
+_ABOUT = {"changelog", "citation", "copying", "licence", "license", "notice", "readme"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
 
@@ -128,6 +131,7 @@ def _files(path: Path) -> tuple[list[Any], Documents]:
     files, is_folder = [path], path.is_dir()
     if is_folder:
         files = [file for file in files_below(path) if file.suffix.lower() in TEXTS]
+        _check_splits(path, files)
         files.sort(key=lambda file: [*map(composed, file.parts)])
         if not files:
             raise ValueError(
@@ -138,6 +142,20 @@ def _files(path: Path) -> tuple[list[Any], Documents]:
     # A folder's file is a document; one that is all there is has some.
     documents = lambda: chain.from_iterable(_of_file(file, is_folder) for file in files)  # noqa: E731
     return ["files", is_folder, *map(_facts_of, files)], documents
+
+
+def _check_splits(root: Path, files: list[Path]) -> None:
+    """Refuse a folder of nothing but splits: what is to measure would be trained on."""
+    inside = {Path(file.relative_to(root).parts[0]) for file in files}
+    names = {path.stem: path for path in inside if path.stem.lower() not in _ABOUT}
+    splits = splits_of(names)
+    parts = {split: root / names[name] for name, split in sorted(splits.items())}
+    if len(splits) == len(names) and "train" in parts and len(parts) > 1:
+        held_out = next(parts[split] for split in HELD_OUT if split in parts)
+        raise ValueError(
+            f"--data {root} has the splits {', '.join(sorted(splits))}: give --data "
+            f"{parts['train']} --validation {held_out}"
+        )
 
 
 def _facts_of(path: Path) -> list[Any]:
