@@ -109,7 +109,7 @@ def ways_to(folder: Path, monkeypatch) -> list[str]:
     return [str(folder), f"{folder.name}/", f"./{folder.name}", f"x/../{folder.name}", str(copy)]
 
 
-@pytest.mark.parametrize("kind", ["folders", "splits", "table"])
+@pytest.mark.parametrize("kind", ["folders", "splits", "table", "table of files"])
 def test_pictures_may_lie_elsewhere(tmp_path, monkeypatch, capsys, kind):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
@@ -124,7 +124,7 @@ def test_pictures_may_lie_elsewhere(tmp_path, monkeypatch, capsys, kind):
         (tmp_path / "flat").mkdir()
         root.rename(tmp_path / "flat" / "train")
         (tmp_path / "flat").rename(root)
-    form = "hf:{}" if kind == "table" else "{}"
+    form = "hf:{}" if "table" in kind else "{}"
     args = [*QUICK, "--heads", 2, "--depth", 1, "--out", tmp_path / "run", "--resume", "auto"]
     for step, name in enumerate(ways_to(root, monkeypatch), start=1):
         run(vit, *args, "--data", form.format(name), "--steps", step)

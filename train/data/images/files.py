@@ -55,7 +55,7 @@ class ImageFiles:
         """
         whole = hashlib.sha256(repr(self.names).encode("utf-8", "surrogateescape"))
         for index, label in enumerate(self.labels.tolist()):
-            size = _size(self.name(index)) if len(self) <= _SIZED else None
+            size = size_of(self.name(index)) if len(self) <= _SIZED else None
             whole.update(os.fsencode(f"{composed(self._path(index))} {label} {size}\n"))
         return whole.hexdigest()
 
@@ -63,7 +63,8 @@ class ImageFiles:
         return os.fsdecode(self.paths[index].item())
 
 
-def _size(path: str) -> int | None:
+def size_of(path: str) -> int | None:
+    """Return the bytes of a file; None if it cannot be read."""
     try:
         return os.path.getsize(path)
     except OSError:  # for its reader to name

@@ -7,11 +7,13 @@ seek away.
 
 import hashlib
 import json
+import os
 from typing import Any
 
 from leaner_kernels.monitor.files import read_file
 from train.data import hub
 from train.data.classes import class_numbers, composed
+from train.data.images.files import size_of
 
 # Classes of a data set: neither memory nor time may follow from a label alone.
 _CLASSES = 1 << 20
@@ -89,10 +91,15 @@ class HubTable:
         from pyarrow import compute
 
         whole = hashlib.sha256(json.dumps([self.names, self.labels]).encode())
+        table = self.table.with_format("arrow")
         for start in range(0, len(self), 1000):
-            rows = self.table.with_format("arrow")[start : start + 1000][self.image]
-            sizes = compute.binary_length(compute.struct_field(rows, "bytes"))
-            whole.update(repr(sizes.to_pylist()).encode())
+            rows = table[start : start + 1000][self.image]
+            sizes = compute.binary_length(compute.struct_field(rows, "bytes")).to_pylist()
+            paths = compute.struct_field(rows, "path").to_pylist()
+            for size, path in zip(sizes, paths):
+                # Some rows name a file in place of its bytes; its folder may be moved.
+                file = (os.path.basename(path), size_of(path)) if size is None and path else size
+                whole.update(f"{file}\n".encode("utf-8", "surrogateescape"))
         return whole.hexdigest()
 
 
