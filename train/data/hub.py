@@ -1,6 +1,7 @@
 """Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
 import glob
+import json
 import os
 import tarfile
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 from leaner_kernels.monitor.command_line import first_line
 from leaner_kernels.monitor.files import files_below, open_file, read_file
 from leaner_kernels.monitor.pictures import PICTURES
+from train.data.classes import shown
 from train.data.splits import HELD_OUT, split_in, splits_of
 
 # Endings of tables of pictures, and of all tables, with the names of their readers in `datasets`.
@@ -48,9 +50,16 @@ def load(name: str, config: str | None = None) -> Any:
             return _renamed(datasets.load_dataset(name, config))
         ending = next(iter(files.values()))[0].suffix.lower()
         how = {"sep": "\t"} if ending == ".tsv" else {}
-        # `datasets` takes names for patterns.
-        escaped = {split: [glob.escape(str(p)) for p in paths] for split, paths in files.items()}
-        return datasets.load_dataset(TABLES[ending], data_files=escaped, **how)
+        tables = datasets.DatasetDict()
+        # One by one: of several splits `datasets` reads the names of classes in the first alone.
+        for split, paths in files.items():
+            if ending == ".parquet":
+                _check_classes(paths)
+            # `datasets` takes names for patterns.
+            escaped = {split: [glob.escape(str(path)) for path in paths]}
+            kind = TABLES[ending]
+            tables[split] = datasets.load_dataset(kind, data_files=escaped, split=split, **how)
+        return tables
     except Exception as error:  # it lets the errors of its readers through
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"--data {name} cannot be read: {reason}") from error
@@ -96,6 +105,25 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
         return {"train": files[""]}
     files.pop("", None)
     return dict(files)
+
+
+def _check_classes(paths: list[Path]) -> None:
+    """Refuse Parquet files of one split that number their classes in different ways.
+
+    `datasets` reads the names of classes in the first file alone.
+    """
+    from pyarrow import parquet
+
+    first: dict[str, tuple[Path, list[str]]] = {}
+    for path in paths:
+        about = json.loads((parquet.read_schema(path).metadata or {}).get(b"huggingface", "{}"))
+        for column, kind in about.get("info", {}).get("features", {}).items():
+            names = kind.get("names") if isinstance(kind, dict) else None
+            if names and first.setdefault(column, (path, names))[1] != names:
+                raise ValueError(
+                    f"{first[column][0]} and {path} must have the same classes in the same order "
+                    f"as {column}, got {shown(first[column][1])} and {shown(names)}"
+                )
 
 
 def _check_tar(path: Path) -> None:

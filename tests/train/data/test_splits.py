@@ -295,8 +295,8 @@ def test_data_copied_through_a_mac_is_the_same_data(tmp_path):
     assert one.identity() == other.identity()
 
 
-def write_table(hub, root, split: str, names: list[str] | None, labels: list[str]) -> None:
-    """Write a table of which each row is labelled with one of some names."""
+def table_of(hub, names: list[str] | None, labels: list[str]):
+    """Return a table of pictures, of which each row is labelled with one of some names."""
     kind = hub.Value("int64") if names is None else hub.ClassLabel(names=names)
     features = hub.Features({"image": hub.Image(), "label": kind})
     names = names or sorted(set(labels))
@@ -307,11 +307,22 @@ def write_table(hub, root, split: str, names: list[str] | None, labels: list[str
     return hub.Dataset.from_list(rows, features=features)
 
 
+def write_tables(hub, root, form: str, **tables) -> None:
+    """Write a table for each split, as ``datasets`` saves them or in Parquet files."""
+    if form == "saved":
+        hub.DatasetDict(tables).save_to_disk(root)
+    else:
+        root.mkdir()
+        for split, table in tables.items():
+            table.to_parquet(root / f"{split}.parquet")
+
+
+@pytest.mark.parametrize("form", ["saved", "parquet"])
 @pytest.mark.parametrize("names", [["dog", "cat", CAFE], [FROM_A_MAC, "dog"]])
-def test_the_classes_of_a_held_out_table_are_numbered_as_those_to_train_on(hub, root, names):
-    train = write_table(hub, root, "train", ["cat", CAFE, "dog"], ["cat", "dog", CAFE])
-    held_out = write_table(hub, root, "test", names, ["dog", names[-1]])
-    hub.DatasetDict({"train": train, "test": held_out}).save_to_disk(root)
+def test_the_classes_of_a_held_out_table_are_numbered_as_those_to_train_on(hub, root, form, names):
+    train = table_of(hub, ["cat", CAFE, "dog"], ["cat", "dog", CAFE])
+    held_out = table_of(hub, names, ["dog", names[-1]])
+    write_tables(hub, root, form, train=train, test=held_out)
     sources = find_images(str(root))
     assert sources.names == ["cat", CAFE, "dog"]
     last = sources.names.index(unicodedata.normalize("NFC", names[-1]))
@@ -319,6 +330,7 @@ def test_the_classes_of_a_held_out_table_are_numbered_as_those_to_train_on(hub, 
     assert list(sources.held_out.labels) == [2, last]
 
 
+@pytest.mark.parametrize("form", ["saved", "parquet"])
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -326,16 +338,25 @@ def test_the_classes_of_a_held_out_table_are_numbered_as_those_to_train_on(hub, 
         (None, "splits train and test: only one of them names its classes"),
     ],
 )
-def test_a_held_out_table_of_other_classes_is_refused(hub, root, names, message):
-    train = write_table(hub, root, "train", ["cat", "dog"], ["cat", "dog"])
-    held_out = write_table(hub, root, "test", names, names or ["cat", "dog"])
-    hub.DatasetDict({"train": train, "test": held_out}).save_to_disk(root)
+def test_a_held_out_table_of_other_classes_is_refused(hub, root, form, names, message):
+    train = table_of(hub, ["cat", "dog"], ["cat", "dog"])
+    held_out = table_of(hub, names, names or ["cat", "dog"])
+    write_tables(hub, root, form, train=train, test=held_out)
     with pytest.raises(ValueError, match=message):
         find_images(str(root))
 
 
 def test_a_table_with_two_classes_of_one_name_is_refused(hub, root):
-    table = write_table(hub, root, "train", [CAFE, FROM_A_MAC], [CAFE, FROM_A_MAC])
+    table = table_of(hub, [CAFE, FROM_A_MAC], [CAFE, FROM_A_MAC])
     hub.DatasetDict({"train": table}).save_to_disk(root)
     with pytest.raises(ValueError, match="must have a name of its own for each class, got two"):
+        find_images(str(root))
+
+
+def test_shards_that_number_their_classes_differently_are_refused(hub, root):
+    root.mkdir()
+    for shard, names in enumerate((["cat", "dog"], ["dog", "cat"])):
+        table_of(hub, names, ["cat", "dog", "dog"]).to_parquet(root / f"train-{shard}.parquet")
+    message = r"0\.parquet and .*1\.parquet must have the same .*, got cat, dog and dog, cat$"
+    with pytest.raises(ValueError, match=message):
         find_images(str(root))
