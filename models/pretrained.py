@@ -1,12 +1,13 @@
 """Load weights from timm or a file into a vision model with other classes or another size.
 
 The originals have timm's parameter names (docs/models.md), so nothing is renamed: what is resized
-are learned positions, and what is left out is a classifier of other classes.
+are learned positions. A classifier of other classes is left out, and rows follow the names of
+their classes where a run wrote these.
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,36 @@ class Weights:
         name: where they are from, as it was given.
         tensors: on the host.
         sizes: of the model that they are of, by the names of the scripts' flags; empty if unknown.
+        classes: their names, in the order of the classifier's rows; empty if unknown.
     """
 
     name: str
     tensors: dict[str, Tensor]
     sizes: dict[str, Any] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()
+
+    def with_rows(self, rows: Sequence[int] | None) -> "Weights":
+        """Return weights whose classifier has these rows of the present one, or no classifier.
+
+        Args:
+            rows: one of the present rows for each new one; None leaves the classifier out.
+
+        Raises:
+            ValueError: the classifier has another number of rows than ``classes`` has names.
+        """
+        tensors = dict(self.tensors)
+        for name in [name for name in tensors if name.startswith(_HEADS)]:
+            tensor = tensors.pop(name)
+            if rows is None:
+                continue
+            if tensor.dim() == 0 or len(tensor) != len(self.classes):
+                raise ValueError(
+                    f"--pretrained {self.name}: {name} must have a row for each of its "
+                    f"{len(self.classes)} classes, got shape {tuple(tensor.shape)}"
+                )
+            tensors[name] = tensor[list(rows)]
+        classes = () if rows is None else tuple(self.classes[row] for row in rows)
+        return replace(self, tensors=tensors, classes=classes)
 
     def fitted(self, model: nn.Module) -> dict[str, Tensor]:
         """Return what of them a model takes: its state, less a classifier of other classes.
@@ -106,19 +132,28 @@ def _safetensors(name: str, path: Path) -> Weights:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        about = (file.metadata() or {}).get("settings")
+        metadata = file.metadata() or {}
         tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
-    return Weights(name, tensors, _sizes(about, len(tensors)) if about else {})
+    sizes = _sizes(_object(metadata, "settings"), len(tensors))
+    classes = _object(metadata, "about").get("classes", [])
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"its classes must be a list of names, got {repr(classes)[:40]}")
+    return Weights(name, tensors, sizes, tuple(classes))
 
 
-def _sizes(about: str, tensors: int) -> dict[str, Any]:
-    """Return the sizes among a run's settings: every layer has tensors of its own."""
+def _object(metadata: Mapping[str, str], key: str) -> dict[str, Any]:
+    """Return an entry of a run's metadata, which is a JSON object; empty without it."""
     try:
-        saved = json.loads(about)
-    except ValueError:
+        saved = json.loads(metadata.get(key, "{}"))
+    except (ValueError, RecursionError):
         saved = None
     if not isinstance(saved, dict):
-        raise ValueError("settings in its metadata are not a JSON object")
+        raise ValueError(f"{key} in its metadata must be a JSON object")
+    return saved
+
+
+def _sizes(saved: Mapping[str, Any], tensors: int) -> dict[str, Any]:
+    """Return the sizes among a run's settings: every layer has tensors of its own."""
     sizes = {key: saved[key] for key in ("model", *_SIZES) if saved.get(key) is not None}
     for key, value in sizes.items():
         if not _fits(key, value, tensors):

@@ -28,6 +28,7 @@ from train.checkpoint.shards import fill, part_of
 from train.config import architecture, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
+from train.data.classes import class_numbers, same_classes, shown
 from train.data.images import KINDS, NAMES, Images, about, open_images
 from train.data.images.augment import Augment, Mix
 
@@ -228,15 +229,20 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         drop=settings.dropout,
     )
     facts |= {"tokens": built.num_tokens, "classes": images.classes}
+    kept = about(
+        images, model.sizes["image_size"], model.sizes["in_chans"], sources and sources.names
+    )
     start, files, identity = None, {}, {}
     if sources is not None:
-        identity = sources.identity(settings.data)
+        identity = sources.identity()
         facts |= sources.facts()
         files = sources.files()
     if weights is not None:
+        weights, classifier = _with_classes(weights, kept["classes"])
         tensors = weights.fitted(built)
         fresh = [name for name in built.state_dict() if name not in tensors]
-        facts["pretrained"] = f"{settings.pretrained}, but for {', '.join(fresh) or 'nothing'}"
+        said = f"{settings.pretrained}, but for {', '.join(fresh) or 'nothing'}"
+        facts["pretrained"] = f"{said}; {classifier}" if classifier else said
         start = partial(_load, tensors=tensors)
     mix = Mix(images.classes, mixup=settings.mixup, cutmix=settings.cutmix)
     folder = settings.data if settings.data in NAMES else "images"
@@ -252,9 +258,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         flops_per_item=built.flops_per_image(),
         facts=facts,
         repeats=settings.repeats,
-        about=about(
-            images, model.sizes["image_size"], model.sizes["in_chans"], sources and sources.names
-        ),
+        about=kept,
         start=start,
         files=files,
         identity=identity,
@@ -286,6 +290,25 @@ def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
         epochs = min(100, max(20, 12_000 // count))
         recipe["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
     return flags.fill(settings, name, recipe)
+
+
+def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
+    """Match the classifier of weights to the classes of the data by name.
+
+    Args:
+        weights: of ``models.pretrained``.
+        names: of the classes of the data.
+
+    Returns:
+        The weights, without a classifier where the classes differ; and what a plan says of it.
+    """
+    if not weights.classes:
+        return weights, "classes by their numbers, because these weights name none"
+    if not same_classes(weights.classes, names):
+        return weights.with_rows(None), f"its classes are {shown(weights.classes)}"
+    rows = class_numbers(names, weights.classes)
+    moved = rows != [*range(len(rows))]
+    return weights.with_rows(rows), "classes reordered by their names" if moved else ""
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:

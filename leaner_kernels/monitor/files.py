@@ -12,6 +12,7 @@ from typing import IO
 SYSTEM = frozenset(
     {
         *("__macosx", "$recycle.bin", "system volume information", "lost+found", "__pycache__"),
+        *("desktop.ini", "ehthumbs.db", "thumbs.db"),  # Windows
         *("#recycle", "#snapshot", "@eadir", "@recently-snapshot", "@recycle", "~snapshot"),  # NAS
     }
 )

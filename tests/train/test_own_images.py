@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
+from safetensors import safe_open
+from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer as TimmViT
 from torchvision.datasets.folder import make_dataset
 
@@ -231,3 +233,56 @@ def test_exported_weights_bring_the_sizes_of_their_model(folder, tmp_path):
     assert (settings.model, settings.width, settings.img_size) == ("xcit_tiny_lean", 32, 16)
     assert (settings.depth, settings.heads, settings.lr) == (1, [2], 5e-5)
     assert task.facts["pretrained"] == f"{weights}, but for nothing"
+
+
+def renamed(weights: Path, classes: object, path: Path) -> Path:
+    """Write weights as of a run whose classes had other names, or none."""
+    with safe_open(weights, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    about = json.loads(metadata["about"]) | {"classes": classes}
+    save_file(tensors, path, metadata=metadata | {"about": json.dumps(about)})
+    return path
+
+
+def test_a_classifier_follows_the_names_of_its_classes(folder, tmp_path):
+    (folder / "cow").rename(folder / "vache é")
+    small = ["--data", folder, *TINY, "--width", 32, "--img-size", 16, "--steps", 1]
+    vit.main([str(word) for word in [*small, "--out", tmp_path / "run"]])
+    weights = tmp_path / "run" / "model.safetensors"
+    heads = {"head.weight", "head.bias"}
+
+    def started(classes: object) -> tuple[str, dict]:
+        path = renamed(weights, classes, tmp_path / "w.safetensors")
+        task, _ = task_of("--data", folder, "--pretrained", path)
+        return task.facts["pretrained"].removeprefix(f"{path}, but for "), task.start.keywords
+
+    said, kept = started(["ant", "bee", "vache e\N{COMBINING ACUTE ACCENT}"])
+    assert said == "nothing"
+    said, moved = started(["bee", "vache é", "ant"])
+    assert said == "nothing; classes reordered by their names"
+    for name in heads:
+        assert torch.equal(moved["tensors"][name], kept["tensors"][name][[2, 0, 1]])
+    said, fresh = started(["ant", "bee", "wasp"])
+    assert said == "head.weight, head.bias; its classes are ant, bee, wasp"
+    assert not heads & fresh["tensors"].keys()
+    said, unnamed = started([])
+    assert said == "nothing; classes by their numbers, because these weights name none"
+    assert heads <= unnamed["tensors"].keys()
+    with pytest.raises(ValueError, match=r"its classes must be a list of names, got \[1, 2, 3\]"):
+        started([1, 2, 3])
+
+
+def test_weights_with_other_rows_than_names_are_refused(folder, tmp_path):
+    small = ["--data", folder, *TINY, "--width", 32, "--img-size", 16, "--steps", 1]
+    vit.main([str(word) for word in [*small, "--out", tmp_path / "run"]])
+    (folder / "dog").mkdir()
+    picture(folder / "dog" / "1.png", (9, 9, 3))
+    path = renamed(
+        tmp_path / "run" / "model.safetensors",
+        ["ant", "bee", "cow", "dog"],
+        tmp_path / "w.safetensors",
+    )
+    message = r"must have a row for each of its 4 classes, got shape \(3,"
+    with pytest.raises(ValueError, match=message):
+        task_of("--data", folder, "--pretrained", path)

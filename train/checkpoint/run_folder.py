@@ -23,6 +23,8 @@ _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio"),
     *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
 )
+# Settings that say where data lies. Its digests are compared in their place, so that it may move.
+_WHERE = ("data", "validation", "tokenizer")
 # Steps of different sizes: which items one takes follows from the length of the run too.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
 
@@ -154,16 +156,20 @@ def check_compatible(
     same = _SAME + settings.SAME_AFTER_RESUME
     if settings.batch_size_warmup:
         same += _SAME_IN_A_BATCH_SIZE_WARMUP
+    before = details.get("identity")
+    if not isinstance(before, dict):  # of a version without an identity
+        before = {}
+    compared = bool(identity) and before.keys() == identity.keys()
     for name in same:
+        if compared and name in _WHERE:
+            continue
         if name in saved and saved[name] != now[name]:  # a version before may lack the flag
             raise ValueError(
                 f"--resume {path} was saved with --{name.replace('_', '-')} {saved[name]}, got "
                 f"{now[name]}: give the saved value"
             )
-    before = details.get("identity")
     for name, digest in identity.items():
-        # Anything but a dictionary is of a version without an identity.
-        if isinstance(before, dict) and before.get(name, digest) != digest:
+        if before.get(name, digest) != digest:
             raise ValueError(
                 f"--resume {path}: {name} has changed since the run began: restore it, or give "
                 "another --out"

@@ -42,6 +42,8 @@ BEST = "model_best.safetensors"
 _HEADER = 64 << 20
 # Most of one size of a model, and of a picture's side.
 _SIZE, _SIDE = 1 << 20, 4096
+# Characters of the name of a class: those of a folder's name, whole, so that names compare.
+_NAME = 255
 # Elements of what a model computes itself when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
 
@@ -188,7 +190,7 @@ class Weights:
                 settings=self.settings,
                 task=str(self.about.get("task", "")),
                 step=self.step,
-                classes=tuple(map(printable, classes)),
+                classes=tuple(printable(name, _NAME) for name in classes),
                 image_size=images.get("size"),
                 channels=images.get("channels"),
                 mean=tuple(map(float, images["mean"])) if "mean" in images else None,
@@ -436,16 +438,21 @@ def _check_images(info: Info) -> None:
     channels = arguments.get("in_chans", 3)
     if own != (arguments.get("image_size", 224), channels, channels, channels):
         raise ValueError(f"its images have size, channels, means and stds {own}, unlike its model")
+    if len(info.classes) not in (0, arguments.get("num_classes", len(info.classes))):
+        raise ValueError(
+            f"its classes must be {arguments['num_classes']} as in its model, got "
+            f"{len(info.classes)}"
+        )
     if not all(map(math.isfinite, info.mean)) or not all(0 < s < math.inf for s in info.std):
         raise ValueError("its mean must be finite and its std positive and finite")
     if info.pixels not in ("photograph", "digit"):
         raise ValueError(f"its pixels must be photograph or digit, got {printable(info.pixels)}")
 
 
-def printable(value: Any) -> str:
-    """Return a value as one short line that a terminal shows and obeys in nothing."""
-    text = "".join(c if c.isprintable() else "\ufffd" for c in str(value)[:200])
-    return text if len(text) <= 80 else text[:77] + "..."
+def printable(value: Any, most: int = 80) -> str:
+    """Return a value as one line of a bounded length, of which a terminal obeys nothing."""
+    text = "".join(c if c.isprintable() else "\ufffd" for c in str(value)[: most + 1])
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def _line(error: BaseException) -> str:

@@ -1,18 +1,38 @@
 """Load Hugging Face data sets from the Hub, from a folder, or as saved to disk."""
 
+import glob
+import json
+import os
+import tarfile
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from leaner_kernels.monitor.command_line import first_line
+from leaner_kernels.monitor.files import files_below, open_file, read_file
+from leaner_kernels.monitor.pictures import PICTURES
+from train.data.classes import shown
+from train.data.splits import HELD_OUT, split_in, splits_of
+
+# Endings of tables of pictures, and of all tables, with the names of their readers in `datasets`.
+OF_PICTURES = {".parquet": "parquet", ".tar": "webdataset"}
+TABLES = OF_PICTURES | {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+# Files beside tables that describe them.
+_ABOUT = {"config", "dataset_dict", "dataset_info", "dataset_infos", "metadata"}
 
 
-def load(name: str, config: str | None = None, *, shown: str | None = None, **options: Any) -> Any:
+def load(name: str, config: str | None = None, *, called: str | None = None, **options: Any) -> Any:
     """Return the splits of a data set by name, each a ``datasets.Dataset``.
 
+    Splits with the usual names, such as "Training" or "dev", are called "train", "validation" and
+    "test".
+
     Args:
-        name: on the Hub, or of a folder of its files or of what ``save_to_disk`` wrote.
+        name: on the Hub, or of a folder of its files or of what ``save_to_disk`` wrote; with
+            options, of a reader of ``datasets``.
         config: one of several that it has.
-        shown: what messages call it.
+        called: what messages call it, in place of the name.
         **options: of ``datasets.load_dataset``, such as ``data_files``.
 
     Raises:
@@ -24,15 +44,120 @@ def load(name: str, config: str | None = None, *, shown: str | None = None, **op
         raise ValueError(
             f"--data {name} needs the package datasets: pip install datasets"
         ) from None
+    folder = Path(name)
     try:
-        if (Path(name) / "dataset_dict.json").is_file():
-            return datasets.load_from_disk(name)
-        return datasets.load_dataset(name, config, **options)
+        if options:
+            return datasets.load_dataset(name, config, **options)
+        if (folder / "dataset_dict.json").is_file():
+            return _renamed(datasets.load_from_disk(name))
+        files = {} if config or not folder.is_dir() else _tables(folder)
+        if not files:
+            return _renamed(datasets.load_dataset(name, config))
+        ending = next(iter(files.values()))[0].suffix.lower()
+        how = {"sep": "\t"} if ending == ".tsv" else {}
+        tables = datasets.DatasetDict()
+        # One by one: of several splits `datasets` reads the names of classes in the first alone.
+        for split, paths in files.items():
+            if ending == ".parquet":
+                _check_classes(paths)
+            # `datasets` takes names for patterns.
+            escaped = {split: [glob.escape(str(path)) for path in paths]}
+            kind = TABLES[ending]
+            tables[split] = datasets.load_dataset(kind, data_files=escaped, split=split, **how)
+        return tables
     except Exception as error:  # it lets the errors of its readers through
         reason = first_line(error.__cause__ or error)
-        raise ValueError(f"--data {shown or name} cannot be read: {reason}") from error
+        raise ValueError(f"--data {called or name} cannot be read: {reason}") from error
 
 
 def held_out_split(splits: Any) -> str | None:
     """Return the name of the split to measure on: validation, or else test."""
-    return next((name for name in ("validation", "valid", "val", "test") if name in splits), None)
+    return next((name for name in HELD_OUT if name in splits), None)
+
+
+def tables_below(folder: Path, endings: Iterable[str] = TABLES) -> list[Path]:
+    """Return the tables in a folder and its folders, in order, without hidden ones."""
+    endings = set(endings)
+    return sorted(
+        path
+        for path in files_below(folder)
+        if path.suffix.lower() in endings and path.stem not in _ABOUT
+    )
+
+
+def _tables(folder: Path) -> dict[str, list[Path]]:
+    """Return the tables of a folder by split; none where `datasets` is to find out what it holds.
+
+    `datasets` takes the most frequent kind of file for the data, so that a few pictures or archives
+    beside a table would be read in its place.
+    """
+    if _is_described(folder / "README.md"):
+        return {}
+    paths = tables_below(folder, OF_PICTURES)
+    if not paths and not any(p.suffix.lower() in PICTURES for p in files_below(folder)):
+        paths = tables_below(folder)
+    kinds = Counter(path.suffix.lower() for path in paths)
+    kind = ".parquet" if ".parquet" in kinds else next(iter(kinds.most_common(1)), [None])[0]
+    files: defaultdict[str, list[Path]] = defaultdict(list)
+    for path in paths:
+        if path.suffix.lower() == kind:
+            # `datasets` searches no linked folders.
+            file = path.parent.resolve() / path.name
+            if kind == ".tar":
+                _check_tar(file)
+            files[_split_of(path.relative_to(folder))].append(file)
+    if set(files) == {""}:
+        return {"train": files[""]}
+    files.pop("", None)
+    return dict(files)
+
+
+def _check_classes(paths: list[Path]) -> None:
+    """Refuse Parquet files of one split that number their classes in different ways.
+
+    `datasets` reads the names of classes in the first file alone.
+    """
+    from pyarrow import parquet
+
+    first: dict[str, tuple[Path, list[str]]] = {}
+    for path in paths:
+        about = json.loads((parquet.read_schema(path).metadata or {}).get(b"huggingface", "{}"))
+        for column, kind in about.get("info", {}).get("features", {}).items():
+            names = kind.get("names") if isinstance(kind, dict) else None
+            if names and first.setdefault(column, (path, names))[1] != names:
+                raise ValueError(
+                    f"{first[column][0]} and {path} must have the same classes in the same order "
+                    f"as {column}, got {shown(first[column][1])} and {shown(names)}"
+                )
+
+
+def _check_tar(path: Path) -> None:
+    """Refuse a tar that was cut off, which `datasets` reads as far as it goes."""
+    with open_file(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - tarfile.BLOCKSIZE))
+        if file.read() != bytes(tarfile.BLOCKSIZE):
+            raise ValueError(f"{path} is no tar, or was cut off after {size:,} bytes")
+
+
+def _is_described(readme: Path) -> bool:
+    """Return whether a data set's card says which files are its tables, or of what columns."""
+    if not readme.is_file():
+        return False
+    text = read_file(readme).decode("utf-8", "replace")
+    header = text.split("\n---", 1)[0] if text.startswith("---") else ""
+    return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
+
+
+def _split_of(path: Path) -> str:
+    """Return the split of a table by its name, or else by its folders; "" of none."""
+    named = map(split_in, (path.stem, *reversed(path.parent.parts)))
+    return next(filter(None, named), "")
+
+
+def _renamed(splits: Any) -> Any:
+    """Return splits under their usual names, unless two would have one."""
+    named = splits_of(splits)
+    taken = Counter(named.get(name, name) for name in splits)
+    new = {name: split for name, split in named.items() if taken[split] == 1}
+    return type(splits)({new.get(name, name): table for name, table in splits.items()})

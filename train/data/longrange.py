@@ -25,20 +25,17 @@ from torch import Tensor
 from leaner_kernels.monitor.files import is_hidden, open_file
 from leaner_kernels.monitor.pictures import decoded, opened
 from train.data import hub, listops
-from train.data.images.files import ImageFiles, open_folder
+from train.data.classes import class_numbers
+from train.data.images.files import ImageFiles, class_folders, open_folder
 from train.data.images.hub import HubTable
 from train.data.images.sources import Part
 from train.data.loader import Key
+from train.data.splits import split_in, splits_of
 
 SIDE = 32  # pixels of a picture
 SPLITS = listops.SPLITS
 DIGITS = tuple("0123456789")  # classes of ListOps
-# Words in the names of files of tables, and of splits of Hugging Face.
-_WORDS = {
-    "train": ("train", "training"),
-    "dev": ("validation", "valid", "val", "dev", "eval"),
-    "test": ("test", "testing"),
-}
+_SPLITS = {"train": "train", "validation": "dev", "test": "test"}  # by the usual names
 _HELD_OUT = 10  # of the training items, one in so many for a split that the data lacks
 
 
@@ -315,20 +312,12 @@ def _lists(source: Any, labels: np.ndarray, length: int) -> listops.Lists:
     return listops.Lists(tokens, offsets, labels.astype(np.uint8), padded(length))
 
 
-def padded(length: int) -> int:
-    """Return the tokens of a sequence in a batch, where ``length`` are read: a power of two."""
-    return 1 << (length - 1).bit_length()
-
-
 def _labels(source: Any, classes: Sequence[str], split: str) -> np.ndarray:
     """Return the labels of a source as indices of ``classes``."""
-    unknown = [name for name in source.names if name not in classes]
-    if unknown:
-        raise ValueError(
-            f"--data must have the classes {', '.join(classes)} in its split {split}, got "
-            f"{unknown[0]}"
-        )
-    own = np.array([classes.index(name) for name in source.names], np.int64)
+    try:
+        own = np.array(class_numbers(source.names, classes), np.int64)
+    except ValueError as error:
+        raise ValueError(f"--data has other classes in its split {split}: {error}") from None
     return own[np.asarray(source.labels)]
 
 
@@ -344,36 +333,32 @@ def _sources(
     elif files := _table_files(folder):
         tables = _load_tables(folder, files, [*text_columns, label_column])
     elif pictures:
-        return _class_folders(folder)
+        return _pictures(folder)
     else:
         raise ValueError(f"--data must contain .tsv, .csv or .parquet files, got none in {data}")
-    named: dict[str, Any] = {}
-    for name, table in tables.items():
-        if (split := _split_named(name)) is not None:
-            named.setdefault(split, table)
-    if pictures:
-        sources = {s: HubTable(_with_label(t, label_column), s) for s, t in named.items()}
-        for source in sources.values():
-            source.names = source.names or [str(number) for number in range(source.classes)]
-        return sources
-    return {s: TextTable(table, s, text_columns, label_column) for s, table in named.items()}
-
-
-def _with_label(table: Any, column: str) -> Any:
-    """Return a table whose classes are in the column ``label``."""
-    return table.rename_column(column, "label") if column in table.column_names else table
-
-
-def _class_folders(folder: Path) -> dict[str, ImageFiles]:
-    training, held_out = open_folder(folder)
-    sources = {"train": training} | ({} if held_out is None else {"dev": held_out})
+    sources: dict[str, Any] = {}
+    for name, split in _SPLITS.items():
+        if name not in tables:
+            continue
+        if not pictures:
+            sources[split] = TextTable(tables[name], split, text_columns, label_column)
+            continue
+        table = tables[name]
+        if label_column in table.column_names:
+            table = table.rename_column(label_column, "label")
+        sources[split] = source = HubTable(table, split)
+        source.names = source.names or [str(number) for number in range(source.classes)]
     return sources
 
 
-def _split_named(name: str) -> str | None:
-    """Return which split a name has a word for."""
-    words = re.split(r"[^a-z]+", name.lower())
-    return next((s for s, own in _WORDS.items() if not {*words}.isdisjoint(own)), None)
+def _pictures(folder: Path) -> dict[str, ImageFiles]:
+    """Return the pictures of class folders by split."""
+    train, held_out, _ = open_folder(folder)
+    if held_out is None:
+        return {"train": train}
+    names = splits_of(path.name for path in folder.iterdir() if path.is_dir())
+    parts = {_SPLITS[split]: class_folders(folder / name) for name, split in names.items()}
+    return parts | {"train": train}
 
 
 def _table_files(folder: Path) -> list[Path]:
@@ -382,25 +367,26 @@ def _table_files(folder: Path) -> list[Path]:
 
 
 def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Mapping[str, Any]:
-    """Return tables by split; of several files each names its split."""
+    """Return tables by split, whose cells are text; of several files each names its split."""
     import datasets
 
-    (kind, *others) = sorted({path.suffix for path in files})
-    if others:
-        raise ValueError(f"--data must contain tables of one kind, got {kind} and {others[0]}")
-    by_split: dict[str, list[str]] = {}
+    if len({path.suffix for path in files}) > 1:
+        raise ValueError(
+            f"--data must contain tables of one kind, got {files[0].name} and {files[-1].name}"
+        )
+    if files[0].suffix == ".parquet":
+        return hub.load(str(folder))
+    splits: dict[str, list[str]] = {}
     for path in files:
-        split = _split_named(path.stem) or ("train" if len(files) == 1 else None)
+        split = split_in(path.stem) or ("train" if len(files) == 1 else None)
         if split is None:
             raise ValueError(
                 f"--data {path} must have train, validation or test in its name, as one of "
                 f"{len(files)} tables"
             )
-        by_split.setdefault(split, []).append(glob.escape(str(path)))
-    if kind == ".parquet":
-        return hub.load("parquet", shown=str(folder), data_files=by_split)
+        splits.setdefault(split, []).append(glob.escape(str(path)))
     # Cells of TSV are not quoted. Numbers as names of columns say that no line names them.
-    style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kind == ".tsv" else {}
+    style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if files[0].suffix == ".tsv" else {}
     with open_file(files[0]) as file:
         head = file.readline(1 << 20).decode("utf-8-sig", "replace")
     names = next(csv.reader([head], **style), [])
@@ -409,4 +395,9 @@ def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Map
         style |= {"header": None, "column_names": names}
     features = datasets.Features({name: datasets.Value("string") for name in names})
     options = {"features": features, "na_filter": False, "encoding": "utf-8-sig"}
-    return hub.load("csv", shown=str(folder), data_files=by_split, **options, **style)
+    return hub.load("csv", called=str(folder), data_files=splits, **options, **style)
+
+
+def padded(length: int) -> int:
+    """Return the tokens of a sequence in a batch, where ``length`` are read: a power of two."""
+    return 1 << (length - 1).bit_length()

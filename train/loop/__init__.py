@@ -35,7 +35,7 @@ class Task:
         about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
             names; "images", of ``data.images.about``.
         identity: digests of what a run that goes on must find as it was, by what it is in words,
-            such as "the text under a.txt".
+            such as "the text of --data"; wherever it lies.
         files: text by the name of a file that the run's folder gets when it begins, such as the
             tokeniser that its tokens are of.
         finish: called on every rank with the model when training is over; what it returns joins

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.train.image_files import photographs, write_parquet
 from train import bert, gpt, lra, vit
 from train.data.text import tokenizers
 
@@ -59,7 +60,7 @@ def test_a_text_with_other_contents_is_refused(tmp_path, capsys, script, tokeniz
         # As long as before, and as old by the time that programs may set.
         os.utime(tmp_path / "t.txt", ns=(before.st_atime_ns, before.st_mtime_ns))
         error = refused(script, *args, "--steps", 2, "--resume", "auto", capsys=capsys)
-        assert "t.txt has changed since the run began: restore it, or give another --out" in error
+        assert "the text of --data has changed since the run began: restore it, or give" in error
         assert (tmp_path / "run" / "tokenizer.json").read_text() == kept
 
 
@@ -97,7 +98,94 @@ def test_pictures_with_other_names_or_sizes_are_refused(tmp_path, capsys):
     assert "resumed from" in capsys.readouterr().out
     picture(root / "bee" / "11.png", 90)
     error = refused(vit, *args, "--steps", 3, "--resume", "auto", capsys=capsys)
-    assert f"the set of pictures under {root} has changed since the run began" in error
+    assert "the set of pictures of --data has changed since the run began" in error
+
+
+def ways_to(folder: Path, monkeypatch) -> list[str]:
+    """Return a path, as one may write it, and one of a copy elsewhere."""
+    monkeypatch.chdir(folder.parent)
+    copy = folder.parent / "scratch" / "of a job" / "copy"
+    shutil.copytree(folder, copy)
+    return [str(folder), f"{folder.name}/", f"./{folder.name}", f"x/../{folder.name}", str(copy)]
+
+
+@pytest.mark.parametrize("kind", ["folders", "splits", "table", "table of files"])
+def test_pictures_may_lie_elsewhere(tmp_path, monkeypatch, capsys, kind):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    (tmp_path / "x").mkdir()
+    root = tmp_path / "data"
+    if kind == "table":
+        write_parquet(root, "train", photographs("train", 12), shards=2)
+    else:
+        for i in range(12):
+            picture(root / ("ant", "bee")[i % 2] / f"{i:02d}.png", 40 + i)
+    if kind == "splits":
+        (tmp_path / "flat").mkdir()
+        root.rename(tmp_path / "flat" / "train")
+        (tmp_path / "flat").rename(root)
+    form = "hf:{}" if "table" in kind else "{}"
+    args = [*QUICK, "--heads", 2, "--depth", 1, "--out", tmp_path / "run", "--resume", "auto"]
+    for step, name in enumerate(ways_to(root, monkeypatch), start=1):
+        run(vit, *args, "--data", form.format(name), "--steps", step)
+        assert ("resumed from" in capsys.readouterr().out) == (step > 1)
+    file = next(path for path in sorted(root.rglob("*.*")) if path.is_file())
+    if kind == "table":
+        write_parquet(root, "train", photographs("val", 12), shards=2)
+    else:
+        file.rename(file.with_name("renamed.png"))
+    error = refused(vit, *args, "--data", root, "--steps", 9, capsys=capsys)
+    assert "the set of pictures of --data has changed since the run began" in error
+
+
+@pytest.mark.parametrize(("script", "tokenizer"), [(gpt, "t.json"), (bert, "wordpiece")])
+def test_text_and_its_tokeniser_may_lie_elsewhere(tmp_path, monkeypatch, capsys, script, tokenizer):
+    (tmp_path / "x").mkdir()
+    root = tmp_path / "data"
+    for name, count in (("a", 60), ("b/c", 20), ("held/out", 30)):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / f"{name}.txt").write_text(sentences(count))
+    specials = tokenizers.GPT if script is gpt else tokenizers.BERT
+    whole = tokenizers.Tokenizer(tokenizers._bytes(specials), "bytes")
+    (root / "t.json").write_text(whole.files()["tokenizer.json"])
+    args = [*SMALL, "--context", 8, "--out", tmp_path / "run", "--resume", "auto"]
+    args += ["--samples", 0] if script is gpt else []
+    for step, name in enumerate(ways_to(root, monkeypatch), start=1):
+        data = ["--data", name, "--validation", f"{name}/held", "--steps", step]
+        if tokenizer == "t.json":
+            data += ["--tokenizer", f"{name}/t.json"]
+        else:
+            data += ["--tokenizer", tokenizer]
+        run(script, *args, *data)
+        assert ("resumed from" in capsys.readouterr().out) == (step > 1)
+    (root / "held" / "out.txt").write_text(sentences(31))
+    data[data.index("--validation") + 1] = root / "held"
+    error = refused(script, *args, *data, "--steps", 9, capsys=capsys)
+    assert "the text of --validation has changed since the run began" in error
+    data = [*data[:2], *data[4:]]
+    error = refused(script, *args, *data, "--steps", 9, capsys=capsys)
+    assert "was saved with --validation" in error
+
+
+def test_classes_that_were_renamed_are_refused(tmp_path, capsys):
+    root = tmp_path / "pictures"
+    for i in range(12):
+        picture(root / ("ant", "bee")[i % 2] / f"{i:02d}.png", 40 + i)
+    args = [*QUICK, "--heads", 2, "--depth", 1, "--data", root, "--out", tmp_path / "run"]
+    run(vit, *args, "--steps", 1)
+    (root / "ant").rename(root / "wasp")
+    error = refused(vit, *args, "--steps", 3, "--resume", "auto", capsys=capsys)
+    assert "the list of classes of --data has changed since the run began" in error
+
+
+def test_other_kinds_of_data_are_refused(tmp_path, capsys):
+    args = [*QUICK, "--heads", 2, "--depth", 1, "--model", "vit_digits", "--head-dim", 16]
+    args += ["--out", tmp_path / "run", "--resume", "auto"]
+    run(vit, *args, "--data", "digits", "--steps", 1)
+    for i in range(12):
+        picture(tmp_path / "data" / ("ant", "bee")[i % 2] / f"{i:02d}.png", 40 + i)
+    error = refused(vit, *args, "--data", tmp_path / "data", "--steps", 3, capsys=capsys)
+    assert "was saved with --data digits" in error
 
 
 def test_lists_with_other_contents_are_refused(tmp_path, cache, capsys):

@@ -1,6 +1,7 @@
 """Pixels of pictures are the same whichever library decodes them, and nearly as Pillow resizes."""
 
 import io
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from leaner_kernels.monitor.pictures import opened
 from tests.train.image_files import decode
+from train import vit
 from train.data.images import photographs
 from train.data.images.augment import Augment, EvaluationView, Region, TrainingView, seeded
 from train.data.images.photographs import pixels_of
@@ -122,3 +124,21 @@ def test_pixels_of_a_reduced_jpeg_are_on_average_within_a_grey_level_of_pillows(
         assert (ours - v2.functional.pil_to_tensor(crop).int()).float().abs().mean() < 1
         reductions.add(reduction)
     assert {2, 4} <= reductions
+
+
+@pytest.mark.parametrize("recipe", ["small", "paper", "deit"])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("L", "PNG"), ("P", "PNG"), ("RGB", "PNG"), ("L", "JPEG"), ("RGB", "JPEG")]
+)
+def test_pictures_of_one_to_three_pixels_are_read_in_every_recipe(recipe, kind, mode):
+    values = vit.PLAIN_IMAGES | vit.RECIPES[recipe]
+    policy = None if values["rand_augment"] == "none" else values["rand_augment"]
+    augment = Augment(policy, values["erase"], values["crop"], values["flip"])
+    for width, height in product((1, 2, 3), repeat=2):
+        file = io.BytesIO()
+        photograph(width, height).convert(mode).save(file, kind)
+        for seed in range(8):
+            for view in (EvaluationView(32), TrainingView(32, augment)):
+                with seeded(seed):
+                    pixels = pixels_of(file.getvalue(), str, view)
+                assert pixels.shape == (3, 32, 32)

@@ -1,7 +1,11 @@
 """Documents become tokens once, whoever reads, and sequences are a function of seed and place."""
 
+import bz2
+import gzip
+import lzma
 import pickle
 import random
+import re
 import threading
 import time
 from pathlib import Path
@@ -88,6 +92,19 @@ def test_documents_keep_their_indentation_and_lose_blank_lines_alone(tmp_path):
     assert documents_of(file) == ["  one\n\n  more", "    two", "three"]
 
 
+def test_a_file_of_one_document_is_the_same_alone_and_in_a_folder(tmp_path):
+    file = write(tmp_path / "a" / "a.txt", "one\nand the same\n")
+    assert documents_of(file) == documents_of(tmp_path / "a") == ["one\nand the same\n"]
+
+
+def test_a_file_with_brackets_and_stars_in_its_name_is_that_file(tmp_path):
+    for name in ("text[1].txt", "te*t.txt", "te?t.txt"):
+        write(tmp_path / name, f"{name}\n")
+        for other in ("text1.txt", "test.txt"):
+            write(tmp_path / other, "another file\n")
+        assert documents_of(tmp_path / name) == [f"{name}\n"]
+
+
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory):
     """The same stories in each form that Hugging Face's library reads."""
@@ -139,22 +156,72 @@ def test_hugging_face_data_of_another_form_is_one_line(stories, form, message):
     assert "\n" not in str(error.value)
 
 
+BOOK = "Über den Fluß, sagte sie, führt kein Weg.\n\n" * 300
+RUSSIAN = "Мороз и солнце; день чудесный!\n\n" * 300
+ADVICE = {
+    "Latin-1": (b"plain\n" * 9000 + BOOK.encode("latin-1"), "; iconv -f LATIN1 .* Latin-1$"),
+    "Windows": (BOOK.replace(",", "…").encode("cp1252"), "; iconv -f WINDOWS-1252 .* Windows-1252"),
+    "Cyrillic": (RUSSIAN.encode("cp1251"), "; iconv -f ENCODING .* of a known encoding$"),
+    "Chinese": (("春眠不覚暁\n" * 300).encode("shift-jis"), "; iconv -f ENCODING"),
+    "damaged": (RUSSIAN.encode() + b"\xd0\n" + RUSSIAN.encode(), "; iconv -c -f UTF-8 -t UTF-8 "),
+    "cut": ("né".encode()[:-1], r"not UTF-8 \(unexpected end of data\); its last character is cut"),
+    "UTF-16": (BOOK.encode("utf-16"), "is UTF-16: iconv -f UTF-16 -t UTF-8 converts it$"),
+    "UTF-16, big end": (b"\xfe\xff" + BOOK.encode("utf-16-be"), "is UTF-16: iconv -f UTF-16 "),
+    "UTF-32": (BOOK.encode("utf-32"), "is UTF-32: iconv -f UTF-32 -t UTF-8 converts it$"),
+    "unmarked": (BOOK.encode("utf-16-le"), "UTF-16 without a byte order mark: iconv -f UTF-16LE"),
+    "unmarked, big end": (BOOK.encode("utf-16-be"), "without a byte .* mark: iconv -f UTF-16BE"),
+    "unmarked, Cyrillic": (RUSSIAN.encode("utf-16-le"), "without a byte|a binary file"),
+    "unmarked, 32 bits": (BOOK.encode("utf-32-le"), "a binary file, because it has zero bytes"),
+    "gzip": (gzip.compress(BOOK.encode()), "is compressed with gzip: decompress it first$"),
+    "bzip2": (bz2.compress(BOOK.encode()), "is compressed with bzip2"),
+    "xz": (lzma.compress(BOOK.encode()), "is compressed with xz"),
+    "zstd": (b"\x28\xb5\x2f\xfd" + bytes(range(256)), "is compressed with zstd"),
+    "PDF": (b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n" + bytes(range(256)) * 20, "is a PDF: extract"),
+    "plain PDF": (b"%PDF-1.4\nplain", "is a PDF: extract its text first"),
+    "zip": (b"PK\x03\x04" + bytes(range(256)), "is a zip archive, as .docx"),
+    "tables": (b"PAR1" + bytes(range(256)), "is a Parquet table"),
+    "machine code": (b"\x7fELF" + bytes(range(256)) * 9, "is a binary file, because it has zero"),
+}
+
+
+@pytest.mark.parametrize("kind", ADVICE)
+def test_files_that_are_not_utf8_are_named_and_no_advice_turns_them_into_noise(tmp_path, kind):
+    content, message = ADVICE[kind]
+    file = tmp_path / "odd.txt"
+    file.write_bytes(content)
+    for name in (file, tmp_path):
+        with pytest.raises(ValueError, match=r"--data holds .*odd\.txt, which is ") as error:
+            documents_of(name)
+        said = str(error.value)
+        assert re.search(message, said), said
+        assert "\n" not in said
+        if kind not in ("Latin-1", "Windows"):
+            assert "LATIN1" not in said
+
+
+@pytest.mark.parametrize("form", ["{}.txt", "{}/1.txt", "{}/deep/1.md", "corpus.{}.txt"])
+@pytest.mark.parametrize(("train", "held_out"), [("train", "valid"), ("Training", "Testing")])
+def test_splits_of_text_are_not_trained_on_together(tmp_path, form, train, held_out):
+    for name in (train, held_out, "test"):
+        write(tmp_path / "set" / form.format(name), f"on {name}")
+    write(tmp_path / "set" / "README.md", "about")
+    if form == "corpus.{}.txt":
+        train, held_out = f"corpus.{train}", f"corpus.{held_out}"
+    with pytest.raises(ValueError, match=r"set has the splits .*: give --data (.*)$") as error:
+        find_source(str(tmp_path / "set"))
+    said, validation = str(error.value).split("give --data ")[1].split(" --validation ")
+    assert documents_of(said) == [f"on {train.removeprefix('corpus.')}"]
+    assert Path(validation).exists()
+    write(tmp_path / "set" / "install.md", "on install")
+    assert len(documents_of(tmp_path / "set")) == 5
+
+
 def test_files_that_hold_no_text_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"contains no \.txt, .* file: .* or hf:"):
         find_source(str(tmp_path))
     with pytest.raises(ValueError, match=r"t\.jsonl is a table: .* give hf:FOLDER"):
         find_source(str(write(tmp_path / "t.jsonl", "{}")))
     file = tmp_path / "odd.txt"
-    for data, message in {
-        b"plain\n" * 2000
-        + "café\n".encode("latin-1"): r"odd\.txt, which is not UTF-8 \(invalid continuation byte",
-        # Half of a character at the end.
-        "né".encode()[:-1]: r"not UTF-8 \(unexpected end of data",
-    }.items():
-        file.write_bytes(data)
-        with pytest.raises(ValueError, match=message) as error:
-            documents_of(tmp_path)
-        assert "\n" not in str(error.value)
     for blank in ("", " \n\n "):
         write(file, blank)
         with pytest.raises(ValueError, match="contains no text: it is empty or blank"):
@@ -325,7 +392,7 @@ def test_each_document_ends_and_the_last_tenth_is_held_out(tmp_path):
 
 
 def test_other_text_is_held_out_and_else_a_tenth_of_no_more_than_is_asked_for(tmp_path):
-    train = str(write(tmp_path / "a.txt", "abcdefghi" * 11 + "\n"))
+    train = str(write(tmp_path / "a.txt", "abcdefghi" * 11))
     other = str(write(tmp_path / "b.txt", "xyz"))
     text = open_text(train, "bytes", specials=GPT, validation=other)
     assert (len(text.train), tokens_of(text.held_out)) == (100, [*b"xyz", 256])
@@ -367,6 +434,82 @@ def test_bytes_per_token_add_up_to_the_text_or_are_absent(tmp_path, name):
     tokenizer.tokenizer.pre_tokenizer = kind
     write(tmp_path / "spaced.json", tokenizer.files()["tokenizer.json"])
     assert open_text(file, str(tmp_path / "spaced.json"), specials=GPT).bytes_per_token is None
+
+
+def write_tokenizer(path: Path, model: str, normalizer=None) -> str:
+    """Write a tokeniser that was trained on English alone, and return its path."""
+    library = tokenizers.library
+    names = {"BPE": "BpeTrainer", "WordLevel": "WordLevelTrainer", "Unigram": "UnigramTrainer"}
+    kind, _, how = model.partition(" ")
+    unknown = {"unk_token": "<unk>"} if kind == "WordLevel" or how == "unknown" else {}
+    whole = library.Tokenizer(getattr(library.models, kind)(**unknown))
+    more = {"special_tokens": ["</s>", "<unk>"]}
+    if kind == "BPE" and not unknown:
+        whole.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        whole.decoder = library.decoders.ByteLevel()
+        more |= {"initial_alphabet": whole.pre_tokenizer.alphabet()} if how == "whole" else {}
+    else:
+        whole.pre_tokenizer = library.pre_tokenizers.Whitespace()
+        more |= {"unk_token": "<unk>"} if kind == "Unigram" else {}
+    if normalizer is not None:
+        whole.normalizer = normalizer(library.normalizers)
+    trainer = getattr(library.trainers, names[kind])(vocab_size=400, show_progress=False, **more)
+    whole.train_from_iterator([STORY] * 10, trainer)
+    whole.save(str(path))
+    return str(path)
+
+
+LOSING = ["BPE", "BPE unknown", "WordLevel", "Unigram"]
+
+
+@pytest.mark.parametrize("model", LOSING)
+@pytest.mark.parametrize("odd", ["😀🚀🌍", "春眠不覚暁", "γάτα"])
+def test_text_that_a_tokeniser_has_no_tokens_for_is_refused(tmp_path, model, odd):
+    name = write_tokenizer(tmp_path / "t.json", model)
+    message = r"does not fit {}: \d+(\.\d)?% of (it has no token|its tokens are unknown); "
+    file = tmp_path / "a.txt"
+    for text in (odd * 300, f"{STORY} {odd}\n\n" * 300):
+        write(file, text)
+        with pytest.raises(ValueError, match=message.format("--data")):
+            open_text(str(file), name, specials=GPT)
+    plain = str(write(tmp_path / "plain.txt", f"{STORY}\n\n" * 300))
+    with pytest.raises(ValueError, match=message.format(r"--validation .*a\.txt")):
+        open_text(plain, name, specials=GPT, validation=str(file))
+    assert open_text(plain, name, specials=GPT).lost == 0
+
+
+@pytest.mark.parametrize("model", LOSING)
+def test_a_small_share_without_tokens_is_said_and_there_are_no_bytes_per_token(tmp_path, model):
+    name = write_tokenizer(tmp_path / "t.json", model)
+    file = write(tmp_path / "a.txt", f"{STORY}\n\n" * 99 + "é")
+    text = open_text(str(file), name, specials=GPT)
+    assert text.lost == 2 / (99 * len(STORY) + 2)
+    assert text.facts()["lost_by_the_tokeniser"] == "0.03% of the text"
+    assert text.bytes_per_token is None
+
+
+def test_words_that_a_bert_does_not_know_are_said_up_to_a_half(tmp_path):
+    source = find_source(str(write(tmp_path / "english.txt", f"{STORY}\n\n" * 9)))
+    trained = open_tokenizer("wordpiece", source, specials=BERT, vocab_size=90)
+    write(tmp_path / "t.json", trained.files()["tokenizer.json"])
+    file = write(tmp_path / "a.txt", f"{STORY} γάτα\n\n" * 99)
+    text = open_text(str(file), str(tmp_path / "t.json"), specials=BERT)
+    size = len(f"{STORY} γάτα".encode())
+    # Four letters of two bytes; the accent is not counted.
+    assert text.lost == pytest.approx(8 / size)
+    assert text.facts()["lost_by_the_tokeniser"] == f"{8 / size:.2%} of the text"
+
+
+def test_a_normaliser_may_change_case_and_accents_and_nothing_more(tmp_path):
+    file = str(write(tmp_path / "a.txt", f"{STORY.upper()} Ä\n\n" * 99))
+    lower = lambda n: n.Sequence([n.NFD(), n.StripAccents(), n.Lowercase()])  # noqa: E731
+    name = write_tokenizer(tmp_path / "lower.json", "BPE whole", lower)
+    text = open_text(file, name, specials=GPT)
+    assert (text.lost, text.bytes_per_token) == (0, None)
+    gone = lambda n: n.Replace("KITE", "")  # noqa: E731
+    name = write_tokenizer(tmp_path / "none.json", "BPE whole", gone)
+    with pytest.raises(ValueError, match=r"12\.\d% of it has no token"):
+        open_text(file, name, specials=GPT)
 
 
 def test_dense_documents_are_left_out(tmp_path):

@@ -4,14 +4,15 @@ import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from leaner_kernels.monitor.files import files_below, is_hidden, read_file
 from leaner_kernels.monitor.pictures import PICTURES
+from train.data.classes import composed
+from train.data.splits import HELD_OUT, split_in, splits_of
 
-# Names of a folder whose images measure; the first that is there.
-HELD_OUT = ("val", "valid", "validation", "dev", "test")
 # Up to so many files their sizes distinguish a data set from another.
 _SIZED = 50_000
 
@@ -20,12 +21,17 @@ class ImageFiles:
     """Images of one split, a file each.
 
     Args:
-        samples: path and class of each.
+        root: folder of all of them.
+        samples: path below it and class of each.
         names: of the classes.
+        left_out: files of the class folders that are no pictures, in words; "" without any.
     """
 
-    def __init__(self, samples: Iterable[tuple[str, int]], names: list[str]):
+    def __init__(
+        self, root: Path, samples: Iterable[tuple[str, int]], names: list[str], left_out: str = ""
+    ):
         samples = list(samples)
+        self.root, self.left_out = str(root), left_out
         # Arrays, which processes forked later share: reading a string writes its reference count.
         self.paths = np.array([os.fsencode(path) for path, _ in samples], bytes)
         self.labels = np.array([label for _, label in samples], np.int64)
@@ -40,48 +46,141 @@ class ImageFiles:
 
     def name(self, index: int) -> str:
         """Return which image this is."""
-        return os.fsdecode(self.paths[index].item())
+        return os.path.join(self.root, self._path(index))
 
     def digest(self) -> str:
-        """Return what tells these images from others: names, classes, and sizes where few."""
+        """Return what tells these images from others, wherever their folder lies.
+
+        These are paths in the folder, classes, and sizes where there are few images.
+        """
         whole = hashlib.sha256(repr(self.names).encode("utf-8", "surrogateescape"))
         for index, label in enumerate(self.labels.tolist()):
-            size = _size(self.name(index)) if len(self) <= _SIZED else None
-            whole.update(os.fsencode(f"{self.name(index)} {label} {size}\n"))
+            size = size_of(self.name(index)) if len(self) <= _SIZED else None
+            whole.update(os.fsencode(f"{composed(self._path(index))} {label} {size}\n"))
         return whole.hexdigest()
 
+    def _path(self, index: int) -> str:
+        return os.fsdecode(self.paths[index].item())
 
-def _size(path: str) -> int | None:
+
+def size_of(path: str) -> int | None:
+    """Return the bytes of a file; None if it cannot be read."""
     try:
         return os.path.getsize(path)
     except OSError:  # for its reader to name
         return None
 
 
-def open_folder(root: Path) -> tuple[ImageFiles, ImageFiles | None]:
-    """Return the training images of a folder, and those held out where it has a folder for them.
+class Folder(NamedTuple):
+    """The images of a folder.
+
+    Attributes:
+        train: to train on.
+        held_out: that measure, where it has a folder for them.
+        splits: which folders these are, and which are not read, in words; "" without splits.
+    """
+
+    train: ImageFiles
+    held_out: ImageFiles | None = None
+    splits: str = ""
+
+
+def open_folder(root: Path) -> Folder:
+    """Return the images of a folder.
 
     Args:
-        root: holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` and maybe ``val/CLASS/IMAGE``.
+        root: holds ``CLASS/IMAGE``, or ``train/CLASS/IMAGE`` and maybe ``val/CLASS/IMAGE``, where
+            splits may have any of their usual names.
 
     Raises:
-        ValueError: no images, a class without any, or other classes among those held out.
+        ValueError: no images, a class without any, other classes among those held out, or a folder
+            that may be a split or a class.
     """
-    names = _folders(root)
-    if "train" not in names:
-        return _class_folders(root), None
-    train = _class_folders(root / "train")
-    part = next((name for name in HELD_OUT if name in names), None)
-    if part is None:
-        return train, None
-    held_out = _class_folders(root / part)
+    split = _find_split(root)
+    if split is None:
+        return Folder(class_folders(root))
+    train = class_folders(root / split.train)
+    if split.held_out is None:
+        return Folder(train, splits=split.shown())
+    held_out = class_folders(root / split.held_out)
     if train.names != held_out.names:
         unmatched = sorted(set(train.names) ^ set(held_out.names))[0]
         raise ValueError(
-            f"--data {root} must have the same classes in train/ and {part}/, got {unmatched} in "
-            "only one of them"
+            f"--data {root} must have the same classes in {split.train}/ and {split.held_out}/, "
+            f"got {unmatched} in only one of them"
         )
-    return train, held_out
+    return Folder(train, held_out, split.shown())
+
+
+def in_classes(root: Path) -> bool:
+    """Return whether pictures lie in two folders below a folder, or in more."""
+    folders: set[Path] = set()
+    for path in files_below(root):
+        if path.parent != root and _is_picture(path.name):
+            folders.add(path.parent)
+        if len(folders) > 1:
+            return True
+    return False
+
+
+class _Split(NamedTuple):
+    """Names of the folders to train on and to measure on, and of those that are not read."""
+
+    train: str
+    held_out: str | None
+    unread: list[str]
+
+    def shown(self) -> str:
+        held_out = "" if self.held_out is None else f", held out {self.held_out}"
+        unread = f"; not read: {', '.join(self.unread)}" if self.unread else ""
+        return f"trained on {self.train}{held_out}{unread}"
+
+
+def _find_split(root: Path) -> _Split | None:
+    """Return which folders train and are held out; None where all folders are classes.
+
+    A folder of pictures is a class and a folder of such folders is a split. So ``train`` is a class
+    beside ``bus`` and ``car``, and a split beside ``test`` or alone.
+
+    Raises:
+        ValueError: a folder may be either, no folder trains, or two do.
+    """
+    folders = _folders(root)
+    splits = splits_of(folders)
+    if not splits:
+        return None
+    others = [name for name in folders if name not in splits and _holds_picture(root / name)]
+    inner = {name: _folders(root / name) for name in splits}
+    nested = [name for name in splits if inner[name]]
+    if others:
+        # Pictures beside the folders in it make it a class.
+        nested = [name for name in nested if not any(map(_is_picture, os.listdir(root / name)))]
+        kinds = {splits[name] for name in nested}
+        if not ("train" in kinds and len(kinds) > 1):
+            for name in nested:
+                if splits[name] == "train" or set(inner[name]) & set(others):
+                    raise ValueError(
+                        f"--data {root} has {name}/{inner[name][0]}/ beside {others[0]}/: is "
+                        f"{name} a class or a split? Give a folder with train/CLASS/ and "
+                        "val/CLASS/ alone, or with CLASS/ alone"
+                    )
+            return None
+    if "train" not in splits.values():
+        raise ValueError(f"--data {root} has {', '.join(splits)}, and no train/ beside")
+    chosen: dict[str, str] = {}
+    for name, split in splits.items():
+        # Pictures of a test without classes measure nothing.
+        if name not in nested and (others or split == "test"):
+            continue
+        if split in chosen:
+            raise ValueError(
+                f"--data {root} has two folders for {split}, {chosen[split]} and {name}: keep one"
+            )
+        chosen[split] = name
+    train = chosen.get("train", "train")
+    held_out = next((chosen[split] for split in HELD_OUT if split in chosen), None)
+    unread = [name for name in (*splits, *others) if name not in (train, held_out)]
+    return _Split(train, held_out, unread)
 
 
 def _folders(folder: Path) -> list[str]:
@@ -89,16 +188,56 @@ def _folders(folder: Path) -> list[str]:
         return sorted(e.name for e in entries if e.is_dir() and not is_hidden(e.name))
 
 
-def _class_folders(part: Path) -> ImageFiles:
-    names = _folders(part)
-    if not names:
+def _is_picture(name: str) -> bool:
+    return name.lower().endswith(PICTURES) and not is_hidden(name)
+
+
+def _holds_picture(folder: Path) -> bool:
+    return any(_is_picture(path.name) for path in files_below(folder))
+
+
+def _inner(part: Path) -> Path:
+    """Return the folder of the classes of a split: some archives have train/train/CLASS/IMAGE."""
+    inside = _folders(part)
+    named = split_in(part.name)
+    same = named is not None and [split_in(name) for name in inside] == [named]
+    return _inner(part / inside[0]) if same and _folders(part / inside[0]) else part
+
+
+def class_folders(part: Path) -> ImageFiles:
+    """Return the images of one split, in a folder for each class.
+
+    Raises:
+        ValueError: no such folder, or one without images.
+    """
+    part = _inner(part)
+    folders = _folders(part)
+    if not folders:
         raise ValueError(f"--data {part} must contain CLASS/IMAGE, got no class folder")
+    # Two folders whose names differ in the form of Unicode alone are of one class.
+    names = sorted({*map(composed, folders)})
+    numbers = {name: number for number, name in enumerate(names)}
     samples: list[tuple[str, int]] = []
-    for label, name in enumerate(names):
-        paths = list(map(str, files_below(part / name)))
+    others: list[Path] = []
+    for folder in folders:
+        root = part / folder
+        inner = splits_of(_folders(root))
+        if len(set(inner.values())) > 1 and "train" in inner.values():
+            raise ValueError(
+                f"--data {root} has the splits {', '.join(inner)} in a class: give a folder with "
+                f"{next(iter(inner))}/{folder}/ in place of {folder}/{next(iter(inner))}/"
+            )
+        images: list[str] = []
+        for path in files_below(root):
+            if _is_picture(path.name):
+                images.append(str(path)[len(str(root)) + 1 :])
+            else:
+                others.append(path)
         # The order of the split: the files of a folder, then those of its folders.
-        images = sorted((p for p in paths if p.lower().endswith(PICTURES)), key=os.path.split)
+        images.sort(key=lambda path: os.path.split(composed(path)))
         if not images:
-            raise ValueError(f"--data {part / name} contains no images: add some or remove it")
-        samples += [(path, label) for path in images]
-    return ImageFiles(samples, names)
+            raise ValueError(f"--data {root} contains no images: add some or remove it")
+        samples += [(os.path.join(folder, path), numbers[composed(folder)]) for path in images]
+    samples.sort(key=lambda sample: sample[1])
+    left_out = f"{len(others):,} files that are no pictures: {min(others)}" if others else ""
+    return ImageFiles(part, samples, names, left_out)

@@ -7,10 +7,13 @@ seek away.
 
 import hashlib
 import json
+import os
 from typing import Any
 
 from leaner_kernels.monitor.files import read_file
 from train.data import hub
+from train.data.classes import class_numbers, composed
+from train.data.images.files import size_of
 
 # Classes of a data set: neither memory nor time may follow from a label alone.
 _CLASSES = 1 << 20
@@ -31,7 +34,10 @@ class HubTable:
         import datasets
 
         self.image, self.label = _columns(table, split)
-        self.names = getattr(table.features[self.label], "names", None)
+        names = getattr(table.features[self.label], "names", None)
+        self.names = names and [*map(composed, names)]
+        if names and len(set(self.names)) < len(names):
+            raise ValueError("--data must have a name of its own for each class, got two alike")
         declared = getattr(table.features[self.label], "num_classes", None)
         table = table.select_columns([self.image, self.label])
         # The bytes of their files, which data workers decode.
@@ -52,21 +58,49 @@ class HubTable:
 
     def read(self, index: int) -> tuple[bytes, int]:
         """Return the bytes of an image, none where the row has no image, and its class."""
-        row = self.table[index]
-        image = row[self.image] or {"bytes": b"", "path": None}
+        image = self.table[index][self.image] or {"bytes": b"", "path": None}
         if image["bytes"] is None:
-            return read_file(image["path"]) if image["path"] else b"", row[self.label]
-        return image["bytes"], row[self.label]
+            return read_file(image["path"]) if image["path"] else b"", self.labels[index]
+        return image["bytes"], self.labels[index]
+
+    def number_as(self, names: list[str]) -> None:
+        """Number the classes as those of another split are, which has at least these.
+
+        Raises:
+            ValueError: one split has names and the other has not, or a name that the other lacks.
+        """
+        if self.names == names:
+            return
+        try:
+            if self.names is None or names is None:
+                raise ValueError("only one of them names its classes")
+            numbers = class_numbers(self.names, names)
+        except ValueError as error:
+            raise ValueError(
+                f"--data must have the same classes in its splits train and {self.split}: {error}"
+            ) from None
+        self.labels = [numbers[label] for label in self.labels]
+        self.names, self.classes = names, len(names)
 
     def name(self, index: int) -> str:
         """Return which image this is."""
         return f"row {index} of the split {self.split}"
 
     def digest(self) -> str:
-        """Return what tells these images from others: their classes, in order."""
-        return hashlib.sha256(
-            json.dumps([self.split, self.names, self.labels]).encode()
-        ).hexdigest()
+        """Return what tells these images from others: their classes and sizes, in order."""
+        from pyarrow import compute
+
+        whole = hashlib.sha256(json.dumps([self.names, self.labels]).encode())
+        table = self.table.with_format("arrow")
+        for start in range(0, len(self), 1000):
+            rows = table[start : start + 1000][self.image]
+            sizes = compute.binary_length(compute.struct_field(rows, "bytes")).to_pylist()
+            paths = compute.struct_field(rows, "path").to_pylist()
+            for size, path in zip(sizes, paths):
+                # Some rows name a file in place of its bytes; its folder may be moved.
+                file = (os.path.basename(path), size_of(path)) if size is None and path else size
+                whole.update(f"{file}\n".encode("utf-8", "surrogateescape"))
+        return whole.hexdigest()
 
 
 def open_tables(name: str) -> tuple[HubTable, HubTable | None]:
@@ -83,7 +117,11 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None]:
     if "train" not in splits:
         raise ValueError(f"--data {name} must have a split train, got {', '.join(splits)}")
     train, part = HubTable(splits["train"], "train"), hub.held_out_split(splits)
-    return train, None if part is None else HubTable(splits[part], part)
+    if part is None:
+        return train, None
+    held_out = HubTable(splits[part], part)
+    held_out.number_as(train.names)
+    return train, held_out
 
 
 def _columns(table: Any, split: str) -> tuple[str, str]:

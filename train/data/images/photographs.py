@@ -67,7 +67,7 @@ def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) ->
         if reduction > 1:
             image.draft(None, tuple(side // reduction for side in whole))
         array = np.array(decoded(image, name))
-    scale = max(array.shape) / max(whole)
+    scale = max(array.shape[:2]) / max(whole)  # less than 1 where it was decoded smaller
     top, left, high, wide = (round(place * scale) for place in region[:4])
     return np.ascontiguousarray(array[top : top + max(high, 1), left : left + max(wide, 1)])
 

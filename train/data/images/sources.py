@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from leaner_kernels.monitor.command_line import one_line
+from leaner_kernels.monitor.files import is_hidden
+from train.data.hub import OF_PICTURES, tables_below
 from train.data.images import KINDS, hub
-from train.data.images.files import open_folder
+from train.data.images.files import in_classes, open_folder
 from train.data.images.photographs import ImageSource
 
 SHARE = 0.15  # of each class that is held out, where the data set has no split for it
@@ -77,6 +79,8 @@ class Sources:
         classes: how many there are.
         names: of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
+        splits: which parts of the data set train and are held out, in words.
+        left_out: which files beside the images are not read, in words.
     """
 
     train: ImageSource
@@ -84,18 +88,22 @@ class Sources:
     classes: int
     names: list[str] | None
     made: bool = False
+    splits: str = ""
+    left_out: str = ""
 
     def facts(self) -> dict[str, Any]:
         """Return what a plan says of them."""
-        return (
-            {"held_out": f"{SHARE:.0%} of each class, the same in every run"} if self.made else {}
-        )
+        held_out = f"{SHARE:.0%} of each class, the same in every run" if self.made else ""
+        facts = {"splits": self.splits, "held_out": held_out, "left_out": self.left_out}
+        return {name: said for name, said in facts.items() if said}
 
-    def identity(self, name: str) -> dict[str, str]:
-        """Return digests of the images, by what they are in words; ``name``: of the data set."""
+    def identity(self) -> dict[str, str]:
+        """Return digests of the classes and the images by a description of each."""
+        names = hashlib.sha256(repr(self.names).encode("utf-8", "surrogateescape"))
         return {
-            f"the set of pictures under {name}": self.train.digest(),
-            f"the held-out set under {name}": self.held_out.digest(),
+            "the list of classes of --data": names.hexdigest(),
+            "the set of pictures of --data": self.train.digest(),
+            "the held-out set of --data": self.held_out.digest(),
         }
 
     def files(self) -> dict[str, str]:
@@ -118,11 +126,12 @@ def find_images(name: str) -> Sources:
     Raises:
         ValueError: no such data set, or one that is not laid out as it must be.
     """
-    path = Path(name)
+    path, splits, left_out = Path(name), "", ""
     if (name.startswith("hf:") and name != "hf:") or _is_tables(path):
         train, held_out = hub.open_tables(name.removeprefix("hf:"))
     elif path.is_dir():
-        train, held_out = open_folder(path)
+        train, held_out, splits = open_folder(path)
+        left_out = "; ".join(filter(None, (_tables_beside(path), train.left_out)))
     else:
         end = "which is a file" if path.is_file() else "which does not exist"
         raise ValueError(f"--data must be {KINDS}, got {name!r}, {end}")
@@ -130,13 +139,26 @@ def find_images(name: str) -> Sources:
     if classes == 1:
         raise ValueError(f"--data {name} must have at least two classes, got one")
     if held_out is not None:
-        return Sources(train, held_out, classes, train.names)
-    return Sources(*split(train), classes, train.names, made=True)
+        return Sources(train, held_out, classes, train.names, False, splits, left_out)
+    return Sources(*split(train), classes, train.names, True, splits, left_out)
 
 
 def _is_tables(path: Path) -> bool:
-    """Return whether a folder holds parquet files, tars, or what ``datasets`` saved."""
+    """Return whether a folder holds parquet files, tars, or what ``datasets`` saved.
+
+    Tables or archives beside class folders are not the data.
+    """
     if not path.is_dir():
         return False
-    patterns = ("dataset_dict.json", "*.parquet", "*.tar", "*/*.parquet", "*/*.tar")
-    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
+    saved = (path / "dataset_dict.json").is_file()
+    return saved or (not in_classes(path) and bool(tables_below(path, OF_PICTURES)))
+
+
+def _tables_beside(path: Path) -> str:
+    """Return how many tables or archives lie beside class folders, in words."""
+    names = (entry for entry in path.iterdir() if entry.suffix.lower() in OF_PICTURES)
+    tables = sorted(entry.name for entry in names if not is_hidden(entry.name))
+    if not tables:
+        return ""
+    more = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
+    return f"{tables[0]}{more}, beside class folders; --data hf:{path} reads tables"

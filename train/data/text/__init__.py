@@ -23,6 +23,7 @@ from train.data.text.tokenizers import Tokenizer, open_tokenizer
 TRAIN = 0.9  # share of the tokens; those after it are held out
 # Share of the tokens that may be unknown: more where no model is to name them, as BERT is not.
 MOST_UNKNOWN, MOST_UNKNOWN_MASKED = 0.01, 0.5
+MOST_LOST = 0.01  # share of the bytes that may have no token
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Text:
         train: the first nine tenths of the tokens.
         held_out: the rest, or other text.
         validation: in words, what is held out.
+        lost: share of the bytes of the text that its tokens do not give back.
         bytes_per_token: how many bytes of the text each token stands for, (vocab_size,) int64;
             None where these are not all of its bytes.
         identity: digests of the documents and the tokeniser, as ``Task`` has them.
@@ -46,6 +48,7 @@ class Text:
     train: TokenStream
     held_out: TokenStream
     validation: str
+    lost: float = 0.0
     bytes_per_token: Tensor | None = None
     identity: dict[str, str] = field(default_factory=dict)
 
@@ -61,12 +64,14 @@ class Text:
         seen[unnamed], wanted[unnamed] = 0, 0
         wanted /= wanted.sum()
         likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
+        lost = {"lost_by_the_tokeniser": f"{self.lost:.2%} of the text"} if self.lost else {}
         return {
             "documents": self.documents,
             "training_tokens": len(self.train),
             "held-out_tokens": len(self.held_out),
             "validation": self.validation,
             "tokeniser's_tokens": size,
+            **lost,
             "unigram_loss": -(wanted @ likely.log()).item(),
             "unigram_accuracy": wanted[seen.argmax()].item(),
         }
@@ -113,8 +118,7 @@ def open_text(
     chosen = open_tokenizer(tokenizer, source, specials=specials, vocab_size=vocab_size, run=run)
     whole = encoded(source, chosen, max_density)
     _check_fit(whole, chosen)
-    identity = {f"the text under {name}": whole.digest}
-    identity[f"the tokeniser {tokenizer}"] = chosen.digest
+    identity = {"the text of --data": whole.digest, "the tokeniser": chosen.digest}
     if validation is not None:
         which = f"--validation {validation}"
         try:
@@ -123,7 +127,7 @@ def open_text(
             raise ValueError(str(error).replace("--data", "--validation")) from error
         part = replace(part, tokens=replace(part.tokens, name=which))
         _check_fit(part, chosen)
-        identity[f"the text under {validation}"] = part.digest
+        identity["the text of --validation"] = part.digest
         train, held_out = whole.tokens, part.tokens
     else:
         part, size = whole, len(whole.tokens)
@@ -132,12 +136,14 @@ def open_text(
             cut = max(cut, size - most_held_out)
         train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
         which = f"the last {len(held_out):,} of {size:,} tokens"
+    read = [whole] if part is whole else [whole, part]
     return Text(
         tokenizer=chosen,
         documents=whole.documents,
         train=train,
         held_out=held_out,
         validation=which,
+        lost=sum(text.lost for text in read) / sum(text.size for text in read),
         bytes_per_token=_exact(part, chosen),
         identity=identity,
     )
@@ -155,14 +161,17 @@ def _check_fit(text: Encoded, tokenizer: Tokenizer) -> None:
     """Refuse a tokeniser that does not know much of the text.
 
     Raises:
-        ValueError: more of the tokens are unknown than is allowed.
+        ValueError: more of the tokens are unknown, or more of the text has no token, than is
+            allowed.
     """
-    if tokenizer.unknown is None:
-        return
-    share = text.tokens.counts(tokenizer.vocab_size)[tokenizer.unknown].item() / len(text.tokens)
+    bad = f"--tokenizer {tokenizer.name} does not fit {text.tokens.name}"
+    better = "--tokenizer bytes fits any text"
+    unknown = 0.0
+    if tokenizer.unknown is not None:
+        count = text.tokens.counts(tokenizer.vocab_size)[tokenizer.unknown].item()
+        unknown = count / len(text.tokens)
     masked = "[MASK]" in tokenizer.specials
-    if share > (MOST_UNKNOWN_MASKED if masked else MOST_UNKNOWN):
-        raise ValueError(
-            f"--tokenizer {tokenizer.name} does not fit {text.tokens.name}: {share:.0%} of its "
-            f"tokens are unknown; --tokenizer bytes fits any text"
-        )
+    if unknown > (MOST_UNKNOWN_MASKED if masked else MOST_UNKNOWN):
+        raise ValueError(f"{bad}: {unknown:.0%} of its tokens are unknown; {better}")
+    if text.lost > MOST_LOST * text.size and not (masked and unknown):
+        raise ValueError(f"{bad}: {text.lost / text.size:.1%} of it has no token; {better}")

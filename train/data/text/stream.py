@@ -16,7 +16,7 @@ from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 from train.data.text.tokenizers import Tokenizer
 
-_FORMAT = 4  # of the files kept; a change makes them anew
+_FORMAT = 5  # of the files kept; a change makes them anew
 _AT_ONCE = 1 << 20  # characters that are encoded together, of any number of documents
 
 
@@ -60,12 +60,14 @@ class Encoded:
         documents: how many there are.
         digest: SHA-256 of the documents, those of too many tokens included.
         size: bytes of UTF-8 that they have.
+        lost: how many of these the tokens do not give back; see ``Tokenizer.bytes_lost``.
     """
 
     tokens: TokenStream
     documents: int
     digest: str
     size: int
+    lost: int
 
 
 def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None = None) -> Encoded:
@@ -83,11 +85,12 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
 
     def make(folder: Path) -> None:
         folder.mkdir()
-        read = documents = tokens = size = 0
+        read = documents = tokens = size = lost = 0
         whole = hashlib.sha256()
         with (folder / "tokens.bin").open("wb") as file:
             for texts in _batches(source.documents()):
                 read += len(texts)
+                kept: list[tuple[str, list[int]]] = []
                 for text, ids in zip(texts, tokenizer.encode_batch(texts)):
                     content = text.encode("utf-8", "surrogatepass")
                     # A byte that UTF-8 never has tells documents apart.
@@ -97,6 +100,8 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
                     file.write(np.array([*ids, tokenizer.end], dtype).tobytes())
                     documents, tokens = documents + 1, tokens + len(ids) + 1
                     size += len(content)
+                    kept.append((text, ids))
+                lost += tokenizer.bytes_lost([text for text, _ in kept], [ids for _, ids in kept])
         if read == 0:
             raise ValueError(f"--data {source.name} contains no text: it is empty or blank")
         if documents == 0:
@@ -104,7 +109,7 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
                 f"--data {source.name}: every document has more than --max-density "
                 f"{max_density:g} tokens per character; --max-density 0 keeps all"
             )
-        about = {"documents": documents, "tokens": tokens, "size": size}
+        about = {"documents": documents, "tokens": tokens, "size": size, "lost": lost}
         about["digest"] = whole.hexdigest()
         (folder / "about.json").write_text(json.dumps(about))
 

@@ -7,9 +7,11 @@ the process that trains, not in one that prepares batches.
 import hashlib
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,7 @@ class Tokenizer:
         model = json.loads(text)["model"]
         named = model.get("unk_token")
         self.unknown = model.get("unk_id") if named is None else tokenizer.token_to_id(named)
+        self._lengths = self.bytes_per_token()
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, with no special ones added."""
@@ -113,6 +116,27 @@ class Tokenizer:
             lengths[number] = 0 if token in self.specials else len(token)
         return lengths
 
+    def bytes_lost(self, texts: Sequence[str], encodings: Sequence[list[int]]) -> int:
+        """Return how many bytes of texts, in UTF-8, their tokens do not give back.
+
+        An unknown token gives nothing back. Spaces do not count, nor do the case and the accents
+        that a normaliser may remove.
+
+        Args:
+            texts: what was encoded.
+            encodings: the tokens of each.
+        """
+        if self._lengths is not None:
+            size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+            if self._lengths[torch.tensor([*chain(*encodings)], dtype=torch.long)].sum() == size:
+                return 0
+        known = [[token for token in tokens if token != self.unknown] for tokens in encodings]
+        with _errors_of_library(self.name):
+            decoded = self.tokenizer.decode_batch(known, skip_special_tokens=False)
+        folds = self.tokenizer.normalizer is not None
+        missing = _letters("".join(texts), folds) - _letters("".join(decoded), folds)
+        return sum(n * len(c.encode("utf-8", "surrogatepass")) for c, n in missing.items())
+
     def model_size(self, known: int | None) -> int:
         """Return how many tokens a model has: ``known``, or as many as there are here.
 
@@ -125,6 +149,17 @@ class Tokenizer:
                 f"{self.name}, got {known}"
             )
         return known or self.vocab_size
+
+
+def _letters(text: str, folds: bool) -> Counter[str]:
+    """Count characters except spaces; ``folds`` ignores case, accents and the like."""
+    if folds:
+        text = unicodedata.normalize("NFKD", text.casefold())
+    ignored = ("Z", "Cc", "Cf", "Mn") if folds else ("Z", "Cc")
+    counts = Counter(text)
+    return Counter(
+        {c: n for c, n in counts.items() if not unicodedata.category(c).startswith(ignored)}
+    )
 
 
 @contextmanager
