@@ -137,8 +137,9 @@ def kappa_lines(rows: Iterable[Row]) -> list[Line]:
 
 
 def number(value: Any) -> float | None:
-    """Return a number if it is finite, else None."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    """Return a number if it is finite and a float can hold it, else None."""
+    fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return value if fits else None
 
 
 def _has(row: Row, field: str) -> bool:

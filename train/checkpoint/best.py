@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from leaner_kernels.monitor.files import check_own
 from train.checkpoint.weights import BEST, export_weights, open_weights
 from train.loop.parallel import World
 
@@ -50,6 +51,7 @@ class BestWeights:
         known: list[Any] = [None, {}, None]
         if self.world.rank == 0:
             try:
+                check_own(self.path)
                 if self.path.exists():
                     weights = open_weights(self.path, "--resume")
                     scores = {k: v for k, v in weights.scores.items() if k.startswith("held_out_")}

@@ -9,17 +9,18 @@ it is run.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import new_file, open_file, read_file
+from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own
+from leaner_kernels.monitor.rows import read_summary
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
 from train.checkpoint.shards import (
@@ -249,10 +250,10 @@ def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
     """
     path = Path(path)
     if not last and (path / BEST).is_file():
-        return _of_file(path / BEST, flag)
+        return _of_file(path / BEST, flag, open_own)
     exported = path / "model.safetensors"
     if exported.is_file() and ((path / "summary.json").exists() or not _has_checkpoints(path)):
-        path = exported
+        return _of_file(exported, flag, open_own)
     if path.is_file():
         return _of_file(path, flag)
     return _of_checkpoint(newest_intact(path, flag), flag)
@@ -285,15 +286,15 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
 
 def _text(path: Path) -> str:
     try:
-        return read_file(path).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+        return read_own(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from None
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
     """Return what a run reached, if it ended with these weights."""
     try:
-        found = json.loads(read_file(summary))
+        found = read_summary(summary)
         if found["steps"] != step:
             return {}
         return {
@@ -305,9 +306,9 @@ def _scores(summary: Path, step: int) -> dict[str, float]:
         return {}
 
 
-def _of_file(path: Path, flag: str) -> Weights:
+def _of_file(path: Path, flag: str, open_it: Callable[[Path], IO[bytes]] = open_file) -> Weights:
     try:
-        with open_file(path) as file:
+        with open_it(path) as file:
             size = int.from_bytes(file.read(8), "little")
         if size > _HEADER:
             raise ValueError(f"its header must have at most {_HEADER:,} bytes, got {size:,}")

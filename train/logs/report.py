@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
-from leaner_kernels.monitor.files import set_aside, write_file
+from leaner_kernels.monitor.files import check_own, read_own, set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
@@ -77,6 +77,7 @@ class Report:
         except ImportError:
             raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
+            check_own(self.folder / "wandb", folder=True)
             id_file = self.folder / "wandb_id.txt"
             if not id_file.exists():
                 write_file(id_file, uuid.uuid4().hex[:8] + "\n")
@@ -84,7 +85,7 @@ class Report:
                 project=self.settings.wandb,
                 dir=str(self.folder),
                 config=self.settings.as_json(),
-                id=id_file.read_text().strip(),
+                id=read_own(id_file).decode().strip(),
                 resume="allow",
             )
         except Exception as error:  # no key, no network, whatever else it has
@@ -125,6 +126,7 @@ class Report:
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log)
         self.logs = [self.metrics, self.kappa, self.alarms]
         if self.tensorboard is not None:
+            check_own(self.folder / "tensorboard", folder=True)
             self.tensorboard.open(self.folder / "tensorboard", first)
         if self.settings.kappa_probe:
             probe = self.folder / "kappa_probe.jsonl"
