@@ -15,7 +15,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from train.config import architecture, flags
-from train.loop import engine
+from train.loop import engine, parallel
 from train.config.architecture import Architecture
 from train.config.flags import flag
 from train.data import listops
@@ -223,7 +222,7 @@ def _check(settings: LraSettings, length: int, longest: int) -> None:
         raise ValueError(
             f"--landmarks must divide the {length} tokens of a sequence, got {landmarks}"
         )
-    Split(settings.batch_size, int(os.environ.get("WORLD_SIZE", 1)), settings.accum)
+    Split(settings.batch_size, parallel.place_in_launch().size, settings.accum)
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -240,6 +239,7 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     }
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on ListOps; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__, argv, LraSettings, recipes=RECIPES)

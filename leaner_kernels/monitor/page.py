@@ -522,6 +522,8 @@ def _glance(run: Run) -> dict[str, str]:
                 f"best {_shown(best, name)} at step {at:,}; "
                 f"final {_shown(last, name)} at step {last_at:,}"
             )
+    if (step := number(run.summary.get("best_step"))) is not None:
+        facts["best_weights"] = f"of step {_shown(step)}, in model_best.safetensors"
     return facts
 
 

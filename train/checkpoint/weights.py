@@ -63,7 +63,8 @@ class Info:
         mean, std: of each channel, of pixels in [0, 1].
         pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
-        step: optimizer steps that they were trained for.
+        step: of the newest row of ``metrics.jsonl`` that they were trained by, as on the page of
+            the run; one less than the steps done, after which a checkpoint is named.
         scores: what they reached, such as held_out_accuracy; empty where it is not known.
     """
 
@@ -134,7 +135,7 @@ class Weights:
         path: of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
         flag: that named it, for messages.
         settings: of the run, as JSON types.
-        step: optimizer steps done.
+        step: as in ``Info``.
         about: what they are of, as ``about`` returns it.
         tokenizer: as in ``Info``.
         scores: likewise.
@@ -275,7 +276,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
         path=path,
         flag=flag,
         settings=details["settings"],
-        step=details["step"],
+        step=details["step"] - 1,
         about=about if isinstance(about, dict) else {},
         tokenizer=_text(tokenizer) if kept else None,
         scores=_scores(run / "summary.json", details["step"]),
