@@ -115,6 +115,16 @@ def write_file(path: str | Path, content: str | bytes) -> None:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def sync(descriptor: int) -> None:
+    """See a file or folder to the disk, on file systems that can."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Of folders some network file systems say so.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+
+
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
     """Open ``.NAME.partial`` beside a path, which it becomes unless the context raises."""
@@ -130,8 +140,9 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> str:
-    """Rename the files of an earlier run, all by one number, and return the names they have now."""
-    there = [path for path in (folder / name for name in names) if path.is_file()]
+    """Rename what an earlier run left, all by one number, and return the names that it has now."""
+    paths = [folder / name for name in names]
+    there = [path for path in paths if path.is_file() or path.is_dir()]
 
     def aside(path: Path, number: int) -> Path:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")

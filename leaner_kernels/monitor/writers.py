@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ..ops.statistics import COLUMNS
-from .files import check_own, new_file, open_own
+from .files import check_own, new_file, open_own, sync
 from .rows import MEANS, layer_means, parse_row
 
 # The columns that TensorBoard and W&B get, of every layer.
@@ -80,7 +79,7 @@ class JsonLines:
         """Write what waits since a disk was full, and see it to the disk."""
         self.append([])
         with suppress(OSError), open_own(self.path, "ab") as file:
-            os.fsync(file.fileno())
+            sync(file.fileno())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; with ``log``, those that a full disk refuses wait for the next call."""

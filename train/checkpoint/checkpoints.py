@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import open_own, read_own
+from leaner_kernels.monitor.files import open_own, read_own, sync
 from leaner_kernels.monitor.rows import is_row
 from train.checkpoint.shards import (
     Part,
@@ -463,6 +463,6 @@ def _json(value: dict[str, Any]) -> list[bytes]:
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)

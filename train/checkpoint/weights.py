@@ -8,7 +8,6 @@ it is run.
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own
+from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own, sync
 from leaner_kernels.monitor.rows import read_summary
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
@@ -370,7 +369,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
             with new_file(path) as file:
                 file.writelines(pieces_of_file(layout, on_host, metadata))
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
     except OSError as error:
         raise OSError(f"{path} not written: {cause(error)}") from None
     finally:

@@ -145,8 +145,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         if task.start is not None:
             task.start(model)
         average.restart()
-        best.forget()
         report.open(0)
+        best.forget()
         report.begin_anew()
     else:
         saved = read_details(path)
