@@ -142,7 +142,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 def set_aside(folder: Path, names: Iterable[str]) -> str:
     """Rename what an earlier run left, all by one number, and return the names that it has now."""
     paths = [folder / name for name in names]
-    there = [path for path in paths if path.is_file() or path.is_dir()]
+    there = [path for path in paths if path.is_file() or (path.is_dir() and not path.suffix)]
 
     def aside(path: Path, number: int) -> Path:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
