@@ -18,7 +18,7 @@ from train.config import flags
 from train.config.flags import Settings
 from train.data.loader import DataError, TooManyBadSamplesError
 from train.loop import Task, parallel
-from train.loop.interrupt import ignore_signals
+from train.loop.interrupt import ignore_signals, signals_ignored
 from train.loop.setup import set_up
 from train.loop.train import DivergedError, train
 
@@ -88,7 +88,7 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         settings: from the command line.
         make_task: returns the task, and the settings with every value filled in.
     """
-    with ExitStack() as closing:
+    with ExitStack() as last, ExitStack() as closing:
         with flags.one_line_errors(program):
             world = closing.enter_context(parallel.world(settings.timeout))
             task, settings = make_task(settings)
@@ -96,6 +96,7 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         try:
             if run is not None:
                 train(run)
+                last.enter_context(signals_ignored())
         except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)
         except DataError as error:

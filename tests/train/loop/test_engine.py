@@ -130,6 +130,23 @@ def test_what_a_user_chose_stays_in_use(before, tmp_path, monkeypatch):
     assert_as_it_was(before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_that_comes_when_all_is_saved_does_nothing(tmp_path, monkeypatch, number):
+    received, leave = [], dist.destroy_process_group
+
+    def leave_late() -> None:
+        os.kill(os.getpid(), number)
+        leave()
+
+    monkeypatch.setattr(dist, "destroy_process_group", leave_late)
+    before = signal.signal(number, lambda *_: received.append(number))
+    try:
+        run(vit, tmp_path / "run", *QUICK)
+    finally:
+        signal.signal(number, before)
+    assert received == []
+
+
 @pytest.fixture
 def no_launcher(monkeypatch):
     for name in (*LAUNCHER, *JOBS):
