@@ -16,7 +16,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import dataclasses
 import math
-import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from train.config import architecture, flags
-from train.loop import engine
+from train.loop import engine, parallel
 from train.config.architecture import Architecture
 from train.checkpoint.run_folder import begun_run
 from train.data.masking import IGNORED, Masked
@@ -137,7 +136,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def _ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return parallel.place_in_launch().size
 
 
 def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
@@ -254,6 +253,7 @@ def _over_masked(means: dict[str, float]) -> dict[str, float]:
     return {name: value / masked if masked else math.nan for name, value in means.items()}
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Pre-train a BERT; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__, argv, BertSettings, recipes=RECIPES)

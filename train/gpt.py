@@ -308,6 +308,7 @@ def legible(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a GPT; see ``--help``."""
     recipes = {name: {"head_bias": True} | recipe for name, recipe in RECIPES.items()}

@@ -16,7 +16,6 @@ import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
 import argparse
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 from models import papers
 from train.config import architecture, flags
-from train.loop import engine
+from train.loop import engine, parallel
 from train.config.architecture import Architecture
 from train.config.flags import flag
 from train.data.listops import SPLITS, ListLimits, baseline, open_lists
@@ -357,7 +356,7 @@ def _check(settings: LraSettings, kind: Kind, length: int, sizes: Mapping[str, A
         raise ValueError(
             f"--landmarks must divide the {length} tokens of a sequence, got {landmarks}"
         )
-    Split(settings.batch_size, int(os.environ.get("WORLD_SIZE", 1)), settings.accum)
+    Split(settings.batch_size, parallel.place_in_launch().size, settings.accum)
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -374,6 +373,7 @@ def _score(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
     }
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Train on a long-range task; see ``--help``."""
     settings = flags.parse(PROGRAM, __doc__, argv, LraSettings, recipes=RECIPES)

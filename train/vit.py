@@ -257,6 +257,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
         score=lambda model, batch: _score(model, images, batch),
         flops_per_item=built.flops_per_image(),
         facts=facts,
+        best_of="accuracy",
         repeats=settings.repeats,
         about=kept,
         start=start,
@@ -350,6 +351,7 @@ def _score(model: nn.Module, images: Images, batch: tuple[Tensor, ...]) -> dict[
     return scores
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Train a vision transformer; see ``--help``."""
     recipes = {name: PLAIN_IMAGES | recipe for name, recipe in RECIPES.items()}

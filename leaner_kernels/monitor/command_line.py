@@ -54,7 +54,7 @@ def take_every_character(program: str) -> None:
                 setattr(sys, name, UntilUnread(stream))
     encoding = sys.stdout.encoding or "utf-8"
     shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
-    if shown != "κ" and os.environ.get("RANK", "0") == "0":
+    if shown != "κ" and (os.environ.get("RANK") or "0") == "0":
         sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
 
 

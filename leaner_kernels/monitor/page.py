@@ -139,8 +139,9 @@ def kappa_lines(rows: Iterable[Row]) -> list[Line]:
 
 
 def number(value: Any) -> float | None:
-    """Return a number if it is finite, else None."""
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    """Return a number if it is finite and a float can hold it, else None."""
+    fits = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    return value if fits else None
 
 
 def _has(row: Row, field: str) -> bool:
@@ -523,6 +524,8 @@ def _glance(run: Run) -> dict[str, str]:
                 f"best {_shown(best, name)} at step {at:,}; "
                 f"final {_shown(last, name)} at step {last_at:,}"
             )
+    if (step := number(run.summary.get("best_step"))) is not None:
+        facts["best_weights"] = f"of step {_shown(step)}, in model_best.safetensors"
     return facts
 
 

@@ -1,13 +1,15 @@
-"""Rows and the summary of a run: read from files that may be damaged, and summed up."""
+"""Rows and the summary of a run: read from files that anyone may have made, and summed up."""
 
 import json
 import math
+import re
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import open_file, read_file
+from ..ops.statistics import COLUMNS
+from .files import open_own, read_own
 
 Row = Mapping[str, Any]
 # What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
@@ -15,17 +17,78 @@ METRICS_ROW = ("loss",)
 ALARM_ROW = "layer", "kappa", "sigma_max", "entropy", "columns"
 KAPPA_ROW = *ALARM_ROW, "reason", "heads", "head_dim", "kappa_gaussian", "tokens"
 MEANS = "arithmetic_mean", "geometric_mean"
+_LEVELS = 6  # of lists and objects inside each other; a summary has four
+
+
+def _is_number(value: Any) -> bool:
+    # Larger numbers would overflow in sums and on axes.
+    return isinstance(value, int | float) and not 1e300 < abs(value) < math.inf
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or _is_number(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return value is None or (_is_number(value) and value > 0)
+
+
+def _is_list(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and all(map(_is_value, value)))
+
+
+def _is_text(value: Any) -> bool:
+    # JSON may hold half of a character, which no font has.
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+# What is calculated with or drawn, if a row has it.
+_FITS: dict[str, Callable[[Any], bool]] = {
+    "step": lambda value: type(value) is int and abs(value) < 1 << 53,
+    "layer": _is_text,
+    "message": lambda value: isinstance(value, str),
+    "reason": lambda value: value is None or isinstance(value, str),
+    **{column.name: _is_list if column.over_heads == "each" else _is_value for column in COLUMNS},
+    **dict.fromkeys(("kappa", "kappa_gaussian", "heads", "head_dim"), _is_positive),
+    **dict.fromkeys(("tokens", "columns"), _is_positive),
+    **dict.fromkeys(("loss", "throughput", "sigma_max", "rank"), _is_value),
+}
+
+
+def is_row(value: Any, keys: Iterable[str] = ()) -> bool:
+    """Return whether a value of JSON is a row: an object with a step and ``keys``.
+
+    What is calculated with must be a number, and what is shown must be text.
+    """
+    if not isinstance(value, dict) or not value.keys() >= {"step", *keys}:
+        return False
+    return all(fits(value[name]) for name, fits in _FITS.items() if name in value)
 
 
 def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a row of a file of JSON lines: an object with a step and keys; else ValueError."""
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        raise ValueError("too deeply nested") from None
-    if not isinstance(row, dict) or type(row.get("step")) is not int or not row.keys() >= {*keys}:
+    """Return the row of a line of JSON, as ``is_row`` requires it; ValueError if it is none."""
+    row = _parse(line)
+    if not is_row(row, keys):
         raise ValueError("no row of a run")
     return row
+
+
+def _parse(text: bytes) -> Any:
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if _is_nested(value, _LEVELS):
+        raise ValueError("nested too deeply")
+    return value
+
+
+def _is_nested(value: Any, levels: int) -> bool:
+    """Return whether a value of JSON has more levels than so many."""
+    inner = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(_is_nested(item, levels - 1) for item in inner)
 
 
 def read_thinned(
@@ -38,7 +101,7 @@ def read_thinned(
     file if some were left out, else it is 0.
     """
     rows, damaged = [], 0
-    with open_file(path) as file:
+    with open_own(path) as file:
         for line in file:
             try:
                 rows.append(parse_row(line, keys))
@@ -58,8 +121,11 @@ def read_thinned(
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what a ``summary.json`` holds; ValueError where that is no object."""
-    summary = json.loads(read_file(path))
+    """Return what a ``summary.json`` holds; ValueError where that is no summary."""
+    try:
+        summary = _parse(read_own(path))
+    except ValueError:
+        summary = None
     if not isinstance(summary, dict) or not isinstance(summary.get("settings", {}), dict):
         raise ValueError(f"{path} is no summary of a run")
     return summary

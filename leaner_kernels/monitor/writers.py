@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from ..ops.statistics import COLUMNS
-from .files import new_file, open_file
+from .files import check_own, new_file, open_own, sync
 from .rows import MEANS, layer_means, parse_row
 
 # The columns that TensorBoard and W&B get, of every layer.
@@ -36,6 +35,9 @@ class JsonLines:
             ``append`` raises OSError.
         keys: what a line must have, beside a step.
 
+    Raises:
+        OSError: the path is a link, a pipe or another thing that is no regular file.
+
     Attributes:
         rows: before ``first``: the first and the newest of the file.
     """
@@ -49,12 +51,14 @@ class JsonLines:
     ) -> None:
         self.path, self.log, self.failed, self.unwritten = Path(path), log, False, b""
         self.rows: list[dict[str, Any]] = []
+        check_own(self.path)
         if first is not None:
-            self._take_up(first, keys) if self.path.exists() else self.path.touch()
+            self._take_up(first, keys)
 
     def _take_up(self, first: int, keys: Iterable[str]) -> None:
-        """Keep the lines of before, and their first and newest rows."""
-        with open_file(self.path) as old, new_file(self.path) as new:
+        """Keep the lines of before, and their first and newest rows; make the file if need be."""
+        open_own(self.path, "ab").close()
+        with open_own(self.path) as old, new_file(self.path) as new:
             for number, line in enumerate(old, start=1):
                 if not line.endswith(b"\n"):
                     break  # half a line, of a kill
@@ -74,14 +78,14 @@ class JsonLines:
     def sync(self) -> None:
         """Write what waits since a disk was full, and see it to the disk."""
         self.append([])
-        with suppress(OSError), self.path.open("ab") as file:
-            os.fsync(file.fileno())
+        with suppress(OSError), open_own(self.path, "ab") as file:
+            sync(file.fileno())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
         """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
         try:
-            with self.path.open("ab", buffering=0) as file:
+            with open_own(self.path, "ab", buffering=0) as file:
                 # Of a line that a full disk cut off, the rest waits.
                 while self.unwritten:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]

@@ -117,7 +117,9 @@ def test_cramming_is_its_papers_recipe_and_lasts_as_many_tokens_as_it_is_given(m
     assert rate[0] == pytest.approx(2.5e-4, rel=0.02)
     assert max(rate) == pytest.approx(1e-3, rel=0.02)
     assert budget.position(rate.index(max(rate))) / budget.steps == pytest.approx(0.75, abs=0.01)
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    launched = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
     assert bert._filled(settings_of("--recipe", "cramming", "--data", "some.txt")).accum == 8
     assert (
         bert._filled(

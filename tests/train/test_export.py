@@ -189,7 +189,7 @@ def test_a_run_loads_by_its_folder_its_file_and_its_checkpoint(run_of_two, tmp_p
         path = newest_first(path)[0] if path.name == "checkpoints" else path
         model, info = export.load(path)
         assert not model.training
-        assert (info.family, info.task, info.step) == ("vit", "images", 2)
+        assert (info.family, info.task, info.step) == ("vit", "images", 1)
         assert (info.image_size, info.channels, info.classes) == (8, 1, tuple("0123456789"))
         assert (len(info.mean), info.pixels, info.settings["ema"]) == (1, "digit", 0.5)
         summary = json.loads((run_of_two / "summary.json").read_text())

@@ -1,6 +1,7 @@
 """Keep the weights with the best held-out score in one file of the run folder."""
 
 import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from leaner_kernels.monitor.files import check_own, new_file, open_own
 from train.checkpoint.weights import BEST, export_weights, open_weights
 from train.loop.parallel import World
 
@@ -28,7 +30,7 @@ class BestWeights:
         log: shows one line to the user.
 
     Attributes:
-        step: optimizer steps after which they were evaluated; None before the first evaluation.
+        step: of the row of ``metrics.jsonl`` with their scores; None before the first evaluation.
         scores: what they reached, such as "held_out_loss".
     """
 
@@ -45,11 +47,20 @@ class BestWeights:
         if self.world.rank == 0:
             self.path.unlink(missing_ok=True)
 
-    def take_up(self) -> None:
-        """Go on from those of the run's folder."""
+    def take_up(self, checkpoint: Path, steps: int) -> None:
+        """Go on from those of the run's folder, else from those of the checkpoint's own run.
+
+        Args:
+            checkpoint: from which the run is resumed.
+            steps: of the checkpoint; newer weights in another folder are left out.
+        """
         known: list[Any] = [None, {}, None]
         if self.world.rank == 0:
+            source = checkpoint.resolve().parent.parent / BEST
             try:
+                check_own(self.path)
+                if not self.path.exists() and source.exists():
+                    self._copy(source, steps)
                 if self.path.exists():
                     weights = open_weights(self.path, "--resume")
                     scores = {k: v for k, v in weights.scores.items() if k.startswith("held_out_")}
@@ -63,18 +74,26 @@ class BestWeights:
         elif self.score in scores:
             self.step, self.scores = step_of_best, scores
 
+    def _copy(self, source: Path, steps: int) -> None:
+        if open_weights(source, "--resume").step < steps:
+            with open_own(source) as old, new_file(self.path) as new:
+                shutil.copyfileobj(old, new)
+
     def is_beaten_by(self, scores: Mapping[str, float]) -> bool:
-        """Return whether new scores of held-out items are better than the best."""
+        """Return whether new scores of held-out items are better than the best.
+
+        Scores that are not all finite are never better: weights with a NaN may have an accuracy.
+        """
         new, best = scores[self.score], self.scores.get(self.score)
-        if best is None or not math.isfinite(new):
-            return math.isfinite(new)
+        if best is None or not all(map(math.isfinite, scores.values())):
+            return all(map(math.isfinite, scores.values()))
         return new < best if self.score == "held_out_loss" else new > best
 
     def keep(self, step: int, scores: Mapping[str, float], metadata: Mapping[str, str]) -> None:
         """Write the model's weights as the best; if that fails, say so in one line and go on.
 
         Args:
-            step: optimizer steps done.
+            step: of the row with the scores.
             scores: of the held-out items.
             metadata: of the file, as ``train.checkpoint.weights.metadata`` returns it.
         """

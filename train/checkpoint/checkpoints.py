@@ -25,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import read_file
+from leaner_kernels.monitor.files import open_own, read_own, sync
+from leaner_kernels.monitor.rows import is_row
 from train.checkpoint.shards import (
     Part,
     cause,
@@ -57,13 +58,17 @@ def newest_first(folder: Path) -> list[Path]:
 def find_damage(path: Path, *, contents: bool = True) -> str | None:
     """Return what is wrong with a checkpoint in a few words, or None when every byte is right.
 
+    No link is followed: neither of a file in it, nor of its own name.
+
     Args:
         path: of the checkpoint.
         contents: read all files; otherwise only their sizes are compared.
     """
+    if path.is_symlink():
+        return "is a link, and no link in a run's folder is used"
     try:
         manifest = path / "manifest.json"
-        files = json.loads(read_file(manifest))["files"]
+        files = json.loads(read_own(manifest))["files"]
         # Of names that the manifest makes up, nothing is opened.
         names = {file.name for file in path.iterdir()} - {manifest.name}
         if missing := sorted((files.keys() | {"state.json"}) - names):
@@ -74,10 +79,9 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
                 if name.endswith((".safetensors", "state.json")):
                     return f"{name} is not in manifest.json"
                 continue
-            expected, status = files[name], (path / name).stat()
-            # Opening a pipe would wait for ever.
+            expected, status = files[name], (path / name).lstat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name} is no file"
+                return f"{name} is no regular file"
             if status.st_size != expected["bytes"]:
                 return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
             if contents and _sha256(path / name) != expected["sha256"]:
@@ -98,7 +102,8 @@ def newest_intact(path: Path, flag: str) -> Path:
         ValueError: it is damaged, or there is none.
     """
     damages = []
-    for candidate in newest_first(path / "checkpoints") or [path]:
+    # A link that the user names is followed.
+    for candidate in newest_first(path / "checkpoints") or [path.resolve()]:
         damage = find_damage(candidate)
         if damage is None:
             return candidate
@@ -107,7 +112,7 @@ def newest_intact(path: Path, flag: str) -> Path:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_own(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -121,15 +126,8 @@ _OPTIONAL = {
     "skipped": lambda value: type(value) is int and value >= 0,
     "resumed_at": lambda value: isinstance(value, list) and all(type(s) is int for s in value),
     "bad_samples": lambda value: isinstance(value, list) and all(isinstance(b, str) for b in value),
-    "unfinished": lambda value: value is None or _is_row(value),
+    "unfinished": lambda value: value is None or is_row(value, ("loss", "throughput")),
 }
-
-
-def _is_row(value: Any) -> bool:
-    numbers = "step", "loss", "throughput"
-    return isinstance(value, dict) and all(
-        isinstance(value.get(name, ""), int | float | None) for name in numbers
-    )
 
 
 def read_details(path: Path) -> dict[str, Any]:
@@ -140,7 +138,7 @@ def read_details(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        details = json.loads(read_file(path / "state.json"))
+        details = json.loads(read_own(path / "state.json"))
     except (ValueError, RecursionError):
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
     if not isinstance(details, dict):
@@ -265,7 +263,7 @@ class Checkpoints:
         files: dict[str, Any] = {}
         error = None
         if self.world.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
         dist.barrier(group)
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -289,7 +287,7 @@ class Checkpoints:
             _sync(partial)
             self._put_in_place(partial, self.folder / checkpoint_name(step))
         except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
@@ -299,7 +297,8 @@ class Checkpoints:
 
     def _put_in_place(self, partial: Path, final: Path) -> None:
         replaced = self.folder / f"{_REPLACED}{final.name}"
-        if final.exists():
+        _remove(replaced)
+        if os.path.lexists(final):
             final.rename(replaced)
         try:
             partial.rename(final)
@@ -308,7 +307,7 @@ class Checkpoints:
                 replaced.rename(final)
             raise
         _sync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
 
     def _remove_old(self, step: int) -> None:
         whole = 0
@@ -323,9 +322,9 @@ class Checkpoints:
                 continue
             removed = path.with_name(f".removed-{path.name}")
             # A kill while files go must not leave half a checkpoint under its name.
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(removed)
             path.rename(removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            _remove(removed)
 
     def find(self, resume: str) -> Path | None:
         """Choose the checkpoint to continue from, reading every byte of it once.
@@ -363,16 +362,17 @@ class Checkpoints:
         """Remove what a kill left half written or half removed."""
         for leftover in self.folder.glob(".*step-*"):
             final = leftover.with_name(leftover.name.removeprefix(_REPLACED))
-            if leftover != final and not final.exists():
+            lost = leftover != final and not os.path.lexists(final)
+            if lost and leftover.is_dir() and not leftover.is_symlink():
                 # Killed before the new one took its place.
                 with suppress(OSError):
                     leftover.rename(final)
             else:
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove(leftover)
 
     def _check_that_all_see(self, path: Path) -> None:
         try:
-            mine = (path / "manifest.json").read_text(), None
+            mine = read_own(path / "manifest.json"), None
         except OSError as error:
             mine = None, error.strerror
         every: list[Any] = [None] * self.world.size
@@ -387,7 +387,7 @@ class Checkpoints:
         own = newest_first(self.folder)
         if not own and resume not in ("none", "auto"):
             path = Path(resume)
-            damage = find_damage(path)
+            damage = find_damage(path.resolve())  # a link that the user names is followed
             if damage is not None:
                 raise ValueError(f"--resume must be auto or an intact checkpoint: {path}: {damage}")
             return path
@@ -442,8 +442,17 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
+def _remove(path: Path) -> None:
+    """Remove a folder with what is in it; of a link, the link alone. What cannot be, stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
 def _write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    with path.open("xb") as file:
+    with open_own(path, "xb") as file:
         return write_synced(file, pieces)
 
 
@@ -454,6 +463,6 @@ def _json(value: dict[str, Any]) -> list[bytes]:
 def _sync(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync(descriptor)
     finally:
         os.close(descriptor)

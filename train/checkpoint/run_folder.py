@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from torch import distributed as dist
 
+from leaner_kernels.monitor.files import open_own
 from train.checkpoint.checkpoints import newest_first
 from train.config.flags import Settings
 from train.loop.parallel import World
@@ -83,7 +84,7 @@ def lock_folder(folder: Path, world: World) -> Iterator[None]:
         def lock() -> None:
             # Of the process, not of the file: data workers do not inherit it, and it ends with us.
             try:
-                file = stack.enter_context((folder / ".lock").open("ab"))
+                file = stack.enter_context(open_own(folder / ".lock", "ab"))
             except OSError as error:
                 raise ValueError(_cannot_be_used(folder, error)) from None
             _lock(file, folder)

@@ -10,7 +10,6 @@ seconds.
 import hashlib
 import json
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
+
+from leaner_kernels.monitor.files import sync
 
 # By their names in safetensors.
 DTYPES = {
@@ -159,7 +160,7 @@ def write_synced(file: IO[bytes], pieces: Iterable[bytes | memoryview]) -> dict[
             file.write(piece)
             size += len(piece)
         file.flush()
-        os.fsync(file.fileno())
+        sync(file.fileno())
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 

@@ -8,18 +8,18 @@ it is run.
 
 import json
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import new_file, open_file, read_file
+from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own, sync
+from leaner_kernels.monitor.rows import read_summary
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
 from train.checkpoint.shards import (
@@ -64,7 +64,8 @@ class Info:
         mean, std: of each channel, of pixels in [0, 1].
         pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
-        step: optimizer steps that they were trained for.
+        step: of the newest row of ``metrics.jsonl`` that they were trained by, as on the page of
+            the run; one less than the steps done, after which a checkpoint is named.
         scores: what they reached, such as held_out_accuracy; empty where it is not known.
     """
 
@@ -135,7 +136,7 @@ class Weights:
         path: of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
         flag: that named it, for messages.
         settings: of the run, as JSON types.
-        step: optimizer steps done.
+        step: as in ``Info``.
         about: what they are of, as ``about`` returns it.
         tokenizer: as in ``Info``.
         scores: likewise.
@@ -251,10 +252,10 @@ def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
     """
     path = Path(path)
     if not last and (path / BEST).is_file():
-        return _of_file(path / BEST, flag)
+        return _of_file(path / BEST, flag, open_own)
     exported = path / "model.safetensors"
     if exported.is_file() and ((path / "summary.json").exists() or not _has_checkpoints(path)):
-        path = exported
+        return _of_file(exported, flag, open_own)
     if path.is_file():
         return _of_file(path, flag)
     return _of_checkpoint(newest_intact(path, flag), flag)
@@ -276,7 +277,7 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
         path=path,
         flag=flag,
         settings=details["settings"],
-        step=details["step"],
+        step=details["step"] - 1,
         about=about if isinstance(about, dict) else {},
         tokenizer=_text(tokenizer) if kept else None,
         scores=_scores(run / "summary.json", details["step"]),
@@ -287,15 +288,15 @@ def _of_checkpoint(path: Path, flag: str) -> Weights:
 
 def _text(path: Path) -> str:
     try:
-        return read_file(path).decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from None
+        return read_own(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as text in UTF-8: {error}") from None
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
     """Return what a run reached, if it ended with these weights."""
     try:
-        found = json.loads(read_file(summary))
+        found = read_summary(summary)
         if found["steps"] != step:
             return {}
         return {
@@ -307,9 +308,9 @@ def _scores(summary: Path, step: int) -> dict[str, float]:
         return {}
 
 
-def _of_file(path: Path, flag: str) -> Weights:
+def _of_file(path: Path, flag: str, open_it: Callable[[Path], IO[bytes]] = open_file) -> Weights:
     try:
-        with open_file(path) as file:
+        with open_it(path) as file:
             size = int.from_bytes(file.read(8), "little")
         if size > _HEADER:
             raise ValueError(f"its header must have at most {_HEADER:,} bytes, got {size:,}")
@@ -370,7 +371,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
             with new_file(path) as file:
                 file.writelines(pieces_of_file(layout, on_host, metadata))
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
     except OSError as error:
         raise OSError(f"{path} not written: {cause(error)}") from None
     finally:

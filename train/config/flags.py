@@ -355,7 +355,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
     """Exit with status 2 after one line on standard error, by default written by rank 0 alone."""
-    if every_rank or os.environ.get("RANK", "0") == "0":
+    if every_rank or (os.environ.get("RANK") or "0") == "0":
         sys.stderr.write(f"{program}: error: {one_line(message)}\n")
     raise SystemExit(2)
 

@@ -21,18 +21,19 @@ from rich.table import Table
 from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
-from leaner_kernels.monitor.files import set_aside, write_file
+from leaner_kernels.monitor.files import check_own, read_own, set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
 from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
 from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
+from train.checkpoint.weights import BEST
 from train.config.flags import Settings
 
-# What a run leaves, beside its checkpoints and weights.
+# What a run leaves, beside its checkpoints.
 _FILES = (
     *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
-    "page.html",
+    *("page.html", "tensorboard", "wandb_id.txt", "classes.txt", "held_out.txt", "tokenizer.json"),
+    *("model.safetensors", "model_ema.safetensors", BEST),
 )
-
 
 # Shares of waiting for data: what the progress line shows, and what it gives advice on.
 _SHOWN, _TOO_MUCH = 0.05, 0.1
@@ -54,8 +55,7 @@ class Report:
             self.console.width = 100
         self.advised = False
         self.kappa: JsonLines | None = None
-        self.tensorboard = self._make_tensorboard()
-        self.wandb = self._open_wandb()
+        self.tensorboard, self.wandb = self._make_tensorboard(), None
 
     def _make_tensorboard(self) -> Any:
         if not (self.is_main_process and self.settings.tensorboard):
@@ -69,14 +69,14 @@ class Report:
         return _SafeWriter("TensorBoard's events", SummaryWriter, self.log)
 
     def _open_wandb(self) -> Any:
-        # A dry run has no folder for the id, and nothing to send.
-        if not (self.is_main_process and self.settings.wandb) or self.settings.dry_run:
+        if not self.settings.wandb:
             return None
         try:
             import wandb
         except ImportError:
             raise ValueError("--wandb needs the package wandb: pip install wandb") from None
         try:
+            check_own(self.folder / "wandb", folder=True)
             id_file = self.folder / "wandb_id.txt"
             if not id_file.exists():
                 write_file(id_file, uuid.uuid4().hex[:8] + "\n")
@@ -84,7 +84,7 @@ class Report:
                 project=self.settings.wandb,
                 dir=str(self.folder),
                 config=self.settings.as_json(),
-                id=id_file.read_text().strip(),
+                id=read_own(id_file).decode().strip(),
                 resume="allow",
             )
         except Exception as error:  # no key, no network, whatever else it has
@@ -103,7 +103,7 @@ class Report:
         self.console.print(table)
 
     def open(self, first: int, *, last_again: bool = False) -> None:
-        """Open the files of JSON lines, and drop what they have from step ``first`` on.
+        """Open the logs, and drop what they have from step ``first`` on.
 
         A run that begins anew, and was not told to go on or follows one that was finished, keeps
         the files of the earlier one by another name.
@@ -118,6 +118,7 @@ class Report:
         anew = first == 0 and (finished or self.settings.resume == "none")
         if anew and (renamed := set_aside(self.folder, _FILES)):
             self.log(f"files of an earlier run renamed to {renamed}")
+        self.wandb = self._open_wandb()
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW)
         kappa = self.folder / "kappa.jsonl"
@@ -125,9 +126,10 @@ class Report:
         self.alarms = JsonLines(self.folder / "alarms.jsonl", first, self.log)
         self.logs = [self.metrics, self.kappa, self.alarms]
         if self.tensorboard is not None:
+            check_own(self.folder / "tensorboard", folder=True)
             self.tensorboard.open(self.folder / "tensorboard", first)
-        if self.settings.kappa_probe:
-            probe = self.folder / "kappa_probe.jsonl"
+        probe = self.folder / "kappa_probe.jsonl"
+        if self.settings.kappa_probe or probe.exists():
             self.probe = JsonLines(probe, first, self.log, KAPPA_ROW)
             self.logs.append(self.probe)
 
@@ -307,7 +309,7 @@ class _SafeWriter:
 
     def open(self, folder: Path, first: int) -> None:
         """Begin a file of events; those of step ``first`` and later in older files are void."""
-        self.writer = self.writer(str(folder), purge_step=first or None)
+        self.writer = self.writer(str(folder), purge_step=first)
 
     def __getattr__(self, method: str) -> Callable[..., None]:
         written = getattr(self.writer, method)

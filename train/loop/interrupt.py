@@ -8,7 +8,8 @@ nothing to lose, and a signal ends the process as it ends any other.
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 # One request may reach a process twice: from a scheduler that signals every process, and handed
 # on by torchrun. Seconds.
@@ -62,6 +63,17 @@ def ignore_signals() -> None:
     """Let signals that come when all is saved, while the interpreter ends, do nothing."""
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def signals_ignored() -> Iterator[None]:
+    """Let signals that come when all is saved, while a run is closed, do nothing."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _NUMBERS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _let_go_of_closed_terminal() -> None:

@@ -12,12 +12,13 @@ import inspect
 import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +33,17 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from leaner_kernels.monitor.command_line import one_line
 from leaner_kernels.nn import Capturing
 
 Way = Literal["one", "fsdp", "ddp"]
+
+# Variables that torchrun sets, and those by which launchers say how many processes they started.
+_LAUNCHED = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+_SIZES = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"),
+    *("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,53 @@ class World:
         return (nodes, self.local_size) if nodes > 1 else (self.size,)
 
 
+class Place(NamedTuple):
+    """This process among those that a launcher started, by default the only one."""
+
+    launched: bool = False
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+
+def place_in_launch() -> Place:
+    """Return the place that torchrun gave this process; without RANK, that of the only one.
+
+    Raises:
+        ConnectionError: RANK is set and another variable is not, or one is no whole number.
+    """
+    if not os.environ.get("RANK"):
+        return Place()
+    missing = [name for name in _LAUNCHED if not os.environ.get(name)]
+    if missing:
+        raise ConnectionError(
+            f"RANK is {os.environ['RANK']!r}, but {', '.join(missing)} must be set as well: start "
+            "the script with torchrun, or unset RANK to train in one process"
+        )
+    rank, size = _whole("RANK", 0), _whole("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ConnectionError(f"RANK must be below WORLD_SIZE, got {rank} and {size}")
+    return Place(True, rank, size, _whole("LOCAL_RANK", 0), _whole("LOCAL_WORLD_SIZE", 1))
+
+
+def _whole(name: str, least: int) -> int:
+    """Return a variable of the environment, which must be a whole number if it is set."""
+    text = os.environ.get(name) or str(least)
+    if not text.isdecimal() or int(text) < least:
+        raise ConnectionError(f"{name} must be a whole number at least {least}, got {text!r}")
+    return int(text)
+
+
+def _say_that_it_is_alone() -> None:
+    """Say in one line that variables of a launcher are not used where RANK is missing."""
+    sizes = {name: os.environ.get(name, "") for name in _SIZES}
+    told = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in ("", "1"))
+    if told:
+        line = f"{told} but no RANK: this process trains alone; torchrun starts several"
+        sys.stderr.write(one_line(line) + "\n")
+
+
 @contextmanager
 def world(timeout: float = 0) -> Iterator[World]:
     """Join the processes that torchrun started, or be the only one; leave at the end.
@@ -80,17 +136,19 @@ def world(timeout: float = 0) -> Iterator[World]:
 
     Raises:
         ValueError: more processes on this machine than GPUs.
-        ConnectionError: the other processes cannot be reached.
+        ConnectionError: the other processes cannot be reached, or the environment has only some of
+            the variables that torchrun sets.
     """
     timeout = timedelta(seconds=timeout) if timeout else None
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    launched, rank, size, local_rank, local_size = place_in_launch()
+    if not launched:
+        _say_that_it_is_alone()
     if torch.cuda.is_available():
-        if local_size > torch.cuda.device_count():
+        needed = max(local_size, local_rank + 1)
+        if needed > torch.cuda.device_count():
             raise ValueError(
                 f"--nproc-per-node must be at most the {torch.cuda.device_count()} GPUs of this "
-                f"machine, got {local_size}"
+                f"machine, got {needed}"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -99,12 +157,13 @@ def world(timeout: float = 0) -> Iterator[World]:
         device, backend = torch.device("cpu"), "gloo"
     if size == local_size:
         _listen_on_loopback()
-    if "RANK" in os.environ:
+    if launched:
         _join(backend, timeout, rank, size)
     else:
         # A TCPStore would listen on every interface, whatever host it is given.
-        alone = dist.HashStore()
+        alone, hook = dist.HashStore(), sys.excepthook
         dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
+        sys.excepthook = hook  # of PyTorch's: it names the rank, and stays
     try:
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         yield World(rank, size, local_size, device, *groups)
@@ -184,19 +243,13 @@ def make_model(
         way: as ``way_of`` returns it; that of ``--shard auto`` when omitted.
         activation_checkpointing: "full" keeps only the inputs of each block for the backward,
             "selective" also what attention operators return.
-        compile: compile each block.
+        compile: compile each block; ``all_blocks_compiled`` is for its training.
 
     Returns:
         The model, on ``world.device``.
     """
     with torch.device("meta"):
         model = build()
-    if compile:
-        # Blocks share their code, and each may have a rate of its own for stochastic depth: by
-        # default the ninth variant would no longer be compiled.
-        torch._dynamo.config.recompile_limit = max(
-            torch._dynamo.config.recompile_limit, 4 * len(model.blocks)
-        )
     for block in model.blocks:
         # Replacing `forward` leaves FSDP's hooks outside, and the names of parameters alone.
         if activation_checkpointing != "none":
@@ -213,6 +266,16 @@ def make_model(
     model.to_empty(device=world.device)
     model.init_weights(torch.Generator().manual_seed(seed))
     return model
+
+
+def all_blocks_compiled(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return the context in which every block of a model is compiled.
+
+    Blocks share their code, and each may have a rate of its own for stochastic depth: by default
+    the ninth variant would no longer be compiled.
+    """
+    limit = max(torch._dynamo.config.recompile_limit, 4 * len(model.blocks))
+    return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 def _fully_shard(model: nn.Module, world: World, bf16: bool) -> None:

@@ -86,7 +86,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         task: what to train.
         settings: how; all values filled in.
         world: the processes.
-        closing: ends with the run; lets go of its folder.
+        closing: ends with the run; lets go of its folder and of what it sets for its process.
 
     Raises:
         ValueError: settings that do not fit each other, the data or the checkpoint.
@@ -119,6 +119,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
+    if settings.compile:
+        closing.enter_context(parallel.all_blocks_compiled(model))
     optimizer = make_optimizer(
         model,
         lr=settings.lr,
@@ -143,8 +145,8 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         if task.start is not None:
             task.start(model)
         average.restart()
-        best.forget()
         report.open(0)
+        best.forget()
         report.begin_anew()
     else:
         saved = read_details(path)
@@ -155,7 +157,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
                 f"{saved['step']}"
             )
         checkpoints.load(path, model, optimizer, average.weights)
-        best.take_up()
+        best.take_up(path, saved["step"])
         bad_samples.known = set(saved.get("bad_samples", ()))
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]

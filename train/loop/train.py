@@ -297,7 +297,7 @@ def evaluate(run: Run) -> dict[str, float]:
 def offer(run: Run, scores: dict[str, float]) -> None:
     """Write the weights as the best ones so far, if their scores are."""
     if run.best.is_beaten_by(scores):
-        step = run.progress.step
+        step = run.progress.step - 1  # of the row that has these scores
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
@@ -385,7 +385,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
         if run.best.step is not None:
             reached = _reached(run.best.step, run.best.scores)
             run.report.log(f"best weights ({run.best.path.name}): {reached}")
-        last = _reached(run.progress.step, held_out)
+        last = _reached(run.progress.step - 1, held_out)
         run.report.log(f"last weights (model.safetensors): {last}")
     elif run.report.is_main_process:
         step = run.progress.step
@@ -411,7 +411,7 @@ def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool
         try:
             with run.average.in_place() if name == "model_ema" else nullcontext():
                 path = run.report.folder / f"{name}.safetensors"
-                export_weights(run.model, path, metadata_of(run, run.progress.step, scores))
+                export_weights(run.model, path, metadata_of(run, run.progress.step - 1, scores))
         except OSError as error:
             run.report.log(f"weights not exported: {error}")
             whole = False
@@ -419,7 +419,7 @@ def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool
 
 
 def metadata_of(run: Run, step: int, scores: dict[str, float]) -> dict[str, str]:
-    """Return what a file of the weights of a step says of itself."""
+    """Return what a file of the weights after a step says of itself."""
     tokenizer = run.task.files.get("tokenizer.json")
     return metadata(run.settings.as_json(), step, about(run.task), tokenizer, scores)
 

@@ -159,7 +159,9 @@ def test_a_table_that_is_not_the_tasks_is_one_line(tmp_path, rows, names, given,
 def test_a_split_with_another_class_is_refused_by_its_name(tmp_path):
     write(tmp_path / "train.csv", REVIEWS, ("label", "text"))
     write(tmp_path / "test.csv", [("neutral", "x"), ("pos", "y")], ("label", "text"))
-    with pytest.raises(ValueError, match="in its split test: unknown classes neutral; known are neg, pos"):
+    with pytest.raises(
+        ValueError, match="in its split test: unknown classes neutral; known are neg, pos"
+    ):
         opened("text", tmp_path)
 
 

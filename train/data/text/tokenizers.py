@@ -19,6 +19,7 @@ import tokenizers as library
 import torch
 from torch import Tensor
 
+from leaner_kernels.monitor.files import check_own
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 
@@ -199,6 +200,7 @@ def open_tokenizer(
         return Tokenizer(_bytes(specials), name)
     if name in _VOCAB_SIZES:
         if run is not None and (run / "tokenizer.json").is_file():
+            check_own(run / "tokenizer.json")
             return Tokenizer(_read(run / "tokenizer.json"), name)
         return _trained(name, source, specials, vocab_size or _VOCAB_SIZES[name])
     if name == "gpt2":
