@@ -308,8 +308,11 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, int]:
     if settings.sizes and not generated:
         raise ValueError(f"--sizes needs --data {GENERATED}, got {settings.data}: leave it out")
     key, kind = task if name == "paper" else name, TASKS[task]
-    if settings.length and (generated or kind.text_columns is None):
-        raise ValueError("--length is for text of tables: leave it out")
+    fixed = RECIPES[key]["length"] if generated or kind.text_columns is None else None
+    if fixed and settings.length not in (None, fixed):
+        raise ValueError(
+            f"--length must be {fixed} where no text of tables is read, got {settings.length}"
+        )
     recipe = RECIPES[key] | {"task": task, "data": GENERATED, "eval_every": None}
     if not generated:
         del recipe["data"]

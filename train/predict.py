@@ -41,11 +41,13 @@ from train.data.longrange import TASKS, encode, grey_pixels, pad, padded
 from train.data.text.tokenizers import Tokenizer
 from train.export import load
 from train.gpt import legible
+from train.loop import engine
 
 PROGRAM = "predict.py"
 TOP = 5  # classes that are printed
 
 
+@engine.restored()
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict; see ``--help``."""
     take_every_character(PROGRAM)

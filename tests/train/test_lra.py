@@ -193,8 +193,8 @@ def test_each_task_trains_resumes_and_predicts(task, tmp_path, monkeypatch, caps
             "--recipe quick needs generated lists, got .*data x",
         ),
         (["--sizes", "1,2,3", "--data", "x"], "--sizes needs --data generated, got x"),
-        (["--length", "9"], "--length is for text of tables"),
-        (["--task", "image", "--data", "x", "--length", "9"], "--length is for text of tables"),
+        (["--length", "9"], "--length must be 16 where no text of tables is read, got 9"),
+        (["--task", "image", "--data", "x", "--length", "9"], "--length must be 1024 .* got 9"),
         (
             ["--task", "retrieval", "--data", "x", "--text-column", "a"],
             "--text-column must be given 2 times for --task retrieval and --data x, got 1",
