@@ -166,8 +166,9 @@ def test_tables_in_folders_are_of_splits_by_any_usual_name(hub, root, train, hel
 def test_a_data_set_on_disk_has_splits_by_any_usual_name(hub, root):
     write_parquet(root, "train", TRAIN, shards=1)
     table = hub.Dataset.from_parquet(str(next(root.rglob("*.parquet"))), cache_dir=str(root))
-    hub.DatasetDict({"Training": table, "Testing": table}).save_to_disk(root / "saved")
-    assert sizes(root / "saved") == (3, 12, 12, False)
+    for names in (("Training", "Testing"), ("train", "val", "dev"), ("train", "dev", "test")):
+        hub.DatasetDict(dict.fromkeys(names, table)).save_to_disk(root / "-".join(names))
+        assert sizes(root / "-".join(names)) == (3, 12, 12, False)
 
 
 # Files that are no part of a data set.

@@ -177,7 +177,7 @@ def _find_split(root: Path) -> _Split | None:
                 f"--data {root} has two folders for {split}, {chosen[split]} and {name}: keep one"
             )
         chosen[split] = name
-    train = chosen.get("train", "train")
+    train = chosen["train"]
     held_out = next((chosen[split] for split in HELD_OUT if split in chosen), None)
     unread = [name for name in (*splits, *others) if name not in (train, held_out)]
     return _Split(train, held_out, unread)

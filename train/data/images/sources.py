@@ -138,9 +138,10 @@ def find_images(name: str) -> Sources:
     classes = max(part.classes for part in (train, held_out) if part is not None)
     if classes == 1:
         raise ValueError(f"--data {name} must have at least two classes, got one")
-    if held_out is not None:
-        return Sources(train, held_out, classes, train.names, False, splits, left_out)
-    return Sources(*split(train), classes, train.names, True, splits, left_out)
+    names, made = train.names, held_out is None
+    if made:
+        train, held_out = split(train)
+    return Sources(train, held_out, classes, names, made=made, splits=splits, left_out=left_out)
 
 
 def _is_tables(path: Path) -> bool:
