@@ -11,6 +11,9 @@ A script imports this package before torch.
 
 import importlib.util
 import os
+import stat
+import sys
+import tempfile
 
 # Of the dependency group, what every script needs.
 _NEEDED = {
@@ -28,5 +31,31 @@ if _missing := [
 # Read by OpenMP when torch is loaded. Its threads otherwise spin while they wait, and fight over
 # cores that are busy: on two shared ones the digits train at 35 images/s instead of 190.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _keep_caches() -> None:
+    """Put the caches of all libraries in a temporary folder where the user has no home folder."""
+    home = os.path.expanduser("~")
+    where = cache = os.path.join(home, ".cache")
+    while os.path.isabs(where) and not os.path.lexists(where):
+        where = os.path.dirname(where)
+    writable = os.path.isdir(where) and os.access(where, os.W_OK)
+    if (os.path.isabs(home) and writable) or "XDG_CACHE_HOME" in os.environ:
+        return
+    folder = os.path.join(tempfile.gettempdir(), f"leaner_kernels-{os.geteuid()}")
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        about = os.lstat(folder)
+    except OSError:
+        return  # the library that needs a cache says that it cannot be written
+    # Anybody may make a folder of this name there.
+    if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode):
+        return
+    os.environ["XDG_CACHE_HOME" if os.path.isabs(home) else "HOME"] = folder
+    if (os.environ.get("RANK") or "0") == "0" and sys.stderr is not None:
+        sys.stderr.write(f"caches are kept in {folder}: {cache} cannot be written\n")
+
+
+_keep_caches()
 
 import leaner_kernels.removed  # noqa: E402, F401 - names what a removed command was replaced by

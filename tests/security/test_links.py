@@ -88,6 +88,8 @@ def test_a_run_goes_on_through_no_link(run, precious, capsys, name, target):
 def test_a_run_writes_through_no_link(run, precious, name, target):
     targets = {"file": precious, "nothing": precious.with_name("new"), "folder": precious.parent}
     plant(run / name, targets[target])
+    if name == f".{BEST}.partial":
+        (run / BEST).unlink()  # so that better weights are sure to be written
     go_on(run)
     assert_untouched(precious)
     assert load_file(run / "model.safetensors")
@@ -137,7 +139,7 @@ def test_the_folders_of_a_run_and_of_its_checkpoints_may_be_links(run, tmp_path)
     assert (run / "checkpoints").is_symlink()
     page.main([str(tmp_path / "link")])
     assert (run / "page.html").read_text().startswith("<!")
-    assert load(tmp_path / "link")[1].step == 4
+    assert load(tmp_path / "link", last=True)[1].step == 4
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "tensorboard", "checkpoints/.step-00000004"])
