@@ -62,9 +62,8 @@ class LraSettings(flags.Settings):
     data: str | None = flag(
         None,
         str,
-        "generated, for listops alone; hf:NAME for a Hugging Face data set; a folder of tables "
-        "(.tsv, .csv or .parquet, a file for each split); or, of pictures, a folder with one "
-        "subfolder per class",
+        "hf:NAME for a Hugging Face data set, a folder of tables (.tsv, .csv or .parquet), or a "
+        "folder with one subfolder of pictures per class; for listops also generated, the default",
     )
     task: str | None = flag(
         None, str, "task of the Long-Range Arena; that of --model if omitted", choices=[*TASKS]
@@ -315,7 +314,6 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, int]:
         )
     recipe = RECIPES[key] | {"task": task, "data": GENERATED, "eval_every": None}
     if not generated:
-        del recipe["data"]
         recipe.pop("sizes", None)
         recipe |= {"label_column": kind.label_column, "text_column": kind.text_columns}
     settings = flags.fill(settings, name, recipe)

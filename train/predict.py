@@ -54,15 +54,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     with one_line_errors(PROGRAM), torch.inference_mode():
         model, info = load(args.run, last=args.last)
-        pictures = info.task == "images" or TASKS[_task(info)].text_columns is None
-        if pictures:
+        if info.task == "images":
             predict = _classify_pictures
         elif info.task == "long range":
-            predict = _classify_sequences
+            pictures = TASKS[_long_range(info)[0]].text_columns is None
+            predict = _classify_pictures if pictures else _classify_sequences
         elif info.task == "masked token":
             predict = _fill_in
-        else:
+        elif info.task == "next token":
             predict = _score if args.score else _continue
+        else:
+            raise ValueError(f"{info.path} is of no task that is known here, got {info.task!r:.40}")
         sys.stderr.write(f"weights: {one_line(info.path)}, step {info.step}\n")
         for line in predict(model.to(args.device), info, args):
             sys.stdout.write(f"{line}\n")
@@ -88,9 +90,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _task(info: Info) -> str:
-    """Return the task of the Long-Range Arena; those of older runs and of other models are text."""
-    return info.settings.get("task") or "listops"
+def _long_range(info: Info) -> tuple[str, int]:
+    """Return the task of the Long-Range Arena and the tokens that were read of an item.
+
+    Runs before these were settings were on lists.
+    """
+    task = info.settings.get("task") or "listops"
+    length = info.settings.get("length") or info.arguments.get("sequence_length")
+    if task not in TASKS or type(length) is not int or not 1 <= length <= 1 << 20:
+        raise ValueError(f"{info.path} has no task and length of the Long-Range Arena")
+    return task, length
 
 
 def _best(logits: Tensor, names: Sequence[str]) -> str:
@@ -110,7 +119,7 @@ def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -
             if info.task == "images":
                 inputs = (model_input(info, content, name)[None],)
             else:
-                inputs = pad([[grey_pixels(content, name)]], padded(info.settings["length"]))
+                inputs = pad([[grey_pixels(content, name)]], padded(_long_range(info)[1]))
         except (ValueError, OSError) as error:
             unread.append(path)
             sys.stderr.write(f"{PROGRAM}: {one_line(error)}\n")
@@ -168,7 +177,7 @@ def _texts(inputs: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _classify_sequences(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
     """Yield the likeliest classes of each text, or of each two where the task has pairs."""
-    task, length = _task(info), info.settings["length"]
+    task, length = _long_range(info)
     several, texts = len(TASKS[task].text_columns), [*_texts(args.inputs)]
     if len(texts) % several:
         raise ValueError(f"task {task} reads pairs of texts, got {len(texts)}")

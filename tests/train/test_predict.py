@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from tests.train import trained
-from train import predict, vit
+from train import lra, predict, vit
 
 PICTURES = ["--model", "vit_base_lean", "--width", "32", "--depth", "1", "--heads", "2"]
 PICTURES += ["--img-size", "32", "--patch-size", "8", "--recipe", "small", "--batch-size", "8"]
@@ -177,3 +179,19 @@ def test_text_that_cannot_be_meant_is_refused(letters, capsys, tmp_path):
 
 def test_what_is_no_run_is_refused(capsys, tmp_path):
     assert "manifest.json: No such file" in refused(capsys, tmp_path / "nowhere", "a b")
+
+
+@pytest.mark.parametrize(("setting", "value"), [("length", "many"), ("task", "chess")])
+def test_forged_settings_of_a_long_range_run_are_one_line(setting, value, tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        flags = ["--sizes", "32,8,8", "--batch-size", "8", "--steps", "1", "--kappa-every", "0"]
+        lra.main([*flags, "--workers", "0", "--out", str(tmp_path / "run")])
+    assert re.match(r"\[MAX 1 2 \]: \d [\d.]+%", said(capsys, tmp_path / "run", "[MAX 1 2 ]"))
+    path = tmp_path / "run" / "model.safetensors"
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    settings = json.loads(metadata["settings"]) | {setting: value}
+    save_file(load_file(path), path, metadata | {"settings": json.dumps(settings)})
+    line = refused(capsys, path, "[MAX 1 2 ]")
+    assert line.endswith("has no task and length of the Long-Range Arena")
