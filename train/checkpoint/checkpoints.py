@@ -446,7 +446,7 @@ def _remove(path: Path) -> None:
     """Remove a folder with what is in it; of a link, the link alone. What cannot be, stays."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    else:
+    elif os.path.lexists(path):
         with suppress(OSError):
             path.unlink()
 
