@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..nn.capture import Capturing
 from ..ops._checks import MAX_HEAD_DIM
@@ -103,6 +104,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         Raises:
             ValueError: if a shape is not supported, or ``attention`` raises one.
         """
+        if isinstance(query, Proxy):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return swap.node_of(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask):
             raise ValueError("attn_mask must be numbers: the memory of a CausalBias holds none")
         if need_weights:
@@ -235,6 +239,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         Raises:
             ValueError: if ``MultiheadAttention`` raises one.
         """
+        if isinstance(src, Proxy):
+            return swap.node_of(self, src, src_mask, src_key_padding_mask, is_causal)
         whole = src_mask is None and src_key_padding_mask is None
         if src.is_nested and src.layout is torch.strided and whole and self.self_attn.batch_first:
             padded = src.to_padded_tensor(0.0)

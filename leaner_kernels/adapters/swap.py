@@ -183,6 +183,12 @@ def _restore(module: nn.Module) -> None:
     module.__class__ = origin.cls
 
 
+def node_of(module: nn.Module, *args: Any) -> Any:
+    """Return the node by which torch.fx calls a module as a whole, as it does PyTorch's own."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
+
+
 def is_attention(module: nn.Module) -> bool:
     """Return whether a module is named attention, or calls PyTorch's attention function."""
     name = getattr(module, "original_name", type(module).__name__).lower()
