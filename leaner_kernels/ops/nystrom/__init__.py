@@ -185,8 +185,8 @@ def _core(
     whole_batch: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return Z (K3 V), (B, H, M, D), and the largest score of K2, (B, H); half as float32."""
-    scale = q_land.shape[-1] ** -0.5 if scale is None else scale
-    s = scale * (upcast(q_land) @ upcast(k_land).mT)  # (B, H, M, M)
+    factor = q_land.shape[-1] ** -0.5 if scale is None else scale
+    s = factor * (upcast(q_land) @ upcast(k_land).mT)  # (B, H, M, M)
     # An autograd Function has no forward mode unless it is written out.
     inverse = _inverse if in_forward_mode() else _PseudoInverse.apply
     z = inverse(torch.softmax(s, dim=-1), iterations, whole_batch)
