@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from ..nn.capture import Capturing
 from ..ops._checks import MAX_HEAD_DIM
@@ -103,6 +104,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
         Raises:
             ValueError: if a shape is not supported, or ``attention`` raises one.
         """
+        if isinstance(query, Proxy):
+            masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return swap.node_of(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask):
             raise ValueError("attn_mask must be numbers: the memory of a CausalBias holds none")
         if need_weights:
@@ -203,6 +207,8 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
     """``torch.nn.TransformerEncoderLayer`` with ``MultiheadAttention``; same constructor.
 
     It has one path. PyTorch's second path, for inference, calls a fused layer without attention.
+    The nested tensor that ``nn.TransformerEncoder`` makes of a padded batch in inference is padded
+    for the layer, and its result is nested again.
 
     Raises:
         ValueError: if heads are wider than 128, or a dropout is outside [0, 1).
@@ -227,11 +233,22 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
         """Apply attention and the feed-forward block, each with a residual connection.
 
         ``src`` is (B, N, d_model) with ``batch_first``, otherwise (N, B, d_model); or
-        (N, d_model). Masks are those of PyTorch.
+        (N, d_model). With ``batch_first`` and without masks it may be nested, of strided layout.
+        Masks are those of PyTorch.
 
         Raises:
             ValueError: if ``MultiheadAttention`` raises one.
         """
+        if isinstance(src, Proxy):
+            return swap.node_of(self, src, src_mask, src_key_padding_mask, is_causal)
+        whole = src_mask is None and src_key_padding_mask is None
+        if src.is_nested and src.layout is torch.strided and whole and self.self_attn.batch_first:
+            padded = src.to_padded_tensor(0.0)
+            lengths = src._nested_tensor_size()[:, 0].to(src.device)
+            hidden = torch.arange(padded.shape[1], device=src.device) >= lengths[:, None]
+            out = TransformerEncoderLayer.forward(self, padded, src_key_padding_mask=hidden)
+            nest = torch._nested_tensor_from_mask  # pyright: ignore[reportPrivateImportUsage]
+            return nest(out, ~hidden)
 
         def attend(x: Tensor) -> Tensor:
             masks = src_key_padding_mask, False, src_mask
@@ -243,10 +260,6 @@ class TransformerEncoderLayer(nn.TransformerEncoderLayer):
             return x + self._ff_block(self.norm2(x))
         x = self.norm1(src + attend(src))
         return self.norm2(x + self._ff_block(x))
-
-
-class TransformerEncoder(nn.TransformerEncoder):
-    """``torch.nn.TransformerEncoder`` that never makes a padded batch a nested tensor."""
 
 
 def _one_mask(
@@ -317,10 +330,6 @@ def _check_layer(module: Any) -> None:
     _check_attention(module.self_attn)
 
 
-def _keep_padded(module: Any) -> None:
-    module.use_nested_tensor = False
-
-
 RULES = (
     swap.Rule(_PYTORCHS, MultiheadAttention, "attention between tokens", _prepare),
     swap.Rule(
@@ -328,8 +337,5 @@ RULES = (
         TransformerEncoderLayer,
         "a layer with one path, through its self_attn",
         _check_layer,
-    ),
-    swap.Rule(
-        nn.TransformerEncoder, TransformerEncoder, "layers without nested tensors", _keep_padded
     ),
 )

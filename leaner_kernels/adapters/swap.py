@@ -70,9 +70,11 @@ class Swapped:
 
     def nothing_in(self, model: nn.Module) -> str:
         """Return an error message: nothing was swapped, why, and what to do instead."""
-        reasons = "; ".join(dict.fromkeys(self.left.values()))
+        name, reasons = type(model).__name__, "; ".join(dict.fromkeys(self.left.values()))
+        if not reasons:
+            return f"{name} has no attention module: there is nothing to swap or to measure"
         return (
-            f"{type(model).__name__} has no attention module to swap ({reasons or 'none at all'}): "
+            f"{name} has no attention module to swap ({reasons}): "
             "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.attention, "
             "which takes the same arguments; KappaMonitor measures such a model as it is"
         )
@@ -179,6 +181,12 @@ def _restore(module: nn.Module) -> None:
         attributes.pop(name, None)
     attributes.update(origin.replaced)
     module.__class__ = origin.cls
+
+
+def node_of(module: nn.Module, *args: Any) -> Any:
+    """Return the node by which torch.fx calls a module as a whole, as it does PyTorch's own."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
 
 
 def is_attention(module: nn.Module) -> bool:

@@ -45,6 +45,12 @@ from ..ops.outlook import check_window, outlook_attention, outlook_attention_wit
 from ..ops.statistics import AttentionStats, evenly_spaced
 from . import swap
 
+# torch.fx traces through the modules below as through timm's own: each operator is one node.
+torch.fx.wrap("attention_qkvpacked")
+torch.fx.wrap("channel_attention")
+torch.fx.wrap("cross_covariance_attention")
+torch.fx.wrap("outlook_attention")
+
 # The oldest timm that the forwards below were run with: they read attributes of its classes.
 if tuple(map(int, version.split(".")[:3])) < (1, 0, 29):
     raise ImportError(f"timm must be 1.0.29 or newer, got {version}")
@@ -66,9 +72,9 @@ def use(model: nn.Module) -> swap.Swapped:
     Raises:
         ValueError: nothing can be swapped; the model is as it was.
 
-    Call it before ``fully_shard`` of attention modules themselves, before ``torch.fx`` traces the
-    model, and before what replaces the forward of a module; a model compiled before compiles again.
-    timm's ``fused_attn`` makes no difference, and a second call none either.
+    Call it before ``fully_shard`` of attention modules themselves, and before what replaces the
+    forward of a module; a model compiled before compiles again. ``torch.fx`` traces a swapped
+    model. timm's ``fused_attn`` makes no difference, and a second call none either.
     """
     return swap.swap(model, (*_RULES, *_BLOCKS))
 
@@ -118,14 +124,25 @@ class _TimmCapturing(Capturing):
         self, finish: Any, q: Tensor, k: Tensor, v: Tensor, attn_mask: Any = None, **params: Any
     ) -> Tensor:
         """Attend as ``attention`` does, from (B, H, N, D); ``finish`` gets (B, N, H, D)."""
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            attn_mask = attn_mask if is_causal_bias(attn_mask) else attn_mask.to(q.dtype)
-        tensors = q, k, v, attn_mask
+        tensors = q, k, v, _mask_like(attn_mask, q)
 
         def of_rows(out: Tensor) -> Tensor:
             return finish(out.transpose(1, 2))
 
-        return self._run(of_rows, attention, self._attention_with_stats, *tensors, **params)
+        return self._run(of_rows, _attention, self._attention_with_stats, *tensors, **params)
+
+
+@torch.fx.wrap
+def _attention(*args: Any, **params: Any) -> Tensor:
+    return attention(*args, **params)
+
+
+@torch.fx.wrap
+def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask, an additive one in the dtype of the queries."""
+    if mask is None or mask.dtype == torch.bool or is_causal_bias(mask):
+        return mask
+    return mask.to(q.dtype)
 
 
 def _split_heads(projected: Tensor, heads: int, parts: int = 1) -> tuple[Tensor, ...]:
@@ -176,16 +193,15 @@ class _WindowedAttention(_TimmCapturing):
         return math.prod(self.window_size)
 
     def _select_sample(self: Any, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
-        maps = windows = 0
         if self.map_size is not None and self.capture_samples > 0:
             maps, windows = self.map_size[0], math.prod(self._windows_of_map())
-        if batch == 0 or batch != maps * windows:
-            # No block around, or one that never came to its attention.
-            self.map_size = None
-            return super()._select_sample(batch, device)
-        sample = evenly_spaced(maps, self.capture_samples, device)
-        places = torch.arange(windows, dtype=torch.int32, device=device)
-        return (sample[:, None] * windows + places).flatten(), True
+            if 0 < batch == maps * windows:
+                sample = evenly_spaced(maps, self.capture_samples, device)
+                places = torch.arange(windows, dtype=torch.int32, device=device)
+                return (sample[:, None] * windows + places).flatten(), True
+        # No block around, or one that never came to its attention.
+        self.map_size = None
+        return super()._select_sample(batch, device)
 
     @torch.no_grad()
     def _store_capture(

@@ -11,14 +11,16 @@ or, for an existing model, with a report and an undo:
     leaner.undo(model)
 
 Weights are unchanged. ``KappaMonitor(model)`` finds the modules by name and reads their statistics.
-A keyword of a call that may change the result and that ``leaner_kernels.attention`` does not
-support raises a ValueError, as does a model that computes attention itself but lets transformers
-create its masks.
+``use`` leaves the modules that ``leaner_kernels.attention`` cannot compute on the attention that
+they had. By name they raise a ValueError when they run, as does a model that computes attention
+itself but lets transformers create its masks.
 """
 
+import inspect
 import sys
 from contextlib import nullcontext
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,11 +30,13 @@ from transformers import (
     AttentionMaskInterface,
     PreTrainedConfig,
     PreTrainedModel,
+    masking_utils,
 )
 from transformers.masking_utils import sdpa_mask
 
 from ..nn.capture import refuse_tracing
 from ..ops import _hooks
+from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_varlen
 from ..ops.attention.reference import visible
 from . import swap
@@ -87,7 +91,25 @@ def use(model: nn.Module) -> swap.Swapped:
         if isinstance(part, PreTrainedModel):
             part.set_attn_implementation(NAME)
     report, left = swap.Swapped(lambda: undo(model)), dict[str, str]()
+    dispatching = {
+        name: config
+        for name, config in configs.items()
+        if swap.calls(type(model.get_submodule(name)), "get_interface")
+    }
+    refused: dict[int, str] = {}
+    for name, config in dispatching.items():
+        if (reason := _unsupported(model.get_submodule(name))) is not None:
+            refused.setdefault(id(config), reason)
     for name, config in configs.items():
+        alone = _self_made(type(config))
+        if alone is not None and _creates_masks(type(model.get_submodule(name))):
+            refused.setdefault(id(config), f"{alone}, which shares its masks, does not dispatch")
+    ours = {id(config) for config in dispatching.values()} - refused.keys()
+    for name, config in configs.items():
+        if id(config) in refused or (id(config) not in ours and _self_made(type(config))):
+            # Not by its setter, which would set the configurations inside too.
+            own = before[name] if before[name] != NAME else "eager"
+            config._attn_implementation_internal = own
         if before[name] != NAME and config._attn_implementation == NAME:
             vars(model.get_submodule(name)).setdefault(_BEFORE, before[name])
     for name, module in model.named_modules():
@@ -97,6 +119,8 @@ def use(model: nn.Module) -> swap.Swapped:
         if not swap.calls(type(module), "get_interface"):
             if swap.is_attention(module):
                 left[name] = f"{cls} computes its attention itself"
+        elif name in configs and id(configs[name]) in refused:
+            left[name] = f"{cls}: {refused[id(configs[name])]}"
         elif name in configs and configs[name]._attn_implementation == NAME:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
@@ -106,6 +130,27 @@ def use(model: nn.Module) -> swap.Swapped:
         report.undo()
         raise ValueError(report.nothing_in(model))
     return report
+
+
+def _unsupported(module: Any) -> str | None:
+    """Return why ``attention_forward`` cannot compute a module that dispatches, or None."""
+    if unknown := _unknown_keywords(type(module)):
+        return f"it may pass {', '.join(unknown)}, which leaner_kernels.attention does not support"
+    dim = getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
+    if dim is None:
+        return None
+    value_dim = getattr(module, "v_head_dim", dim)
+    if value_dim != dim:
+        return f"keys have a head dimension of {dim}, values of {value_dim}: they must be equal"
+    softcap = getattr(module, "attn_logit_softcapping", None)
+    if softcap is not None and dim > MAX_HEAD_DIM:
+        return f"a softcap needs a head dimension up to {MAX_HEAD_DIM}, got {dim}"
+    return None
+
+
+def _creates_masks(cls: type) -> bool:
+    """Return whether a class has transformers create masks of its configuration."""
+    return any(swap.calls(cls, name) for name in vars(masking_utils) if name.startswith("create_"))
 
 
 def undo(model: nn.Module) -> None:
@@ -302,6 +347,21 @@ def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention
         )
 
 
+@cache
+def _unknown_keywords(cls: type) -> list[str]:
+    """Return the keywords of the attention call of a class that may change the result."""
+    known = {*inspect.signature(attention_forward).parameters, *HARMLESS, *INSTEAD}
+    functions = (f for f in vars(cls).values() if isinstance(f, FunctionType))
+    calls = (
+        names
+        for function in functions
+        for names in inspect.unwrap(function).__code__.co_consts
+        # Every call of the interface has one of these keywords.
+        if isinstance(names, tuple) and not {"dropout", "scaling"}.isdisjoint(names)
+    )
+    return sorted({name for names in calls for name in names if isinstance(name, str)} - known)
+
+
 # Constants to torch.compile, which would warn of the cache and trace through every class.
 @torch.compiler.assume_constant_result
 def _supports_sdpa(config: type) -> bool:
@@ -318,6 +378,10 @@ def _self_made(config: type) -> str | None:
     """Return the name of an attention beside a configuration that does not dispatch, or None."""
     for cls in _classes(config):
         own = swap.calls(cls, "softmax") or swap.calls(cls, "scaled_dot_product_attention")
+        given = inspect.signature(cls.__init__).parameters.get("config")
+        if given is not None and isinstance(given.annotation, type):
+            # Of another part, as the audio of a model of text and audio.
+            own = own and (given.annotation is given.empty or issubclass(config, given.annotation))
         if "Attention" in cls.__name__ and own and not swap.calls(cls, "get_interface"):
             return cls.__name__
     return None

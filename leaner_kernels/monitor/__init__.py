@@ -11,6 +11,7 @@ rows to the writers (``writers.py``). There are three ways into a model:
   that function under a name of its own.
 """
 
+import math
 import os
 import sys
 import warnings
@@ -27,12 +28,15 @@ from torch import distributed as dist
 from torch import nn
 
 from .. import removed
+from ..nn.capture import is_mapped
 from ..ops._checks import shown
 from .measurement import (
     CHANGED,
     MEASURED,
+    NO_CALL,
     NOT_RUN,
     REFUSED,
+    TAKEN,
     HostCopy,
     LayerSizes,
     SideStream,
@@ -43,7 +47,7 @@ from .measurement import (
 )
 from .measurement import measure as measure_layers
 from .rows import layer_means
-from .trace import SAME_PASS, CallTrace, looks_like_attention
+from .trace import IN_TRANSFORM, SAME_PASS, CallTrace, looks_like_attention
 from .writers import JsonLines, TensorBoard, WandbRun
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 class _PendingRows(NamedTuple):
     step: int
+    layers: dict[str, LayerSizes]
     kinds: dict[str, tuple[torch.dtype, str]]
     host_copy: HostCopy
 
@@ -77,10 +82,16 @@ def can_capture(module: nn.Module) -> bool:
     return "capture_samples" in vars(module)
 
 
+# The modules that capture, with the list of the monitor that samples them: its ``_capturing``.
+_samplers: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
+
+
 def _stop_capture(capturing: list[Any]) -> None:
     """Capture no more, and drop what was captured; harmless twice."""
     for module in filter(can_capture, capturing):
-        module.capture_samples, module.captured = 0, None
+        if _samplers.get(module) is capturing:
+            module.capture_samples, module.captured = 0, None
+            del _samplers[module]
     capturing.clear()
 
 
@@ -112,7 +123,9 @@ class KappaMonitor:
     others of the samples. A capture assigns to its module, which a block compiled with both
     fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
     calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
-    in the first sampled step are named in one warning. Of two monitors in a step the later samples.
+    in the first sampled step are named in one warning. Modules of ours are sampled by one monitor
+    at a time, the one that began last. A row has the sizes of its step: modules may be pruned,
+    replaced, added and swapped between steps.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
     ``begin`` and ``end``, or ``cancel``: the rows are joined over ranks in one collective, equal on
@@ -127,6 +140,8 @@ class KappaMonitor:
             value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
             others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
             the rows a writer gets the means of ``layer_means``.
+        head_report: add the means of ``leaner_kernels.head_report`` to each row: the correlation of
+            pairs of heads, their isotropy and ``mean_share``.
 
     Raises:
         ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
@@ -142,6 +157,7 @@ class KappaMonitor:
         samples: int = 4,
         path: str | Path | JsonLines | None = None,
         writer: Any = None,
+        head_report: bool = False,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
@@ -158,23 +174,16 @@ class KappaMonitor:
                 "with them: use DistributedDataParallel"
             )
         self.model = model
-        names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
-        self.modules: dict[str, Any] = {names[m]: m for m in names if can_capture(m)}
-        self._layers = {
-            name: LayerSizes(m.num_heads, m.head_dim, m.columns) for name, m in self.modules.items()
-        }
-        excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
-        inside = {part for module in excluded for part in module.modules()}
-        self._trace: CallTrace | None = CallTrace(names, excluded, samples)
+        self._trace = CallTrace({}, set(), samples)
         weakref.finalize(self, self._trace.stop).atexit = False
-        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
-        self._trace_despite_compile = not self.modules or any(
-            looks_like_attention(m) for m in names.keys() - inside
-        )
+        self.modules: dict[str, Any] = {}
+        self._layers: dict[str, LayerSizes] = {}
+        self._find_modules()
         # A monitor that is dropped between begin and end takes its hooks and captures along.
         self._capturing: list[Any] = []
         weakref.finalize(self, _stop_capture, self._capturing).atexit = False
         self._agreed = False
+        self.head_report = bool(head_report)
         self.every, self.samples = every, samples
         file = path if path is None or isinstance(path, JsonLines) else JsonLines(path)
         if file is not None and not file.path.parent.is_dir():
@@ -199,6 +208,20 @@ class KappaMonitor:
         self._pending_rows: deque[_PendingRows] = deque()
         self._step: int | None = None
         self._begun = False
+
+    def _find_modules(self) -> None:
+        """Find what there is to monitor in the model as it is now."""
+        model = self.model
+        names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
+        self.modules = {names[m]: m for m in names if can_capture(m)}
+        self._layers |= {n: LayerSizes(m.num_heads, m.head_dim) for n, m in self.modules.items()}
+        excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
+        inside = {part for module in excluded for part in module.modules()}
+        self._trace.names, self._trace.excluded = names, excluded
+        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
+        self._trace_despite_compile = not self.modules or any(
+            looks_like_attention(m) for m in names.keys() - inside
+        )
 
     @property
     def sampling(self) -> bool:
@@ -264,12 +287,16 @@ class KappaMonitor:
             self._pending_rows = pending
 
     def _start(self, step: int) -> None:
+        self._find_modules()
         self._step = step
-        self._capturing += filter(can_capture, self.modules.values())
+        self._capturing += self.modules.values()
         for module in self._capturing:
             module.capture_samples, module.captured = self.samples, None
-        compiled = "torch._dynamo" in sys.modules and not self._trace_despite_compile
-        if self._trace is not None and not compiled:
+            _samplers[module] = self._capturing
+        others = {name.partition("#")[0] for name in self._layers.keys() - self.modules.keys()}
+        known = not others.isdisjoint(self._trace.names.values())
+        unknown = not self._agreed and (self._trace_despite_compile or not _compiles())
+        if known or unknown:
             self._trace.start()
 
     def end(self) -> list[dict[str, Any]]:
@@ -293,26 +320,28 @@ class KappaMonitor:
         if self._step is None:
             return
         step, self._step = self._step, None
-        calls = {name: vars(m).get("captured") for name, m in self.modules.items()}
+        self._trace.stop()
+        trace, calls = self._trace, dict[str, Any]()
+        for name, module in self.modules.items():
+            if _samplers.get(module) is not self._capturing:
+                continue
+            calls[name] = vars(module).get("captured")
+            if calls[name] is not None and is_mapped(calls[name].heads):
+                trace.refused[name] = IN_TRANSFORM
         _stop_capture(self._capturing)
-        refused: set[str] = set()
-        if self._trace is not None:
-            self._trace.stop()
-            try:
-                if not self._agreed:
-                    self._agree_on_layers(step)
-                calls |= self._trace.calls
-                refused = set(self._trace.refused)
-            finally:
-                self._trace.clear()
-            if len(self._layers) == len(self.modules):
-                self._trace = None
-        captured, status = self._select(calls, refused)
+        try:
+            if not self._agreed:
+                self._agree_on_layers(step)
+            calls |= trace.calls
+            captured, status = self._select(calls, trace.refused)
+        finally:
+            trace.clear()
         host_copy = self._measure(captured, status)
         for name, c in zip(self._layers, captured):
             if c is not None:
                 self._kinds[name] = c.dtype, getattr(c, "source", SAME_PASS)
-        self._pending_rows.append(_PendingRows(step, dict(self._kinds), host_copy))
+        pending = step, dict(self._layers), dict(self._kinds), host_copy
+        self._pending_rows.append(_PendingRows(*pending))
 
     def cancel(self) -> None:
         """Leave a step that was begun and measure nothing of it; harmless after ``end``.
@@ -322,9 +351,8 @@ class KappaMonitor:
         """
         self._step = None
         _stop_capture(self._capturing)
-        if self._trace is not None:
-            self._trace.stop()
-            self._trace.clear()
+        self._trace.stop()
+        self._trace.clear()
 
     def flush(self) -> list[dict[str, Any]]:
         """Wait for the rows that ``end`` has not returned yet, and return them."""
@@ -332,12 +360,12 @@ class KappaMonitor:
 
     def _agree_on_layers(self, step: int) -> None:
         """Take the layers that any rank traced in the first sampled step."""
-        assert self._trace is not None
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
             layers[name] = LayerSizes(call.num_heads, call.head_dim)
         refused = self._trace.refused.items()
-        problem = next((f"{layer} cannot be measured: {why}" for layer, why in refused), None)
+        reasons = (f"{n or 'the model'} cannot be measured: {why}" for n, why in refused)
+        problem = next(reasons, None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
         sizes_of = {name: (layer.heads, layer.head_dim) for name, layer in layers.items()}
@@ -356,12 +384,12 @@ class KappaMonitor:
         everywhere = set.intersection(*(names for *_, names in ranks))
         for name, sizes in (item for _, theirs, _ in ranks for item in theirs.items()):
             known = name.partition("#")[0] in everywhere
-            if not known or layers.setdefault(name, LayerSizes(*sizes))[:2] != sizes:
+            if not known or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
                 raise RuntimeError(
                     "all ranks must trace the same layers, but in the first sampled step, "
                     f"{step}, they differ in {name}"
                 )
-        self._layers = {name: layers[name] for name in sorted(layers, key=self._trace.order)}
+        self._layers = self._sorted(layers)
         self._agreed = True
         untraced = self._trace.untraced(self._layers)
         if untraced and (self._group is None or self._group.rank() == 0):
@@ -372,49 +400,68 @@ class KappaMonitor:
                 stacklevel=4,
             )
 
-    def _select(self, calls: dict[str, Any], refused: set[str]) -> tuple[list[Any], list[float]]:
+    def _sorted(self, layers: dict[str, LayerSizes]) -> dict[str, LayerSizes]:
+        return {name: layers[name] for name in sorted(layers, key=self._trace.order)}
+
+    def _select(
+        self, calls: dict[str, Any], refused: Mapping[str, str]
+    ) -> tuple[list[Any], list[float]]:
         """Return what there is to measure of each layer, None if nothing, and why."""
+        if self._group is None:
+            # Of several ranks, all must have the same layers.
+            self._layers |= {n: _sizes_of(c) for n, c in calls.items() if c and n not in refused}
+        self._layers = self._sorted(self._layers)
         captured, status = [], []
         for name, layer in self._layers.items():
             call = calls.get(name)
             if name in refused:
                 reason = REFUSED
-            elif call is None:
-                reason = NOT_RUN
-            elif name in self.modules or (call.num_heads, call.head_dim) == layer[:2]:
-                reason = MEASURED
+            elif call is not None:
+                reason = MEASURED if _sizes_of(call) == layer else CHANGED
+            elif name in self.modules:
+                reason = NOT_RUN if name in calls else TAKEN
             else:
-                reason = CHANGED
+                reason = NO_CALL
             captured.append(call if reason == MEASURED else None)
             status.append(reason)
         return captured, status
 
-    @property
-    def _most_heads(self) -> int:
-        return max(layer.heads for layer in self._layers.values())
+    def _columns_of(self, name: str, call: Any) -> float:
+        """Return the entries of a softmax row of a call, nan if they are as its lengths."""
+        if name not in self.modules:
+            return call.columns
+        rows = call.heads.shape[1]
+        columns = self.modules[name].columns(rows)
+        return math.nan if call.lengths is not None and columns == rows else columns
 
     def _measure(self, captured: list[Any], status: list[float]) -> HostCopy:
         on = (tensor.device for tensor in self.model.parameters())
         device = next((c.heads.device for c in captured if c is not None), next(on, _CPU))
         if self._side_stream is None or self._side_stream.device != device:
             self._side_stream = SideStream(device)
-        gathered = gather(captured, device)
+        columns = {
+            number: self._columns_of(name, call)
+            for number, (name, call) in enumerate(zip(self._layers, captured))
+            if call is not None
+        }
+        gathered = gather(captured, columns, device)
         with self._side_stream.after(gathered.tensors()):
-            matrix = measure_layers(gathered, status, self._most_heads, device)
+            sizes = _most_heads(self._layers), device, self.head_report
+            matrix = measure_layers(gathered, status, *sizes)
         with self._side_stream.after([matrix]):
             if self._group is not None:
                 ranks = matrix.new_empty(self._group.size(), *matrix.shape)
                 dist.all_gather_into_tensor(ranks.flatten(), matrix.flatten(), group=self._group)
-                matrix = merge_ranks(ranks, self._most_heads)
+                matrix = merge_ranks(ranks, layout(_most_heads(self._layers), self.head_report))
             return self._side_stream.copy_to_host(matrix)
 
     def _arrived(self, wait: bool, write: bool = True) -> list[dict[str, Any]]:
         rows = []
         while self._pending_rows and (wait or self._pending_rows[0].host_copy.ready()):
-            step, kinds, host_copy = self._pending_rows.popleft()
+            step, layers, kinds, host_copy = self._pending_rows.popleft()
             host_copy.wait()
-            columns, of_step = layout(self._most_heads), []
-            for (name, layer), measured in zip(self._layers.items(), host_copy.host):
+            columns, of_step = layout(_most_heads(layers), self.head_report), []
+            for (name, layer), measured in zip(layers.items(), host_copy.host):
                 values = {key: measured[place] for key, place in columns.items()}
                 kind = kinds.get(name, (torch.float32, SAME_PASS))
                 of_step.append(row(step, name, layer, values, *kind))
@@ -457,6 +504,21 @@ def measure(
             attention was traced.
     """
     return KappaMonitor(model, samples=samples).measure(batch, forward=forward, step=step)
+
+
+def _compiles() -> bool:
+    """Return whether anything may be compiled, which tracing would run eagerly."""
+    return "torch._dynamo" in sys.modules
+
+
+def _most_heads(layers: Mapping[str, LayerSizes]) -> int:
+    return max(layer.heads for layer in layers.values())
+
+
+def _sizes_of(call: Any) -> LayerSizes:
+    """Return the sizes of a ``Captured`` or ``TracedCall``."""
+    heads = call.head_norm.shape[-1]
+    return LayerSizes(heads, call.heads.shape[-1] // heads)
 
 
 def _without_wrappers(model: nn.Module, name: str) -> str:

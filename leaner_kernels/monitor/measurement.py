@@ -5,7 +5,7 @@ Sizes: L layers, S samples, N tokens, M columns, H heads of a layer.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,33 +14,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kappa import condition_number, condition_report, gaussian_condition_number
+from ..kappa import condition_number, condition_report, gaussian_condition_number, head_report
 from ..ops.statistics import COLUMNS, STATISTICS
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
-# The status of a layer: measured, or a row without numbers, for three reasons.
-MEASURED, NOT_RUN, CHANGED, REFUSED = map(float, range(4))
+# The status of a layer: measured, or why its row has no numbers.
+MEASURED, NOT_RUN, NO_CALL, CHANGED, REFUSED, TAKEN = map(float, range(6))
 _REASONS = {
-    NOT_RUN: "no call of several queries",
+    NOT_RUN: "not run",
+    NO_CALL: "no call of several queries",
     CHANGED: "other heads than in the first sampled step",
     REFUSED: "a call that cannot be traced",
+    TAKEN: "sampled by another monitor",
 }
 # Measurements of each matrix, means over the samples; of the heads; and of each head.
 _OF_MATRIX = "log_kappa", "sigma_max", "sigma_min", "tokens"
 _OF_HEADS = "effective_rank", "stable_rank", "rank", "log_kappa_to_rank"
+# With ``head_report``: means over the samples, and over pairs of heads or heads.
+_OF_PAIRS = "head_correlation", "isotropy", "mean_share"
 _MEANS = [s.name for s in STATISTICS if s.over_samples == "mean"]
 _MAXIMA = [s.name for s in STATISTICS if s.over_samples == "max"]
 
 
-def layout(heads: int) -> dict[str, slice]:
+def layout(heads: int, with_report: bool = False) -> dict[str, slice]:
     """Return the columns of each measurement of a layer, with places for so many heads.
+
+    ``with_report`` adds those of ``head_report``.
 
     Ranks are joined by the mean of those before "worst_kappa", by the largest of the others.
     """
     widths = {
         **dict.fromkeys(_OF_MATRIX, 3),
         **dict.fromkeys((*_OF_HEADS, "columns"), 1),
+        **dict.fromkeys(_OF_PAIRS if with_report else (), 1),
         **dict.fromkeys(_MEANS, heads),
         "worst_kappa": 3,  # inf where one sample is not resolved
         **dict.fromkeys(_MAXIMA, heads),
@@ -63,7 +70,7 @@ class GatheredCaptures(NamedTuple):
 
     batches: list[MatrixBatch]  # as few as shapes
     statistics: dict[int, Tensor]  # of each layer, (len(STATISTICS), H): means, then maxima
-    columns: dict[int, float]  # keys of each layer's softmax, where the module has no ``columns``
+    columns: dict[int, float]  # entries of a softmax row of each layer; nan for its tokens
 
     def tensors(self) -> list[Tensor]:
         """Return all of them."""
@@ -71,8 +78,13 @@ class GatheredCaptures(NamedTuple):
         return [*batched, *self.statistics.values()]
 
 
-def gather(captured: Sequence[Any], device: torch.device) -> GatheredCaptures:
-    """Copy the captures (``Captured``, ``TracedCall`` or None) of all layers into few batches."""
+def gather(
+    captured: Sequence[Any], columns: Mapping[int, float], device: torch.device
+) -> GatheredCaptures:
+    """Copy the captures (``Captured``, ``TracedCall`` or None) of all layers into few batches.
+
+    ``columns`` are as in ``GatheredCaptures``.
+    """
     captures = {layer: _moved(c, device) for layer, c in enumerate(captured) if c is not None}
     # Few launches: they are on the stream of the step.
     alike: dict[Any, list[int]] = {}
@@ -99,8 +111,7 @@ def gather(captured: Sequence[Any], device: torch.device) -> GatheredCaptures:
     for layer, c in captures.items():
         means = torch.stack([c.statistics[name] for name in _MEANS]).mean(dim=1)
         statistics[layer] = torch.cat([means, *(c.statistics[name][None] for name in _MAXIMA)])
-    columns = {n: float(c.columns) for n, c in captures.items() if hasattr(c, "columns")}
-    return GatheredCaptures(batches, statistics, columns)
+    return GatheredCaptures(batches, statistics, dict(columns))
 
 
 def _moved(capture: Any, device: torch.device) -> Any:
@@ -117,13 +128,17 @@ def _moved(capture: Any, device: torch.device) -> Any:
 
 
 def measure(
-    gathered: GatheredCaptures, status: Sequence[float], most_heads: int, device: torch.device
+    gathered: GatheredCaptures,
+    status: Sequence[float],
+    most_heads: int,
+    device: torch.device,
+    with_report: bool = False,
 ) -> Tensor:
     """Measure every matrix of L layers, each with a status, and ``most_heads`` heads at most.
 
     Returns (L, width), float64, on the device: columns as in ``layout``, nan without a measurement.
     """
-    columns = layout(most_heads)
+    columns = layout(most_heads, with_report)
     size = len(status), columns["status"].stop
     matrix = torch.full(size, torch.nan, dtype=torch.float64, device=device)
     # On the device: a copy from the host might wait for it.
@@ -142,8 +157,13 @@ def measure(
             log_to_rank = report.kappa_to_rank.log()
             by_sample = report.effective_rank, report.stable_rank, report.rank, log_to_rank
             ranks = torch.stack(by_sample, dim=-1).mean(dim=1)
-            for (_, layer), values in zip(places, ranks):
+            for place, ((_, layer), values) in enumerate(zip(places, ranks)):
                 matrix[layer, of_heads] = values
+                if with_report:
+                    counts = None if lengths is None else lengths[place]
+                    heads = gathered.statistics[layer].shape[1]
+                    for name, value in zip(_OF_PAIRS, _report_heads(a[place], counts, heads)):
+                        matrix[layer, columns[name]] = value
         else:
             report = condition_number(a, lengths=lengths)
         tokens = torch.full_like(report.kappa, a.shape[-2]) if lengths is None else lengths
@@ -156,9 +176,24 @@ def measure(
     return matrix
 
 
-def merge_ranks(ranks: Tensor, most_heads: int) -> Tensor:
+def _report_heads(a: Tensor, lengths: Tensor | None, heads: int) -> tuple[Tensor, ...]:
+    """Return ``_OF_PAIRS`` of the heads (S, N, M) of a layer, without rows past a length (S,)."""
+    a = a.double()
+    tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
+    inside = (torch.arange(a.shape[1], device=a.device) < tokens[:, None])[..., None]
+    a = a.masked_fill(~inside, 0)
+    mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
+    # Centred over the tokens that count, which rows of zeros do not change.
+    report = head_report((a - mean).masked_fill(~inside, 0), heads)
+    others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
+    correlation = report.correlation.masked_fill(~others, 0).sum(dim=(-2, -1)) / others.sum()
+    share = tokens * mean.square().sum(dim=(1, 2)) / a.square().sum(dim=(1, 2))
+    return correlation.mean(), report.isotropy.mean(), share.mean()
+
+
+def merge_ranks(ranks: Tensor, columns: Mapping[str, slice]) -> Tensor:
     """Return the matrix (L, width) of (ranks, L, width): of the ranks that measured a layer."""
-    end = layout(most_heads)["worst_kappa"].start
+    end = columns["worst_kappa"].start
     status = ranks[..., -1:]
     ran = status == MEASURED
     mean = torch.where(ran, ranks[..., :end], 0).sum(dim=0) / ran.sum(dim=0)
@@ -224,11 +259,10 @@ class SideStream:
 
 
 class LayerSizes(NamedTuple):
-    """What the rows of a layer have in common; ``columns`` is a method of modules of ours."""
+    """The sizes of a layer in the newest step that measured it."""
 
     heads: int
     head_dim: int
-    columns: Callable[[int], int] | None = None
 
 
 _OVER_HEADS: dict[str, Callable[[Tensor], Any]] = {
@@ -251,19 +285,17 @@ def row(
 
     ``measured`` are the layer's measurements, on the CPU, ``dtype`` is that of its output.
     """
-    heads, head_dim, columns = layer
+    heads, head_dim = layer
     values = {name: tensor.tolist() for name, tensor in measured.items()}
     (status,) = values["status"]
     worst, sigma_max = values["worst_kappa"], values["sigma_max"][HEADS]
     resolved = math.isfinite(worst[HEADS])
     limit = 4 / torch.finfo(dtype).eps
     reason = _REASONS.get(status)
-    if columns is not None and status == NOT_RUN:
-        reason = "not run"
     tokens = places = gaussian = None
     if status == MEASURED:
         tokens = round(values["tokens"][HEADS])
-        places = round(values["columns"][0]) if columns is None else columns(tokens)
+        places = tokens if math.isnan(values["columns"][0]) else round(values["columns"][0])
         gaussian = _finite(gaussian_condition_number(tokens, heads * head_dim))
         if not resolved:
             reason = "not resolved" if math.isfinite(sigma_max) else "not finite"
@@ -282,6 +314,11 @@ def row(
                 reduced[column.name] = _finite(_OVER_HEADS[column.over_heads](per_head).tolist())
         return reduced
 
+    report = {name: _finite(values[name][0]) for name in _OF_PAIRS if name in values}
+    if report:
+        known = tokens is not None
+        report["head_correlation_gaussian"] = head_dim / (tokens + head_dim) if known else None
+        report["isotropy_gaussian"] = (tokens - 1) / (tokens + head_dim) if known else None
     return {
         "step": step,
         "layer": name,
@@ -302,6 +339,7 @@ def row(
         "tokens": tokens,
         "columns": places,
         "source": source,
+        **report,
     }
 
 

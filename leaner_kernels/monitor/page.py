@@ -51,6 +51,14 @@ _ACCURACIES = {
     "held_out_top5": "top-5",
 }
 _SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
+_HEAD_REPORT = (
+    (
+        "head_correlation",
+        "Correlation of heads",
+        "Mean over pairs of heads; 1 where all are alike.",
+    ),
+    ("isotropy", "Isotropy of heads", "1 where a head uses all of its directions alike."),
+)
 _COURSE = (
     ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
     ("Gradient norm", "norm", {"grad_norm": ""}),
@@ -370,6 +378,7 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
                 caption += "Dashed: what independent Gaussian heads of this size would have."
                 yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
     yield from _of_attention(runs)
+    yield from _of_head_report(runs)
     for run in runs:
         step, norms = head_norms(run.kappa)
         if norms:
@@ -416,6 +425,14 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
         if any(line.points for line in lines):
             unit = UNITS[column.statistic]
             yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
+
+
+def _of_head_report(runs: list[Run]) -> Iterator[_Chart]:
+    for key, title, caption in _HEAD_REPORT:
+        one = len(runs) == 1
+        lines = layer_lines(runs[0].kappa, key) if one else _mean_lines(runs, key, fmean)
+        if any(line.points for line in lines):
+            yield _Chart(title if one else f"{title}, mean over layers", "", lines, caption=caption)
 
 
 def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:

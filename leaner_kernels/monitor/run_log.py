@@ -36,7 +36,7 @@ class RunLog:
         page: whether it is written.
         kappa_factor: of ``KappaAlarm``; 0 for none.
         entropy_floor: of ``EntropyAlarm``; 0 for none.
-        **options: of ``KappaMonitor``: every, samples, writer.
+        **options: of ``KappaMonitor``: every, samples, writer, head_report.
 
     ``newest`` has the newest of ``layer_means``, or None.
     """

@@ -4,11 +4,13 @@ What PyTorch's function returns is rounded to the precision of the model, and ka
 its queries, keys and values are exact in float32, so its heads are recomputed from them.
 """
 
+import inspect
 import math
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -36,9 +38,11 @@ from ..ops.statistics import (
     statistic_of,
 )
 
+_SIGNATURE = inspect.signature(_multi_head)
 # Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
 MAX_SCORES = 2**24
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
+IN_TRANSFORM = "it runs inside a transform of torch.func"
 # Names that the code of an attention module calls.
 _ATTENTION_FUNCTIONS = {
     *("attention", "attention_qkvpacked", "ALL_ATTENTION_FUNCTIONS"),
@@ -122,9 +126,10 @@ class CallTrace:
         self.calls, self.refused, self.ran = {}, {}, False
 
     def order(self, layer: str) -> tuple[int, int]:
-        """Return a key that sorts layers in the model's order."""
+        """Return a key that sorts layers in the model's order, those that are gone last."""
         name, _, number = layer.partition("#")
-        return list(self.names.values()).index(name), int(number or 0)
+        names = list(self.names.values())
+        return names.index(name) if name in names else len(names), int(number or 0)
 
     def no_calls_message(self) -> str:
         """Return in one line that no call was traced, and which calls can be."""
@@ -135,7 +140,7 @@ class CallTrace:
             f"{model} called no attention of several queries that can be traced: neither "
             "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
             "(products and a softmax of its own are not; transformers has attn_implementation="
-            "'sdpa' and 'leaner', timm set_fused_attn, nn.MultiheadAttention need_weights=False)"
+            "'sdpa' and 'leaner', timm set_fused_attn)"
         )
 
     def untraced(self, layers: Collection[str]) -> list[str]:
@@ -188,18 +193,25 @@ class CallTrace:
         ):
             # No statistics, so the same bits as in any other step.
             return None
-        sample = evenly_spaced(batch, self.samples, device)
+        # Each monitor captures its own number of samples, one after another in one sample.
+        layers, samples = dict[CallTrace, str](), list[Tensor]()
+        for trace in _ACTIVE:
+            layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
+            if layer is not None:
+                layers[trace] = layer
+                samples.append(evenly_spaced(batch, trace.samples, device))
+        sample = torch.cat(samples or [evenly_spaced(batch, self.samples, device)])
         # What it calls itself is not traced again.
         with _hooks.untraced():
             named |= {"key_lengths": key_lengths, "sample": sample}
             stats = attention_beside_stats(query, key, value, *params, **named)
+        assert stats.heads is not None
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
-        for trace in _ACTIVE:
-            layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
-            if layer is not None:
-                of_sample = None if lengths is None else lengths.index_select(0, sample)
-                trace._record(layer, query, value, stats, of_sample, SAME_PASS)
+        heads = stats.heads.split([len(s) for s in samples] or len(sample))
+        for (trace, layer), own, of_trace in zip(layers.items(), samples, heads):
+            of_sample = None if lengths is None else lengths.index_select(0, own)
+            trace._record(layer, query, value, stats._replace(heads=of_trace), of_sample, SAME_PASS)
         return stats.out
 
     def recompute(
@@ -238,7 +250,7 @@ class CallTrace:
             self.refused[layer] = f"it is given a {kind}, and only plain tensors can be traced"
             return None
         if _functorch.peek_interpreter_stack() is not None:
-            self.refused[layer] = "it runs inside a transform of torch.func"
+            self.refused[layer] = IN_TRANSFORM
             return None
         # The heads of one token are one row, whose kappa is 1 whatever the model does.
         return None if tensors[0].shape[-2] == 1 or any(0 in t.shape for t in tensors) else layer
@@ -307,19 +319,40 @@ class _TraceMode(TorchFunctionMode):
         if func not in (_sdpa, _multi_head) or _hooks.is_untraced() or not self.trace.recording:
             return func(*args, **kwargs)
         if func is _sdpa:
-            return self._attend(*args, **kwargs)
-        # A mode does not intercept what this one calls inside.
-        before = functional.scaled_dot_product_attention
-        functional.scaled_dot_product_attention = self._attend
-        try:
-            return func(*args, **kwargs)
-        finally:
-            functional.scaled_dot_product_attention = before
+            return self._attend(_sdpa, *args, **kwargs)
+        given = _SIGNATURE.bind(*args, **kwargs).arguments
+        if not given.get("need_weights", True):
+            with _calling(self._attend):
+                return func(*args, **kwargs)
+        # It computes the weights itself. Without them it makes a call that can be traced, of which
+        # the mask says what is causal, as it does here.
+        result = func(*args, **kwargs)
+        with torch.no_grad(), _hooks.untraced(), _calling(self._record):
+            func(**{**given, "need_weights": False, "is_causal": False, "training": False})
+        return result
 
-    def _attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        out = _sdpa(*args, **kwargs)
+    def _attend(self, attends: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        out = attends(*args, **kwargs)
         self.trace.recompute(*args, **kwargs)
         return out
+
+    def _record(self, _: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.trace.recompute(query, *args, **kwargs)
+        return torch.zeros_like(query)  # which nobody reads
+
+
+@contextmanager
+def _calling(attend: Callable[..., Tensor]) -> Iterator[None]:
+    """Let PyTorch's modules call ``attend``, with what they called before as its first argument.
+
+    A mode does not intercept what it calls itself.
+    """
+    before = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = partial(attend, before)
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = before
 
 
 # Those between start and stop: of several monitors, each traces the calls of its own model.

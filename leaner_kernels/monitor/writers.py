@@ -16,7 +16,7 @@ from .rows import MEANS, layer_means, parse_row
 WRITTEN = (
     *("kappa", "kappa_before_skip", "kappa_after_skip"),
     *(column.name for column in COLUMNS if column.written),
-    *("effective_rank", "stable_rank"),
+    *("effective_rank", "stable_rank", "head_correlation", "isotropy", "mean_share"),
 )
 # The step of the rows in the model's training, over which W&B draws them.
 AXIS = "kappa/step"

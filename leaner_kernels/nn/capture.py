@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
@@ -226,6 +227,11 @@ class Capturing(nn.Module):
     ) -> None:
         """Store the entries in ``sample`` (S,) int32; output and skip are (B, ..., dim)."""
         if self.track_logits:
+            if not torch.compiler.is_compiling() and is_mapped(stats.max_logit):
+                raise RuntimeError(
+                    f"{type(self).__name__} runs inside vmap of torch.func, where QKClip cannot "
+                    "track its logits: call close() of the QKClip before"
+                )
             peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
         if sample is None:
@@ -249,6 +255,15 @@ class Capturing(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in the printed module."""
         return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+
+
+def is_mapped(t: Tensor) -> bool:
+    """Return whether a tensor was computed inside ``vmap``, which hides an axis of it."""
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            return True
+        t = _functorch.get_unwrapped(t)
+    return False
 
 
 def refuse_tracing(module: nn.Module) -> None:

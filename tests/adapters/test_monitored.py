@@ -45,7 +45,7 @@ SWAPPED: dict[str, tuple[Callable[[], nn.Module], Any, Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_a_monitor_whose_modules_were_given_back_has_no_rows_and_leaves_nothing(name: str) -> None:
+def test_a_monitor_goes_on_with_modules_that_were_given_back_and_leaves_nothing(name: str) -> None:
     build, adapter, x = SWAPPED[name]
     model = build()
     before = described(model)
@@ -57,7 +57,9 @@ def test_a_monitor_whose_modules_were_given_back_has_no_rows_and_leaves_nothing(
     report.undo()
     monitor.begin(1)
     model(x).sum().backward()
-    assert {row["reason"] for row in monitor.end()} == {"not run"}
+    # Swin's and XCiT's own attention is made of products here, which cannot be traced.
+    reason = "no call of several queries" if name in ("swin", "xcit") else None
+    assert {row["reason"] for row in monitor.end()} == {reason}
     assert described(model) == before
 
 

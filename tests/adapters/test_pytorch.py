@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Mapping
+from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -165,7 +166,7 @@ def test_encoder_equals_pytorchs(options: Mapping[str, Any]) -> None:
     encoder = make_encoder(options)
     oracle = copy.deepcopy(encoder)
     swapped = pytorch.use(encoder)
-    names = ["", *(f"layers.{i}{part}" for i in range(2) for part in ("", ".self_attn"))]
+    names = [f"layers.{i}{part}" for i in range(2) for part in ("", ".self_attn")]
     assert list(swapped.swapped) == names
     assert_computes(run(encoder), lambda dtype: run(copy.deepcopy(oracle).to(dtype)))
 
@@ -190,9 +191,61 @@ def test_inference_takes_no_path_around_our_attention(padded: bool) -> None:
         pytorch.use(encoder)
         with no_fast_path():
             actual = encoder(x, src_key_padding_mask=padding)
-    if padded:
-        actual, same_dtype, exact = (t[~PADDED] for t in (actual, same_dtype, exact))
     assert_within_budget(actual, same_dtype, exact)
+
+
+PADDINGS = {
+    "right": PADDED,
+    "shorter than the batch": torch.arange(TOKENS) >= torch.tensor([[TOKENS - 1], [2]]),
+    "an empty row": torch.arange(TOKENS) >= torch.tensor([[TOKENS], [0]]),
+    "with holes": torch.arange(TOKENS) == torch.tensor([[1], [TOKENS - 1]]),
+    "left": torch.arange(TOKENS) < torch.tensor([[0], [3]]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*ested")
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("options", [FIRST, FIRST | {"norm_first": True}, {}], ids=str)
+def test_a_padded_encoder_gives_what_it_gave_before_use_at_padding_too(
+    options: Mapping[str, Any], nested: bool, padding: str
+) -> None:
+    """Where PyTorch makes a padded batch nested its outputs at padding are those of zeros."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, **options)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=nested)
+    nn.init.normal_(encoder.norm.bias)
+    x, mask = tokens_of(encoder), PADDINGS[padding]
+    additive = torch.zeros(mask.shape).masked_fill(mask, float("-inf"))
+    swapped = copy.deepcopy(encoder)
+    pytorch.use(swapped)
+    for training, grad, given in product((True, False), (True, False), (mask, additive)):
+        outputs = []
+        for model in (encoder, swapped):
+            with torch.set_grad_enabled(grad):
+                outputs.append(model.train(training)(x, src_key_padding_mask=given))
+        if padding == "an empty row":  # NaN to PyTorch where it is not nested
+            outputs[1] = outputs[1].where(~outputs[0].isnan(), torch.nan)
+        torch.testing.assert_close(*outputs, equal_nan=True)
+    if nested and options == FIRST and padding == "right":
+        with torch.no_grad():
+            hidden = swapped.eval()(x, src_key_padding_mask=mask)[mask]
+        torch.testing.assert_close(hidden, encoder.norm.bias.detach().expand_as(hidden))
+
+
+@pytest.mark.filterwarnings("ignore:.*ested")
+def test_a_layer_takes_a_nested_tensor_in_inference_as_pytorchs_does() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 24, dropout=0.0, batch_first=True).eval()
+    x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (5, 1, 3)])
+    with torch.no_grad():
+        expected = layer(x)
+        pytorch.use(layer)
+        actual = layer(x)
+        assert actual.is_nested
+        torch.testing.assert_close(actual.to_padded_tensor(0), expected.to_padded_tensor(0))
+        with pytest.raises(ValueError, match="a nested query is not supported"):
+            layer(x, src_mask=torch.zeros(5, 5))
 
 
 def test_undo_gives_the_classes_back_and_keeps_what_was_trained() -> None:

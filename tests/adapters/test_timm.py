@@ -179,7 +179,7 @@ def test_a_model_of_which_nothing_can_be_swapped_is_refused(family, case, change
     ("module", "reason"),
     [
         (nn.MultiheadAttention(24, 3), "MultiheadAttention is not supported"),
-        (nn.Linear(2, 2), "none at all"),
+        (nn.Linear(2, 2), "^Linear has no attention module: there is nothing to swap"),
     ],
 )
 def test_a_module_that_is_not_for_this_adapter_is_refused(module, reason):

@@ -1,8 +1,11 @@
-"""``use`` and ``undo`` on models of transformers: swapped, left, falling back and refused."""
+"""``use`` and ``undo`` on models of transformers: swapped, left and refused."""
 
 import copy
 import inspect
 import pickle
+import re
+import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,19 +18,20 @@ from leaner_kernels import attention
 from leaner_kernels.adapters import transformers as leaner
 from tests.adapters.test_transformers import BY_NAME, cast, outcome
 from tests.adapters.transformers_families import (
+    BOTH_SIDES,
     FAMILIES,
-    LATENT,
     LEFT,
     PADDING,
     PARTLY,
     REFUSED,
     UNSUPPORTED,
     Family,
+    encoded_and_decoded,
+    tokens,
 )
 from tests.error_budget import assert_computes
 
-RUNNING = FAMILIES + [family for family in PARTLY if family.name != "git"]
-CASES = [(family, padding) for family in RUNNING for padding in family.padded]
+CASES = [(family, padding) for family in FAMILIES + PARTLY for padding in family.padded]
 
 
 def made(family: Family) -> Any:
@@ -94,15 +98,33 @@ def test_attention_that_does_not_dispatch_is_left_with_the_reason(family: Family
     assert "\nleft 2:\n" in repr(report)
 
 
-def test_a_model_a_part_of_which_would_add_our_masks_is_refused_when_it_runs() -> None:
+def test_a_part_that_would_add_our_masks_to_its_scores_keeps_its_own() -> None:
     family = next(family for family in PARTLY if family.name == "git")
     model, inputs = made(family), family.inputs(torch.tensor(PADDING["none"]))
-    expected = model(**inputs)[0]
-    leaner.use(model)
+    report = leaner.use(model)
+    assert all("image_encoder" in name for name in report.swapped)
+    assert model.config._attn_implementation == family.exact
+    model(**inputs)
+    # By name, which nobody checks before it runs, it is refused.
+    model.set_attn_implementation("leaner")
     with pytest.raises(ValueError, match=r"^GitSelfAttention computes its attention itself"):
         model(**inputs)
-    leaner.undo(model)
-    assert torch.equal(model(**inputs)[0], expected)
+    # Then there is nothing to go back to but transformers' own.
+    leaner.use(model)
+    model(**inputs)
+
+
+def test_a_decoder_beside_an_encoder_that_does_not_dispatch_is_left_where_they_share_masks() -> (
+    None
+):
+    """BigBird-Pegasus' decoder dispatches, and its encoder would misread masks of ours."""
+    sizes = BOTH_SIDES | {"max_position_embeddings": 64}
+    model = transformers.BigBirdPegasusForCausalLM(transformers.BigBirdPegasusConfig(**sizes))
+    ids = torch.randint(3, 40, (2, 9))
+    expected = model.eval()(ids)[0]
+    with pytest.raises(ValueError, match="BigBirdPegasusSelfAttention, which shares its masks"):
+        leaner.use(model)
+    assert torch.equal(model(ids)[0], expected)
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=[family.name for family in REFUSED])
@@ -120,13 +142,86 @@ def test_a_model_in_which_nothing_dispatches_is_refused_in_one_line(family: Fami
     assert torch.equal(model(**inputs)[0], expected)
 
 
+REASONS = {
+    "deepseek_v3": r"keys have a head dimension of 12, values of 8: they must be equal",
+    "gemma2": r"a softcap needs a head dimension up to 128, got 136",
+    "deepseek_v32": r"it may pass indices, which leaner_kernels\.attention does not support",
+}
+
+
 @pytest.mark.parametrize("family", UNSUPPORTED, ids=[family.name for family in UNSUPPORTED])
-def test_heads_that_the_kernels_do_not_take_are_refused_in_one_line(family: Family) -> None:
-    model = made(family)
-    leaner.use(model)
+def test_use_decides_on_heads_that_the_kernels_do_not_take(family: Family) -> None:
+    model, before = made(family), named(made(family))
     inputs = family.inputs(torch.tensor(PADDING["none"]))
-    with pytest.raises(ValueError, match=r"and \(2, 4, 11, 8\)$|softcap needs .* 128, got 136$"):
+    expected = model(**inputs)[0]
+    with pytest.raises(ValueError, match=REASONS[family.name]) as caught:
+        leaner.use(model)
+    assert "\n" not in str(caught.value)
+    assert named(model) == before
+    assert torch.equal(model(**inputs)[0], expected)
+    # Beside a model that is swapped it is left.
+    both = nn.ModuleDict({"whole": BY_NAME["bert"].build(), "left": model})
+    report = leaner.use(both)
+    assert {name.split(".")[0] for name in report.swapped} == {"whole"}
+    assert len(report.left) == 2
+    assert all(re.search(REASONS[family.name], reason) for reason in report.left.values())
+    assert torch.equal(model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("family", UNSUPPORTED, ids=[family.name for family in UNSUPPORTED])
+def test_by_name_such_heads_are_refused_when_they_run(family: Family) -> None:
+    model, inputs = made(family), family.inputs(torch.tensor(PADDING["none"]))
+    leaner.register()
+    model.set_attn_implementation("leaner")
+    reason = r"and \(2, 4, 11, 8\)$|softcap needs .* 128, got 136$|passes indices="
+    with pytest.raises(ValueError, match=reason):
         model(**inputs)
+
+
+# On meta, which runs no kernel: with the sizes that their configurations have without arguments.
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers")
+LAYERS += ("decoder_layers", "num_decoder_layers")
+# Their forwards read values, or multiply in dtypes that a CPU has not.
+NOT_ON_META = {"bart", "mbart", "gpt_oss"}
+
+
+def published(family: Family) -> Any:
+    cls = getattr(transformers, family.architecture)
+    config = cls.config_class()
+    for part in (config, *vars(config).values()):
+        if not isinstance(part, transformers.PreTrainedConfig):
+            continue
+        for name in LAYERS:
+            if isinstance(getattr(part, name, None), int):
+                setattr(part, name, 2)
+        for name in ("n_routed_experts", "num_experts"):
+            if hasattr(part, name):
+                setattr(part, name, 8)
+        if isinstance(getattr(part, "layer_types", None), list):
+            part.layer_types = part.layer_types[:2]
+    with torch.device("meta"):
+        return cls(config).eval()
+
+
+TEXTS = [
+    family
+    for family in FAMILIES + PARTLY + UNSUPPORTED
+    if family.inputs in (tokens, encoded_and_decoded) and family.name not in NOT_ON_META
+]
+
+
+@pytest.mark.parametrize("family", TEXTS, ids=[f"{family.name}" for family in TEXTS])
+def test_no_forward_raises_after_use_at_published_sizes(family: Family) -> None:
+    model = published(family)
+    ids = {"input_ids": torch.zeros(2, 16, dtype=torch.long, device="meta")}
+    if family.inputs is encoded_and_decoded:
+        ids["decoder_input_ids"] = ids["input_ids"]
+    reason = REASONS.get(family.name)
+    with nullcontext() if reason is None else pytest.raises(ValueError, match="attention module"):
+        leaner.use(model)
+    with torch.device("meta"), torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="head dimension")
+        assert model(**ids)[0].shape[:2] == (2, 16)
 
 
 def test_attention_weights_are_refused_in_one_line() -> None:
@@ -136,17 +231,6 @@ def test_attention_weights_are_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"output_attentions=True .* KappaMonitor") as caught:
         model(**inputs, output_attentions=True)
     assert "\n" not in str(caught.value)
-
-
-def test_sparse_attention_whose_mask_only_eager_gets_is_refused() -> None:
-    """Under any other name DeepSeek-V3.2 passes indices in place of a mask: dense is wrong."""
-    torch.manual_seed(0)
-    sparse = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 8, "vocab_size": 99}
-    config = transformers.DeepseekV32Config(**LATENT | sparse)
-    model = transformers.DeepseekV32ForCausalLM(config).eval()
-    leaner.use(model)
-    with pytest.raises(ValueError, match=r"DeepseekV32Attention passes indices=\(2, 9, 3\)"):
-        model(torch.randint(3, 90, (2, 9)))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -170,8 +254,14 @@ def test_models_inside_of_other_modules_are_swapped() -> None:
     assert report.left == {
         "head": "torch.nn.modules.activation.MultiheadAttention computes its attention itself"
     }
-    with pytest.raises(ValueError, match=r"Linear has no attention module to swap \(none at all\)"):
-        leaner.use(nn.Linear(2, 2))
+
+
+def test_a_model_without_attention_says_so_and_promises_nothing() -> None:
+    resnet = transformers.ResNetModel(transformers.ResNetConfig(embedding_size=8, depths=[1] * 4))
+    for model, name in ((resnet, "ResNetModel"), (nn.Linear(2, 2), "Linear")):
+        with pytest.raises(ValueError, match=f"^{name} has no attention module") as caught:
+            leaner.use(model)
+        assert "KappaMonitor" not in str(caught.value)
 
 
 def test_a_part_without_the_model_around_it_is_refused_with_the_reason() -> None:

@@ -210,6 +210,7 @@ LATENT = GROUPED | {"head_dim": 4, "num_key_value_heads": 4, "q_lora_rank": 16, 
 LATENT |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
 LATENT |= {"moe_intermediate_size": 16, "v_head_dim": 8, "qk_nope_head_dim": 8}
 LATENT |= {"qk_rope_head_dim": 4, "first_k_dense_replace": 2}
+SPARSE = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 8}
 GPTJ = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 # So near to the scores that a softcap is felt.
 CAPPED = GROUPED | {"attn_logit_softcapping": 0.5}
@@ -276,6 +277,7 @@ LEFT = {
 UNSUPPORTED = [
     family("deepseek_v3", "DeepseekV3ForCausalLM", LATENT, tokens),
     family("gemma2", "Gemma2ForCausalLM", GROUPED | {"head_dim": 136}, tokens, exact="eager"),
+    family("deepseek_v32", "DeepseekV32ForCausalLM", LATENT | SPARSE, tokens, exact="eager"),
 ]
 # In which nothing dispatches; a release of transformers may change that.
 REFUSED = [

@@ -315,7 +315,7 @@ def test_compiled_models_run_eagerly_in_sampled_steps_alone(whole_model: bool) -
     assert untouched(model)
 
 
-def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
+def test_a_layer_that_comes_or_goes_or_changes_has_the_rows_of_what_ran() -> None:
     class Attention(nn.Module):
         def forward(self, heads: int) -> Tensor:
             return SDPA(*[torch.randn(2, heads, 4, 5)] * 3)
@@ -330,16 +330,17 @@ def test_a_layer_that_comes_or_goes_or_changes_ends_no_training() -> None:
                 if count:
                     layer(count)
 
-    def reasons(first: tuple[int, int], then: tuple[int, int]) -> list[tuple[str, str]]:
+    def rows(first: tuple[int, int], then: tuple[int, int]) -> list[tuple[str, int, str]]:
         monitor = KappaMonitor(Model(), every=1)
         for step, heads in enumerate((first, then)):
             monitor.begin(step)
             monitor.model(*heads)
             rows = monitor.end()
-        return [(row["layer"], row["reason"]) for row in rows if row["reason"]]
+        return [(row["layer"], row["heads"], row["reason"]) for row in rows]
 
-    assert reasons((2, 2), (2, 0)) == [("layers.1", "no call of several queries")]
-    changed = "other heads than in the first sampled step"
-    assert reasons((2, 2), (2, 3)) == [("layers.1", changed)]
-    with pytest.warns(UserWarning, match=r"no rows of layers\.1, which look like attention"):
-        assert reasons((2, 0), (2, 2)) == []
+    gone = "layers.1", 2, "no call of several queries"
+    assert rows((2, 2), (2, 0)) == [("layers.0", 2, None), gone]
+    assert rows((2, 2), (2, 3)) == [("layers.0", 2, None), ("layers.1", 3, None)]
+    assert rows((2, 2), (1, 2)) == [("layers.0", 1, None), ("layers.1", 2, None)]
+    with pytest.warns(UserWarning, match=r"no rows of layers\.0, which look like attention"):
+        assert rows((0, 2), (2, 2)) == [("layers.0", 2, None), ("layers.1", 2, None)]

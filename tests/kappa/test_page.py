@@ -159,6 +159,24 @@ def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(t
     assert "1 of 3 rows left out: 1 not resolved." in page.read_text("utf-8")
 
 
+def test_the_report_of_heads_has_charts_where_rows_have_it(tmp_path, charts):
+    rows = [
+        kappa_row(step, layer, head_correlation=0.25, isotropy=0.5)
+        for step in (0, 4)
+        for layer in ("a", "b")
+    ]
+    write(tmp_path / "one", "kappa", rows)
+    write_page([tmp_path / "one"], tmp_path / "page.html")
+    shown = {chart.title: named(chart) for chart in charts}
+    assert shown["Correlation of heads"]["a"] == [[0, 4], [0.25, 0.25]]
+    assert shown["Isotropy of heads"]["b"] == [[0, 4], [0.5, 0.5]]
+    charts.clear()
+    write(tmp_path / "two", "kappa", rows[2:])
+    write_page([tmp_path / "one", tmp_path / "two"], tmp_path / "page.html")
+    shown = {chart.title: named(chart) for chart in charts}
+    assert shown["Isotropy of heads, mean over layers"]["two"] == [[4], [0.5]]
+
+
 def test_rows_of_one_step_are_merged(tmp_path, charts):
     """A trainer that logs and evaluates at one step writes two rows, in either order."""
     rows = [

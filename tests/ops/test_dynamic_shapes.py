@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim, export
 
-from leaner_kernels import attention, attention_varlen, attention_with_stats
+from leaner_kernels import (
+    attention,
+    attention_varlen,
+    attention_with_stats,
+    nystrom_attention,
+)
 from leaner_kernels.ops.attention import attention_qkvpacked
 
 Function = Callable[..., Tensor]
@@ -86,6 +91,36 @@ def test_an_exported_call_takes_any_head_dimension(name: str) -> None:
     program = export(AttentionCall(function), (q, q + 1, q - 1), dynamic_shapes=sizes)
     x = torch.randn(2, 3, 6, 20)
     torch.testing.assert_close(program.module()(x, x + 1, x - 1), function(x, x + 1, x - 1))
+
+
+SHAPE = 3, 4, 16, 8  # (B, H, N, D)
+
+
+def nystrom(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return nystrom_attention(q, k, v, 4)
+
+
+# A varlen batch here is made of the first entry alone.
+AXES = [(name, axis) for name in (*OURS, "nystrom") for axis in range(name == "varlen", 4)]
+
+
+@pytest.mark.parametrize(("name", "axis"), AXES)
+def test_an_exported_call_takes_every_size_from_two_on(name: str, axis: int) -> None:
+    """No check that only words an error message limits a size, such as tokens to be as heads."""
+    function = nystrom if name == "nystrom" else OURS[name]
+    # The landmarks of Nyström attention divide its tokens.
+    step, least = (4, 8) if (name, axis) == ("nystrom", 2) else (1, 2)
+    size = step * Dim("size", min=2, max=100)
+    q = torch.randn(SHAPE)
+    program = export(AttentionCall(function), (q, q + 1, q - 1), dynamic_shapes=({axis: size},) * 3)
+    few = torch.randn(*SHAPE[:axis], least, *SHAPE[axis + 1 :])
+    torch.testing.assert_close(program.module()(few, few, few), function(few, few, few))
+
+
+def test_more_heads_than_tokens_are_still_explained_where_head_counts_differ() -> None:
+    q, k = torch.randn(2, 16, 4, 8), torch.randn(2, 8, 4, 8)
+    with pytest.raises(ValueError, match=r"becomes \(B, H, N, D\) by .transpose\(1, 2\)"):
+        attention(q, k, k)
 
 
 @pytest.mark.parametrize("ours", [attention, with_stats])

@@ -1,5 +1,6 @@
 """Operators under vmap, torch.func, second derivatives, forward mode and autocast."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
+from leaner_kernels import (
+    attention,
+    attention_qkvpacked,
+    attention_varlen,
+    attention_with_stats,
+    channel_attention,
+    cross_covariance_attention,
+    nystrom_attention,
+    outlook_attention,
+    window_attention,
+)
 from tests.transform_cases import EXAMPLES, OPS, calls, integers, of_floats, several, to_float
 
 
@@ -95,6 +106,64 @@ def test_a_graph_of_the_backward_leaves_the_first_derivative_to_the_kernel() -> 
     assert seen.count("leaner_kernels::attention_backward") == 1
     for a, b in zip(first, torch.autograd.grad(function(*leaves).sum(), leaves)):
         assert torch.equal(a, b)
+
+
+def public_calls() -> dict[str, tuple[Any, list[Tensor]]]:
+    """Public functions of floating-point tensors, as a user calls them on a CPU."""
+    torch.manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    three = [randn(2, 2, 8, 4) for _ in range(3)]
+    tokens = [t[0].transpose(0, 1) for t in three]
+    mask, shared, map_ = randn(1, 2, 8, 8), [randn(2, 1, 8, 4) for _ in range(2)], randn(2, 4, 4, 3)
+    lengths = integers(8, 5)
+    return {
+        "attention": (attention, three),
+        "causal": (partial(attention, is_causal=True), three),
+        "mask": (attention, [*three, mask]),
+        "boolean mask": (lambda q, k, v: attention(q, k, v, mask > 0), three),
+        "lengths": (partial(attention, key_lengths=lengths), three),
+        "window": (partial(attention, window_size=(2, 1)), three),
+        "softcap": (partial(attention, softcap=2.0), three),
+        "shared heads": (partial(attention, enable_gqa=True), [three[0], *shared]),
+        "three axes": (attention, [t[0] for t in three]),
+        "wide heads": (attention, [randn(1, 2, 3, 130) for _ in range(3)]),
+        "packed": (attention_qkvpacked, [randn(2, 5, 3, 2, 4)]),
+        "statistics": (lambda *x: attention_with_stats(*x).out, three),
+        "varlen": (lambda *x: attention_varlen(*x, [0, 3, 8], 5), tokens),
+        "cross-covariance": (cross_covariance_attention, [randn(2, 5, 3, 2, 4), randn(2).exp()]),
+        "channel": (channel_attention, [randn(2, 5, 3, 2, 4)]),
+        "windows": (lambda x: window_attention(x, 2), [map_[..., None, None] * randn(2, 3)]),
+        "outlook": (outlook_attention, [randn(2, 3, 3, 2, 4), randn(2, 3, 3, 2, 9, 9)]),
+        "nystrom": (lambda *x: nystrom_attention(*x, 4), three),
+        "nystrom, lengths": (
+            lambda *x: nystrom_attention(*x, 4, key_lengths=lengths, init="batch"),
+            three,
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:head dimension 130")
+@pytest.mark.parametrize("name", public_calls())
+def test_autograd_alone_gives_second_derivatives_of_every_public_function(name: str) -> None:
+    """A gradient penalty, with ``create_graph``: PyTorch's fused attention on a CPU has none."""
+    function, given = public_calls()[name]
+    leaves = [t.clone().contiguous().requires_grad_() for t in given]
+
+    def loss(*tensors: Tensor) -> Tensor:
+        return function(*tensors).square().sum()
+
+    def penalty(first: Any) -> Tensor:
+        return sum((g.square().sum() for g in first), torch.zeros(()))
+
+    places = tuple(range(len(leaves)))
+    first = torch.autograd.grad(loss(*leaves), leaves, create_graph=True)
+    torch.testing.assert_close(first, torch.autograd.grad(loss(*leaves), leaves))
+    actual = torch.autograd.grad(penalty(first), leaves)
+    twice = torch.func.grad(lambda *x: penalty(torch.func.grad(loss, places)(*x)), places)
+    torch.testing.assert_close(actual, twice(*(t.detach() for t in leaves)))
 
 
 @pytest.mark.parametrize("name", calls())

@@ -113,8 +113,8 @@ def attention(
 
     Under torch.func, derivatives of any order and in both modes work on every device; second
     derivatives and forward mode keep all scores in memory. With autograd alone, second derivatives
-    work only if our kernels compute the call, as ``attention_with_stats(...).out`` ensures:
-    libraries do not provide them.
+    work on the CPU, and on a GPU if our kernels compute the call, as
+    ``attention_with_stats(...).out`` ensures: libraries do not provide them.
 
     On the CPU, two kinds of calls that need a gradient keep all scores in memory: those whose
     additive mask has a row of finite numbers below -1e3 only, and, in compiled code, those with any

@@ -56,10 +56,7 @@ def checked_dense(
         raise ArgumentError(
             f"query and key must agree in B and D, got {tuple(query.shape)} and {tuple(key.shape)}"
         )
-    # More heads than tokens suggest the layout of another library.
-    turned = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
-    turned = turned if heads > rows == cols else ""
-    _check_heads(heads, key_heads, enable_gqa, turned)
+    _check_heads(heads, key_heads, enable_gqa, (rows, cols))
     if attn_mask is not None:
         _check_mask(attn_mask, query, (batch, heads, rows, cols))
         if is_causal:
@@ -221,8 +218,15 @@ def _check_dense(name: str, t: Tensor) -> None:
         check_tensor(name, t)
 
 
-def _check_heads(heads: int, key_heads: int, enable_gqa: bool, hint: str = "") -> None:
+def _check_heads(
+    heads: int, key_heads: int, enable_gqa: bool, tokens: tuple[int, int] | None = None
+) -> None:
     if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
+        hint = ""
+        # Compared here alone: torch.export makes a limit of every comparison of sizes.
+        if tokens is not None and heads > tokens[0] == tokens[1]:
+            # More heads than tokens suggest the layout of another library.
+            hint = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
         raise ArgumentError(
             f"key has {key_heads} heads for {heads} query heads: the counts must be equal or, "
             f"with enable_gqa=True, divide (enable_gqa={enable_gqa}){hint}"

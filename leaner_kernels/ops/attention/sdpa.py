@@ -81,7 +81,37 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
     causal = True if is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210
-    return _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=shared)
+    out = _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=shared)
+    # With dropout, and under transforms, it is PyTorch's composition, which has all derivatives.
+    composed = dropout_p or torch._C._are_functorch_transforms_active()
+    if composed or on_gpu or torch.compiler.is_compiling() or not out.requires_grad:
+        return out
+    return _TwiceDifferentiable.apply(call, out, *call[:4])
+
+
+class _TwiceDifferentiable(torch.autograd.Function):
+    """Give the output of PyTorch's fused function on the CPU second derivatives, which it lacks.
+
+    A backward that is to be differentiated itself is that of our operator. Any other is PyTorch's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, out: Tensor, *tensors: Tensor | None) -> Tensor:
+        ctx.call = call._replace(query=None, key=None, value=None, attn_mask=None)
+        ctx.save_for_backward(*tensors)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return None, grad, None, None, None, None
+        saved, call = ctx.saved_tensors, ctx.call
+        tensors = *saved, call.key_lengths, None
+        numbers = 0.0, call.is_causal, call.scale, call.softcap, *call.window
+        results = ops.attention.default(*tensors, *numbers)
+        mask_grad = ctx.needs_input_grad[5]
+        gradients = ops.attention_backward.default(grad, *tensors, *results, *numbers, mask_grad)
+        return None, None, *gradients[:3], gradients[3] if mask_grad else None
 
 
 def _sinks(mask: Tensor) -> bool:

@@ -17,9 +17,9 @@ from .._checks import (
     check_device,
     check_layout,
     check_sample,
+    check_scale,
     check_tensor,
     checked_lengths,
-    scale_or_default,
     shown,
 )
 from ..attention import attention, attention_with_stats
@@ -74,7 +74,7 @@ def nystrom_attention(
 
     Gradients are those of this computation, through the iterations and the maximum. The backward is
     as deterministic as that of ``attention``; of the pseudo-inverse it keeps K2 alone, and iterates
-    again. On the CPU second derivatives are those of torch.func alone, as of ``attention``.
+    again. Second derivatives work as in ``attention``.
 
     Numerics: the means are float32 sums, rounded to ``query.dtype``. The pseudo-inverse is float32,
     in TF32 if the user allows PyTorch that; its product with the values of the landmarks is rounded
@@ -130,7 +130,7 @@ def _attend(
     value: Tensor,
     lengths: Tensor | None,
     num_landmarks: int,
-    scale: float,
+    scale: float | None,
     iterations: int,
     whole_batch: bool,
 ) -> Tensor:
@@ -154,7 +154,7 @@ def _statistics(
     sample: Tensor | None,
     lengths: Tensor | None,
     num_landmarks: int,
-    scale: float,
+    scale: float | None,
     iterations: int,
     whole_batch: bool,
 ) -> AttentionStats:
@@ -180,12 +180,13 @@ def _core(
     q_land: Tensor,
     k_land: Tensor,
     k3v: Tensor,
-    scale: float,
+    scale: float | None,
     iterations: int,
     whole_batch: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return Z (K3 V), (B, H, M, D), and the largest score of K2, (B, H); half as float32."""
-    s = scale * (upcast(q_land) @ upcast(k_land).mT)  # (B, H, M, M)
+    factor = q_land.shape[-1] ** -0.5 if scale is None else scale
+    s = factor * (upcast(q_land) @ upcast(k_land).mT)  # (B, H, M, M)
     # An autograd Function has no forward mode unless it is written out.
     inverse = _inverse if in_forward_mode() else _PseudoInverse.apply
     z = inverse(torch.softmax(s, dim=-1), iterations, whole_batch)
@@ -249,7 +250,7 @@ def _check(
                 f"got {tuple(t.shape)} {t.dtype} on {t.device}"
             )
         check_layout(name, t)
-    batch, _, tokens, dim = query.shape
+    batch, _, tokens, _ = query.shape
     check_landmarks(num_landmarks, iterations, init)
     if num_landmarks >= tokens or tokens % num_landmarks:
         raise ArgumentError(
@@ -257,4 +258,4 @@ def _check(
             f"got {num_landmarks}"
         )
     lengths = checked_lengths(key_lengths, batch, tokens, query.device)
-    return lengths, num_landmarks, scale_or_default(scale, dim), iterations, INITS[init]
+    return lengths, num_landmarks, check_scale(scale), iterations, INITS[init]
