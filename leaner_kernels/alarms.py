@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple
 
 from .ops._checks import LARGEST, shown
+from .removed import refuse_removed_arguments
 
 # Kappa of float32 heads is not resolved past about this.
 UNRESOLVED = 1e7
@@ -72,6 +73,7 @@ class EntropyAlarm:
 
     RECOVER = 1.5
 
+    @refuse_removed_arguments
     def __init__(self, floor: float = 0.1) -> None:
         if not isinstance(floor, Real) or not 0 <= floor < 1:
             raise ValueError(f"floor must be in [0, 1), got {shown(floor)}")
@@ -174,6 +176,7 @@ class KappaAlarm:
     # So many rows in a row are no accident of a batch: a single one often has no kappa.
     RISEN = 3
 
+    @refuse_removed_arguments
     def __init__(self, factor: float = 10.0) -> None:
         if not isinstance(factor, Real) or not 1 < factor <= LARGEST:
             raise ValueError(f"factor must be above 1, got {shown(factor)}")

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from .ops._checks import LARGEST, ArgumentError, check_tensor, shown
 from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
+from .removed import refuse_removed_arguments
 
 # Of the mean eigenvalue of a Gram matrix: with R the root mean square singular value, it bounds the
 # gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values below R 1e-4.
@@ -62,6 +63,7 @@ class QKClip:
     there the threshold is 100 and the optimizer Muon, but neither matters here.
     """
 
+    @refuse_removed_arguments
     def __init__(self, model: nn.Module, threshold: float = 100.0) -> None:
         if not isinstance(threshold, Real) or not 0 < threshold <= LARGEST:
             raise ValueError(f"threshold must be above 0 and finite, got {shown(threshold)}")
@@ -115,6 +117,7 @@ class QKClip:
                 module.track_logits, module.peak_logit = False, None
 
 
+@refuse_removed_arguments
 def conditioning_penalty(heads: Tensor) -> Tensor:
     """Compute a differentiable penalty per matrix: 0 if all its singular values are equal.
 
@@ -190,6 +193,7 @@ class ConditioningPenalty:
     Source: arXiv:2505.20802 for why kappa of the heads matters; as a penalty it is our own.
     """
 
+    @refuse_removed_arguments
     def __init__(self, model: nn.Module, weight: float = 0.01, samples: int = 1) -> None:
         if not isinstance(weight, Real) or not 0 <= weight <= 1e30:
             raise ValueError(f"weight must be in [0, 1e30], got {shown(weight)}")

@@ -34,39 +34,32 @@ def stop_command(name: str) -> None:
         raise SystemExit(2)
 
 
-def attribute(module: str, name: str) -> NoReturn:
-    """Raise what a module raises for a name that it does not have, or has no more.
-
-    That is ImportError for a removed name, because ``from MODULE import NAME`` drops the message of
-    an AttributeError.
+def attribute(owner: str, name: str, error: type[Exception] = ImportError) -> NoReturn:
+    """Raise what a module or an object raises for a name that it does not have, or has no more.
 
     Args:
-        module: its ``__name__``.
+        owner: the ``__name__`` of the module, or that and the name of the class.
         name: of the attribute.
+        error: raised for a removed name. Of a module it is ImportError, because
+            ``from MODULE import NAME`` drops the message of an AttributeError.
     """
-    if (line := line_for("names", f"{module}.{name}")) is not None:
-        raise ImportError(line)
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if (line := line_for("names", f"{owner}.{name}")) is not None:
+        raise error(line)
+    raise AttributeError(f"{owner!r} has no attribute {name!r}")
 
 
-def refuse_arguments(name: str) -> Callable[[_Callable], _Callable]:
-    """Return a decorator whose function raises TypeError for the arguments that it once had.
+def refuse_removed_arguments(function: _Callable) -> _Callable:
+    """Decorate a function or constructor to raise TypeError for arguments that it once had."""
+    owner = function.__qualname__.removesuffix(".__init__")
 
-    Args:
-        name: of the function in the table, which has "NAME(ARGUMENT=)" for each.
-    """
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if (line := line_for("arguments", f"{owner}({name}=)")) is not None:
+                raise TypeError(line)
+        return function(*args, **kwargs)
 
-    def decorate(function: _Callable) -> _Callable:
-        @functools.wraps(function)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            for argument in kwargs:
-                if (line := line_for("arguments", f"{name}({argument}=)")) is not None:
-                    raise TypeError(line)
-            return function(*args, **kwargs)
-
-        return checked  # type: ignore[return-value]
-
-    return decorate
+    return checked  # type: ignore[return-value]
 
 
 # While Python looks for the module of ``python -m NAME``, it imports the packages around it.

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
+import leaner_kernels
 from leaner_kernels import removed
+from leaner_kernels.adapters import swap
 from train import bert, gpt, lra, vit
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +63,14 @@ def test_python_m_of_a_removed_command_is_one_line(name, tmp_path):
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("name", removed.table()["names"])
+OF_OBJECTS = {
+    "KappaMonitor": lambda: leaner_kernels.KappaMonitor(nn.TransformerEncoderLayer(8, 2)),
+    "Swapped": lambda: swap.Swapped(lambda: None),
+}
+IN_MODULES = [name for name in removed.table()["names"] if name.split(".")[-2] not in OF_OBJECTS]
+
+
+@pytest.mark.parametrize("name", IN_MODULES)
 def test_a_removed_name_says_what_to_do_instead(name):
     module, _, attribute = name.rpartition(".")
     line = removed.line_for("names", name)
@@ -72,9 +82,41 @@ def test_a_removed_name_says_what_to_do_instead(name):
     assert str(refused.value) == line
 
 
-def test_other_names_are_missing_as_in_any_module():
-    import leaner_kernels
+@pytest.mark.parametrize("name", sorted({*removed.table()["names"]} - {*IN_MODULES}))
+def test_a_removed_attribute_says_what_to_do_instead(name):
+    owner, attribute = name.split(".")[-2:]
+    with pytest.raises(AttributeError) as refused:
+        getattr(OF_OBJECTS[owner](), attribute)
+    assert str(refused.value) == removed.line_for("names", name)
+    assert not hasattr(OF_OBJECTS[owner](), "nothing")
 
-    with pytest.raises(AttributeError, match="module 'leaner_kernels' has no attribute 'nothing'"):
+
+OWNERS = {
+    "KappaMonitor": leaner_kernels.KappaMonitor,
+    "conditioning_penalty": leaner_kernels.conditioning_penalty,
+    "ConditioningPenalty": leaner_kernels.ConditioningPenalty,
+    "QKClip": leaner_kernels.QKClip,
+    "EntropyAlarm": leaner_kernels.EntropyAlarm,
+    "KappaAlarm": leaner_kernels.KappaAlarm,
+    "plot": leaner_kernels.monitor.plot,
+}
+
+
+@pytest.mark.parametrize("key", removed.table()["arguments"])
+def test_a_removed_argument_says_what_to_do_instead(key):
+    owner, _, argument = key.removesuffix("=)").partition("(")
+    if owner == "register":
+        function = pytest.importorskip("leaner_kernels.adapters.transformers").register
+    else:
+        function = OWNERS[owner]
+    with pytest.raises(TypeError) as refused:
+        function(**{argument: 1})
+    assert str(refused.value) == removed.line_for("arguments", key)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        function(nothing=1)
+
+
+def test_other_names_are_missing_as_in_any_module():
+    with pytest.raises(AttributeError, match="'leaner_kernels' has no attribute 'nothing'"):
         leaner_kernels.nothing  # noqa: B018
     assert not hasattr(leaner_kernels.nn, "nothing")

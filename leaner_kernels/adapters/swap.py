@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from torch import nn
 
+from .. import removed
 from ..nn.capture import Capturing
 
 # The attribute of a swapped module with its ``Origin``, so that copies of a model can be undone.
@@ -63,6 +64,11 @@ class Swapped:
         self.swapped: dict[str, str] = {}
         self.left: dict[str, str] = {}
         self._undo = undo
+
+    if not TYPE_CHECKING:  # where it would hide misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            removed.attribute(f"{__name__}.Swapped", name, AttributeError)
 
     def undo(self) -> None:
         """Have the model call what it called before; keep trained weights."""

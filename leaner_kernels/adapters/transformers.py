@@ -39,6 +39,7 @@ from ..ops import _hooks
 from ..ops._checks import MAX_HEAD_DIM
 from ..ops.attention import attention, attention_varlen
 from ..ops.attention.reference import visible
+from ..removed import refuse_removed_arguments
 from . import swap
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
@@ -164,6 +165,7 @@ def undo(model: nn.Module) -> None:
             config._attn_implementation_internal = before
 
 
+@refuse_removed_arguments
 def register() -> None:
     """Register ``attn_implementation="leaner"`` with transformers; repeated calls are harmless.
 

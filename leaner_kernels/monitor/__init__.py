@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import distributed as dist
@@ -150,6 +150,7 @@ class KappaMonitor:
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
 
+    @removed.refuse_removed_arguments
     def __init__(
         self,
         model: nn.Module,
@@ -250,6 +251,11 @@ class KappaMonitor:
             self.cancel()
             raise
         rows += self.end()
+
+    if not TYPE_CHECKING:  # where it would hide misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            removed.attribute(f"{__name__}.KappaMonitor", name, AttributeError)
 
     def begin(self, step: int, *, due: bool | None = None) -> None:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.

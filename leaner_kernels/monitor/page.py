@@ -66,6 +66,7 @@ _COURSE = (
 )
 
 
+@removed.refuse_removed_arguments
 def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
     """Draw kappa of every layer against the step, and the prediction for Gaussian heads.
 
