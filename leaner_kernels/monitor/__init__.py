@@ -28,8 +28,7 @@ from torch import distributed as dist
 from torch import nn
 
 from .. import removed
-from ..nn.capture import is_mapped
-from ..ops._checks import shown
+from ..ops._checks import is_mapped, shown
 from .measurement import (
     CHANGED,
     MEASURED,

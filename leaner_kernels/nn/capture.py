@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
-from ..ops._checks import ArgumentError, check_tensor, int32_of, moved, shown
+from ..ops._checks import ArgumentError, check_tensor, int32_of, is_mapped, moved, shown
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
 from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
 from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics, statistic_of
@@ -255,15 +254,6 @@ class Capturing(nn.Module):
     def extra_repr(self) -> str:
         """Show the sizes in the printed module."""
         return f"dim={self.dim}, num_heads={self.num_heads}, head_dim={self.head_dim}"
-
-
-def is_mapped(t: Tensor) -> bool:
-    """Return whether a tensor was computed inside ``vmap``, which hides an axis of it."""
-    while _functorch.is_functorch_wrapped_tensor(t):
-        if _functorch.is_batchedtensor(t):
-            return True
-        t = _functorch.get_unwrapped(t)
-    return False
 
 
 def refuse_tracing(module: nn.Module) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 
 MAX_HEAD_DIM = 128
 ANY_HEAD_DIM = 2**31 - 1  # for calls that PyTorch's function computes if our kernels cannot
@@ -200,3 +200,12 @@ def has_values(t: Tensor) -> bool:
     if t.device.type != "cpu" or torch.compiler.is_compiling() or t.numel() == 0:
         return False
     return not isinstance(t, torch._subclasses.FakeTensor) and not is_functorch_wrapped_tensor(t)
+
+
+def is_mapped(t: Tensor) -> bool:
+    """Return whether a tensor was computed inside ``vmap``, which hides an axis of it."""
+    while is_functorch_wrapped_tensor(t):
+        if is_batchedtensor(t):
+            return True
+        t = get_unwrapped(t)
+    return False
