@@ -92,6 +92,15 @@ def test_folders_compare_by_their_names_in_any_order_and_form_of_unicode(colours
     assert "accuracy 100.00% of 6 pictures" in text
 
 
+def test_what_is_taken_for_another_class_counts_there(colours, capsys, tmp_path):
+    folder = write_pictures(tmp_path / "some", {"red": 2, "blue": 2}, 4)
+    text = said(capsys, colours, folder)
+    assert "accuracy 50.00% of 8 pictures" in text
+    assert (
+        "  blue: accuracy 100.0%; predicted blue 4\n  red: accuracy 0.0%; predicted blue 4" in text
+    )
+
+
 def test_a_folder_with_another_class_is_refused(colours, capsys, tmp_path):
     folder = write_pictures(tmp_path / "some", {"red": 0, "yellow": 1}, 1)
     line = refused(capsys, colours, folder)
@@ -149,16 +158,23 @@ def test_text_is_continued_as_the_flags_say(letters, capsys):
 
 
 def test_a_score_is_the_loss_of_all_tokens_and_of_the_bytes(letters, capsys, tmp_path):
-    (tmp_path / "book.txt").write_text("abcd " * 20)
+    (tmp_path / "book.txt").write_text("abcé " * 20)  # é is two bytes, and two tokens
     line = said(capsys, letters["gpt"], tmp_path / "book.txt", "--score")
     found = re.search(
-        r": 100 tokens, loss ([\d.]+) nats a token, ([\d.]+) bits per byte, perplexity ([\d.]+)",
+        r": 120 tokens, loss ([\d.]+) nats a token, ([\d.]+) bits per byte, perplexity ([\d.]+)",
         line,
     )
     loss, bits, perplexity = map(float, found.groups())
     assert bits == pytest.approx(loss / math.log(2), rel=1e-3)
     assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
     assert 3 < loss < 7  # little was learned: near the logarithm of 257 tokens
+
+
+def test_no_mask_is_filled_with_a_token_that_stands_for_no_text(letters, capsys, monkeypatch):
+    monkeypatch.setattr(predict, "TOP", 1000)
+    text = said(capsys, letters["bert"], "aa [MASK]b")
+    assert ", [MASK] 0.0%" in text
+    assert not re.search(r"\[MASK\] 0\.[1-9]", text)
 
 
 def test_masks_are_filled_in(letters, capsys):

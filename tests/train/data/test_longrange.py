@@ -10,7 +10,7 @@ from PIL import Image
 from train.data import listops
 from train.data.longrange import TASKS, encode, open_task, padded
 
-REVIEWS = [("neg", "so bad"), ("pos", 'a "good" one, NA'), ("neg", "NA"), ("pos", "007")] * 5
+REVIEWS = [("neg", '"so" bad'), ("pos", 'a "good" one, NA'), ("neg", "NA"), ("pos", "007")] * 5
 PAIRS = [(str(row % 2), f"first {row}", f"second {row}") for row in range(20)]
 
 
