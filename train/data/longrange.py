@@ -182,12 +182,9 @@ class TextTable:
     """
 
     def __init__(self, table: Any, split: str, columns: Sequence[str], label: str):
-        for flag, name in [*(("--text-column", c) for c in columns), ("--label-column", label)]:
-            if name not in table.column_names:
-                raise ValueError(
-                    f"{flag} must be one of {', '.join(table.column_names)}, the columns of the "
-                    f"split {split}, got {name}"
-                )
+        for column in columns:
+            _check_column(table, split, "--text-column", column)
+        _check_column(table, split, "--label-column", label)
         self.table, self.split, self.columns = table, split, tuple(columns)
         declared = getattr(table.features[label], "names", None)
         cells = [_class_name(cell, declared) for cell in table[label]]
@@ -223,6 +220,14 @@ class TextTable:
         for batch in self.table.select_columns([*self.columns]).iter(1000):
             whole.update(repr(batch).encode("utf-8", "surrogatepass"))
         return whole.hexdigest()
+
+
+def _check_column(table: Any, split: str, flag: str, name: str) -> None:
+    if name not in table.column_names:
+        raise ValueError(
+            f"{flag} must be one of {', '.join(table.column_names)}, the columns of the split "
+            f"{split}, got {name}"
+        )
 
 
 def _class_name(cell: Any, declared: Sequence[str] | None) -> str | None:
@@ -343,12 +348,19 @@ def _sources(
         if not pictures:
             sources[split] = TextTable(tables[name], split, text_columns, label_column)
             continue
-        table = tables[name]
-        if label_column in table.column_names:
-            table = table.rename_column(label_column, "label")
+        table = _with_label(tables[name], split, label_column)
         sources[split] = source = HubTable(table, split)
         source.names = source.names or [str(number) for number in range(source.classes)]
     return sources
+
+
+def _with_label(table: Any, split: str, column: str) -> Any:
+    """Return a table of pictures in which ``HubTable`` reads the classes of a column."""
+    if column == "label":  # the default: tars have cls
+        return table
+    _check_column(table, split, "--label-column", column)
+    others = [name for name in ("label", "cls") if name in table.column_names and name != column]
+    return table.remove_columns(others).rename_column(column, "label")
 
 
 def _pictures(folder: Path) -> dict[str, ImageFiles]:

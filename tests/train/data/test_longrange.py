@@ -124,6 +124,26 @@ def test_pictures_are_their_grey_pixels_and_black_ones_count(tmp_path, mode):
     assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.parametrize("column", ["label", "cls", "fine"])
+def test_tables_of_pictures_have_the_classes_of_their_label_column(tmp_path, column):
+    import datasets
+
+    names = {"label": ["cat", "dog"], "cls": ["x", "y"], "fine": ["a", "b", "c", "d"]}
+    pictures = [Image.fromarray(np.full((32, 32), place, np.uint8)) for place in range(40)]
+    cells = {"img": pictures}
+    cells |= {name: [row % len(of) for row in range(40)] for name, of in names.items()}
+    kinds = {name: datasets.ClassLabel(names=of) for name, of in names.items()}
+    features = datasets.Features({"img": datasets.Image(), **kinds})
+    datasets.Dataset.from_dict(cells, features).to_parquet(tmp_path / "train.parquet")
+    items = opened("image", tmp_path, label_column=column)
+    assert items.classes == tuple(names[column])
+    for part in (items.train, items.dev, items.test):
+        tokens, _, labels = part.__getitems__([(0, index) for index in range(len(part))])
+        assert labels.tolist() == (tokens[:, 0] % len(items.classes)).tolist()
+    with pytest.raises(ValueError, match="--label-column must be one of img, .*, got breed"):
+        opened("image", tmp_path, label_column="breed")
+
+
 def test_folders_of_splits_are_the_splits(tmp_path):
     for split, count in (("train", 6), ("val", 3), ("test", 2)):
         write_pictures(tmp_path / split, "abc", count)
