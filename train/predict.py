@@ -86,8 +86,17 @@ def _parser() -> argparse.ArgumentParser:
     flag("--temperature", type=number(float, 0), default=0.8, help=text)
     flag("--top-k", type=positive, help="sample among this many likeliest tokens; all if omitted")
     flag("--seed", type=count, default=0, help="seed of the sampling (0)")
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    flag("--device", type=_device, default=default, help=f"cuda, cuda:N or cpu ({default})")
     return parser
+
+
+def _device(text: str) -> str:
+    gpus = torch.cuda.device_count()
+    known = ["cpu", *(f"cuda:{place}" for place in range(gpus)), *["cuda"][:gpus]]
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"must be cpu or one of the {gpus} GPUs, got {text!r}")
+    return text
 
 
 def _long_range(info: Info) -> tuple[str, int]:
@@ -164,7 +173,7 @@ def _texts(inputs: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each input, which is a file or the text itself."""
     for text in inputs:
         path = Path(text)
-        if len(text) < 256 and path.is_file():
+        if os.path.exists(text):
             try:
                 yield text, plain(read_file(path).decode("utf-8-sig"))
             except UnicodeDecodeError:

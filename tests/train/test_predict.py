@@ -191,6 +191,19 @@ def test_text_that_cannot_be_meant_is_refused(letters, capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes("für".encode("latin1"))
     assert "latin.txt is not text in UTF-8" in refused(capsys, run, tmp_path / "latin.txt")
     assert "must have at least one token" in refused(capsys, run, "", "--score")
+    assert f"is no regular file: '{tmp_path}'" in refused(capsys, run, tmp_path)
+
+
+def test_text_longer_than_the_name_of_a_file_may_be_is_text(letters, capsys):
+    text = "слово " * 40  # fewer than 256 characters, and more than 255 bytes
+    assert said(capsys, letters["gpt"], text, "--tokens", 0) == f"{text}\n"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", ""])
+def test_a_device_that_is_not_there_is_refused(letters, capsys, device):
+    line = refused(capsys, letters["gpt"], "a b", "--device", device)
+    assert "--device: must be cpu or one of the" in line
+    assert f"got '{device}'" in line
 
 
 def test_what_is_no_run_is_refused(capsys, tmp_path):

@@ -107,7 +107,7 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
             file = path.parent.resolve() / path.name
             if kind == ".tar":
                 _check_tar(file)
-            files[_split_of(path.relative_to(folder))].append(file)
+            files[split_of(path.relative_to(folder))].append(file)
     if set(files) == {""}:
         return {"train": files[""]}
     files.pop("", None)
@@ -151,7 +151,7 @@ def _is_described(readme: Path) -> bool:
     return any(line.startswith(("configs:", "dataset_info:")) for line in header.splitlines())
 
 
-def _split_of(path: Path) -> str:
+def split_of(path: Path) -> str:
     """Return the split of a table by its name, or else by its folders; "" of none."""
     named = map(split_in, (path.stem, *reversed(path.parent.parts)))
     return next(filter(None, named), "")

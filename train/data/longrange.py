@@ -22,20 +22,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import is_hidden, open_file
+from leaner_kernels.monitor.files import open_file
 from leaner_kernels.monitor.pictures import decoded, opened
 from train.data import hub, listops
 from train.data.classes import class_numbers
-from train.data.images.files import ImageFiles, class_folders, open_folder
+from train.data.images.files import ImageFiles, class_folders, in_classes, open_folder
 from train.data.images.hub import HubTable
 from train.data.images.sources import Part
 from train.data.loader import Key
-from train.data.splits import split_in, splits_of
+from train.data.splits import splits_of
 
 SIDE = 32  # pixels of a picture
 SPLITS = listops.SPLITS
 DIGITS = tuple("0123456789")  # classes of ListOps
 _SPLITS = {"train": "train", "validation": "dev", "test": "test"}  # by the usual names
+_TABLES = (".tsv", ".csv", ".parquet")
 _HELD_OUT = 10  # of the training items, one in so many for a split that the data lacks
 
 
@@ -182,12 +183,9 @@ class TextTable:
     """
 
     def __init__(self, table: Any, split: str, columns: Sequence[str], label: str):
-        for flag, name in [*(("--text-column", c) for c in columns), ("--label-column", label)]:
-            if name not in table.column_names:
-                raise ValueError(
-                    f"{flag} must be one of {', '.join(table.column_names)}, the columns of the "
-                    f"split {split}, got {name}"
-                )
+        for column in columns:
+            _check_column(table, split, "--text-column", column)
+        _check_column(table, split, "--label-column", label)
         self.table, self.split, self.columns = table, split, tuple(columns)
         declared = getattr(table.features[label], "names", None)
         cells = [_class_name(cell, declared) for cell in table[label]]
@@ -223,6 +221,14 @@ class TextTable:
         for batch in self.table.select_columns([*self.columns]).iter(1000):
             whole.update(repr(batch).encode("utf-8", "surrogatepass"))
         return whole.hexdigest()
+
+
+def _check_column(table: Any, split: str, flag: str, name: str) -> None:
+    if name not in table.column_names:
+        raise ValueError(
+            f"{flag} must be one of {', '.join(table.column_names)}, the columns of the split "
+            f"{split}, got {name}"
+        )
 
 
 def _class_name(cell: Any, declared: Sequence[str] | None) -> str | None:
@@ -330,7 +336,9 @@ def _sources(
         tables = hub.load(data.removeprefix("hf:"))
     elif not folder.is_dir():
         raise ValueError(f"--data must be a folder or hf:NAME, got {data}")
-    elif files := _table_files(folder):
+    elif pictures and in_classes(folder):
+        return _pictures(folder)
+    elif files := hub.tables_below(folder, _TABLES):
         tables = _load_tables(folder, files, [*text_columns, label_column])
     elif pictures:
         return _pictures(folder)
@@ -343,12 +351,19 @@ def _sources(
         if not pictures:
             sources[split] = TextTable(tables[name], split, text_columns, label_column)
             continue
-        table = tables[name]
-        if label_column in table.column_names:
-            table = table.rename_column(label_column, "label")
+        table = _with_label(tables[name], split, label_column)
         sources[split] = source = HubTable(table, split)
         source.names = source.names or [str(number) for number in range(source.classes)]
     return sources
+
+
+def _with_label(table: Any, split: str, column: str) -> Any:
+    """Return a table of pictures in which ``HubTable`` reads the classes of a column."""
+    if column == "label":  # the default: tars have cls
+        return table
+    _check_column(table, split, "--label-column", column)
+    others = [name for name in ("label", "cls") if name in table.column_names and name != column]
+    return table.remove_columns(others).rename_column(column, "label")
 
 
 def _pictures(folder: Path) -> dict[str, ImageFiles]:
@@ -357,36 +372,37 @@ def _pictures(folder: Path) -> dict[str, ImageFiles]:
     if held_out is None:
         return {"train": train}
     names = splits_of(path.name for path in folder.iterdir() if path.is_dir())
-    parts = {_SPLITS[split]: class_folders(folder / name) for name, split in names.items()}
+    parts = {
+        _SPLITS[split]: class_folders(folder / name)
+        for name, split in names.items()
+        # Test pictures without folders have no classes.
+        if split != "test" or any(path.is_dir() for path in (folder / name).iterdir())
+    }
     return parts | {"train": train}
-
-
-def _table_files(folder: Path) -> list[Path]:
-    kinds = (".tsv", ".csv", ".parquet")
-    return sorted(p for p in folder.iterdir() if p.suffix in kinds and not is_hidden(p.name))
 
 
 def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Mapping[str, Any]:
     """Return tables by split, whose cells are text; of several files each names its split."""
     import datasets
 
-    if len({path.suffix for path in files}) > 1:
+    kinds = {path.suffix.lower() for path in files}
+    if len(kinds) > 1:
         raise ValueError(
             f"--data must contain tables of one kind, got {files[0].name} and {files[-1].name}"
         )
-    if files[0].suffix == ".parquet":
+    if kinds == {".parquet"}:
         return hub.load(str(folder))
     splits: dict[str, list[str]] = {}
     for path in files:
-        split = split_in(path.stem) or ("train" if len(files) == 1 else None)
+        split = hub.split_of(path.relative_to(folder)) or ("train" if len(files) == 1 else None)
         if split is None:
             raise ValueError(
-                f"--data {path} must have train, validation or test in its name, as one of "
-                f"{len(files)} tables"
+                f"--data {path} must have train, validation or test in its name or its folder's, "
+                f"as one of {len(files)} tables"
             )
         splits.setdefault(split, []).append(glob.escape(str(path)))
     # Cells of TSV are not quoted. Numbers as names of columns say that no line names them.
-    style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if files[0].suffix == ".tsv" else {}
+    style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kinds == {".tsv"} else {}
     with open_file(files[0]) as file:
         head = file.readline(1 << 20).decode("utf-8-sig", "replace")
     names = next(csv.reader([head], **style), [])

@@ -124,6 +124,61 @@ def test_pictures_are_their_grey_pixels_and_black_ones_count(tmp_path, mode):
     assert sorted(seen) == sorted(expected)
 
 
+@pytest.mark.parametrize("column", ["label", "cls", "fine"])
+def test_tables_of_pictures_have_the_classes_of_their_label_column(tmp_path, column):
+    import datasets
+
+    names = {"label": ["cat", "dog"], "cls": ["x", "y"], "fine": ["a", "b", "c", "d"]}
+    pictures = [Image.fromarray(np.full((32, 32), place, np.uint8)) for place in range(40)]
+    cells = {"img": pictures}
+    cells |= {name: [row % len(of) for row in range(40)] for name, of in names.items()}
+    kinds = {name: datasets.ClassLabel(names=of) for name, of in names.items()}
+    features = datasets.Features({"img": datasets.Image(), **kinds})
+    datasets.Dataset.from_dict(cells, features).to_parquet(tmp_path / "train.parquet")
+    items = opened("image", tmp_path, label_column=column)
+    assert items.classes == tuple(names[column])
+    for part in (items.train, items.dev, items.test):
+        tokens, _, labels = part.__getitems__([(0, index) for index in range(len(part))])
+        assert labels.tolist() == (tokens[:, 0] % len(items.classes)).tolist()
+    with pytest.raises(ValueError, match=r"--label-column must be one of img, .*, got breed"):
+        opened("image", tmp_path, label_column="breed")
+
+
+@pytest.mark.parametrize("stray", ["labels.csv", "index.parquet"])
+def test_a_table_beside_class_folders_is_not_the_data(tmp_path, stray):
+    write_pictures(tmp_path, "ab")
+    write(tmp_path / stray, REVIEWS, ("label", "text"))
+    items = opened("image", tmp_path)
+    assert (items.classes, len(items.train)) == (("a", "b"), 32)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("TRAIN.CSV", "Test.Csv"),
+        ("train/0.csv", "test/0.csv"),
+        ("data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"),
+    ],
+)
+def test_tables_are_found_by_any_case_and_in_folders(tmp_path, names):
+    for name, rows in zip(names, (REVIEWS, REVIEWS[:4])):
+        path = (tmp_path / name).with_suffix(Path(name).suffix.lower())
+        write(path, rows, ("label", "text"))
+        path.rename(tmp_path / name)
+    items = opened("text", tmp_path)
+    assert (len(items.train), len(items.test), items.made) == (18, 4, ("dev",))
+
+
+def test_test_pictures_without_classes_are_not_read(tmp_path):
+    write_pictures(tmp_path / "train", "ab")
+    write_pictures(tmp_path / "val", "ab", 3)
+    (tmp_path / "test").mkdir()
+    Image.new("L", (32, 32)).save(tmp_path / "test" / "0.png")
+    items = opened("image", tmp_path)
+    assert [len(part) for part in (items.train, items.dev, items.test)] == [36, 6, 4]
+    assert items.made == ("test",)
+
+
 def test_folders_of_splits_are_the_splits(tmp_path):
     for split, count in (("train", 6), ("val", 3), ("test", 2)):
         write_pictures(tmp_path / split, "abc", count)
