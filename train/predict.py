@@ -21,7 +21,6 @@ import argparse
 import math
 import os
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -34,8 +33,9 @@ from leaner_kernels.monitor.command_line import one_line, take_every_character
 from leaner_kernels.monitor.files import files_below, plain, read_file
 from leaner_kernels.monitor.pictures import PICTURES
 from models.gpt import generate
-from train.checkpoint.weights import Info, printable
+from train.checkpoint.weights import LONGEST_NAME, Info, printable
 from train.config.flags import Parser, count, number, one_line_errors, positive
+from train.data.classes import composed
 from train.data.images.saved import model_input
 from train.data.longrange import TASKS, encode, grey_pixels, pad, padded
 from train.data.text.tokenizers import Tokenizer
@@ -45,6 +45,7 @@ from train.loop import engine
 
 PROGRAM = "predict.py"
 TOP = 5  # classes that are printed
+BATCH = 64  # pictures that are classified together
 
 
 @engine.restored()
@@ -54,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     with one_line_errors(PROGRAM), torch.inference_mode():
         model, info = load(args.run, last=args.last)
+        if args.score and info.task != "next token":
+            raise ValueError(f"--score is for runs of train/gpt.py, got {args.run}")
         if info.task == "images":
             predict = _classify_pictures
         elif info.task == "long range":
@@ -121,22 +124,23 @@ def _best(logits: Tensor, names: Sequence[str]) -> str:
 def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
     """Yield the likeliest classes of each picture, then how many of labelled pictures are right."""
     predicted: dict[str, Counter[str]] = {}
-    unread: list[Path] = []
-    for path, label in _pictures(args.inputs, info.classes):
-        try:
-            content, name = read_file(path), lambda path=path: str(path)
-            if info.task == "images":
-                inputs = (model_input(info, content, name)[None],)
-            else:
-                inputs = pad([[grey_pixels(content, name)]], padded(_long_range(info)[1]))
-        except (ValueError, OSError) as error:
-            unread.append(path)
-            sys.stderr.write(f"{PROGRAM}: {one_line(error)}\n")
+    pictures, unread = [*_pictures(args.inputs, info.classes)], 0
+    for start in range(0, len(pictures), BATCH):
+        inputs, read = [], []
+        for path, label in pictures[start : start + BATCH]:
+            try:
+                inputs.append(_input_of(info, path))
+                read.append((path, label))
+            except (ValueError, OSError) as error:
+                unread += 1
+                sys.stderr.write(f"{PROGRAM}: {one_line(error)}\n")
+        if not read:
             continue
-        logits = model(*(tensor.to(args.device) for tensor in inputs))[0]
-        if label is not None:
-            predicted.setdefault(label, Counter())[info.classes[int(logits.argmax())]] += 1
-        yield f"{one_line(path)}: {_best(logits, info.classes)}"
+        batch = (torch.cat(tensors).to(args.device) for tensors in zip(*inputs))
+        for (path, label), logits in zip(read, model(*batch)):
+            if label is not None:
+                predicted.setdefault(label, Counter())[info.classes[int(logits.argmax())]] += 1
+            yield f"{one_line(path)}: {_best(logits, info.classes)}"
     if predicted:
         right = sum(counts[name] for name, counts in predicted.items())
         total = sum(counts.total() for counts in predicted.values())
@@ -145,7 +149,15 @@ def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -
         others = ", ".join(f"{other} {number}" for other, number in counts.most_common())
         yield f"  {name}: accuracy {counts[name] / counts.total():.1%}; predicted {others}"
     if unread:
-        raise ValueError(f"{len(unread)} of the pictures cannot be read; they are named above")
+        raise ValueError(f"{unread} of the pictures cannot be read; they are named above")
+
+
+def _input_of(info: Info, path: Path) -> tuple[Tensor, ...]:
+    """Return a batch of one picture, as its model takes it."""
+    content = read_file(path)
+    if info.task == "images":
+        return (model_input(info, content, lambda: str(path))[None],)
+    return pad([[grey_pixels(content, lambda: str(path))]], padded(_long_range(info)[1]))
 
 
 def _pictures(inputs: Sequence[str], classes: Sequence[str]) -> Iterator[tuple[Path, str | None]]:
@@ -158,7 +170,7 @@ def _pictures(inputs: Sequence[str], classes: Sequence[str]) -> Iterator[tuple[P
         if not pictures:
             raise ValueError(f"{path} contains no pictures")
         folders = [file.relative_to(path).parts[0] for file in pictures if file.parent != path]
-        labels = {name: printable(unicodedata.normalize("NFC", name)) for name in folders}
+        labels = {name: printable(composed(name), LONGEST_NAME) for name in folders}
         unknown = sorted(name for name, label in labels.items() if label not in classes)
         if unknown:
             message = f"{path} has the folder {unknown[0]}, which is no class of the model"

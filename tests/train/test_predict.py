@@ -76,6 +76,13 @@ def test_a_folder_of_classes_gives_the_accuracy_of_the_run_and_a_confusion_matri
         assert counts.get(name, 0) / 5 == pytest.approx(float(own) / 100)
 
 
+def test_pictures_are_classified_alike_in_batches_of_any_size(colours, capsys, monkeypatch):
+    folder = colours.parent / "data" / "val"
+    whole = said(capsys, colours, folder)
+    monkeypatch.setattr(predict, "BATCH", 4)
+    assert said(capsys, colours, folder) == whole
+
+
 def test_pictures_alone_get_their_likeliest_classes(colours, capsys):
     picture = colours.parent / "data" / "val" / "red" / "0.png"
     line = said(capsys, colours, picture)
@@ -186,6 +193,7 @@ def test_masks_are_filled_in(letters, capsys):
 
 def test_text_that_cannot_be_meant_is_refused(letters, capsys, tmp_path):
     run = letters["gpt"]
+    assert "--score is for runs of train/gpt.py" in refused(capsys, letters["bert"], "a", "--score")
     assert "missing.txt: no such file" in refused(capsys, run, "missing.txt")
     assert "some/where: no such file" in refused(capsys, run, "some/where")
     (tmp_path / "latin.txt").write_bytes("für".encode("latin1"))

@@ -43,7 +43,7 @@ _HEADER = 64 << 20
 # Most of one size of a model, and of a picture's side.
 _SIZE, _SIDE = 1 << 20, 4096
 # Characters of the name of a class: those of a folder's name, whole, so that names compare.
-_NAME = 255
+LONGEST_NAME = 255
 # Elements of what a model computes itself when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
 
@@ -191,7 +191,7 @@ class Weights:
                 settings=self.settings,
                 task=str(self.about.get("task", "")),
                 step=self.step,
-                classes=tuple(printable(name, _NAME) for name in classes),
+                classes=tuple(printable(name, LONGEST_NAME) for name in classes),
                 image_size=images.get("size"),
                 channels=images.get("channels"),
                 mean=tuple(map(float, images["mean"])) if "mean" in images else None,

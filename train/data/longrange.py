@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -337,11 +338,11 @@ def _sources(
     elif not folder.is_dir():
         raise ValueError(f"--data must be a folder or hf:NAME, got {data}")
     elif pictures and in_classes(folder):
-        return _pictures(folder)
+        return _pictures(folder, label_column)
     elif files := hub.tables_below(folder, _TABLES):
         tables = _load_tables(folder, files, [*text_columns, label_column])
     elif pictures:
-        return _pictures(folder)
+        return _pictures(folder, label_column)
     else:
         raise ValueError(f"--data must contain .tsv, .csv or .parquet files, got none in {data}")
     sources: dict[str, Any] = {}
@@ -366,8 +367,10 @@ def _with_label(table: Any, split: str, column: str) -> Any:
     return table.remove_columns(others).rename_column(column, "label")
 
 
-def _pictures(folder: Path) -> dict[str, ImageFiles]:
+def _pictures(folder: Path, label_column: str) -> dict[str, ImageFiles]:
     """Return the pictures of class folders by split."""
+    if label_column != "label":
+        raise ValueError(f"--label-column is for tables, got {label_column} for folders of classes")
     train, held_out, _ = open_folder(folder)
     if held_out is None:
         return {"train": train}
@@ -403,15 +406,34 @@ def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Map
         splits.setdefault(split, []).append(glob.escape(str(path)))
     # Cells of TSV are not quoted. Numbers as names of columns say that no line names them.
     style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kinds == {".tsv"} else {}
-    with open_file(files[0]) as file:
-        head = file.readline(1 << 20).decode("utf-8-sig", "replace")
-    names = next(csv.reader([head], **style), [])
+    for path in files:
+        names = _names_of_columns(path, style)
     if all(column.isdecimal() for column in columns):
         names = [str(place) for place in range(len(names))]
         style |= {"header": None, "column_names": names}
     features = datasets.Features({name: datasets.Value("string") for name in names})
     options = {"features": features, "na_filter": False, "encoding": "utf-8-sig"}
     return hub.load("csv", called=str(folder), data_files=splits, **options, **style)
+
+
+def _names_of_columns(path: Path, style: Mapping[str, Any]) -> list[str]:
+    """Return the cells of the first line of a table, of which the second must have as many.
+
+    Of rows with one cell more pandas would take the first for a name of the row.
+    """
+    with TextIOWrapper(open_file(path), "utf-8-sig", "replace", newline="") as file:
+        rows = csv.reader(file, **style)
+        try:
+            names = next(rows, [])
+            cells = len(next(rows, names))
+        except csv.Error:  # such as a text of more than 128 KiB, which pandas reads
+            return names
+    if cells != len(names):
+        raise ValueError(
+            f"--data {path} must have as many cells in each row as in its first, {len(names)}, got "
+            f"{cells}: quote texts with a comma in a .csv, and leave no tab in texts of a .tsv"
+        )
+    return names
 
 
 def padded(length: int) -> int:

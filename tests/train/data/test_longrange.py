@@ -264,3 +264,19 @@ def test_brackets_and_stars_in_the_name_of_a_folder_are_no_patterns(tmp_path):
     folder = tmp_path / "[2024] *"
     write(folder / "train.csv", REVIEWS, ("label", "text"))
     assert len(opened("text", folder).train) > 0
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_rows_with_more_cells_than_the_first_line_are_refused(tmp_path, kind):
+    between = {"csv": ",", "tsv": "\t"}[kind]
+    rows = ["text,label", *(f"good, or bad,{row % 2}" for row in range(20))]
+    lines = [row.replace(",", between) for row in rows]
+    (tmp_path / f"train.{kind}").write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"as many cells in each row as in its first, 2, got 3"):
+        opened("text", tmp_path)
+
+
+def test_a_label_column_of_class_folders_is_refused(tmp_path):
+    write_pictures(tmp_path, "ab")
+    with pytest.raises(ValueError, match="--label-column is for tables, got kind"):
+        opened("image", tmp_path, label_column="kind")
