@@ -36,6 +36,12 @@ def test_a_flag_that_never_was_names_the_nearest(capsys):
     )
 
 
+def test_a_flag_that_is_like_no_other_gets_no_suggestion(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        vit.main(["--task", "text"])
+    assert capsys.readouterr().err == "vit.py: error: unrecognized arguments: --task text\n"
+
+
 def test_every_removed_command_has_a_line_and_no_module(capsys):
     for name, instead in removed.table()["commands"].items():
         with pytest.raises(SystemExit, match="2"):

@@ -349,8 +349,9 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {matches[0]}?" if matches else ""
+    bare = {other.lstrip("-"): other for other in known}
+    matches = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.7)
+    return f", did you mean {bare[matches[0]]}?" if matches else ""
 
 
 def stop(program: str, message: object, *, every_rank: bool = False) -> NoReturn:
