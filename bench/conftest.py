@@ -1,6 +1,7 @@
 """Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -91,6 +92,22 @@ def row_of(item: pytest.Item) -> Any:
 
 def pytest_report_collectionfinish(config):
     return config.stash[NOTES]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop():
+    """Treat SIGTERM as an interrupt, which prints and saves what was measured; a second kills."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def stop(_number: int, _frame: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, before)
+        raise KeyboardInterrupt("SIGTERM")
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        return (yield)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

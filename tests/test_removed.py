@@ -54,7 +54,10 @@ def test_every_removed_command_has_a_line_and_no_module(capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["train.compare", "train.export", "models.plan", "bench.predict", "leaner_kernels.monitor"],
+    [
+        *("train.compare", "train.export", "models.plan", "bench.predict"),
+        *("leaner_kernels.monitor", "leaner_kernels.monitor.plots"),
+    ],
 )
 def test_python_m_of_a_removed_command_is_one_line(name, tmp_path):
     done = subprocess.run(

@@ -11,6 +11,8 @@ except ImportError:  # the former package, which is still published
 
 from ..monitor.run_log import RunLog
 
+MOST_BATCHES = 8
+
 
 class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """Measure kappa of every attention block while a ``Trainer`` fits.
@@ -25,7 +27,8 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     newest geometric mean over the layers that are resolved.
 
     With several optimizers, every step of each counts, and a sample is of one batch: layers that
-    the batch does not train have rows without numbers.
+    the batch does not train have rows without numbers. The first sample lasts until
+    a batch calls attention, at most eight batches.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -46,6 +49,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         # Updates when the sample began, when the batch began, and before that of the newest row.
         self._sampled: int | None = None
         self._updates = self._row = 0
+        self._batches = 0  # of the sample, each with an update
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Construct the monitor of this training."""
@@ -60,7 +64,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         """Begin a step with its first batch."""
         assert self.run is not None
         if self._updates != self._sampled and not self.run.monitor.sampling:
-            self._sampled = self._updates
+            self._sampled, self._batches = self._updates, 0
             self.run.begin(self._updates)
 
     def on_train_batch_end(
@@ -70,7 +74,9 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         if self.run is None or trainer.global_step == self._updates:
             return
         self._row, self._updates = self._updates, int(trainer.global_step)
-        self.run.end()
+        self._batches += 1
+        if not self._awaits_attention(trainer):
+            self.run.end()
         values = {}
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -84,7 +90,11 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """End the sample: a validation may run between the batches of a step."""
-        if self.run is not None:
+        if self.run is None:
+            return
+        if self._awaits_attention(trainer):
+            self.run.monitor.cancel()
+        else:
             self.run.end()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -104,3 +114,10 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         """Cancel the step that raised an exception."""
         if self.run is not None:
             self.run.monitor.cancel()
+
+    def _awaits_attention(self, trainer: Any) -> bool:
+        """Whether the first batches trained a network without attention, and others may follow."""
+        assert self.run is not None
+        monitor = self.run.monitor
+        several = len(trainer.optimizers) > 1 and self._batches < MOST_BATCHES
+        return several and monitor.sampling and not monitor.has_attention

@@ -233,6 +233,11 @@ class KappaMonitor:
         """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether a layer is known, or the step being sampled has called attention."""
+        return bool(self._layers or self._trace.calls or self._trace.refused)
+
     @contextmanager
     def step(self, step: int) -> Iterator[list[dict[str, Any]]]:
         """Call ``begin`` and ``end`` around a block; ``cancel`` where it raises.

@@ -271,6 +271,27 @@ def adversarial(module: Any, x: torch.Tensor, _index: int) -> torch.Tensor:
     return loss
 
 
+def alternating(module: Any, x: torch.Tensor, index: int) -> torch.Tensor:
+    number = 1 if index % 3 == 2 else 0
+    loss = module.nets[number].loss(x)
+    optimizer = module.optimizers()[number]
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}], ids=["", "validated"])
+def test_the_first_batch_of_lightning_may_train_a_network_without_attention(tmp_path, options):
+    module = fitted(alternating, optimizers=2, validates=bool(options))
+    module.nets[0].block = nn.Linear(16, 16)
+    fit(tmp_path, module, every=5, max_epochs=2, **options)
+    rows = [row for row in rows_of(tmp_path) if row["kappa"] is not None]
+    assert {row["step"] for row in rows} == ({5} if options else {0, 5})
+    assert {row["layer"] for row in rows} == {"nets.1.block.self_attn"}
+    assert is_untouched(module)
+
+
 def test_of_several_optimizers_of_lightning_each_step_counts(tmp_path):
     module = fitted(adversarial, optimizers=2)
     fit(tmp_path, module, every=5, max_epochs=2)

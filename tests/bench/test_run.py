@@ -156,15 +156,16 @@ def stop(benchmark, *args):
     if rows < 3:
         return record(benchmark, *args)
     # Whichever thread the system gives the signal to, the main one is still in this row.
-    benchmark.pedantic(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(5)))
+    benchmark.pedantic(lambda: (os.kill(os.getpid(), signal.{name}), time.sleep(5)))
 
 clock.record = stop
 """
 
 
 @pytest.mark.slow
-def test_an_interrupt_prints_and_saves_what_was_measured(tmp_path):
-    (tmp_path / "stop_here.py").write_text(STOP)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_prints_and_saves_what_was_measured(name, tmp_path):
+    (tmp_path / "stop_here.py").write_text(STOP.format(name=name))
     select = "cpu_digits-forward and (sdpa_flash or sdpa_math or eager)"
     result = tmp_path / "result.json"
     options = "--benchmark-only", f"--benchmark-json={result}", "-s", "-k", select
