@@ -233,6 +233,10 @@ class KappaMonitor:
         """Names of what is monitored, in the model's order; others' from the first sample on."""
         return list(self._layers)
 
+    def __repr__(self) -> str:
+        layers = ", ".join(self._layers) or "none before the first sampled step"
+        return f"KappaMonitor(every={self.every}, samples={self.samples}, layers: {layers})"
+
     @property
     def has_attention(self) -> bool:
         """Whether a layer is known, or the step being sampled has called attention."""

@@ -479,3 +479,10 @@ def test_qk_clip_refuses_logits_inside_vmap_in_one_line() -> None:
     torch.func.grad(lambda w: torch.func.functional_call(model, w, (x,)).sum())(weights)
     model(x)
     assert clip.step()["0"].isfinite().all()
+
+
+def test_a_monitor_prints_its_interval_and_its_layers():
+    ours = nn.Sequential(ManyHeadAttention(16, 2, 8))
+    assert repr(KappaMonitor(ours, every=7)) == "KappaMonitor(every=7, samples=4, layers: 0)"
+    others = nn.TransformerEncoderLayer(8, 2)
+    assert repr(KappaMonitor(others)).endswith("layers: none before the first sampled step)")
