@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -210,14 +210,19 @@ class TextTable:
         texts = [row[column] for column in self.columns]
         for column, text in zip(self.columns, texts):
             if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"row {index} of the split {self.split} must have text in {column}, got "
-                    f"{text!r:.40}"
-                )
+                raise ValueError(f"{self.name(index)} must have text in {column}, got {text!r:.40}")
         return texts
+
+    def name(self, index: int) -> str:
+        """Return which row this is."""
+        return f"row {index} of the split {self.split}"
 
     def digest(self) -> str:
         """Return the SHA-256 of the classes and texts."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:  # once, also where the rows are divided into several splits
         whole = hashlib.sha256(repr((self.names, self.labels.tolist())).encode())
         for batch in self.table.select_columns([*self.columns]).iter(1000):
             whole.update(repr(batch).encode("utf-8", "surrogatepass"))
@@ -311,9 +316,13 @@ def _places(labels: np.ndarray) -> np.ndarray:
 
 def _lists(source: Any, labels: np.ndarray, length: int) -> listops.Lists:
     """Return rows of text as generated lists are held: their first tokens are looked at."""
-    sequences = [
-        encode(text, "listops", length) for i in range(len(labels)) for text in source.read(i)
-    ]
+    sequences = []
+    for row in range(len(labels)):
+        (text,) = source.read(row)
+        try:
+            sequences.append(encode(text, "listops", length))
+        except ValueError as error:
+            raise ValueError(f"{source.name(row)}: {error}") from None
     tokens = np.concatenate(sequences).astype(np.uint8)
     offsets = np.cumsum([0, *map(len, sequences)])
     return listops.Lists(tokens, offsets, labels.astype(np.uint8), padded(length))

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from train.data import listops
-from train.data.longrange import TASKS, encode, open_task, padded
+from train.data.longrange import TASKS, open_task, padded
 
 REVIEWS = [("neg", '"so" bad'), ("pos", 'a "good" one, NA'), ("neg", "NA"), ("pos", "007")] * 5
 PAIRS = [(str(row % 2), f"first {row}", f"second {row}") for row in range(20)]
@@ -95,8 +95,10 @@ def test_lists_of_tables_have_the_tokens_of_generated_ones(tmp_path):
     row = int(np.flatnonzero(items.train.labels == 7)[0])
     assert listops.decode(items.train[row]) == "[MAX 7 0 ]"
     assert set(items.train.first) == {listops.IDS["[MAX"]}
-    with pytest.raises(ValueError, match=r"lists must have 0 1 .*, got '\[AVG'"):
-        encode("[AVG 1 2 ]", "listops", 10)
+    rows[3] = ("[AVG 1 2 ]", "1")
+    write(tmp_path / "basic_train.tsv", rows, ("Source", "Target"))
+    with pytest.raises(ValueError, match=r"row 3 of the split train: lists must .*, got '\[AVG'"):
+        opened("listops", tmp_path, length=2000)
 
 
 def write_pictures(folder: Path, classes: str, count: int = 20, mode: str = "L") -> None:
