@@ -8,23 +8,37 @@ from typing import Any
 
 import pandas as pd
 
-RESULTS = Path(__file__).parent / "results"
+from bench.harness import digest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
 # alike: from one projection, or from q, k and v apart.
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
 # What everybody has without us, the first of these that was measured.
 DEFAULTS = (
-    *("timm", "timm_compiled", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
+    *("timm", "timm_compiled", "torch_varlen", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
     *("transformers", "transformers_compiled"),
 )
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
+SPREAD = 1.03  # what one kernel's times differ by between runs
+# The folders whose kernels a row runs, by its operator or its kind; all of them for whole models.
+FOLDERS = {
+    "kappa": ("csrc",),
+    "window": ("window",),
+    "outlook": ("outlook",),
+    "cross_covariance": ("covariance",),
+    "channel": ("covariance",),
+    "attention": ("attention",),
+    "nystrom": ("attention",),
+}
 # What only some benchmarks record.
 OPTIONAL = (
-    *("ours", "error_mild", "error_hard", "own", "peak_memory_bytes", "joules", "copy_fraction"),
-    *("images_per_s", "tokens_per_s", "joules_per_image", "joules_per_token", "batch"),
+    *("ours", "error_mild", "error_hard", "own", "peak_memory_bytes", "copy_fraction"),
+    *("images_per_s", "tokens_per_s", "flops", "batch", "watts", "power_limit"),
     *("printed_memory_gb", "every", "seconds_without", "overhead", "overhead_iqr"),
 )
-TEXT = [*KEY, "peer", "size", "op", "row", "variant", "triton"]
+TEXT = [*KEY, "run", "date", "peer", "size", "op", "row", "variant", "triton"]
 # Beside what a case's size says.
 NO_SIZE = "device", "op", "row", "variant", "same", "padded", "pairs"
 
@@ -54,19 +68,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return the newest row of every peer, a column for whatever benchmarks record.
+    """Return the rows of every run, the newest run last, a column for whatever benchmarks record.
 
     Times are in seconds, memory is in bytes; ``own``, which a backward keeps, is of one token or
-    image.
+    image. ``run`` names the file, ``earlier`` tells that its kernels are not today's.
 
     Raises:
         SystemExit: an entry lacks what every benchmark records, in one line.
     """
-    rows = []
+    rows, today = [], digest.kernels(ROOT)
     for data in sorted(results, key=lambda data: data["datetime"]):
         for entry in data["benchmarks"]:
             try:
-                rows.append(_row(entry, data))
+                rows.append(_row(entry, data, today))
             except (KeyError, TypeError) as error:
                 message = f"{data['file']}: not a result of bench/ ({error!r})"
                 raise SystemExit(message) from None
@@ -77,6 +91,12 @@ def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     frame[TEXT] = frame[TEXT].astype(object).fillna("").astype(str)
     frame["ours"] = frame["ours"].eq(True)
     frame["cpu"] = frame["on"].str.startswith("CPU")
+    frame["earlier"] = frame["earlier"].eq(True)
+    return frame.drop_duplicates([*KEY, "peer", "run"], keep="last", ignore_index=True)
+
+
+def newest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the newest row of every peer."""
     return frame.drop_duplicates([*KEY, "peer"], keep="last", ignore_index=True)
 
 
@@ -84,7 +104,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | list | dict | bool)
 
 
-def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+def _row(entry: dict[str, Any], data: dict[str, Any], today: dict[str, str]) -> dict[str, Any]:
     extra, stats = entry["extra_info"], entry["stats"]
     facts, peer = data["cases"][extra["case"]], extra["peer"]
     kind = extra.get("kind", "attention")
@@ -101,7 +121,10 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
     if "kept_bytes" in extra:
         row["own"] = extra["kept_bytes"] / facts["batch"] / facts.get("sequence", 1)
-    return row | {"size": size(facts)}
+    kernels = data["commit_info"].get("kernels", {})
+    folders = FOLDERS.get(facts.get("op", kind), today)
+    row["earlier"] = any(kernels.get(folder) != today[folder] for folder in folders)
+    return row | {"size": size(facts), "run": data["file"], "date": data["datetime"][:10]}
 
 
 def size(facts: dict[str, Any]) -> str:
@@ -124,30 +147,79 @@ def size(facts: dict[str, Any]) -> str:
     return ", ".join([*words, facts["dtype"]])
 
 
-def standings(frame: pd.DataFrame) -> pd.DataFrame:
+def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     """Return our fastest row of every comparison, and how it stands against the others.
+
+    Both times of a ratio come from one run. Ours is of the newest run that ran today's kernels or
+    also timed what everybody has. The default and the best other are of that run too, if it has
+    them; otherwise they are of the newest run that has them, compared with our time in that run. A
+    peer that only another run timed is the best if it took less time by more than the spread
+    between runs.
 
     Args:
         frame: of ``timed``.
+        key: the columns that tell comparisons apart.
 
     Returns:
-        Columns that end in ``_default`` and ``_best`` are those of what everybody has, and of the
-        fastest row that is not ours; ``times_default`` and ``times_best`` say how many times less
-        time ours takes, and ``versus`` also names the best.
+        A row for each comparison, without ``median`` where ours was not timed. Columns that end in
+        ``_default`` and ``_best`` are those of what everybody has, and of the fastest row that is
+        not ours. ``beside_`` and one of these ends is our time in their run, ``times_`` says how
+        many times less time ours took there, and ``versus_`` also names the peer, with an asterisk
+        if that run is not the one of our row.
     """
-    rows = frame[frame["median"].notna()].sort_values("median", kind="stable")
-    right = rows["error_hard"].isna() | (rows["error_hard"] <= RIGHT)
-    default = rows[rows["peer"].isin(DEFAULTS)].sort_values(
-        "peer", key=lambda peers: peers.map(DEFAULTS.index), kind="stable"
-    )
-    ours = rows[rows["ours"]].drop_duplicates(KEY)
-    for some, name in ((default, "default"), (rows[~rows["ours"] & right], "best")):
-        others = some.drop_duplicates(KEY).set_index(KEY).add_suffix(f"_{name}")
-        ours = ours.merge(others, left_on=KEY, right_index=True, how="left").copy()
-        ours[f"times_{name}"] = ours[f"median_{name}"] / ours["median"].where(ours["median"] > 0)
-    best = ours["peer_best"].astype(object).fillna("").astype(str)
-    ours["versus"] = (words(ours["times_best"]) + " " + best).str.strip()
-    return frame.drop_duplicates(KEY)[KEY].merge(ours, on=KEY)
+    rows = frame[frame["median"].notna()]
+    table = [_standing(group) for _, group in rows.groupby([*key], sort=False)]
+    ends = "default", "best"
+    columns = [*frame, *(f"{name}_{end}" for end in ends for name in frame)]
+    columns += [f"{name}_{end}" for end in ends for name in ("beside", "times", "versus")]
+    flags = dict.fromkeys(("ours", "cpu", "earlier"), bool)
+    return pd.DataFrame(table, columns=columns).astype(flags)
+
+
+def _standing(group: pd.DataFrame) -> dict[str, Any]:
+    """Return the row of ``standings`` of one comparison, whose newest run comes last."""
+    right = group["error_hard"].isna() | (group["error_hard"] <= RIGHT)
+    ours, others = group[group["ours"]], group[~group["ours"] & right]
+    usual = group[group["peer"].isin(DEFAULTS)]
+    wanted = ours[ours["run"].isin(usual["run"]) | ~ours["earlier"]]
+    compared = ours[ours["run"].isin(others["run"])]
+    run = next((rows["run"].iloc[-1] for rows in (wanted, compared, ours, others) if len(rows)), "")
+    row = _fastest(ours[ours["run"] == run]) or _without_ours(group)
+    usual = usual[usual["run"] == _run_of(usual, ours, run)]
+    default = _fastest(usual[usual["peer"] == min(usual["peer"], key=DEFAULTS.index, default="")])
+    here = others[others["run"] == run]
+    best = _fastest(here)
+    for _, rows in others[~others["peer"].isin(here["peer"])].groupby("peer", sort=False):
+        rival = _fastest(rows[rows["run"] == _run_of(rows, ours, run)])
+        if not best or rival["median"] * SPREAD < best["median"]:
+            best = rival
+    for end, theirs in (("default", default), ("best", best)):
+        if not theirs:
+            continue
+        beside = _fastest(ours[ours["run"] == theirs["run"]]).get("median")
+        times = theirs["median"] / beside if beside else None
+        elsewhere = "*" if theirs["run"] != run else ""
+        row |= {f"{name}_{end}": value for name, value in theirs.items()}
+        row |= {f"beside_{end}": beside, f"times_{end}": times}
+        row[f"versus_{end}"] = f"{number(times)} {theirs['peer']}{elsewhere}".strip()
+    return row
+
+
+def _run_of(rows: pd.DataFrame, ours: pd.DataFrame, run: str) -> str:
+    """Return the run to take rows of: this one, the newest that timed ours too, or the newest."""
+    runs = [*dict.fromkeys(rows["run"])]
+    shared = [name for name in runs if name in set(ours["run"])]
+    return run if run in runs else (shared or runs or [""])[-1]
+
+
+def _fastest(rows: pd.DataFrame) -> dict[str, Any]:
+    return {} if rows.empty else rows.loc[rows["median"].idxmin()].to_dict()
+
+
+def _without_ours(group: pd.DataFrame) -> dict[str, Any]:
+    """Return the case of a comparison without what was measured."""
+    measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours"})
+    return group.iloc[-1].to_dict() | dict.fromkeys(measured) | {"ours": False, "peer": ""}
 
 
 def number(value: Any) -> str:
