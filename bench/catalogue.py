@@ -1,4 +1,6 @@
-"""List all cases in the order in which they are measured."""
+"""List all cases in the order in which they are measured, and describe them."""
+
+from typing import Any
 
 from bench.attention.catalogue import ATTENTION_CASES
 from bench.kappa.spectra import MATRIX_CASES
@@ -33,3 +35,31 @@ OVERVIEW = (
     " or (both-wall and (cpu_vit or cpu_ragged) and (leaner or sdpa or eager)))"
     " and not compiled and not unsampled"
 )
+# What everybody has without us, the first of these that was measured.
+DEFAULTS = (
+    *("timm", "timm_compiled", "torch_varlen", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
+    *("transformers", "transformers_compiled"),
+)
+# Beside what a case's size says.
+NO_SIZE = "device", "op", "row", "variant", "same", "padded", "pairs"
+
+
+def size(facts: dict[str, Any]) -> str:
+    """Return the size of a case: B·H·N·D of attention, otherwise whatever it is described by.
+
+    N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
+    """
+    if "head_dim" in facts and "lengths" in facts:
+        tokens = str(facts["tokens"])
+        if facts["lengths"]:
+            tokens = f"{min(facts['lengths'])}…{tokens}"
+        elif facts["rows"] != facts["tokens"]:
+            tokens = f"{facts['rows']}×{tokens}"
+        heads = f"{facts['batch']}·{facts['heads']}·{tokens}·{facts['head_dim']}"
+        window = f", window {facts['window']}" if facts.get("window") else ""
+        return f"{heads} {facts['dtype']}" + " causal" * facts["causal"] + window
+    if "size" in facts:
+        return f"{facts['size']}, {facts['dtype']}"
+    parts = {name: value for name, value in facts.items() if name not in (*NO_SIZE, "dtype")}
+    words = (f"{name} {value}".replace("_", " ") for name, value in parts.items())
+    return ", ".join([*words, facts["dtype"]])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from bench.catalogue import DEFAULTS, size
 from bench.harness import digest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -15,11 +16,6 @@ RESULTS = ROOT / "bench" / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
 # alike: from one projection, or from q, k and v apart.
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
-# What everybody has without us, the first of these that was measured.
-DEFAULTS = (
-    *("timm", "timm_compiled", "torch_varlen", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
-    *("transformers", "transformers_compiled"),
-)
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 SPREAD = 1.03  # what one kernel's times differ by between runs
 # The folders whose kernels a row runs, by its operator or its kind; all of them for whole models.
@@ -39,8 +35,6 @@ OPTIONAL = (
     *("printed_memory_gb", "every", "seconds_without", "overhead", "overhead_iqr"),
 )
 TEXT = [*KEY, "run", "date", "peer", "size", "op", "row", "variant", "triton"]
-# Beside what a case's size says.
-NO_SIZE = "device", "op", "row", "variant", "same", "padded", "pairs"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -125,26 +119,6 @@ def _row(entry: dict[str, Any], data: dict[str, Any], today: dict[str, str]) -> 
     folders = FOLDERS.get(facts.get("op", kind), today)
     row["earlier"] = any(kernels.get(folder) != today[folder] for folder in folders)
     return row | {"size": size(facts), "run": data["file"], "date": data["datetime"][:10]}
-
-
-def size(facts: dict[str, Any]) -> str:
-    """Return the size of a case: B·H·N·D of attention, otherwise whatever it is described by.
-
-    N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
-    """
-    if "head_dim" in facts and "lengths" in facts:
-        tokens = str(facts["tokens"])
-        if facts["lengths"]:
-            tokens = f"{min(facts['lengths'])}…{tokens}"
-        elif facts["rows"] != facts["tokens"]:
-            tokens = f"{facts['rows']}×{tokens}"
-        heads = f"{facts['batch']}·{facts['heads']}·{tokens}·{facts['head_dim']}"
-        return f"{heads} {facts['dtype']}" + " causal" * facts["causal"]
-    if "size" in facts:
-        return f"{facts['size']}, {facts['dtype']}"
-    parts = {name: value for name, value in facts.items() if name not in (*NO_SIZE, "dtype")}
-    words = (f"{name} {value}".replace("_", " ") for name, value in parts.items())
-    return ", ".join([*words, facts["dtype"]])
 
 
 def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:

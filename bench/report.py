@@ -16,6 +16,7 @@ from typing import Any
 import pandas as pd
 
 from bench import frames
+from bench.attention.catalogue import HEADLINE, LABELS
 from bench.harness import command
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
 
@@ -37,29 +38,6 @@ RATIOS = {
 }
 # Of our peers in benchmarks those that always run our own kernels, by the case's operator.
 OWN_KERNELS = "leaner_kernel", "leaner_varlen", "leaner"
-# Of the first page, in its order.
-LABELS = {
-    "vit_base": "ViT-B, 16 heads",
-    "vit_large": "ViT-L, 30 heads",
-    "bert": "Crammed BERT",
-    "gpt2_64": "GPT-2, 64 tokens",
-    "gpt2_512": "GPT-2, 512 tokens",
-    "davit_stage1": "DaViT windows",
-    "tnt": "TNT, inner",
-    "navit": "NaViT, varlen",
-    "text": "texts, varlen",
-    "xcit_m": "XCiT-M",
-    "volo_d3_outlook": "VOLO-d3, outlook",
-    "davit_channel3": "DaViT channels",
-    "vit_huge": "ViT-H/14",
-    "vit_384": "ViT-B at 384 px",
-    "long_1024": "1,024 tokens",
-    "lra_2048": "2,048 tokens",
-}
-HEADLINE = (
-    *("vit_base", "bert", "gpt2_64", "gpt2_512", "davit_stage1", "tnt", "navit", "xcit_m"),
-    *("vit_huge", "long_1024"),
-)
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
 BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
 

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from bench.attention.cases import DIRECTIONS
-from bench.attention.catalogue import ATTENTION_CASES, peers_of
+from bench.attention.catalogue import ATTENTION_CASES, facts_of, peers_of
 from bench.catalogue import ONE_OF_EACH
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row, one_call
@@ -49,16 +49,5 @@ def test_attention(row, benchmark, current, attempt):
     with attempt(row) as info:
         function, budget_used, sets = current.peer(case, row.name)
         measure(row, benchmark, function, sets)
-        # Useful work of a call, and what part its rate is of measured ceilings.
-        median = clock.median(benchmark)
-        num_bytes, flops = case.bytes(row.what), case.flops(row.what)
-        info.update(
-            layout=peers_of(case)[row.name].layout,
-            direction=row.what,
-            mode=row.mode,
-            budget_used=budget_used,
-            bytes=num_bytes,
-            flops=flops,
-            copy_fraction=num_bytes / median / machine.copy_bandwidth(case.device),
-            matrix_fraction=flops / median / machine.matrix_rate(case.device, case.dtype),
-        )
+        layout, median = peers_of(case)[row.name].layout, clock.median(benchmark)
+        info.update(facts_of(case, layout, row.what, row.mode, budget_used, median))

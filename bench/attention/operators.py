@@ -369,11 +369,18 @@ _TIMM = {
     "channel": _timm_channels,
     "outlook": _timm_outlook,
 }
+_SDPA_CHANNELS = Peer(
+    _sdpa_channels, "packed", about="PyTorch's scaled_dot_product_attention between channels"
+)
 _SDPA = {
     # Its fused kernels want tokens to lie side by side in memory, which channels do here.
-    "cross_covariance": Peer(_sdpa_channels, "packed"),
-    "channel": Peer(_sdpa_channels, "packed"),
-    "window": Peer(_sdpa_windows, "windows"),
+    "cross_covariance": _SDPA_CHANNELS,
+    "channel": _SDPA_CHANNELS,
+    "window": Peer(
+        _sdpa_windows,
+        "windows",
+        about="PyTorch's scaled_dot_product_attention on windows that are cut already",
+    ),
 }
 
 
@@ -381,13 +388,21 @@ def peers_of(case: OperatorCase) -> dict[str, Peer]:
     """Return the peers of a case: ours, with statistics too, the paper's code, timm, PyTorch's."""
     timm, sdpa = _TIMM.get(case.op), _SDPA.get(case.op)
     return {
-        "leaner": Peer(_leaner, "packed", ours=True),
+        "leaner": Peer(_leaner, "packed", ours=True, about="This project's public function"),
         **every_sample(_leaner_stats, "packed"),
-        "eager": Peer(_eager, "packed"),
-        **({"timm": Peer(timm, "packed")} if timm else {}),
+        "eager": Peer(
+            _eager, "packed", about="The paper's formula in PyTorch operators, one at a time"
+        ),
+        **(
+            {"timm": Peer(timm, "packed", about="timm's own module, projections left out")}
+            if timm
+            else {}
+        ),
         **({"sdpa": sdpa} if sdpa else {}),
         "eager_compiled": Peer(
-            lambda case, device: compiled(_eager(case, device), device), "packed"
+            lambda case, device: compiled(_eager(case, device), device),
+            "packed",
+            about="The paper's formula through torch.compile",
         ),
     }
 

@@ -14,22 +14,24 @@ import leaner_kernels
 from bench.attention.cases import AttentionCase
 from bench.harness.peers import AbsentError, Peer, found
 
+# By peer: the backend, and its name in the legend.
 BACKENDS = {
-    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
-    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "sdpa_math": SDPBackend.MATH,
+    "sdpa_flash": (SDPBackend.FLASH_ATTENTION, "FlashAttention"),
+    "sdpa_cudnn": (SDPBackend.CUDNN_ATTENTION, "cuDNN"),
+    "sdpa_efficient": (SDPBackend.EFFICIENT_ATTENTION, "memory-efficient"),
+    "sdpa_math": (SDPBackend.MATH, "unfused math"),
 }
+# By peer: the module, and its name in the legend.
 FLASH_ATTN = {
-    "flash_attn_2": "flash_attn",
-    "flash_attn_3": "flash_attn_interface",
-    "flash_attn_4": "flash_attn.cute",
+    "flash_attn_2": ("flash_attn", "FlashAttention 2"),
+    "flash_attn_3": ("flash_attn_interface", "FlashAttention 3"),
+    "flash_attn_4": ("flash_attn.cute", "FlashAttention 4"),
 }
+# By peer: the entries of the batch that are captured, and what the legend says of them.
 SAMPLES = {
-    "leaner_stats": None,
-    "leaner_stats_sampled": (0, 1, 2, 3),
-    # A step that is not sampled, as a captured graph skips it.
-    "leaner_stats_unsampled": (-1, -1, -1, -1),
+    "leaner_stats": (None, "with statistics of every head"),
+    "leaner_stats_sampled": ((0, 1, 2, 3), "with statistics, and four samples captured"),
+    "leaner_stats_unsampled": ((-1, -1, -1, -1), "with statistics, in a step that captures none"),
 }
 
 
@@ -82,7 +84,10 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
         return with_stats(case, device, chosen)
 
     return {
-        name: Peer(partial(build, sample), layout, ours=True) for name, sample in SAMPLES.items()
+        name: Peer(
+            partial(build, sample), layout, ours=True, about=f"This project's kernel {samples}"
+        )
+        for name, (sample, samples) in SAMPLES.items()
     }
 
 
@@ -166,45 +171,92 @@ def _leaner(
 
 # PyTorch's attention with each backend by name, beside the one that it chooses.
 FORCED = {
-    name: Peer(_sdpa, context=partial(sdpa_kernel, backend)) for name, backend in BACKENDS.items()
+    name: Peer(
+        _sdpa,
+        context=partial(sdpa_kernel, backend),
+        about=f"PyTorch's scaled_dot_product_attention, its {words} backend",
+    )
+    for name, (backend, words) in BACKENDS.items()
 }
-PEERS = {
-    "leaner_attention": Peer(partial(_leaner, "attention"), ours=True),
-    # The operator below it, which never calls a library.
-    "leaner_kernel": Peer(_leaner_kernel, ours=True),
-    "leaner_packed": Peer(partial(_leaner, "attention_qkvpacked"), "packed", ours=True),
+DENSE = {
+    "leaner_attention": Peer(
+        partial(_leaner, "attention"),
+        ours=True,
+        about="leaner_kernels.attention, which may dispatch to PyTorch's",
+    ),
+    "leaner_kernel": Peer(
+        _leaner_kernel, ours=True, about="This project's kernel, never dispatched to a library"
+    ),
+    "leaner_packed": Peer(
+        partial(_leaner, "attention_qkvpacked"),
+        "packed",
+        ours=True,
+        about="leaner_kernels.attention_qkvpacked on one fused projection",
+    ),
     **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
-    "sdpa": Peer(_sdpa),
+    "sdpa": Peer(
+        _sdpa, about="PyTorch's scaled_dot_product_attention, the backend that it chooses"
+    ),
     **FORCED,
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
-    "sdpa_packed": Peer(_sdpa_packed, layout="packed"),
-    "eager": Peer(_eager),
+    "sdpa_packed": Peer(
+        _sdpa_packed,
+        "packed",
+        about="PyTorch's scaled_dot_product_attention on one fused projection",
+    ),
+    "eager": Peer(_eager, about="The textbook formula in PyTorch operators, one at a time"),
     **{
-        name: Peer(partial(_flash_attn, module), layout="tokens")
-        for name, module in FLASH_ATTN.items()
+        name: Peer(partial(_flash_attn, module), "tokens", about=f"{words}, flash_attn_func")
+        for name, (module, words) in FLASH_ATTN.items()
     },
-    "flash_attn_2_packed": Peer(_flash_attn_packed, layout="packed"),
-    # Of different lengths: packed end to end, or padded to the longest beforehand.
+    "flash_attn_2_packed": Peer(
+        _flash_attn_packed, "packed", about="FlashAttention 2 on one fused projection"
+    ),
+}
+# Of different lengths: packed end to end, or padded to the longest beforehand.
+RAGGED = {
+    "leaner_varlen": Peer(
+        partial(_leaner, "attention_varlen"),
+        "varlen",
+        ours=True,
+        about="leaner_kernels.attention_varlen on sequences packed end to end",
+    ),
+    "leaner_varlen_stats": Peer(
+        partial(_leaner, "attention_varlen_with_stats"),
+        "varlen",
+        ours=True,
+        about="The same kernel with statistics of every head",
+    ),
+    "leaner_padded": Peer(
+        partial(_leaner, "attention"),
+        ours=True,
+        about="leaner_kernels.attention on padded sequences, with key_lengths",
+    ),
+    "sdpa_padded": Peer(
+        _sdpa, about="PyTorch's scaled_dot_product_attention on padded sequences, with a mask"
+    ),
     **{
-        name: Peer(partial(_leaner, function), layout, ours=True, ragged=True)
-        for name, function, layout in (
-            ("leaner_varlen", "attention_varlen", "varlen"),
-            ("leaner_varlen_stats", "attention_varlen_with_stats", "varlen"),
-            ("leaner_padded", "attention", "heads"),
+        f"{name}_padded": replace(peer, about=f"{peer.about}, on padded sequences")
+        for name, peer in FORCED.items()
+        if name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
+    },
+    "torch_varlen": Peer(
+        _torch_varlen,
+        "varlen",
+        about="PyTorch's varlen_attn (FlashAttention 2) on sequences packed end to end",
+    ),
+    "eager_padded": Peer(_eager, about="The textbook formula on padded sequences, with a mask"),
+    **{
+        f"{name}_varlen": Peer(
+            partial(_flash_attn, module),
+            "varlen",
+            about=f"{words} on sequences packed end to end",
         )
-    },
-    "sdpa_padded": Peer(_sdpa, ragged=True),
-    **{
-        f"{name}_padded": replace(FORCED[name], ragged=True)
-        for name in ("sdpa_cudnn", "sdpa_efficient")  # which take a mask
-    },
-    "torch_varlen": Peer(_torch_varlen, "varlen", ragged=True),
-    "eager_padded": Peer(_eager, ragged=True),
-    **{
-        f"{name}_varlen": Peer(partial(_flash_attn, module), "varlen", ragged=True)
-        for name, module in FLASH_ATTN.items()
+        for name, (module, words) in FLASH_ATTN.items()
     },
 }
+# All of them, by name.
+PEERS = DENSE | {name: replace(peer, ragged=True) for name, peer in RAGGED.items()}
 
 
 def peers_of(case: AttentionCase) -> dict[str, Peer]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -105,6 +104,8 @@ class Row:
 
     def param(self, *marks: Any) -> Any:
         """Return the row as a parameter of its test, with further marks."""
+        import pytest  # here, so that a command times peers without it
+
         words = [word for word in (self.case.name, self.what, self.mode) if word]
         group = " ".join(words)
         timed = pytest.mark.benchmark(timer=self.clock, group=group, disable_gc=True)
@@ -119,6 +120,8 @@ class Row:
 
 def each_row(rows: Iterable[Any]) -> Callable[[Any], Any]:
     """Return the decorator of a test that measures one of these rows."""
+    import pytest
+
     # The fixture of pytest-benchmark stays unused after a failed gate.
     unused = pytest.mark.filterwarnings("ignore:Benchmark fixture was not used")
     params = [row.param() if isinstance(row, Row) else row for row in rows]

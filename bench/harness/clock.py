@@ -63,15 +63,20 @@ def copies_beyond_cache(bytes_per_copy: int, device: torch.device) -> int:
     return max(2, -(-2 * cache_bytes // bytes_per_copy))
 
 
-def seconds(function: Callable[[], Any], clock: Clock, rounds: int) -> float:
-    """Return the median time of ``function``, after one call to warm up."""
+def readings(function: Callable[[], Any], clock: Clock, rounds: int) -> list[float]:
+    """Return the time of each round of ``function``, after one call to warm up."""
     function()
     times = []
     for _ in range(rounds):
         start = clock()
         function()
         times.append(clock() - start)
-    return statistics.median(times)
+    return times
+
+
+def seconds(function: Callable[[], Any], clock: Clock, rounds: int) -> float:
+    """Return the median time of ``function``, after one call to warm up."""
+    return statistics.median(readings(function, clock, rounds))
 
 
 def eager_round(call: Callable[[Any], Any], sets: Sequence[Any], calls: int) -> Callable[[], None]:
@@ -134,17 +139,22 @@ def capturing(mode: str) -> Iterator[None]:
         yield
 
 
-def timed(
+def sample(
     call: Callable[[Any], Any], sets: Sequence[Any], device_type: str, budget: float = 0.15
-) -> float:
-    """Return the median seconds of a call: of a CUDA graph on a GPU, from Python on a CPU.
+) -> list[float]:
+    """Return the seconds of a call in each round: of a CUDA graph on a GPU, from Python on a CPU.
 
     Arguments are as in ``rounds_of``.
     """
     clock, mode = Clock(device_type), MODES[device_type][0]
     with capturing(mode):
         run_round, rounds = rounds_of(clock, mode, call, sets, budget)
-        return seconds(run_round, clock, rounds)
+        return readings(run_round, clock, rounds)
+
+
+def timed(call: Callable[[Any], Any], sets: Sequence[Any], device_type: str) -> float:
+    """Return the median of ``sample``."""
+    return statistics.median(sample(call, sets, device_type))
 
 
 def median(benchmark: Any) -> float:

@@ -35,6 +35,7 @@ class Peer:
         ours: whether it is a kernel of this project.
         ragged: whether it takes sequences of different lengths, or for those of one length.
         context: entered around every call, and not timed.
+        about: one sentence for a legend that says what the peer is.
     """
 
     build: Callable[[Any, torch.device], Callable[..., Tensor]]
@@ -42,6 +43,7 @@ class Peer:
     ours: bool = False
     ragged: bool = False
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    about: str = ""
 
 
 def compiled(

@@ -104,15 +104,21 @@ def _gram_cupy(case: MatrixCase, device: torch.device) -> Kappa:
 
 # Functions of (B, N, M) float32 that return (B,) kappa.
 MATRIX_PEERS = {
-    "leaner_condition_number": Peer(_ours, ours=True),
-    "svdvals": Peer(_svdvals),
-    "cond": Peer(lambda case, device: torch.linalg.cond),
-    "svdvals_float64": Peer(partial(_svdvals, dtype=torch.float64)),
-    "gram_eigvalsh": Peer(_gram_eigvalsh),
+    "leaner_condition_number": Peer(
+        _ours, ours=True, about="leaner_kernels.condition_number, in float64 inside"
+    ),
+    "svdvals": Peer(_svdvals, about="torch.linalg.svdvals in float32"),
+    "cond": Peer(lambda case, device: torch.linalg.cond, about="torch.linalg.cond in float32"),
+    "svdvals_float64": Peer(
+        partial(_svdvals, dtype=torch.float64), about="torch.linalg.svdvals in float64"
+    ),
+    "gram_eigvalsh": Peer(
+        _gram_eigvalsh, about="torch.linalg.eigvalsh of the Gram matrix in float64"
+    ),
 }
 # Others than PyTorch's own choice.
 ON_GPU = {
-    "gram_eigvalsh_cupy": Peer(_gram_cupy),
+    "gram_eigvalsh_cupy": Peer(_gram_cupy, about="CuPy's eigvalsh of the Gram matrix in float64"),
 }
 
 

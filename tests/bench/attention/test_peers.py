@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from bench.attention import catalogue
 from bench.attention.cases import CASES, AttentionCase
+from bench.attention.catalogue import ATTENTION_CASES
 from bench.attention.gate import AttentionProblem
 from bench.attention.peers import PEERS, peers_of
 from bench.harness.peers import AbsentError
@@ -106,3 +108,11 @@ def test_peers_of_a_cpu_pass_the_gate(case):
     else:
         ours = {"leaner_attention", "leaner_kernel", "leaner_stats", "leaner_stats_sampled"}
         assert ours | {"leaner_stats_unsampled", "sdpa", "eager"} <= passed
+
+
+def test_every_peer_says_in_one_sentence_what_it_is():
+    for case in ATTENTION_CASES:
+        for name, peer in catalogue.peers_of(case).items():
+            assert peer.about, name
+            assert "\n" not in peer.about, name
+            assert not peer.about.endswith("."), name
