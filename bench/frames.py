@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pandas as pd
 
 from bench.catalogue import DEFAULTS, size
 from bench.harness import digest
+from bench.networks.modes import mode_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -18,7 +20,8 @@ RESULTS = ROOT / "bench" / "results"
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
 SPREAD = 1.03  # what one kernel's times differ by between runs
-# The folders whose kernels a row runs, by its operator or its kind; all of them for whole models.
+ENERGY_SECONDS = 0.5  # over which energy must have been measured
+# The folders whose kernels a row runs, by its operator or its kind.
 FOLDERS = {
     "kappa": ("csrc",),
     "window": ("window",),
@@ -27,11 +30,14 @@ FOLDERS = {
     "channel": ("covariance",),
     "attention": ("attention",),
     "nystrom": ("attention",),
+    "step": ("attention", "csrc"),
+    "model": ("attention", "covariance", "outlook", "window"),
+    "language": ("attention",),
 }
 # What only some benchmarks record.
 OPTIONAL = (
-    *("ours", "error_mild", "error_hard", "own", "peak_memory_bytes", "copy_fraction"),
-    *("images_per_s", "tokens_per_s", "flops", "batch", "watts", "power_limit"),
+    *("ours", "earlier", "error_mild", "error_hard", "own", "peak_memory_bytes", "copy_fraction"),
+    *("images_per_s", "tokens_per_s", "flops", "batch", "joules", "over_limit"),
     *("printed_memory_gb", "every", "seconds_without", "overhead", "overhead_iqr"),
 )
 TEXT = [*KEY, "run", "date", "peer", "size", "op", "row", "variant", "triton"]
@@ -70,11 +76,11 @@ def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     Raises:
         SystemExit: an entry lacks what every benchmark records, in one line.
     """
-    rows, today = [], digest.kernels(ROOT)
+    rows = []
     for data in sorted(results, key=lambda data: data["datetime"]):
         for entry in data["benchmarks"]:
             try:
-                rows.append(_row(entry, data, today))
+                rows.append(_row(entry, data))
             except (KeyError, TypeError) as error:
                 message = f"{data['file']}: not a result of bench/ ({error!r})"
                 raise SystemExit(message) from None
@@ -98,7 +104,18 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str | list | dict | bool)
 
 
-def _row(entry: dict[str, Any], data: dict[str, Any], today: dict[str, str]) -> dict[str, Any]:
+def is_earlier(data: Mapping[str, Any], folders: Sequence[str] = ("attention",)) -> bool:
+    """Return whether a result's kernels of some folders are not today's."""
+    kernels, today = data["commit_info"].get("kernels", {}), _kernels_today()
+    return any(kernels.get(folder) != today[folder] for folder in folders)
+
+
+@cache
+def _kernels_today() -> dict[str, str]:
+    return digest.kernels(ROOT)
+
+
+def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     extra, stats = entry["extra_info"], entry["stats"]
     facts, peer = data["cases"][extra["case"]], extra["peer"]
     kind = extra.get("kind", "attention")
@@ -111,14 +128,27 @@ def _row(entry: dict[str, Any], data: dict[str, Any], today: dict[str, str]) -> 
     row["start"] = "packed" if packed else ""
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
-    compiled = "compiled" if peer.endswith("_compiled") else "eager"
-    row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
+    whole = kind in ("model", "language")
+    row["mode"] = mode_of(peer) if whole else extra.get("mode", "")
     if "kept_bytes" in extra:
         row["own"] = extra["kept_bytes"] / facts["batch"] / facts.get("sequence", 1)
-    kernels = data["commit_info"].get("kernels", {})
-    folders = FOLDERS.get(facts.get("op", kind), today)
-    row["earlier"] = any(kernels.get(folder) != today[folder] for folder in folders)
+    row |= _energy(extra, stats, info["gpu"] or {})
+    row["earlier"] = is_earlier(data, FOLDERS.get(facts.get("op", kind), FOLDERS["model"]))
     return row | {"size": size(facts), "run": data["file"], "date": data["datetime"][:10]}
+
+
+def _energy(
+    extra: Mapping[str, Any], stats: Mapping[str, Any], gpu: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the joules of a call, unless they were measured too briefly or imply too much power.
+
+    ``over_limit`` marks a row that implies more than the board's power limit.
+    """
+    joules, limit = extra.get("joules"), gpu.get("power_limit_watts")
+    if not joules or extra.get("energy_seconds", 0) < ENERGY_SECONDS:
+        return {"joules": None}
+    over = bool(limit and stats.get("median") and joules / stats["median"] > limit)
+    return {"joules": None if over else joules, "over_limit": float(over)}
 
 
 def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
@@ -192,7 +222,7 @@ def _fastest(rows: pd.DataFrame) -> dict[str, Any]:
 
 def _without_ours(group: pd.DataFrame) -> dict[str, Any]:
     """Return the case of a comparison without what was measured."""
-    measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours"})
+    measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours", "earlier"})
     return group.iloc[-1].to_dict() | dict.fromkeys(measured) | {"ours": False, "peer": ""}
 
 

@@ -30,9 +30,7 @@ def origin() -> dict[str, Any]:
     return {"machine_info": machine.facts(), "commit_info": machine.commit(), "datetime": now}
 
 
-def write(
-    path: Path, rows: Iterable[Mapping[str, Any]], name: str = "rows", **head: Any
-) -> None:
+def write(path: Path, rows: Iterable[Mapping[str, Any]], name: str = "rows", **head: Any) -> None:
     """Write a result as JSON: the head in one line, then a line for each row, under ``name``."""
     lines = ",\n".join(map(json.dumps, rows))
     path.write_text(f'{json.dumps(head)[:-1]},\n"{name}": [\n{lines}\n]}}\n', "utf-8")

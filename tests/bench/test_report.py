@@ -98,7 +98,8 @@ def tables(write):
 
 
 def cells(markdown):
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in markdown.splitlines()]
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
     rows = [[cell.strip("| ") for cell in row] for row in rows]
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
