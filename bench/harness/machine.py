@@ -24,7 +24,10 @@ from bench.harness.clock import Clock, seconds
 from bench.harness.digest import kernels as digest_of_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = "flash-attn", "flash-attn-3", "flash-attn-4", "pytest-benchmark", "timm", "transformers"
+PACKAGES = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "apex"),
+    *("pytest-benchmark", "timm", "transformers"),
+)
 CLOCKS = {"sm": 1, "memory": 2}  # NVML_CLOCK_SM, NVML_CLOCK_MEM
 
 
