@@ -114,7 +114,7 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
         table[table.index.get_level_values("stage") == stage].droplevel("stage")
         for stage in ("both", "forward")
     )
-    alone = forward.iloc[:, 2:5].add_prefix("forward alone: ")
+    alone = forward.iloc[:, 2:6].add_prefix("forward alone: ")
     return _noted(both.join(alone).fillna(NOT_MEASURED), called[~dispatched])
 
 
