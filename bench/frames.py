@@ -171,8 +171,10 @@ def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
         many times less time ours took there, and ``versus_`` also names the peer, with an asterisk
         if that run is not the one of our row.
     """
-    rows = frame[frame["median"].notna()]
-    table = [_standing(group) for _, group in rows.groupby([*key], sort=False)]
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in frame[frame["median"].notna()].to_dict("records"):
+        groups.setdefault(tuple(row[name] for name in key), []).append(row)
+    table = [_standing(rows) for rows in groups.values()]
     ends = "default", "best"
     columns = [*frame, *(f"{name}_{end}" for end in ends for name in frame)]
     columns += [f"{name}_{end}" for end in ends for name in ("beside", "times", "versus")]
@@ -180,50 +182,62 @@ def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     return pd.DataFrame(table, columns=columns).astype(flags)
 
 
-def _standing(group: pd.DataFrame) -> dict[str, Any]:
+def _standing(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of ``standings`` of one comparison, whose newest run comes last."""
-    right = group["error_hard"].isna() | (group["error_hard"] <= RIGHT)
-    ours, others = group[group["ours"]], group[~group["ours"] & right]
-    usual = group[group["peer"].isin(DEFAULTS)]
-    wanted = ours[ours["run"].isin(usual["run"]) | ~ours["earlier"]]
-    compared = ours[ours["run"].isin(others["run"])]
-    run = next((rows["run"].iloc[-1] for rows in (wanted, compared, ours, others) if len(rows)), "")
-    row = _fastest(ours[ours["run"] == run]) or _without_ours(group)
-    usual = usual[usual["run"] == _run_of(usual, ours, run)]
-    default = _fastest(usual[usual["peer"] == min(usual["peer"], key=DEFAULTS.index, default="")])
-    here = others[others["run"] == run]
+    ours = [row for row in rows if row["ours"]]
+    others = [row for row in rows if not row["ours"] and not row["error_hard"] > RIGHT]
+    usual = [row for row in rows if row["peer"] in DEFAULTS]
+    wanted = [row for row in ours if row["run"] in _runs(usual) or not row["earlier"]]
+    compared = [row for row in ours if row["run"] in _runs(others)]
+    run = next((some[-1]["run"] for some in (wanted, compared, ours, others) if some), "")
+    found = _fastest(_of(run, ours)) or _without_ours(rows[-1])
+    here = _of(run, others)
     best = _fastest(here)
-    for _, rows in others[~others["peer"].isin(here["peer"])].groupby("peer", sort=False):
-        rival = _fastest(rows[rows["run"] == _run_of(rows, ours, run)])
+    for peer in dict.fromkeys(row["peer"] for row in others):
+        rival = _fastest(_comparable([row for row in others if row["peer"] == peer], ours, run))
         if not best or rival["median"] * SPREAD < best["median"]:
             best = rival
+    default = min(
+        _comparable(usual, ours, run), key=lambda row: DEFAULTS.index(row["peer"]), default={}
+    )
     for end, theirs in (("default", default), ("best", best)):
         if not theirs:
             continue
-        beside = _fastest(ours[ours["run"] == theirs["run"]]).get("median")
+        beside = _fastest(_of(theirs["run"], ours)).get("median")
         times = theirs["median"] / beside if beside else None
         elsewhere = "*" if theirs["run"] != run else ""
-        row |= {f"{name}_{end}": value for name, value in theirs.items()}
-        row |= {f"beside_{end}": beside, f"times_{end}": times}
-        row[f"versus_{end}"] = f"{number(times)} {theirs['peer']}{elsewhere}".strip()
-    return row
+        found |= {f"{name}_{end}": value for name, value in theirs.items()}
+        found |= {f"beside_{end}": beside, f"times_{end}": times}
+        found[f"versus_{end}"] = f"{number(times)} {theirs['peer']}{elsewhere}".strip()
+    return found
 
 
-def _run_of(rows: pd.DataFrame, ours: pd.DataFrame, run: str) -> str:
-    """Return the run to take rows of: this one, the newest that timed ours too, or the newest."""
-    runs = [*dict.fromkeys(rows["run"])]
-    shared = [name for name in runs if name in set(ours["run"])]
-    return run if run in runs else (shared or runs or [""])[-1]
+def _runs(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the runs of rows, the newest last."""
+    return list(dict.fromkeys(row["run"] for row in rows))
 
 
-def _fastest(rows: pd.DataFrame) -> dict[str, Any]:
-    return {} if rows.empty else rows.loc[rows["median"].idxmin()].to_dict()
+def _of(run: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["run"] == run]
 
 
-def _without_ours(group: pd.DataFrame) -> dict[str, Any]:
+def _comparable(
+    rows: list[dict[str, Any]], ours: list[dict[str, Any]], run: str
+) -> list[dict[str, Any]]:
+    """Return the rows of this run, otherwise of the newest that timed ours too, or the newest."""
+    shared = [name for name in _runs(rows) if name in _runs(ours)]
+    newest = (shared or _runs(rows) or [""])[-1]
+    return _of(run, rows) or _of(newest, rows)
+
+
+def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return dict(min(rows, key=lambda row: row["median"], default={}))
+
+
+def _without_ours(row: dict[str, Any]) -> dict[str, Any]:
     """Return the case of a comparison without what was measured."""
     measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours", "earlier"})
-    return group.iloc[-1].to_dict() | dict.fromkeys(measured) | {"ours": False, "peer": ""}
+    return row | dict.fromkeys(measured) | {"ours": False, "peer": ""}
 
 
 def number(value: Any) -> str:

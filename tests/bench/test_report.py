@@ -101,8 +101,7 @@ def tables(write):
 
 def cells(markdown):
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
-    rows = [[cell.strip("| ") for cell in row] for row in rows]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
 
