@@ -13,7 +13,7 @@ import torch
 from bench.attention.catalogue import peers_of, problem_of
 from bench.catalogue import IN_ORDER, OVERVIEW
 from bench.harness import machine
-from bench.harness.checked import Current, Row, first_line
+from bench.harness.checked import Current, Row, first_line, unmeasured_lines
 from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
 from bench.harness.peers import REFUSALS, AbsentError
@@ -194,19 +194,6 @@ def pytest_benchmark_group_stats(benchmarks):
         if "overhead" in info:
             row["name"] += f" {info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
     return (yield)
-
-
-def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason why peers have no number, with the peers; wrong ones first."""
-    peers: dict[tuple[bool, str, str], list[str]] = {}
-    for entry in entries:
-        key = entry["status"] != "wrong", entry["status"], entry["reason"]
-        where = (
-            entry["peer"] if entry["status"] == "absent" else f"{entry['peer']} in {entry['case']}"
-        )
-        peers.setdefault(key, []).append(where)
-    for (_, status, reason), names in sorted(peers.items()):
-        yield f"{status}: {', '.join(dict.fromkeys(names))}: {reason}"
 
 
 @pytest.hookimpl(trylast=True)  # below pytest-benchmark's table
