@@ -115,9 +115,15 @@ class AttentionCase(Case):
             return None
         return torch.tensor(self.lengths, dtype=torch.int32, device=device)
 
-    def offsets(self, device: torch.device) -> Tensor:
-        """Return (B + 1,) int32: where each sequence of a ragged case begins, and the last ends."""
-        ends = torch.tensor((0, *self.lengths), device=device).cumsum(0)
+    def offsets(self, device: torch.device, queries: bool = False) -> Tensor:
+        """Return (B + 1,) int32: where each sequence begins end to end, and where the last ends.
+
+        Args:
+            device: of the result.
+            queries: count query rows instead of keys.
+        """
+        equal = [self.rows if queries else self.tokens] * self.batch
+        ends = torch.tensor((0, *(self.lengths or equal)), device=device).cumsum(0)
         return ends.to(torch.int32)
 
     def visible(self, device: torch.device) -> Tensor | None:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import leaner_kernels
 from bench.attention.cases import AttentionCase
-from bench.harness.peers import AbsentError, Peer, found
+from bench.harness.peers import AbsentError, Peer, compiled, found
 
 # By peer: the backend, and its name in the legend.
 BACKENDS = {
@@ -121,12 +122,89 @@ def _flash_attn(module: str, case: AttentionCase, device: torch.device) -> Calla
 
 def _torch_varlen(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _half_on_cuda(case, device)
-    function, offsets = found("torch.nn.attention.varlen", "varlen_attn"), case.offsets(device)
-    window = (-1, 0) if case.causal else (-1, -1)
+    function = found("torch.nn.attention.varlen", "varlen_attn")
+    limits = case.offsets(device, queries=True), case.offsets(device), case.rows, case.tokens
+    window = case.window_size if case.window or not case.causal else (-1, 0)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ends = offsets, offsets, case.tokens, case.tokens
-        return function(q, k, v, *ends, window_size=window)
+        # Sequences of one length, (B, N, H, D), are put end to end; this copies nothing.
+        packed = q.ndim == 3
+        q_rows, k_rows, v_rows = (t if packed else t.flatten(0, 1) for t in (q, k, v))
+        return function(q_rows, k_rows, v_rows, *limits, window_size=window).view_as(q)
+
+    return run
+
+
+def flex_mask(case: AttentionCase, device: torch.device) -> Callable[..., Tensor] | None:
+    """Return the ``mask_mod`` of a case, None where all scores count; documents lie end to end."""
+    conditions = []
+    if case.causal:
+        conditions.append(lambda batch, head, row, col: row >= col)
+    if case.window:
+        conditions.append(lambda batch, head, row, col: row - col <= case.window)
+    if case.ragged:
+        lengths = case.key_lengths(device)
+        document = torch.arange(case.batch, device=device).repeat_interleave(lengths)
+        conditions.append(lambda batch, head, row, col: document[row] == document[col])
+    return and_masks(*conditions) if conditions else None
+
+
+def flex(
+    case: AttentionCase, device: torch.device, function: Callable[..., Any]
+) -> Callable[..., Tensor]:
+    """Return a case by ``function``, which is ``flex_attention``, compiled or not."""
+    visible, block_mask = flex_mask(case, device), None
+    if visible is not None:
+        rows, keys = (case.query_rows, case.key_rows) if case.ragged else (case.rows, case.tokens)
+        block_mask = create_block_mask(visible, None, None, rows, keys, device=device)
+    if not case.ragged:
+        return partial(function, block_mask=block_mask)
+
+    def run(*leaves: Tensor) -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in leaves)
+        return function(q, k, v, block_mask=block_mask)[0].transpose(0, 1)
+
+    return run
+
+
+def _flex_compiled(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    return flex(case, device, compiled(flex_attention, device))
+
+
+def _xformers(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise AbsentError("runs on CUDA only")
+    function = found("xformers.ops", "memory_efficient_attention")
+    masks = partial(found, "xformers.ops.fmha.attn_bias")
+    mask = None
+    if case.ragged:
+        mask = masks("BlockDiagonalMask").from_seqlens(list(case.lengths))
+        mask = mask.make_causal() if case.causal else mask
+    elif case.window:
+        mask = masks("LocalAttentionFromBottomRightMask")(case.window, 0)
+    elif case.causal:
+        mask = masks("LowerTriangularMask")()
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.ragged:
+            return function(q[None], k[None], v[None], attn_bias=mask)[0]
+        return function(q, k, v, attn_bias=mask)
+
+    return run
+
+
+def _apex(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    _half_on_cuda(case, device)
+    _self_attention(case)
+    fits = case.dtype == torch.float16 and case.head_dim == 64 and case.tokens <= 512
+    if not fits or case.causal:
+        raise AbsentError("takes float16, heads of 64, at most 512 tokens, and no causal mask")
+    function = found("apex.contrib.fmha.fmha", "FMHAFun").apply
+    offsets, longest = case.offsets(device), -(-case.tokens // 128) * 128
+
+    def run(qkv: Tensor) -> Tensor:
+        out = function(qkv.flatten(0, 1), offsets, 0.0, longest, True, False)
+        return out.view(*qkv.shape[:2], *qkv.shape[3:])
 
     return run
 
@@ -212,6 +290,18 @@ DENSE = {
     "flash_attn_2_packed": Peer(
         _flash_attn_packed, "packed", about="FlashAttention 2 on one fused projection"
     ),
+    "torch_varlen_equal": Peer(
+        _torch_varlen,
+        "tokens",
+        about="PyTorch's varlen_attn (FlashAttention 2) on sequences of one length",
+    ),
+    "flex_attention": Peer(
+        _flex_compiled, about="PyTorch's flex_attention with a block mask, compiled"
+    ),
+    "xformers": Peer(_xformers, "tokens", about="xformers' memory_efficient_attention"),
+    "apex_fmha": Peer(
+        _apex, "packed", about="Apex's fused attention for BERT, which newer releases lack"
+    ),
 }
 # Of different lengths: packed end to end, or padded to the longest beforehand.
 RAGGED = {
@@ -244,6 +334,16 @@ RAGGED = {
         _torch_varlen,
         "varlen",
         about="PyTorch's varlen_attn (FlashAttention 2) on sequences packed end to end",
+    ),
+    "flex_attention_varlen": Peer(
+        _flex_compiled,
+        "varlen",
+        about="PyTorch's flex_attention with a mask of documents packed end to end, compiled",
+    ),
+    "xformers_varlen": Peer(
+        _xformers,
+        "varlen",
+        about="xformers' memory_efficient_attention on sequences packed end to end",
     ),
     "eager_padded": Peer(_eager, about="The textbook formula on padded sequences, with a mask"),
     **{
