@@ -1,4 +1,4 @@
-"""Measure the memory and the energy of one call."""
+"""Measure the memory, the energy and the FLOPs of one call."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -7,9 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from bench.harness.machine import Gpu
 
+# By shapes: PyTorch's counter leaves out the attention kernel that it calls on a CPU.
+_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+CPU_FLOPS = {
+    _CPU_ATTENTION: lambda *shapes, **_: sdpa_flop_count(*shapes[:3]),
+    _CPU_ATTENTION_BACKWARD: lambda *shapes, **_: sdpa_backward_flop_count(*shapes[:4]),
+}
 ENERGY_SECONDS = 0.5  # long against the tens of milliseconds between two updates of the counter
 
 
@@ -32,6 +40,16 @@ def kept_for_backward(function: Callable[[], Tensor], parameters: Iterable[Tenso
     for parameter in parameters:
         kept.pop(parameter.untyped_storage().data_ptr(), None)
     return sum(kept.values())
+
+
+def flops(call: Callable[[], Any]) -> int:
+    """Return the FLOPs of a call, backward included: of matrix products, convolutions, attention.
+
+    A multiplication and its addition are two. Scores that a mask hides count.
+    """
+    with FlopCounterMode(display=False, custom_mapping=CPU_FLOPS) as counter:
+        call()
+    return counter.get_total_flops()
 
 
 def peak_memory(call: Callable[[], Any]) -> int:

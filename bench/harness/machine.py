@@ -23,7 +23,10 @@ import leaner_kernels
 from bench.harness.clock import Clock, seconds
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = "flash-attn", "flash-attn-3", "flash-attn-4", "pytest-benchmark", "timm", "transformers"
+PACKAGES = (
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "xformers", "apex"),
+    *("pytest-benchmark", "timm", "transformers"),
+)
 CLOCKS = {"sm": 1, "memory": 2}  # NVML_CLOCK_SM, NVML_CLOCK_MEM
 
 

@@ -27,15 +27,31 @@ def mixed(device: torch.device) -> AbstractContextManager[Any]:
 class Training:
     """A model that takes one optimizer step for each call, on the same batch."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[], Tensor], batch: Iterable[Tensor]):
-        """Add AdamW to the model that ``loss`` runs on the tensors of a batch."""
-        self.model, self._loss, self.batch = model, loss, tuple(batch)
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[], Tensor],
+        batch: Iterable[Tensor],
+        graphs: bool = False,
+    ):
+        """Add AdamW to a model.
+
+        Args:
+            model: that takes steps.
+            loss: runs it on the tensors of the batch.
+            batch: its tensors.
+            graphs: whether the model replays CUDA graphs (``reduce-overhead``).
+        """
+        self.model, self._loss, self.batch, self.graphs = model, loss, tuple(batch), graphs
         self.device = self.batch[0].device
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         self.steps_taken = 0
 
     def loss(self) -> Tensor:
         """Return the loss, with what its backward needs."""
+        if self.graphs:
+            # Free the results of the step before, those of a forward without a backward too.
+            torch.compiler.cudagraph_mark_step_begin()
         with mixed(self.device):
             return self._loss()
 
@@ -50,9 +66,10 @@ class Training:
     def peak_bytes(self) -> int | None:
         """Take a step after the first, which made AdamW's moments; return the most that it held.
 
-        None on a CPU, where nothing counts it.
+        None on a CPU, where nothing counts it, and where CUDA graphs are replayed: PyTorch does not
+        count what they hold.
         """
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self.graphs:
             return None
         states = self.optimizer.state.values()
         moments = (moment for state in states for moment in state.values())
@@ -76,9 +93,13 @@ class Training:
         return rows
 
 
-def classifying(model: nn.Module, images: Tensor, labels: Tensor) -> Training:
-    """Return a model in training on images (B, 3, S, S) and labels (B,), by cross-entropy."""
-    return Training(model, lambda: F.cross_entropy(model(images), labels), (images, labels))
+def classifying(model: nn.Module, images: Tensor, labels: Tensor, graphs: bool = False) -> Training:
+    """Return a model in training on images (B, 3, S, S) and labels (B,), by cross-entropy.
+
+    ``graphs`` is as of ``Training``.
+    """
+    batch = images, labels
+    return Training(model, lambda: F.cross_entropy(model(images), labels), batch, graphs)
 
 
 def resident(model: nn.Module, *others: Tensor) -> int:

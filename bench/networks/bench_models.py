@@ -14,7 +14,8 @@ from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
 from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
-from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of, whose
+from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of
+from bench.networks.modes import replays_graphs, whose
 
 
 def models_of(case: PaperCase) -> Models:
@@ -38,6 +39,7 @@ def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:
 
 def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
     """Time one row, and return what it cost beside time."""
+    flops = models.flops(row.name, row.what)  # first, because a model is reset for it
     if row.what == "training":
         training = models.training(row.name)
         weights, call = tuple(training.model.parameters()), training.step
@@ -49,10 +51,11 @@ def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
     else:
         model = models.model(row.name, row.what)
         weights, call = tuple(model.parameters()), partial(models.infer, model, row.what)
-        there = resident(model, models.images_of(row.what))
-        peak = there + counters.peak_memory(call) if row.case.device == "cuda" else None
+        there, peak = resident(model, models.images_of(row.what)), None
+        if row.case.device == "cuda" and not replays_graphs(row.name, row.what):
+            peak = there + counters.peak_memory(call)
         info = {"peak_memory_bytes": peak}
-    info["params"] = sum(weight.numel() for weight in weights)
+    info |= {"params": sum(weight.numel() for weight in weights), "flops": flops}
     return info | timed(row, benchmark, call)
 
 
@@ -60,7 +63,7 @@ def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
     Row(case, name, stage, ours=whose(name) in OURS)
     for case in PAPER_CASES
     for stage in case.stages
-    for name in peers_of(case)
+    for name in peers_of(case, stage)
 )
 def test_model(row, benchmark, current, attempt):
     case = row.case

@@ -139,7 +139,7 @@ class LanguageCase(PaperCase):
             targets = tokens.roll(-1, dims=1)
         else:
             chance = torch.rand(tokens.shape, generator=generator)
-            kept = chance.argsort(dim=1).argsort(dim=1) >= int(MASKED * length)
+            kept = chance.argsort(dim=1).argsort(dim=1) >= masked_of(length)
             targets = tokens.masked_fill(kept, IGNORED)
         return Batch(tokens.to(device), targets.to(device))
 
@@ -147,6 +147,11 @@ class LanguageCase(PaperCase):
         """Return what a reader of a result needs to repeat the case."""
         sizes = self.config["sequence_length"], self.config["vocab_size"]
         return super().facts() | dict(zip(("sequence", "vocabulary"), sizes))
+
+
+def masked_of(length: int) -> int:
+    """Return how many tokens of a sequence Crammed BERT guesses."""
+    return int(MASKED * length)
 
 
 def losses(model: nn.Module, batch: Batch) -> Tensor:

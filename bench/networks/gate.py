@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.harness import counters
 from bench.harness.gate import WrongError, away_from_the_start, budget, share_of_budget
 from bench.harness.peers import AbsentError, compiled, found
 from bench.harness.steps import Training, classifying, mixed
 from bench.networks.cases import Batch, LanguageCase, ModelCase, PaperCase, losses, mean_loss
+from bench.networks.modes import modes_of, replays_graphs, split, whose
 from bench.networks.peers import timm_model, transformers_model
 
 # ``timm_leaner`` is timm's model after ``leaner_kernels.adapters.timm.use``.
@@ -24,17 +26,14 @@ OURS = "leaner", "timm_leaner"
 CHECKED = 2  # samples of text, which are independent of each other
 
 
-def whose(name: str) -> str:
-    """Return whose model a row has, compiled or not."""
-    return name.removesuffix("_compiled")
-
-
-def peers_of(case: PaperCase) -> list[str]:
-    """Return the rows of a case: each model eager and compiled."""
-    models = "leaner", "timm", "timm_leaner"
+def peers_of(case: PaperCase, stage: str = "training") -> list[str]:
+    """Return the rows of a case in a stage: each model eager, and compiled in every mode."""
+    models = ["leaner", "timm", "timm_leaner"]
     if isinstance(case, LanguageCase):
-        models = "leaner", "transformers"
-    return [*models, *(f"{model}_compiled" for model in models)]
+        models = ["leaner", "transformers"]
+        if case.architecture == "bert":  # a causal model needs the logits of every token
+            models.append("transformers_masked")
+    return [*models, *(model + suffix for suffix in modes_of(stage) for model in models)]
 
 
 class Models:
@@ -50,10 +49,12 @@ class Models:
         models: by whose they are.
         compiled: by name, and whether for training; each shares the weights of its module.
         weights: the first of each module.
+        counted: FLOPs, by whose the model is and by stage.
     """
 
     build: Any
     training: Any
+    infer: Any
     check: Any
 
     def __init__(self, case: Any):
@@ -62,17 +63,16 @@ class Models:
         self.models: dict[str, nn.Module] = {}
         self.compiled: dict[tuple[str, bool], Any] = {}
         self.weights: dict[str, dict[str, Tensor]] = {}
+        self.counted: dict[tuple[str, str], int] = {}
 
     def model(self, name: str, stage: str = "training") -> nn.Module:
         """Return a model in the mode of a stage, with the first weights and no gradients.
-
-        What is compiled for inference replays CUDA graphs (``reduce-overhead``).
 
         Raises:
             AbsentError: its library is not installed, or it is to be compiled where that is not
                 measured.
         """
-        owner, training = whose(name), stage == "training"
+        (owner, suffix), training = split(name), stage == "training"
         if owner not in self.models:
             self.models[owner] = self.build(owner)
         model = self.models[owner]
@@ -82,12 +82,33 @@ class Models:
         model.load_state_dict(self.weights[owner])
         model.zero_grad(set_to_none=True)
         model.train(training)
-        if owner == name:
+        if not suffix:
             return model
         if (name, training) not in self.compiled:
-            mode = None if training else "reduce-overhead"
+            mode = modes_of(stage)[suffix].option
             self.compiled[name, training] = compiled(model, self.device, mode)
+        if replays_graphs(name, stage):
+            # A forward whose backward never came, as that of a check, ends here.
+            torch.compiler.cudagraph_mark_step_begin()
         return self.compiled[name, training]
+
+    def flops(self, name: str, stage: str) -> int:
+        """Return the FLOPs of a call: in training of a forward and a backward.
+
+        They are counted once for each model and stage, on the model as it runs without
+        torch.compile. What a backward computes again inside an attention kernel counts.
+        """
+        owner = whose(name)
+        if (owner, stage) not in self.counted:
+            if stage == "training":
+                training = self.training(owner)
+                counted = counters.flops(lambda: training.loss().backward())
+                training.optimizer.zero_grad()
+            else:
+                model = self.model(owner, stage)
+                counted = counters.flops(lambda: self.infer(model, stage))
+            self.counted[owner, stage] = counted
+        return self.counted[owner, stage]
 
 
 class VisionModels(Models):
@@ -126,7 +147,8 @@ class VisionModels(Models):
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps."""
-        return classifying(self.model(name), self.images, self.labels)
+        graphs = replays_graphs(name, "training")
+        return classifying(self.model(name), self.images, self.labels, graphs)
 
     def images_of(self, stage: str) -> Tensor:
         """Return the images of a stage: all, but in ``one_image`` the first."""
@@ -168,14 +190,15 @@ class LanguageModels(Models):
         case = self.case
         if whose in OURS:
             return case.build(self.device)
-        return transformers_model(case.architecture, case.config, self.device)
+        masked = whose == "transformers_masked"
+        return transformers_model(case.architecture, case.config, self.device, masked)
 
     def training(self, name: str) -> Training:
         """Return a model that takes steps, ours by its mean loss."""
-        model, batch = self.model(name), self.batch
+        model, batch, graphs = self.model(name), self.batch, replays_graphs(name, "training")
         if whose(name) in OURS:
-            return Training(model, lambda: mean_loss(losses(model, batch), batch), batch)
-        return Training(model, lambda: model(batch), batch)
+            return Training(model, lambda: mean_loss(losses(model, batch), batch), batch, graphs)
+        return Training(model, lambda: model(batch), batch, graphs)
 
     @cached_property
     def reference(self) -> nn.Module:

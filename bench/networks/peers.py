@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from bench.attention.operators import cross_covariance
 from bench.harness.peers import AbsentError, found
-from bench.networks.cases import Batch
+from bench.networks.cases import IGNORED, Batch, masked_of
 
 # What timm calls our arguments, where it has another word.
 COMMON = {"image_size": "img_size", "heads": "num_heads"}
@@ -124,15 +125,32 @@ class MeanLoss(nn.Module):
         return self.model(batch.tokens, labels=batch.targets, **shifted).loss
 
 
+class MaskedLoss(nn.Module):
+    """A ``BertForMaskedLM`` whose head computes logits of the masked tokens alone."""
+
+    def __init__(self, model: nn.Module):
+        """Keep the model."""
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the mean loss of the masked tokens; every sequence has as many of them."""
+        hidden, targets = self.model.bert(batch.tokens)[0].flatten(0, 1), batch.targets.flatten()
+        count = len(batch.tokens) * masked_of(batch.tokens.shape[1])
+        # A number of tokens that is known ahead: a boolean index would synchronise.
+        masked = (targets != IGNORED).byte().argsort(descending=True, stable=True)[:count]
+        return F.cross_entropy(self.model.cls(hidden[masked]), targets[masked])
+
+
 def _hidden(config: Mapping[str, Any]) -> int:
     return int(config["embed_dim"] * config["mlp_ratio"])
 
 
-def bert(config: Mapping[str, Any]) -> nn.Module:
+def bert(config: Mapping[str, Any], masked: bool = False) -> nn.Module:
     """Return ``BertForMaskedLM``; its feed-forward of two layers has the weights of our gated one.
 
-    Norms after the residual, biases, learned positions, a layer before the decoder, logits of every
-    token.
+    Norms after the residual, biases, learned positions, a layer before the decoder, and logits of
+    every token, or with ``masked`` of the masked ones as ours.
     """
     settings = found("transformers", "BertConfig")(
         vocab_size=config["vocab_size"],
@@ -146,7 +164,8 @@ def bert(config: Mapping[str, Any]) -> nn.Module:
         attention_probs_dropout_prob=0.0,
         **SDPA,
     )
-    return MeanLoss(found("transformers", "BertForMaskedLM")(settings), causal=False)
+    model = found("transformers", "BertForMaskedLM")(settings)
+    return MaskedLoss(model) if masked else MeanLoss(model, causal=False)
 
 
 def gpt2(config: Mapping[str, Any]) -> nn.Module:
@@ -188,7 +207,7 @@ TRANSFORMERS = {"bert": bert, "gpt": gpt2}
 
 
 def transformers_model(
-    architecture: str, config: Mapping[str, Any], device: torch.device
+    architecture: str, config: Mapping[str, Any], device: torch.device, masked: bool = False
 ) -> nn.Module:
     """Build a model of transformers with random weights from a fixed seed.
 
@@ -196,9 +215,11 @@ def transformers_model(
         architecture: as in ``papers.MODELS``.
         config: arguments of our constructor.
         device: where.
+        masked: of ``bert``, which alone takes it.
 
     Raises:
         AbsentError: transformers is not installed, or has no such model.
     """
     torch.manual_seed(0)
-    return TRANSFORMERS[architecture](config).to(device)
+    options = {"masked": True} if masked else {}
+    return TRANSFORMERS[architecture](config, **options).to(device)
