@@ -157,22 +157,26 @@ def test_a_legend_has_a_sentence_for_every_peer_of_the_tables_and_no_other(finis
             "vit_bse",
             "no case and no peer is named vit_bse; the nearest are vit_base, vit_base_fp16,",
         ),
-        (
-            "cpu_digits and (flashattn_2 or sdpaa)",
-            "named flashattn_2, sdpaa; the nearest are flash_",
-        ),
+        ("bert and (flashattn_2 or sdpaa)", "is named flashattn_2, sdpaa; the nearest are flash_"),
         ("cpu_digits-bth", "no case and no peer is named bth; the nearest are both"),
         ("qqqq", "no case and no peer is named qqqq; bench/README.md lists all names"),
-        ("cpu_digits and cpu_vit-both", "selects nothing that is measured here; bench/README.md"),
+        ("cpu_digits and cpu_vit-BOTH", "selects nothing that is measured here; bench/README.md"),
     ],
 )
 def test_a_keyword_that_selects_nothing_names_what_is_near(keyword, line):
-    done = run("--benchmark-only", "-k", keyword)
-    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
-    (said,) = {said for said in done.stdout.splitlines() if said.startswith("-k ")}
+    names = ["both", "forward", *(case.name for case in IN_ORDER), *OF_ONE_LENGTH]
+    said = conftest.nothing_selected(keyword, names)
     assert said.startswith(f"-k {keyword!r} selects nothing that is measured here")
     assert line in said
     assert said.endswith("bench/README.md lists all names")
+    assert "\n" not in said
+
+
+def test_a_run_that_selects_nothing_ends_with_that_line():
+    done = run("--benchmark-only", "-k", "cpu_digts")
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    (line,) = {said for said in done.stdout.splitlines() if said.startswith("-k ")}
+    assert "no case and no peer is named cpu_digts; the nearest are cpu_digits" in line
 
 
 @pytest.mark.parametrize(
