@@ -1,4 +1,4 @@
-# make demo    set up .venv and train a lean ViT on real data, κ included
+# make demo    set up .venv, for every command of README and docs, and train a lean ViT on real data, κ included
 # make test    set up .venv and run what a change is likely to break: six minutes on two cores
 # make test-all  that, and all that make test leaves out: see its last line
 # make test-op K=softcap  run every test that matches on every backend: CPU, interpreter, compiled, ahead of time
@@ -217,7 +217,7 @@ $(foreach environment,$(NEWEST) $(OLDEST) $(DOCS) $(WHEELS),$(environment)/bin/p
 
 $(DEMO_READY): $(NEWEST)/bin/python $(INSTALL_INPUTS)
 	$(call heading,installing into $(NEWEST))
-	$(call install,$(NEWEST),train,-e .)
+	$(call install,$(NEWEST),demo,-e .)
 	@touch $@
 
 # The test environment holds everything the demo needs. Of its thousands of files Python compiles

@@ -1,6 +1,8 @@
 """Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
 
+import difflib
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,20 +13,25 @@ import pytest
 import torch
 
 from bench.attention.catalogue import peers_of, problem_of
-from bench.catalogue import IN_ORDER, OVERVIEW
+from bench.catalogue import IN_ORDER, OVERVIEW, legend, size
 from bench.harness import machine
-from bench.harness.checked import Current, Row, first_line
+from bench.harness.checked import Current, Row, first_line, unmeasured_lines
 from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
 from bench.harness.peers import REFUSALS, AbsentError
 
 BENCH = ROOT / "bench"
+# The first one orders the rows of a table.
 COLUMNS = ["median", "iqr", "min", "rounds"]
+TIMES = {"min", "max", "mean", "median", "stddev", "iqr"}
+CASES = {case.name: case for case in IN_ORDER}
 # With what comes before and after the measurements, an overview ends within three minutes.
 OVERVIEW_SECONDS = 120.0
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
 STARTED = pytest.StashKey[float]()
 NOTES = pytest.StashKey[list[str]]()
+SHOWN = pytest.StashKey[set[tuple[str, str]]]()
+NAMES = pytest.StashKey[dict[str, None]]()
 
 
 def pytest_addoption(parser, pluginmanager):
@@ -43,9 +50,14 @@ def pytest_addoption(parser, pluginmanager):
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark and others read their options
 def pytest_configure(config):
     config.stash[UNMEASURED], config.stash[NOTES] = [], []
+    config.stash[SHOWN], config.stash[NAMES] = set(), {}
     config.stash[STARTED] = time.monotonic()
-    if not any(arg.startswith("--benchmark-columns") for arg in config.invocation_params.args):
+    arguments = config.invocation_params.args
+    if not any(arg.startswith("--benchmark-columns") for arg in arguments):
         config.option.benchmark_columns = COLUMNS
+    first = config.option.benchmark_columns[0]
+    if first in TIMES and not any(arg.startswith("--benchmark-sort") for arg in arguments):
+        config.option.benchmark_sort = first
     # Skipped rows are listed under "not measured", a line for each reason.
     config.option.reportchars = config.option.reportchars.replace("a", "fE")
     if is_overview(config) and not torch.cuda.is_available():
@@ -68,7 +80,10 @@ def is_overview(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config, items):
-    kept, order = items[:], {case.name: place for place, case in enumerate(IN_ORDER)}
+    kept, order = items[:], {name: place for place, name in enumerate(CASES)}
+    rows = filter(None, map(row_of, items))
+    names = (name for row in rows for name in (row.case.name, row.name, row.what, row.mode))
+    config.stash[NAMES] = dict.fromkeys(filter(None, names))
     # All that is measured of a case together: its inputs are made, and its peers checked, once.
     kept.sort(key=lambda item: order[row_of(item).case.name] if row_of(item) else -1)
     if not torch.cuda.is_available():
@@ -88,6 +103,31 @@ def row_of(item: pytest.Item) -> Any:
     if not item.path.is_relative_to(BENCH):
         return None
     return getattr(item, "callspec", None) and item.callspec.params.get("row")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the notes are printed
+def pytest_collection_finish(session):
+    keyword = session.config.option.keyword
+    if keyword and not session.items:
+        session.config.stash[NOTES].append(
+            nothing_selected(keyword, [*session.config.stash[NAMES]])
+        )
+
+
+def nothing_selected(keyword: str, names: list[str]) -> str:
+    """Return a line that says which parts of ``-k KEYWORD`` are in no name, and what is near."""
+    words = dict.fromkeys(re.findall(r"[^\s()]+", keyword)).keys() - {"and", "or", "not"}
+    parts = [
+        part for word in sorted(words) for part in ([word] if "-" not in word else word.split("-"))
+    ]
+    unknown = [part for part in parts if not any(part.lower() in name.lower() for name in names)]
+    near = [name for part in unknown for name in difflib.get_close_matches(part, names, n=4)]
+    line = f"-k {keyword!r} selects nothing that is measured here"
+    if unknown:
+        line += f": no case and no peer is named {', '.join(unknown)}"
+    if near:
+        line += f"; the nearest are {', '.join(dict.fromkeys(near))}"
+    return f"{line}; bench/README.md lists all names"
 
 
 def pytest_report_collectionfinish(config):
@@ -185,32 +225,33 @@ def pytest_benchmark_update_json(config, output_json):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_benchmark_group_stats(benchmarks):
-    """Name rows for their peer."""
+def pytest_benchmark_group_stats(config, benchmarks):
+    """Name rows for their peer, and groups for their case and its size."""
     benchmarks[:] = [row for row in benchmarks if "shape" in row["extra_info"]]
+    titles = {}
     for row in benchmarks:
         info = row["extra_info"]
-        row["name"] = " ".join([info["peer"], *filter(None, [info["shape"].get("variant")])])
+        case, peer, shape = info["case"], info["peer"], info["shape"]
+        row["name"] = " ".join([peer, *filter(None, [shape.get("variant")])])
         if "overhead" in info:
             row["name"] += f" {info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
-    return (yield)
-
-
-def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason why peers have no number, with the peers; wrong ones first."""
-    peers: dict[tuple[bool, str, str], list[str]] = {}
-    for entry in entries:
-        key = entry["status"] != "wrong", entry["status"], entry["reason"]
-        where = (
-            entry["peer"] if entry["status"] == "absent" else f"{entry['peer']} in {entry['case']}"
+        titles[row["group"]] = " ".join(
+            [case, size(shape), row["group"].removeprefix(case).strip()]
         )
-        peers.setdefault(key, []).append(where)
-    for (_, status, reason), names in sorted(peers.items()):
-        yield f"{status}: {', '.join(dict.fromkeys(names))}: {reason}"
+        config.stash[SHOWN].add((case, peer))
+    groups = yield
+    return [(titles.get(group, group), rows) for group, rows in groups]
 
 
 @pytest.hookimpl(trylast=True)  # below pytest-benchmark's table
 def pytest_terminal_summary(terminalreporter, config):
+    if shown := config.stash[SHOWN]:
+        terminalreporter.section("what the rows are")
+        terminalreporter.line("(2.00) beside a time: twice the least of its column and table")
+        lines = legend(case for case in IN_ORDER if case.name in {name for name, _ in shown})
+        for peer, sentence in lines.items():
+            if peer in {name for _, name in shown}:
+                terminalreporter.line(f"{peer}: {sentence}")
     if config.stash[UNMEASURED]:
         terminalreporter.section("not measured")
     for line in (*unmeasured_lines(config.stash[UNMEASURED]), *config.stash[NOTES]):

@@ -13,7 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+try:
+    import pandas as pd
+    import tabulate  # noqa: F401 - of pandas' Markdown
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"bench.report needs {missing.name}: pip install --group bench") from None
 
 from bench import frames
 from bench.attention.catalogue import HEADLINE, LABELS

@@ -115,6 +115,25 @@ def test_commands_run_programs_that_exist_with_flags_that_they_have():
     assert not unknown
 
 
+@pytest.mark.slow
+def test_benchmarks_that_pages_run_with_pytest_are_collected():
+    """Status 5: every row is of a GPU that is not there."""
+    lines = {
+        line.partition(" #")[0].strip()
+        for page in PAGES
+        for block in BLOCK.findall(page.read_text("utf-8"))
+        for line in block.splitlines()
+        if line.startswith("pytest bench")
+    }
+    assert len(lines) > 3
+    for line in sorted(lines):
+        words = [word for word in shlex.split(line) if not word.startswith("--benchmark-json")]
+        command = [sys.executable, "-m", *words, "--collect-only", "-q", "-p", "no:cacheprovider"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), line
+        assert "is named" not in done.stdout, line
+
+
 # Of torchrun, pip, pytest and pytest-benchmark, which pages name too.
 OTHERS_FLAGS = {
     *("--local-addr", "--max-restarts", "--nproc-per-node", "--rdzv-conf", "--signals-to-handle"),

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 import leaner_kernels
 from leaner_kernels import nn
+from tests.test_import_arrows import LAYERS, imports_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("leaner_kernels", "models", "train", "bench")
@@ -80,6 +82,39 @@ def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
     commands = re.findall(r"^make (\S+)", script.read_text("utf-8"), re.MULTILINE)
     assert commands == ["lint", "test", "test-rest"]
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
+
+
+# Of a module that its distribution does not share a name with.
+DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn"}
+
+
+def group(name: str) -> set[str]:
+    """Return the distributions of a dependency group of pyproject.toml."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["dependency-groups"]
+    names = set()
+    for entry in groups[name]:
+        if isinstance(entry, dict):
+            names |= group(entry["include-group"])
+        else:
+            names.add(re.match(r"[\w.-]+", entry)[0])
+    return names
+
+
+def test_the_environment_of_make_demo_has_what_the_commands_of_the_pages_import():
+    assert "$(call install,$(NEWEST),demo,-e .)" in (ROOT / "Makefile").read_text("utf-8")
+    assert {"pytest", "pytest-benchmark"} <= group("demo")
+    missing = set()
+    for folder in ("bench", "studies", "train", "models"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            for imported in imports_of(name, path.read_text("utf-8")):
+                top = imported.module.partition(".")[0]
+                own = {*LAYERS, "torch", "triton", *sys.stdlib_module_names}
+                if imported.at_import and top not in own:
+                    missing |= {(name, DISTRIBUTIONS.get(top, top))} - {
+                        (name, distribution) for distribution in group("demo")
+                    }
+    assert missing == set()
 
 
 def public_names(path: Path) -> set[str]:

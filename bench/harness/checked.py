@@ -1,7 +1,7 @@
 """Define the rows of a benchmark, and build and check each peer once per case."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -145,3 +145,16 @@ def one_call(direction: str, function: Callable[..., Tensor]) -> Callable[[Any],
         "backward": lambda done: grad(done[0], done[1].leaves, done[1].grad, retain_graph=True),
         "both": lambda inputs: grad(function(*inputs.leaves), inputs.leaves, inputs.grad),
     }[direction]
+
+
+def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:
+    """Yield a line for each reason why peers have no number, with the peers; wrong ones first."""
+    peers: dict[tuple[bool, str, str], list[str]] = {}
+    for entry in entries:
+        key = entry["status"] != "wrong", entry["status"], entry["reason"]
+        where = (
+            entry["peer"] if entry["status"] == "absent" else f"{entry['peer']} in {entry['case']}"
+        )
+        peers.setdefault(key, []).append(where)
+    for (_, status, reason), names in sorted(peers.items()):
+        yield f"{status}: {', '.join(dict.fromkeys(names))}: {reason}"

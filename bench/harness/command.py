@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +44,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     for number, heading in enumerate(headers):
         cells = [line[number] for line in lines]
         width = max(map(len, cells))
-        numeric = all(cell[:1].isdigit() for cell in cells[1:] if cell)
+        numeric = all(re.fullmatch(r"[\d,.]*", cell) for cell in cells[1:])
         align = str.rjust if numeric else str.ljust
         columns.append([align(cell, width) for cell in (heading, "-" * width, *cells[1:])])
     return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True)) + "\n"

@@ -15,7 +15,7 @@ import torch
 
 from bench import conftest
 from bench.attention.cases import CASES
-from bench.attention.peers import peers_of
+from bench.attention.peers import PEERS, peers_of
 from bench.catalogue import FIRST, IN_ORDER, ONE_OF_EACH
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def build(case, device):
     function = _eager(case, device)
     return lambda q, k, v: 1.01 * function(q, k, v)
 
-PEERS["eager"] = Peer(build)
+PEERS["eager"] = Peer(build, about="Off by a percent")
 """
 
 
@@ -126,6 +126,88 @@ def test_the_file_says_where_it_is_from_without_host_or_path(finished):
     assert all("data" not in entry["stats"] for entry in data["benchmarks"])
     assert str(ROOT) not in text
     assert not any(f'"{name}"' in text for name in (platform.node(), getpass.getuser()))
+
+
+def test_a_table_is_titled_by_case_and_size_and_ordered_by_its_first_column(finished):
+    title = "cpu_digits 2·4·64·16 float32 forward wall"
+    table = finished.done.stdout.split(f"benchmark {title!r}")[1].split("\n\n")[0]
+    assert re.search(r"^Name .* Median +IQR +Min +Rounds$", table, re.MULTILINE)
+    rows = re.findall(r"^(\w+) +([\d,.]+) \(([\d,.]+)\)", table, re.MULTILINE)
+    medians = [float(median.replace(",", "")) for _, median, _ in rows]
+    assert len(rows) > 5
+    assert medians == sorted(medians)
+    assert rows[0][2] == "1.0"
+    # Files of results keep the name of the group alone.
+    assert "cpu_digits forward wall" in {entry["group"] for entry in finished.data["benchmarks"]}
+    assert title not in finished.path.read_text()
+
+
+def test_a_legend_has_a_sentence_for_every_peer_of_the_tables_and_no_other(finished):
+    legend = finished.done.stdout.split("what the rows are")[1].split("not measured")[0]
+    assert "(2.00) beside a time: twice the least" in legend
+    peers = {entry["extra_info"]["peer"] for entry in finished.data["benchmarks"]}
+    assert {*re.findall(r"^(\w+): \w", legend, re.MULTILINE)} == peers
+    assert f"\nleaner_kernel: {PEERS['leaner_kernel'].about}\n" in legend
+
+
+@pytest.mark.parametrize(
+    ("keyword", "line"),
+    [
+        (
+            "vit_bse",
+            "no case and no peer is named vit_bse; the nearest are vit_base, vit_base_fp16,",
+        ),
+        ("bert and (flashattn_2 or sdpaa)", "is named flashattn_2, sdpaa; the nearest are flash_"),
+        ("cpu_digits-bth", "no case and no peer is named bth; the nearest are both"),
+        ("qqqq", "no case and no peer is named qqqq; bench/README.md lists all names"),
+        ("cpu_digits and cpu_vit-BOTH", "selects nothing that is measured here; bench/README.md"),
+    ],
+)
+def test_a_keyword_that_selects_nothing_names_what_is_near(keyword, line):
+    names = ["both", "forward", *(case.name for case in IN_ORDER), *OF_ONE_LENGTH]
+    said = conftest.nothing_selected(keyword, names)
+    assert said.startswith(f"-k {keyword!r} selects nothing that is measured here")
+    assert line in said
+    assert said.endswith("bench/README.md lists all names")
+    assert "\n" not in said
+
+
+def test_a_run_that_selects_nothing_ends_with_that_line():
+    done = run("--benchmark-only", "-k", "cpu_digts")
+    assert done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED
+    (line,) = {said for said in done.stdout.splitlines() if said.startswith("-k ")}
+    assert "no case and no peer is named cpu_digts; the nearest are cpu_digits" in line
+
+
+@pytest.mark.parametrize(
+    ("missing", "command", "line"),
+    [
+        (
+            "torch",
+            ["pytest", "bench"],
+            r"bench needs torch, which \S+python\S* lacks: run it in .*",
+        ),
+        ("torch", ["bench.shape"], r"bench needs torch, which \S+python\S* lacks: run it in .*"),
+        ("pandas", ["bench.report"], "bench.report needs pandas: pip install --group bench"),
+        ("tabulate", ["bench.report"], "bench.report needs tabulate: pip install --group bench"),
+        (
+            "scipy",
+            ["studies.page"],
+            "studies need scipy: in the checkout, pip install -e . --group .*",
+        ),
+        ("rich", ["train.vit"], "train needs the package rich: .*"),
+    ],
+)
+def test_a_command_that_lacks_a_package_says_so_in_one_line(missing, command, line):
+    code = (
+        f"import runpy, sys; sys.modules[{missing!r}] = None; sys.argv = {command!r};"
+        " runpy.run_module(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(f"{line}\n", done.stderr)
 
 
 def test_pytest_benchmark_groups_the_rows_of_the_file(finished):
