@@ -10,6 +10,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
@@ -19,7 +21,9 @@ from bench.networks.modes import replays_graphs, whose
 
 
 def models_of(case: PaperCase) -> Models:
-    """Return what a case is measured on."""
+    """Return what a case is measured on, and free what the case before compiled."""
+    if case.device == "cuda":
+        torch.compiler.reset()  # CUDA graphs of training keep their activations
     return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)
 
 

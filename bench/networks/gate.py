@@ -96,7 +96,7 @@ class Models:
         """Return the FLOPs of a call: in training of a forward and a backward.
 
         They are counted once for each model and stage, on the model as it runs without
-        torch.compile. What a backward computes again inside an attention kernel counts.
+        torch.compile. A backward of attention computes its scores again, which counts.
         """
         owner = whose(name)
         if (owner, stage) not in self.counted:
