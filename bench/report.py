@@ -136,9 +136,10 @@ def _is_dispatched(row: Mapping[str, Any]) -> bool:
     if row["peer"] != "leaner_kernel" or row.get("window", 0) > 0:
         return False
     capability = int(row["capability"].replace(".", ""))
-    sizes = int(row["head_dim"]), int(row["tokens"])
-    backward = row["stage"] != "forward"
-    return bool(find_rule_of_library(capability, False, bool(row["causal"]), backward, *sizes))
+    kind = False, bool(row["causal"]), row["stage"] != "forward"  # not varlen
+    sizes = int(row["head_dim"]), int(row["tokens"]), int(row["batch"] * row["heads"])
+    float32 = row["dtype"] == "float32"
+    return bool(find_rule_of_library(capability, *kind, *sizes, float32))
 
 
 def _beside(rows: pd.DataFrame, end: str, scale: float = 1e6) -> list[str]:
@@ -226,6 +227,10 @@ def fastest_steps(timed: pd.DataFrame) -> pd.DataFrame:
                 "ours, a second": _fastest_cell(ours),
                 "fastest other": _fastest_cell(theirs),
                 "times as fast": ours[0]["rate"] / theirs[0]["rate"] if one_run else NO_RUN,
+                "TFLOP a step, ours / other": " / ".join(
+                    frames.number(1e-12 * side[0]["flops"]) if side else NOT_MEASURED
+                    for side in (ours, theirs)
+                ),
             }
         )
     return _noted(pd.DataFrame(cells), pd.DataFrame(own, columns=rows.columns))
