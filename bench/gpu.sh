@@ -2,12 +2,13 @@
 # bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]: check and measure this checkout on a GPU that is rented by the minute.
 # Each stage ends within four minutes, so that two fit one call of ten, and names the next one, most telling first:
 #
-#   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager and
-#              compiled; timm's model after `use`; three compiled ViT-B steps by kernel (steps-profile.json);
-#              KappaMonitor off and every 50, 10 and 1 steps
-#   modes      the same steps with CUDA graphs (reduce-overhead)
-#   autotune   the same steps with max-autotune-no-cudagraphs, which compiles a model for one to three minutes: run it
-#              again, -k "model_vit_base_lean", -k "crammed_bert", ..., until no row is left over
+#   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager; timm's
+#              model after `use`; three compiled ViT-B steps by kernel (steps-profile.json); KappaMonitor off and every
+#              50, 10 and 1 steps
+#   training_compiled   the same steps through torch.compile; rows left over: -k gpt2_tinystories, ...
+#   training_graphs     with CUDA graphs (reduce-overhead)
+#   training_autotune   with max-autotune-no-cudagraphs, which compiles each model for one to three minutes: run it
+#              again, -k model_vit_base_lean, -k crammed_bert, ..., until no row is left over
 #   first      the native library; one shape of each operator against float64, end to end
 #   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
 #              and every Triton kernel on a few small shapes (no GPU has run either yet)
@@ -36,8 +37,8 @@
 set -u
 
 stages=(
-  training modes autotune first memory attention bench peers inference crossover rows run operators profile models
-  compiled
+  training training_compiled training_graphs training_autotune first memory attention bench peers inference crossover
+  rows run operators profile models compiled
 )
 
 refuse() {
@@ -220,19 +221,21 @@ modes="autotune or graphs" # of rows with compiled models, beside torch.compile'
 case $stage in
   training)
     native_library
-    timed "whole steps" 65 "$whole and not compiled" bench/networks
-    compile_ahead "compiled ahead" 70 "$whole and compiled and not ($modes)" bench/networks
-    timed "whole steps, compiled" 65 "$whole and compiled and not ($modes)" bench/networks
-    [ -n "$narrow" ] || part "steps by kernel" 40 python3 -m bench.networks.profile_steps \
+    timed "whole steps" 90 "$whole and not compiled" bench/networks
+    [ -n "$narrow" ] || part "steps by kernel" 60 python3 -m bench.networks.profile_steps \
       model_vit_base_lean leaner_compiled --json "$out/steps-profile.json"
     timed "monitored steps" 45 "vit_base_lean_step" bench/kappa/bench_kappa.py
     ;;
-  modes)
-    compile_ahead "compiled ahead" 90 "$whole and graphs" bench/networks
-    timed "whole steps, CUDA graphs" 110 "$whole and graphs" bench/networks
+  training_compiled)
+    compile_ahead "compiled ahead" 60 "$whole and compiled and not ($modes)" bench/networks
+    timed "whole steps, compiled" 190 "$whole and compiled and not ($modes)" bench/networks
+    ;;
+  training_graphs)
+    compile_ahead "compiled ahead" 60 "$whole and graphs" bench/networks
+    timed "whole steps, CUDA graphs" 190 "$whole and graphs" bench/networks
     ;;
   # One after another: what times candidates must not share the GPU.
-  autotune) timed "whole steps, max-autotune" $total "$whole and autotune" bench/networks ;;
+  training_autotune) timed "whole steps, max-autotune" $total "$whole and autotune" bench/networks ;;
   first)
     native_library
     # The gate of one shape: compiles the kernels, runs them and compares with float64.

@@ -10,21 +10,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
-from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
-from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of
+from bench.networks.cases import PAPER_CASES
+from bench.networks.gate import OURS, models_of, peers_of
 from bench.networks.modes import replays_graphs, whose
-
-
-def models_of(case: PaperCase) -> Models:
-    """Return what a case is measured on, and free what the case before compiled."""
-    if case.device == "cuda":
-        torch.compiler.reset()  # CUDA graphs of training keep their activations
-    return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)
 
 
 def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:

@@ -240,3 +240,10 @@ class LanguageModels(Models):
             of_tokens = losses(model, self.batch)[:CHECKED].detach().double().cpu()
         exact, allowed = self.truth
         return share_of_budget("losses", (of_tokens - exact).abs().max().item(), allowed)
+
+
+def models_of(case: PaperCase) -> Models:
+    """Return what a case is measured on, and free what the case before compiled."""
+    if case.device == "cuda":
+        torch.compiler.reset()  # CUDA graphs of training keep their activations
+    return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)

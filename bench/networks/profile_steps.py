@@ -19,9 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from bench.harness import clock, command
 from bench.harness.peers import AbsentError
 from bench.harness.steps import Training
-from bench.networks.bench_models import models_of
 from bench.networks.cases import PAPER_CASES
-from bench.networks.gate import peers_of
+from bench.networks.gate import models_of, peers_of
 
 STEPS, WARMUP = 3, 5
 PRINTED = 30  # rows

@@ -39,8 +39,9 @@ TOOLS = (
     *("tee", "timeout", "wc"),
 )
 STAGES = (
-    *("training", "modes", "autotune", "first", "memory", "attention", "bench", "peers"),
-    *("inference", "crossover", "rows", "run", "operators", "profile", "models", "compiled"),
+    *("training", "training_compiled", "training_graphs", "training_autotune", "first", "memory"),
+    *("attention", "bench", "peers", "inference", "crossover", "rows", "run", "operators"),
+    *("profile", "models", "compiled"),
 )
 # What a stage calls beside python3. A run is killed, then resumed until its time is over.
 PROGRAMS = {
@@ -184,18 +185,18 @@ def test_every_mode_of_a_whole_step_is_timed_in_one_stage(checkout, tmp_path):
         if case.device == "cuda" and case.row in ("vit_base", "crammed_bert", "gpt2_tinystories")
     }
     timed = {}
-    for stage in ("training", "modes", "autotune", "models", "compiled"):
+    for stage in STAGES:
         (tmp_path / "calls").unlink(missing_ok=True)
         pretend(checkout, tmp_path, stage)
         for line in calls_of(tmp_path):
-            if "--benchmark-only" in line and "bench_kappa" not in line:
+            if "--benchmark-only" in line and re.search(r" bench(/networks)? ", line):
                 for name in selected(line, names):
                     timed.setdefault(name, []).append(stage)
     where = {
         "eager": ["training"],
-        "compiled": ["training"],
-        "compiled, CUDA graphs": ["modes"],
-        "compiled, max-autotune": ["autotune"],
+        "compiled": ["training_compiled"],
+        "compiled, CUDA graphs": ["training_graphs"],
+        "compiled, max-autotune": ["training_autotune"],
     }
     assert timed == {name: where[mode_of(name.split("-")[-1])] for name in names}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from bench.networks import profile_steps
-from bench.networks.bench_models import models_of
+from bench.networks.gate import models_of
 from bench.networks.profile_steps import CASES
 
 BERT = "cpu_language_crammed_bert_lean"
