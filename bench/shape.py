@@ -281,10 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="mask future tokens of SHAPE")
     dtypes = parser.add_mutually_exclusive_group()
-    for dtype in ("float16", "float32"):
-        dtypes.add_argument(
-            f"--{dtype}", action="store_true", help=f"{dtype} instead of bfloat16, of SHAPE"
-        )
+    dtypes.add_argument("--float16", action="store_true", help="of SHAPE, instead of bfloat16")
+    dtypes.add_argument("--float32", action="store_true", help="of SHAPE, instead of bfloat16")
     parser.add_argument(
         "--seconds",
         type=float,
