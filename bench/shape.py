@@ -287,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--seconds",
         type=float,
         help="start no further measurement after so many seconds, and list what was left out "
-        f"(default: {PAPER_SECONDS:.0f} with --paper, no limit otherwise)",
+        f"(default: {PAPER_SECONDS:.0f} with --paper and on a CPU, no limit otherwise)",
     )
     parser.add_argument(
         "--json",
@@ -314,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     measured, seconds = Measurements(), options.seconds
     if seconds is None:
-        seconds = PAPER_SECONDS if options.paper else math.inf
+        seconds = math.inf if torch.cuda.is_available() and not options.paper else PAPER_SECONDS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options.paper:
