@@ -281,15 +281,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--causal", action="store_true", help="mask future tokens of SHAPE")
     dtypes = parser.add_mutually_exclusive_group()
-    for dtype in ("float16", "float32"):
-        dtypes.add_argument(
-            f"--{dtype}", action="store_true", help=f"{dtype} instead of bfloat16, of SHAPE"
-        )
+    dtypes.add_argument("--float16", action="store_true", help="of SHAPE, instead of bfloat16")
+    dtypes.add_argument("--float32", action="store_true", help="of SHAPE, instead of bfloat16")
     parser.add_argument(
         "--seconds",
         type=float,
         help="start no further measurement after so many seconds, and list what was left out "
-        f"(default: {PAPER_SECONDS:.0f} with --paper, no limit otherwise)",
+        f"(default: {PAPER_SECONDS:.0f} with --paper and on a CPU, no limit otherwise)",
     )
     parser.add_argument(
         "--json",
@@ -316,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     measured, seconds = Measurements(), options.seconds
     if seconds is None:
-        seconds = PAPER_SECONDS if options.paper else math.inf
+        seconds = math.inf if torch.cuda.is_available() and not options.paper else PAPER_SECONDS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if options.paper:
