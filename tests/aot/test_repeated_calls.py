@@ -214,6 +214,20 @@ def test_a_repeated_call_of_pytorch_is_neither_checked_nor_dispatched_again(
     assert len(launches) == 1
 
 
+def test_a_repeated_float32_call_comes_back_without_the_memory_efficient_kernel(
+    launches: list[Launched],
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    leaves = torch.randn(3, 2, 4, 64, 32)
+    attention(*leaves)
+    attention(*leaves)
+    assert launches == []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        attention(*leaves)
+        attention(*leaves)
+    assert len(launches) == 1  # the second of them
+
+
 OLD = {
     "attention": lambda: attention_with_stats(*three()),
     "qkvpacked": lambda: attention_qkvpacked_with_stats(leaf(2, 64, 3, 4, 32)),

@@ -507,6 +507,9 @@ def repeat(
     if plan is None:
         if (known := _dispatched.get(key)) is None:
             return None
+        float32 = tensors[0].dtype == torch.float32
+        if float32 and not torch.backends.cuda.mem_efficient_sdp_enabled():
+            return None  # what is left of PyTorch's kernels may round to TF32
         numbers, enable_gqa = known
         call = form.call(*tensors, None, *numbers)
         return (form.from_query(sdpa.library_attention(call, enable_gqa)),)
