@@ -39,8 +39,9 @@ MAY_IMPORT_BENCH = {
 SUBJECTS = "attention", "kappa", "networks"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
-    "ops._launch": {"ops._launch_cache"},
+    "ops._launch": {"ops._launch_cache", "ops._tiles"},
     "ops._launch_cache": {"ops._checks"},
+    "ops._tiles": {"ops._checks"},
     "ops.dispatcher": {"ops._checks", "ops._launch_cache", "ops.transforms"},
     "ops.operator": {
         *("ops._checks", "ops.dispatcher"),

@@ -163,7 +163,8 @@ def capability(device: torch.device) -> int:
     """Return the compute capability of a GPU as 10 * major + minor; 90 without a GPU."""
     if (gpu := assumed()) is not None:
         return gpu
-    if device.type != "cuda":
+    # Fake tensors may name a GPU that is not there.
+    if device.type != "cuda" or not torch.cuda.is_available():
         return 90
     # A constant for torch.compile, unlike get_device_capability.
     properties = torch.cuda.get_device_properties(device)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import crossover
 from bench.crossover import SHAPES, Shape
@@ -96,9 +97,16 @@ def test_few_programs_and_float32_have_sections_of_their_own(tmp_path: Path) -> 
     assert [section.programs for section in by_capability[90]] == [(1, 16), (17, 263), None, None]
 
 
-@pytest.mark.parametrize("shape", [Shape("dense", 16, False, 32, programs) for programs in (8, 32)])
-def test_a_shape_of_few_programs_has_as_many(shape: Shape) -> None:
-    assert shape.case.batch * shape.case.heads == shape.programs
+@pytest.mark.parametrize("programs", [8, 32])
+def test_a_shape_of_few_programs_in_float32_is_measured_as_it_says(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crossover, "DEVICE", "cpu")
+    shape = Shape("dense", 16, False, 32, programs, float32=True)
+    row = crossover.measure_shape(shape)
+    assert row["batch"] * row["heads"] == row["programs"] == programs
+    assert shape.inputs.leaves[0].dtype == torch.float32
+    assert row["difference"] < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])

@@ -207,6 +207,17 @@ def test_a_negative_scale_reaches_pytorch_on_a_gpu_as_a_positive_one(
     assert scales == [2.0, 1.0, 0.5]
 
 
+def test_lengths_that_were_not_checked_are_clamped_for_pytorch() -> None:
+    q = torch.randn(2, 1, 5, 8)
+    outs = [
+        sdpa.library_attention(
+            Call(q, q, q, None, torch.tensor(lengths), None, 0.0, False, None), False
+        )
+        for lengths in ([0, 9], [1, 5])
+    ]
+    assert torch.equal(*outs)
+
+
 def test_before_8_0_derivatives_of_torch_func_are_those_of_pytorchs_composition() -> None:
     q = torch.randn(1, 2, 4, 16, dtype=torch.float32)
     with _tiles.assume(75):

@@ -58,6 +58,8 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     seen = None
     if key_lengths is not None or max(window) >= 0:
         shape = query.shape[2], key.shape[2]
+        if key_lengths is not None:  # a GPU's were not checked, and our kernels clamp them
+            key_lengths = key_lengths.clamp(1, shape[1])
         seen = visible(*shape, key_lengths, is_causal, query.device, window)
         key, value = (without_padding(t, key_lengths) for t in (key, value))
     mask = attn_mask
