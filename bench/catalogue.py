@@ -47,7 +47,7 @@ OVERVIEW = (
 )
 # What everybody has without us, the first of these that was measured.
 DEFAULTS = (
-    *("timm", "timm_compiled", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
+    *("timm", "timm_compiled", "torch_varlen", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
     *("transformers", "transformers_compiled"),
 )
 # Beside what a case's size says.

@@ -1,17 +1,18 @@
 """Find where PyTorch's attention is faster than ours, and print the rules that dispatch to it.
 
-    python -m bench.crossover --sweep FILE   # on a GPU, about two minutes; writes JSON
-    python -m bench.crossover FILE           # prints the GPU's section of library.toml
+    python -m bench.crossover --sweep FILE   # on a GPU, about four minutes; writes JSON
+    python -m bench.crossover FILE           # prints the GPU's sections of library.toml
 
-The sweep times self-attention in bfloat16 without mask, lengths and dropout, dense and varlen
-(sequences of one length, end to end), forward alone and with its backward: our kernel beside what
-everybody has, ``scaled_dot_product_attention`` with the backend that it chooses and
-``torch.nn.attention.varlen``.
+The sweep times self-attention without mask, lengths and dropout, forward alone and with its
+backward: in bfloat16 dense and varlen (sequences of one length, end to end), again dense with 8 to
+128 programs (batch x heads), and dense in float32. Our kernel is timed beside what everybody has,
+``scaled_dot_product_attention`` with the backend that it chooses and ``torch.nn.attention.varlen``.
 
 The rules, for ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
 dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
 runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
-that it loses, ours is called.
+that it loses, ours is called. Each number of programs that was measured has a section of its own,
+which also holds for the smaller numbers down to the next.
 """
 
 import json
@@ -34,29 +35,44 @@ from bench.harness import clock, command
 from bench.harness.checked import one_call
 from bench.harness.gate import Inputs
 from bench.harness.peers import AbsentError
+from leaner_kernels.ops import _tiles
 
 SPREAD = 1.03  # two runs of one kernel differ by as much
 DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
 SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
+FEW_PROGRAMS = 8, 16, 64, 128
 COMPILING = 10  # processes that fill Triton's cache beforehand
 SECONDS = 0.05  # about how long a call is timed
 
 
 class Shape(NamedTuple):
-    """Self-attention of 16 heads over as many sequences as make 32,768 tokens."""
+    """Self-attention.
 
-    kind: str  # dense or varlen
+    Attributes:
+        kind: dense or varlen.
+        head_dim: D.
+        causal: row i sees columns 0 to i.
+        tokens: N.
+        programs: batch x heads; 0 for 16 heads of as many sequences as make 32,768 tokens.
+        float32: whether in float32, or in bfloat16.
+    """
+
+    kind: str
     head_dim: int
     causal: bool
     tokens: int
+    programs: int = 0
+    float32: bool = False
 
     @property
     def case(self) -> AttentionCase:
         """The shape as a case of the benchmarks."""
-        batch = max(1, TOKENS_OF_A_BATCH // self.tokens)
+        heads = min(HEADS, self.programs or HEADS)
+        batch = self.programs // heads or max(1, TOKENS_OF_A_BATCH // self.tokens)
         lengths = (self.tokens,) * batch if self.kind == "varlen" else ()
-        sizes = batch, HEADS, self.tokens, self.head_dim, torch.bfloat16
+        dtype = torch.float32 if self.float32 else torch.bfloat16
+        sizes = batch, heads, self.tokens, self.head_dim, dtype
         return AttentionCase("", DEVICE, *sizes, causal=self.causal, lengths=lengths)
 
     @property
@@ -67,8 +83,14 @@ class Shape(NamedTuple):
 
 
 def _shapes() -> Iterator[Shape]:
-    """Yield every shape, the most telling first: a run on borrowed time may end anywhere."""
+    """Yield every shape, first those that no GPU has measured: the sweep may run out of time."""
     causal = False, True
+    for dim, lengths in ((64, (64, 128, 197, 256, 512)), (32, (64, 128, 256, 512))):
+        few = product(causal, lengths, FEW_PROGRAMS)
+        yield from (Shape("dense", dim, *sizes) for sizes in few)
+    for dim in (64, 32, 128):
+        alike = product(causal, (64, 197, 512, 1024))
+        yield from (Shape("dense", dim, *sizes, float32=True) for sizes in alike)
     for dim, lengths in (
         (64, (197, 224, 256, 320, 384, *LONG)),
         (32, (256, 384, *LONG)),
@@ -111,7 +133,7 @@ def run_once(shapes: Sequence[Shape]) -> None:
 def measure_shape(shape: Shape) -> dict[str, Any]:
     """Return the microseconds of a shape; a library that refuses it has None."""
     case, inputs = shape.case, shape.inputs
-    row: dict[str, Any] = {**shape._asdict(), "batch": case.batch, "heads": HEADS}
+    row: dict[str, Any] = {**shape._asdict(), "batch": case.batch, "heads": case.heads}
     outs = []
     for name, build in SIDES[shape.kind].items():
         try:
@@ -197,14 +219,27 @@ def rules(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def section(path: Path) -> str:
-    """Return the rules of a sweep's GPU as ``library.toml`` has them."""
+    """Return the rules of a sweep's GPU as ``library.toml`` has them, few programs first."""
     capability, rows = read(path)
-    head = f'[[gpus]]\ncapabilities = [{capability}]\nsource = "bench/results/{path.name}"'
-    lines = [head, "rules = ["]
-    for rule in rules(rows):
-        fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
-        lines.append(f"  {{ {fields} }},")
-    return "\n".join([*lines, "]", ""])
+    groups = {(row.get("float32", False), row.get("programs", 0)) for row in rows}
+    sections, first = [], 1
+    # Zero stands for many, which come after the few.
+    for float32, programs in sorted(groups, key=lambda group: (group[0], group[1] or _tiles.ANY)):
+        head = f"[[gpus]]\ncapabilities = [{capability}]\n"
+        if programs:
+            # From ENOUGH_PROGRAMS on, other kernels of ours run.
+            largest = programs == max(count for _, count in groups)
+            last = _tiles.ENOUGH_PROGRAMS - 1 if largest else programs
+            head, first = f"{head}programs = [{first}, {last}]\n", last + 1
+        head += "float32 = true\n" * float32
+        lines = [f'{head}source = "bench/results/{path.name}"', "rules = ["]
+        alike = (float32, programs)
+        chosen = [r for r in rows if (r.get("float32", False), r.get("programs", 0)) == alike]
+        for rule in rules(chosen):
+            fields = ", ".join(f"{name} = {json.dumps(value)}" for name, value in rule.items())
+            lines.append(f"  {{ {fields} }},")
+        sections.append("\n".join([*lines, "]", ""]))
+    return "\n".join(sections)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -215,8 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seconds",
         type=float,
-        default=150,
-        help="with --sweep, start no new shape after this many seconds (150)",
+        default=300,
+        help="with --sweep, start no new shape after this many seconds (300)",
     )
     options = parser.parse_args(arguments)
     if bool(options.result) == bool(options.sweep):

@@ -2,26 +2,45 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from bench.catalogue import DEFAULTS, size
+from bench.harness import digest
+from bench.networks.modes import mode_of
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
 # alike: from one projection, or from q, k and v apart.
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
 RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
+SPREAD = 1.03  # what one kernel's times differ by between runs
+ENERGY_SECONDS = 0.5  # over which energy must have been measured
+# The folders whose kernels a row runs, by its operator or its kind.
+FOLDERS = {
+    "kappa": ("csrc",),
+    "window": ("window",),
+    "outlook": ("outlook",),
+    "cross_covariance": ("covariance",),
+    "channel": ("covariance",),
+    "attention": ("attention",),
+    "nystrom": ("attention",),
+    "step": ("attention", "csrc"),
+    "model": ("attention", "covariance", "outlook", "window"),
+    "language": ("attention",),
+}
 # What only some benchmarks record.
 OPTIONAL = (
-    *("ours", "error_mild", "error_hard", "own", "peak_memory_bytes", "joules", "copy_fraction"),
-    *("images_per_s", "tokens_per_s", "joules_per_image", "joules_per_token", "batch"),
+    *("ours", "earlier", "error_mild", "error_hard", "own", "peak_memory_bytes", "copy_fraction"),
+    *("images_per_s", "tokens_per_s", "flops", "batch", "joules", "over_limit"),
     *("printed_memory_gb", "every", "seconds_without", "overhead", "overhead_iqr"),
 )
-TEXT = [*KEY, "peer", "size", "op", "row", "variant", "triton"]
+TEXT = [*KEY, "run", "date", "peer", "size", "op", "row", "variant", "triton"]
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -49,10 +68,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return the newest row of every peer, a column for whatever benchmarks record.
+    """Return the rows of every run, the newest run last, a column for whatever benchmarks record.
 
     Times are in seconds, memory is in bytes; ``own``, which a backward keeps, is of one token or
-    image.
+    image. ``run`` names the file, ``earlier`` tells that its kernels are not today's.
 
     Raises:
         SystemExit: an entry lacks what every benchmark records, in one line.
@@ -72,11 +91,28 @@ def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     frame[TEXT] = frame[TEXT].astype(object).fillna("").astype(str)
     frame["ours"] = frame["ours"].eq(True)
     frame["cpu"] = frame["on"].str.startswith("CPU")
+    frame["earlier"] = frame["earlier"].eq(True)
+    return frame.drop_duplicates([*KEY, "peer", "run"], keep="last", ignore_index=True)
+
+
+def newest(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the newest row of every peer."""
     return frame.drop_duplicates([*KEY, "peer"], keep="last", ignore_index=True)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str | list | dict | bool)
+
+
+def is_earlier(data: Mapping[str, Any], folders: Sequence[str] = ("attention",)) -> bool:
+    """Return whether a result's kernels of some folders are not today's."""
+    kernels, today = data["commit_info"].get("kernels", {}), _kernels_today()
+    return any(kernels.get(folder) != today[folder] for folder in folders)
+
+
+@cache
+def _kernels_today() -> dict[str, str]:
+    return digest.kernels(ROOT)
 
 
 def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
@@ -92,37 +128,116 @@ def _row(entry: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
     row["start"] = "packed" if packed else ""
     stage = {"step": peer, "language": "training"}.get(kind, "")
     row["stage"] = extra.get("stage", extra.get("direction", stage))
-    compiled = "compiled" if peer.endswith("_compiled") else "eager"
-    row["mode"] = compiled if kind in ("model", "language") else extra.get("mode", "")
+    whole = kind in ("model", "language")
+    row["mode"] = mode_of(peer) if whole else extra.get("mode", "")
     if "kept_bytes" in extra:
         row["own"] = extra["kept_bytes"] / facts["batch"] / facts.get("sequence", 1)
-    return row | {"size": size(facts)}
+    row |= _energy(extra, stats, info["gpu"] or {})
+    row["earlier"] = is_earlier(data, FOLDERS.get(facts.get("op", kind), FOLDERS["model"]))
+    return row | {"size": size(facts), "run": data["file"], "date": data["datetime"][:10]}
 
 
-def standings(frame: pd.DataFrame) -> pd.DataFrame:
+def _energy(
+    extra: Mapping[str, Any], stats: Mapping[str, Any], gpu: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the joules of a call, unless they were measured too briefly or imply too much power.
+
+    ``over_limit`` marks a row that implies more than the board's power limit.
+    """
+    joules, limit = extra.get("joules"), gpu.get("power_limit_watts")
+    if not joules or extra.get("energy_seconds", 0) < ENERGY_SECONDS:
+        return {"joules": None}
+    over = bool(limit and stats.get("median") and joules / stats["median"] > limit)
+    return {"joules": None if over else joules, "over_limit": float(over)}
+
+
+def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     """Return our fastest row of every comparison, and how it stands against the others.
+
+    Both times of a ratio come from one run. Ours is of the newest run that ran today's kernels or
+    also timed what everybody has. The default and the best other are of that run too, if it has
+    them; otherwise they are of the newest run that has them, compared with our time in that run. A
+    peer that only another run timed is the best if it took less time by more than the spread
+    between runs.
 
     Args:
         frame: of ``timed``.
+        key: the columns that tell comparisons apart.
 
     Returns:
-        Columns that end in ``_default`` and ``_best`` are those of what everybody has, and of the
-        fastest row that is not ours; ``times_default`` and ``times_best`` say how many times less
-        time ours takes, and ``versus`` also names the best.
+        A row for each comparison, without ``median`` where ours was not timed. Columns that end in
+        ``_default`` and ``_best`` are those of what everybody has, and of the fastest row that is
+        not ours. ``beside_`` and one of these ends is our time in their run, ``times_`` says how
+        many times less time ours took there, and ``versus_`` also names the peer, with an asterisk
+        if that run is not the one of our row.
     """
-    rows = frame[frame["median"].notna()].sort_values("median", kind="stable")
-    right = rows["error_hard"].isna() | (rows["error_hard"] <= RIGHT)
-    default = rows[rows["peer"].isin(DEFAULTS)].sort_values(
-        "peer", key=lambda peers: peers.map(DEFAULTS.index), kind="stable"
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for row in frame[frame["median"].notna()].to_dict("records"):
+        groups.setdefault(tuple(row[name] for name in key), []).append(row)
+    table = [_standing(rows) for rows in groups.values()]
+    ends = "default", "best"
+    columns = [*frame, *(f"{name}_{end}" for end in ends for name in frame)]
+    columns += [f"{name}_{end}" for end in ends for name in ("beside", "times", "versus")]
+    flags = dict.fromkeys(("ours", "cpu", "earlier"), bool)
+    return pd.DataFrame(table, columns=columns).astype(flags)
+
+
+def _standing(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of ``standings`` of one comparison, whose newest run comes last."""
+    ours = [row for row in rows if row["ours"]]
+    others = [row for row in rows if not row["ours"] and not row["error_hard"] > RIGHT]
+    usual = [row for row in rows if row["peer"] in DEFAULTS]
+    wanted = [row for row in ours if row["run"] in _runs(usual) or not row["earlier"]]
+    compared = [row for row in ours if row["run"] in _runs(others)]
+    run = next((some[-1]["run"] for some in (wanted, compared, ours, others) if some), "")
+    found = _fastest(_of(run, ours)) or _without_ours(rows[-1])
+    here = _of(run, others)
+    best = _fastest(here)
+    for peer in dict.fromkeys(row["peer"] for row in others):
+        rival = _fastest(_comparable([row for row in others if row["peer"] == peer], ours, run))
+        if not best or rival["median"] * SPREAD < best["median"]:
+            best = rival
+    default = min(
+        _comparable(usual, ours, run), key=lambda row: DEFAULTS.index(row["peer"]), default={}
     )
-    ours = rows[rows["ours"]].drop_duplicates(KEY)
-    for some, name in ((default, "default"), (rows[~rows["ours"] & right], "best")):
-        others = some.drop_duplicates(KEY).set_index(KEY).add_suffix(f"_{name}")
-        ours = ours.merge(others, left_on=KEY, right_index=True, how="left").copy()
-        ours[f"times_{name}"] = ours[f"median_{name}"] / ours["median"].where(ours["median"] > 0)
-    best = ours["peer_best"].astype(object).fillna("").astype(str)
-    ours["versus"] = (words(ours["times_best"]) + " " + best).str.strip()
-    return frame.drop_duplicates(KEY)[KEY].merge(ours, on=KEY)
+    for end, theirs in (("default", default), ("best", best)):
+        if not theirs:
+            continue
+        beside = _fastest(_of(theirs["run"], ours)).get("median")
+        times = theirs["median"] / beside if beside else None
+        elsewhere = "*" if theirs["run"] != run else ""
+        found |= {f"{name}_{end}": value for name, value in theirs.items()}
+        found |= {f"beside_{end}": beside, f"times_{end}": times}
+        found[f"versus_{end}"] = f"{number(times)} {theirs['peer']}{elsewhere}".strip()
+    return found
+
+
+def _runs(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the runs of rows, the newest last."""
+    return list(dict.fromkeys(row["run"] for row in rows))
+
+
+def _of(run: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["run"] == run]
+
+
+def _comparable(
+    rows: list[dict[str, Any]], ours: list[dict[str, Any]], run: str
+) -> list[dict[str, Any]]:
+    """Return the rows of this run, otherwise of the newest that timed ours too, or the newest."""
+    shared = [name for name in _runs(rows) if name in _runs(ours)]
+    newest = (shared or _runs(rows) or [""])[-1]
+    return _of(run, rows) or _of(newest, rows)
+
+
+def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return dict(min(rows, key=lambda row: row["median"], default={}))
+
+
+def _without_ours(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the case of a comparison without what was measured."""
+    measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours", "earlier"})
+    return row | dict.fromkeys(measured) | {"ours": False, "peer": ""}
 
 
 def number(value: Any) -> str:

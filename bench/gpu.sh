@@ -2,13 +2,20 @@
 # bench/gpu.sh OUTDIR STAGE [-k EXPRESSION]: check and measure this checkout on a GPU that is rented by the minute.
 # Each stage ends within four minutes, so that two fit one call of ten, and names the next one, most telling first:
 #
-#   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager and
-#              compiled; timm's model after `use`; KappaMonitor off and every 50, 10 and 1 steps
+#   training   whole steps of ViT-B, BERT and GPT-2, original and lean, ours beside timm and transformers, eager; timm's
+#              model after `use`; three compiled ViT-B steps by kernel (steps-profile.json); KappaMonitor off and every
+#              50, 10 and 1 steps
+#   training_compiled   the same steps through torch.compile; rows left over: -k gpt2_tinystories, ...
+#   training_graphs     with CUDA graphs (reduce-overhead)
+#   training_autotune   with max-autotune-no-cudagraphs, which compiles each model for one to three minutes: run it
+#              again, -k model_vit_base_lean, -k crammed_bert, ..., until no row is left over
 #   first      the native library; one shape of each operator against float64, end to end
 #   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
 #              and every Triton kernel on a few small shapes (no GPU has run either yet)
 #   attention  tests/gpu of softmax attention, and of models of transformers on it
-#   bench      attention, other operators and condition numbers, timed
+#   bench      attention, other operators and condition numbers, timed: -k "both-graph and leaner" has statistics and
+#              captures of every case beside plain calls
+#   peers      attention of every library beside ours: the textbook formula (eager), FlexAttention, flash-attn, xformers
 #   inference  ViT-B: one image and a full batch, eager and replayed as CUDA graphs (reduce-overhead)
 #   crossover  from which length on PyTorch's attention is faster (python -m bench.crossover reads it)
 #   rows       two steps of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
@@ -29,7 +36,10 @@
 # Exits 0 when everything that ran passed, 1 when something failed or was stopped, 2 when it cannot start.
 set -u
 
-stages=(training first memory attention bench inference crossover rows run operators profile models compiled)
+stages=(
+  training training_compiled training_graphs training_autotune first memory attention bench peers inference crossover
+  rows run operators profile models compiled
+)
 
 refuse() {
   echo "bench/gpu.sh: $*" >&2
@@ -206,15 +216,26 @@ for file in tests/gpu/test_*.py; do
   esac
 done
 whole="training and (model_vit_base or crammed_bert or gpt2_tinystories)"
+modes="autotune or graphs" # of rows with compiled models, beside torch.compile's default
 
 case $stage in
   training)
     native_library
-    timed "whole steps" 75 "$whole and not compiled" bench/networks
-    compile_ahead "compiled ahead" 80 "$whole and compiled" bench/networks
-    timed "whole steps, compiled" 75 "$whole and compiled" bench/networks
+    timed "whole steps" 90 "$whole and not compiled" bench/networks
+    [ -n "$narrow" ] || part "steps by kernel" 60 python3 -m bench.networks.profile_steps \
+      model_vit_base_lean leaner_compiled --json "$out/steps-profile.json"
     timed "monitored steps" 45 "vit_base_lean_step" bench/kappa/bench_kappa.py
     ;;
+  training_compiled)
+    compile_ahead "compiled ahead" 60 "$whole and compiled and not ($modes)" bench/networks
+    timed "whole steps, compiled" 190 "$whole and compiled and not ($modes)" bench/networks
+    ;;
+  training_graphs)
+    compile_ahead "compiled ahead" 60 "$whole and graphs" bench/networks
+    timed "whole steps, CUDA graphs" 190 "$whole and graphs" bench/networks
+    ;;
+  # One after another: what times candidates must not share the GPU.
+  training_autotune) timed "whole steps, max-autotune" $total "$whole and autotune" bench/networks ;;
   first)
     native_library
     # The gate of one shape: compiles the kernels, runs them and compares with float64.
@@ -225,7 +246,11 @@ case $stage in
     ;;
   bench)
     native_library
-    timed "benchmarks" $total "not compiled" bench/attention bench/kappa
+    timed "benchmarks" $total "not (compiled or flex)" bench/attention bench/kappa
+    ;;
+  peers)
+    compile_ahead "FlexAttention, compiled ahead" 60 "both-graph and flex" bench/attention
+    timed "peers" 190 "both-graph and not (stats or compiled)" bench/attention
     ;;
   inference)
     compile_ahead "compiled ahead" 90 "model_vit_base and (inference or one_image) and compiled" bench/networks
@@ -277,7 +302,7 @@ case $stage in
   models)
     timed "models" $total "not compiled and not ($whole)" bench/networks
     ;;
-  compiled) timed "compiled" $total "compiled and not ($whole)" bench ;;
+  compiled) timed "compiled" $total "compiled and not ($modes) and not ($whole)" bench ;;
   listops_seeds)
     total=510
     # What is stopped keeps its checkpoint; a seed that is finished is only evaluated again.
@@ -299,7 +324,7 @@ for name in "${stages[@]}" listops_seeds; do
 done
 results=()
 for file in "$out"/*.json; do
-  case $file in */crossover.json | */memory.json) continue ;; esac
+  case $file in */crossover.json | */memory.json | */steps-profile.json) continue ;; esac
   [ ! -s "$file" ] || results+=("$file")
 done
 if [ ${#results[@]} -gt 0 ]; then

@@ -22,6 +22,7 @@ except ModuleNotFoundError as missing:
 from bench import frames
 from bench.attention.catalogue import HEADLINE, LABELS
 from bench.harness import command
+from bench.networks.modes import whose
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,8 +43,19 @@ RATIOS = {
 }
 # Of our peers in benchmarks those that always run our own kernels, by the case's operator.
 OWN_KERNELS = "leaner_kernel", "leaner_varlen", "leaner"
+DISPATCHED = "dispatched"  # a row of PyTorch's that stands for ours
+# What our peers with statistics measure beside the plain one.
+COSTS = {
+    "leaner_stats": "with statistics",
+    "leaner_stats_sampled": "with a capture of 4 entries",
+    "leaner_stats_unsampled": "in a step without a capture",
+}
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
-BLOCK = re.compile(r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+)?")
+NOT_MEASURED, NO_RUN = "not measured", "no run of both"
+OUTSIDE = 1.25  # a prediction that is further off where it was measured is not shown
+BLOCK = re.compile(
+    r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+(?:\n(?:>.*\n)+)?)?"
+)
 
 
 def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataFrame:
@@ -68,72 +80,232 @@ def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataF
 
 
 def front(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return attention on a GPU as a user meets it, forward and backward.
+    """Return attention on a GPU as a user meets it: forward and backward, then forward alone.
 
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
-    rows = timed[(timed["kind"] == "attention") & (timed["stage"] == "both") & ~timed["cpu"]]
-    rows = rows[(rows["mode"] == "graph") & (rows["start"] == "") & rows["case"].isin(LABELS)]
-    rows = frames.standings(rows[rows["peer"].isin(OWN_KERNELS) | ~rows["ours"]])
-    rows = rows[rows["median_best"].notna()]
-    rows = rows.sort_values("case", key=lambda cases: cases.map([*LABELS].index), kind="stable")
-    default = rows["median_default"].fillna(rows["median_best"])
-    joules = rows["joules_default"].where(rows["median_default"].notna(), rows["joules_best"])
-    to_library = pd.Series(map(_is_dispatched, rows.to_dict("records")), rows.index, dtype=bool)
-    ours, times = rows["median"].where(~to_library, default), frames.words(1e6 * rows["median"])
-    return pd.DataFrame(
-        {
-            "attention, forward + backward": rows["case"].map(LABELS),
-            "B·H·N·D": rows["size"].str.replace(",", "").str.replace(" bfloat16", ""),
-            "ours, µs": times.where(~to_library, "PyTorch's (" + times + ")"),
-            "PyTorch or timm, µs": frames.words(1e6 * default),
-            "× as fast": frames.words(default / ours),
-            "fastest other, µs": frames.words(1e6 * rows["median_best"]) + " " + rows["peer_best"],
-            "× the fastest": frames.words(rows["median_best"] / ours),
-            "ours, mJ": frames.words(1e3 * rows["joules"].where(~to_library, joules)),
-            "PyTorch or timm, mJ": frames.words(1e3 * joules),
-        }
+    rows = timed[(timed["kind"] == "attention") & ~timed["cpu"] & timed["case"].isin(LABELS)]
+    rows = rows[rows["stage"].isin(["both", "forward"]) & (rows["mode"] == "graph")]
+    rows = rows[(rows["start"] == "") & (rows["peer"].isin(OWN_KERNELS) | ~rows["ours"])]
+    calls = ["on", "case", "stage"]
+    kernels = frames.standings(rows).set_index(calls)
+    called = frames.standings(_as_called(rows)).set_index(calls)
+    called = called[called["median_best"].notna() & called["ours"]]
+    for name in ("median", "run", "beside", "times", "joules"):  # an operator that only one has
+        called[f"{name}_default"] = called[f"{name}_default"].fillna(called[f"{name}_best"])
+    called = called.sort_index(
+        level="case", key=lambda cases: cases.map([*LABELS].index), kind="stable"
     )
+    times = frames.words(1e6 * kernels["median"].reindex(called.index))
+    dispatched = called["peer"] == DISPATCHED
+    table = pd.DataFrame(
+        {
+            "attention, forward + backward": called.index.get_level_values("case").map(LABELS),
+            "B·H·N·D": called["size"]
+            .str.replace(",(?! w)", "", regex=True)
+            .str.replace(" bfloat16", ""),
+            "ours, µs": times.where(~dispatched, "PyTorch's (" + times + ")"),
+            "PyTorch or timm, µs": _beside(called, "default"),
+            "× as fast": _times(called, "default"),
+            "fastest other, µs": _beside(called, "best"),
+            "× the fastest": _times(called, "best"),
+            "ours, mJ": _two_digits(1e3 * called["joules"]),
+            "PyTorch or timm, mJ": _two_digits(1e3 * called["joules_default"]),
+        },
+        called.index,
+    )
+    both, forward = (
+        table[table.index.get_level_values("stage") == stage].droplevel("stage")
+        for stage in ("both", "forward")
+    )
+    alone = forward.iloc[:, 2:6].add_prefix("forward alone: ")
+    return _noted(both.join(alone).fillna(NOT_MEASURED), called[~dispatched])
+
+
+def _as_called(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows with PyTorch's as ours where ``attention`` dispatches a case to it."""
+    calls = [*zip(rows["case"], rows["stage"])]
+    routed = {call for call, row in zip(calls, rows.to_dict("records")) if _is_dispatched(row)}
+    here = pd.Series([call in routed for call in calls], rows.index, dtype=bool)
+    library = rows[here & (rows["peer"] == "sdpa")].assign(ours=True, peer=DISPATCHED)
+    return pd.concat([rows[~(here & rows["ours"])], library]).sort_index(kind="stable")
 
 
 def _is_dispatched(row: Mapping[str, Any]) -> bool:
     """Whether ``attention`` calls PyTorch's on a case of ``leaner_kernel``."""
-    if row["peer"] != "leaner_kernel":
+    if row["peer"] != "leaner_kernel" or row.get("window", 0) > 0:
         return False
     capability = int(row["capability"].replace(".", ""))
-    sizes = int(row["head_dim"]), int(row["tokens"])
-    return bool(find_rule_of_library(capability, False, bool(row["causal"]), True, *sizes))
+    kind = False, bool(row["causal"]), row["stage"] != "forward"  # not varlen
+    sizes = int(row["head_dim"]), int(row["tokens"]), int(row["batch"] * row["heads"])
+    float32 = row["dtype"] == "float32"
+    return bool(find_rule_of_library(capability, *kind, *sizes, float32))
 
 
-def headline(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows and columns of ``front`` that the first page shows."""
-    table = front(timed)
+def _beside(rows: pd.DataFrame, end: str, scale: float = 1e6) -> list[str]:
+    """Return the times of the default or the best, with ours of their run where it is another."""
+    cells = []
+    for row in rows.to_dict("records"):
+        time, run, ours = (row[f"{name}_{end}"] for name in ("median", "run", "beside"))
+        words = frames.number(scale * time)
+        words += f" {row['peer_best']}" if end == "best" else ""
+        if pd.notna(time) and run != row["run"] and pd.notna(ours):
+            words += f" (ours {frames.number(scale * ours)})"
+        cells.append(words)
+    return cells
+
+
+def _times(rows: pd.DataFrame, end: str) -> pd.Series:
+    """Return how many times as fast ours is as the default or the best."""
+    return frames.words(rows[f"times_{end}"]).where(rows[f"times_{end}"].notna(), NO_RUN)
+
+
+def headline(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows and columns of ``front``'s table that the first page shows."""
     rows = table.iloc[:, 0].isin([LABELS[case] for case in HEADLINE])
-    return table[rows].iloc[:, :7]
+    short = table[rows].iloc[:, :7]
+    short.attrs = table.attrs
+    return short
+
+
+def _steps(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of whole training steps on a GPU, with items a second."""
+    rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
+    rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
+    return rows.sort_values("row", key=lambda names: names.map([*STEPS].index), kind="stable")
+
+
+def _rate(rows: pd.DataFrame, end: str = "") -> pd.Series:
+    """Return images or tokens a second."""
+    return rows[f"images_per_s{end}"].fillna(rows[f"tokens_per_s{end}"])
+
+
+def _two_digits(values: pd.Series) -> pd.Series:
+    return frames.words(values.map(lambda value: float(f"{value:.2g}"), na_action="ignore"))
 
 
 def steps(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return whole training steps on a GPU beside the fastest of others, for the first page."""
-    rows = timed[timed["kind"].isin(["model", "language"]) & ~timed["cpu"]]
-    rows = rows[(rows["stage"] == "training") & rows["row"].isin(STEPS)]
-    rows = rows.assign(
-        rate=rows["images_per_s"].fillna(rows["tokens_per_s"]),
-        of_item=rows["joules_per_image"].fillna(rows["joules_per_token"]),
-    )
-    rows = frames.standings(rows[rows["peer"].str.startswith("leaner") | ~rows["ours"]])
-    rows = rows[rows["rate_best"].notna()].sort_values("mode", kind="stable")
+    """Return whole training steps on a GPU in every mode that any side was measured in."""
+    rows = frames.standings(_steps(timed))
+    rows = rows.sort_values("variant", key=lambda names: names != "original", kind="stable")
     rows = rows.sort_values("row", key=lambda names: names.map([*STEPS].index), kind="stable")
-    peer = rows["peer_best"].str.removesuffix("_compiled")
-    return pd.DataFrame(
+    rate, other = _rate(rows), _rate(rows, "_best")
+    theirs = frames.words(other) + " " + rows["peer_best"].fillna("").map(whose)
+    table = pd.DataFrame(
         {
             "training step": rows["row"].map(STEPS) + ", " + rows["variant"],
             "called": rows["mode"],
-            "ours, a second": frames.words(rows["rate"]),
-            "fastest other": frames.words(rows["rate_best"]) + " " + peer,
-            "times as fast": frames.words(rows["rate"] / rows["rate_best"]),
+            "ours, a second": frames.words(rate).where(rate.notna(), NOT_MEASURED),
+            "fastest other": theirs.where(other.notna(), NOT_MEASURED),
+            "times as fast": _times(rows, "best").where(rate.notna() & other.notna(), ""),
             "ours, peak GB": frames.words(1e-9 * rows["peak_memory_bytes"]),
             "other, peak GB": frames.words(1e-9 * rows["peak_memory_bytes_best"]),
-            "ours, mJ for each": frames.words(1e3 * rows["of_item"]),
+            "ours, TFLOP": frames.words(1e-12 * rows["flops"]),
+            "other, TFLOP": frames.words(1e-12 * rows["flops_best"]),
+            "ours, J a step": _two_digits(rows["joules"]),
+            "other, J a step": _two_digits(rows["joules_best"]),
+        }
+    )
+    return _noted(table, rows[rows["ours"]])
+
+
+def fastest_steps(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest mode of each side of a training step, for the first page."""
+    rows = frames.newest(_steps(timed))
+    rows = rows.assign(rate=_rate(rows))
+    cells, own = [], []
+    for (row, variant), group in rows.groupby(["row", "variant"], sort=False):
+        ours, theirs = (
+            group[group["ours"] == side].sort_values("median").head(1).to_dict("records")
+            for side in (True, False)
+        )
+        own += ours
+        one_run = ours and theirs and ours[0]["run"] == theirs[0]["run"]
+        cells.append(
+            {
+                "training step": f"{STEPS[row]}, {variant}",
+                "ours, a second": _fastest_cell(ours),
+                "fastest other": _fastest_cell(theirs),
+                "times as fast": ours[0]["rate"] / theirs[0]["rate"] if one_run else NO_RUN,
+                "TFLOP a step, ours / other": " / ".join(
+                    frames.number(1e-12 * side[0]["flops"]) if side else NOT_MEASURED
+                    for side in (ours, theirs)
+                ),
+            }
+        )
+    return _noted(pd.DataFrame(cells), pd.DataFrame(own, columns=rows.columns))
+
+
+def _fastest_cell(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return NOT_MEASURED
+    owner = "" if rows[0]["ours"] else f" {whose(rows[0]['peer'])},"
+    return f"{frames.number(rows[0]['rate'])}{owner} {rows[0]['mode']}"
+
+
+def _noted(table: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with a note of which of our rows were measured on earlier kernels."""
+    earlier = ours[ours["earlier"]]
+    if len(earlier):
+        days = " to ".join(sorted({min(earlier["date"]), max(earlier["date"])}))
+        some = "" if len(earlier) == len(ours) else f": {len(earlier)} of {len(ours)} rows"
+        table.attrs["note"] = f"Measured on earlier kernels, {days}{some}."
+    over = int(ours.get("over_limit", pd.Series()).sum())
+    if over:
+        text = f"{over} rows imply more than the board's power limit and show no energy."
+        table.attrs["note"] = f"{table.attrs.get('note', '')} {text}".strip()
+    return table
+
+
+def statistics_cost(timed: pd.DataFrame) -> pd.DataFrame:
+    """Return what statistics and captures add to a pass, both timed in one run."""
+    rows = timed[(timed["kind"] == "attention") & ~timed["cpu"] & (timed["mode"] == "graph")]
+    rows = rows[rows["ours"] & (rows["start"] == "") & (rows["stage"] != "backward")]
+    named = rows["peer"].replace(dict.fromkeys(OWN_KERNELS, "plain"))
+    rows = rows.assign(peer=named.str.replace("leaner_varlen_stats", "leaner_stats"))
+    calls = ["on", "case", "size", "stage"]
+    wide = rows.pivot_table("median", [*calls, "run"], "peer", sort=False, aggfunc="first").reindex(
+        columns=["plain", *COSTS]
+    )
+    wide = wide[wide["plain"].notna() & wide[[*COSTS]].notna().any(axis="columns")]
+    facts = rows.drop_duplicates([*calls, "run"]).set_index([*calls, "run"])
+    wide = wide.join(facts[["earlier", "date"]]).reset_index().drop_duplicates(calls, keep="last")
+    table = wide[calls[1:]].assign(**{"plain, µs": frames.words(1e6 * wide["plain"])})
+    for peer, heading in COSTS.items():
+        added = 100 * (wide[peer] / wide["plain"] - 1)
+        table[heading] = [f"{value:+.0f}%" if pd.notna(value) else "" for value in added]
+    table["case"] = [LABELS.get(case, case) for case in table["case"]]
+    return _noted(table.rename(columns={"case": "attention", "stage": "pass"}), wide)
+
+
+def crossover(result: Mapping[str, Any]) -> pd.DataFrame:
+    """Return how many times as fast as PyTorch's our kernels are, by length and head dimension."""
+    rows = pd.DataFrame(result["rows"])
+    kinds = ["kind", "causal", "head_dim"]
+    tables = []
+    for stage in ("both", "forward"):
+        times = rows[f"library_{stage}"] / rows[f"ours_{stage}"]
+        wide = rows.assign(times=times).pivot_table("times", kinds, "tokens").sort_index()
+        tables.append(wide.assign(stage=stage).reset_index())
+    table = pd.concat(tables, ignore_index=True)
+    table["attention"] = table["kind"] + table["causal"].map({True: ", causal", False: ""})
+    table["pass"] = table["stage"].map({"both": "forward + backward", "forward": "forward"})
+    lengths = sorted(name for name in table if isinstance(name, int))
+    table = table.rename(columns={"head_dim": "D"})[["attention", "pass", "D", *lengths]]
+    made = {"earlier": frames.is_earlier(result), "date": result["datetime"][:10]}
+    return _noted(table.rename(columns=str).astype({"D": str}), pd.DataFrame([made]))
+
+
+def host(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return what the host takes to issue small calls."""
+    table = pd.DataFrame(rows)
+    return pd.DataFrame(
+        {
+            "call": table["call"],
+            "pass": table["pass"],
+            "ours, µs": table["ours_us"],
+            "PyTorch, µs": table["pytorch_us"],
+            "ours / PyTorch": table["ours_us"] / table["pytorch_us"],
         }
     )
 
@@ -166,7 +338,7 @@ def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 def attention(standing: pd.DataFrame) -> pd.DataFrame:
     """Return our best row of each pass of attention, from q, k and v or from one projection."""
-    rows = standing[standing["kind"] == "attention"]
+    rows = standing[(standing["kind"] == "attention") & standing["ours"]]
     cells = pd.DataFrame(
         {
             "on": rows["on"],
@@ -177,17 +349,23 @@ def attention(standing: pd.DataFrame) -> pd.DataFrame:
             "µs": frames.words(1e6 * rows["median"]) + " " + rows["peer"],
             "IQR, %": 100 * rows["iqr"] / rows["median"],
             "copy, %": 100 * rows["copy_fraction"],
-            "× default": rows["times_default"],
-            "× best peer": rows["versus"],
+            "× default": _marked(rows, "default"),
+            "× best peer": rows["versus_best"],
         }
     )
-    return beside(cells, [rows["stage"]], 5)
+    return _noted(beside(cells, [rows["stage"]], 5), rows)
+
+
+def _marked(rows: pd.DataFrame, end: str) -> pd.Series:
+    """Return how many times as fast ours is, with an asterisk where the run is another."""
+    elsewhere = (rows[f"run_{end}"] != rows["run"]) & rows[f"times_{end}"].notna()
+    return frames.words(rows[f"times_{end}"]) + elsewhere.map({True: "*", False: ""})
 
 
 def kappa(standing: pd.DataFrame) -> pd.DataFrame:
     """Return condition numbers beside libraries' singular values."""
-    rows = standing[standing["kind"] == "kappa"]
-    return pd.DataFrame(
+    rows = standing[(standing["kind"] == "kappa") & standing["ours"]]
+    table = pd.DataFrame(
         {
             "on": rows["on"],
             "case": rows["case"],
@@ -195,12 +373,13 @@ def kappa(standing: pd.DataFrame) -> pd.DataFrame:
             "called": rows["mode"],
             "ms": 1e3 * rows["median"],
             "IQR, ms": 1e3 * rows["iqr"],
-            "× svdvals": rows["times_default"],
-            "× best library": rows["versus"],
+            "× svdvals": _marked(rows, "default"),
+            "× best library": rows["versus_best"],
             "error at 10³": rows["error_mild"],
             "at 10⁶": rows["error_hard"],
         }
     )
+    return _noted(table, rows)
 
 
 def monitor(standing: pd.DataFrame) -> pd.DataFrame:
@@ -217,12 +396,12 @@ def monitor(standing: pd.DataFrame) -> pd.DataFrame:
             "IQR, %": 100 * rows["overhead_iqr"],
         }
     )
-    return beside(cells, [rows["stage"]], 3)
+    return _noted(beside(cells, [rows["stage"]], 3), rows)
 
 
 def models(standing: pd.DataFrame) -> pd.DataFrame:
     """Return training and inference of rows of the paper beside timm's and transformers'."""
-    rows = standing[standing["kind"].isin(["model", "language"])]
+    rows = standing[standing["kind"].isin(["model", "language"]) & standing["ours"]]
     cells = pd.DataFrame(
         {
             "on": rows["on"],
@@ -231,27 +410,32 @@ def models(standing: pd.DataFrame) -> pd.DataFrame:
             "called": rows["mode"],
             "a second": rows["images_per_s"].fillna(rows["tokens_per_s"]),
             "IQR, %": 100 * rows["iqr"] / rows["median"],
-            "× best peer": rows["versus"],
+            "× best peer": rows["versus_best"],
             "kept, kB": rows["own"] / 1e3,
-            "mJ": 1e3 * rows["joules_per_image"].fillna(rows["joules_per_token"]),
             "peak, GB": rows["peak_memory_bytes"] / 1e9,
         }
     )
-    return beside(cells, [rows["variant"], rows["stage"]], 4)
+    return _noted(beside(cells, [rows["variant"], rows["stage"]], 4), rows)
 
 
 def lean(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return lean over original of each row of the paper; the small ones of a CPU are not of it."""
+    """Return lean over original of each row of the paper, both of one run.
+
+    Small rows of a CPU are not of the paper.
+    """
     rows = timed[(timed["variant"] != "") & ~timed["case"].str.startswith("cpu_")]
     rows = rows[rows["stage"].isin(["training", ""])]
-    ratios = {}
+    ratios, used = {}, []
     for name, (column, peer) in RATIOS.items():
         here = rows[rows["peer"] == peer] if peer else rows
-        sides = here.pivot_table(column, ["on", "row"], "variant", sort=False)
+        sides = here.pivot_table(column, ["on", "row", "run"], "variant", sort=False)
         if {"lean", "original"} <= {*sides.columns}:
-            ratios[name] = sides["lean"] / sides["original"]
+            ratio = (sides["lean"] / sides["original"]).dropna()
+            ratios[name] = ratio.groupby(level=["on", "row"], sort=False).last()
+            used.append(here[here["run"].isin(ratio.index.get_level_values("run"))])
     table = pd.concat(ratios, axis="columns").reset_index() if ratios else pd.DataFrame()
-    return table.reindex(columns=["on", "row", *RATIOS])
+    ours = pd.concat(used or [rows])
+    return _noted(table.reindex(columns=["on", "row", *RATIOS]), ours[ours["ours"]])
 
 
 def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
@@ -296,15 +480,24 @@ def predictions(name: str) -> pd.DataFrame:
 def own_kernels(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the passes of our own kernels alone, from q, k and v apart or as vision has them."""
     rows = timed[timed["peer"].isin(OWN_KERNELS) & (timed["mode"] == "graph")]
-    rows = rows[rows["stage"].isin(["forward", "backward"])]
-    return rows.assign(gpu=rows["on"].str.removeprefix("NVIDIA "))
+    return frames.newest(rows.assign(gpu=rows["on"].str.removeprefix("NVIDIA ")))
 
 
 def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return predictions of what is not measured, of the cases of the first page."""
+    """Return predictions of what is not measured, of the cases of the first page.
+
+    A case whose passes together are far off on a GPU that measured them is left out.
+    """
     by = ["gpu", "case", "stage"]
-    measured = pd.MultiIndex.from_frame(own_kernels(timed)[by])
-    left = rows[rows["case"].isin(LABELS) & ~pd.MultiIndex.from_frame(rows[by]).isin(measured)]
+    own = own_kernels(timed)
+    passes = own[own["stage"] != "both"]
+    both = own[own["stage"] == "both"].set_index(by[:2])["median"]
+    known = rows[rows["stage"].isin(["forward", "backward"])]
+    error = known.groupby(by[:2])["predicted"].sum(min_count=2) / both
+    off = error[(error > OUTSIDE) | (error < 1 / OUTSIDE)].index.get_level_values("case")
+    measured = pd.MultiIndex.from_frame(passes[by])
+    left = rows[rows["case"].isin(LABELS) & ~rows["case"].isin(off)]
+    left = left[~pd.MultiIndex.from_frame(left[by]).isin(measured)]
     times = frames.words(1e6 * left["predicted"]).replace("", "unknown")
     cells = pd.DataFrame({"case": left["case"], "": times})
     return beside(cells, [left["gpu"], left["stage"]], 1)
@@ -330,15 +523,22 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
         "lean": lean(timed),
         "unmeasured": unmeasured(results),
     }
-    pages = {
-        "README": {"headline": headline(timed)},
-        "faster": {"steps": steps(timed), "front": front(timed)},
-        "results": tables,
+    faster = {
+        "steps": steps(timed),
+        "front": front(timed),
+        "statistics": statistics_cost(timed),
     }
+    first = {"headline": headline(faster["front"]), "fastest": fastest_steps(timed)}
+    pages = {"README": first, "faster": faster, "results": tables}
     if not paths:
-        measured = json.loads((RESULTS / "training-cpu.json").read_text("utf-8"))["rows"]
+        beside_model, lengths, calls = (
+            json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
+            for name in ("training-cpu", "crossover-h200", "host-h200")
+        )
+        faster["host"] = host(calls["rows"])
         tables |= {
-            "training": training(measured),
+            "crossover": crossover(lengths),
+            "training": training(beside_model["rows"]),
             "predicted": predicted(timed, predictions("predictions")),
         }
     return pages
@@ -348,7 +548,8 @@ def render(table: pd.DataFrame) -> str:
     """Return a table as Markdown without the columns that no row has, nothing without a row."""
     if table.empty:
         return ""
-    return frames.markdown(table.replace("", None).dropna(axis="columns", how="all"))
+    text = frames.markdown(table.replace("", None).dropna(axis="columns", how="all"))
+    return f"{text}\n\n> {table.attrs['note']}" if "note" in table.attrs else text
 
 
 def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
@@ -366,7 +567,8 @@ def draw(path: Path) -> None:
     results = [frames.read(result) for result in sorted(RESULTS.glob("20*.json"))]
     standing = frames.standings(frames.timed(results))
     rows = standing[(standing["kind"] == "attention") & (standing["stage"] == "both")]
-    rows = rows[(rows["mode"] == "graph") & ~rows["cpu"]].dropna(subset="times_default")
+    rows = rows[(rows["mode"] == "graph") & ~rows["cpu"] & rows["ours"]]
+    rows = rows.dropna(subset="times_default")
     names = rows["case"] + rows["start"].map(lambda start: f", {start}" if start else "")
     bars = rows.set_axis(names + " (" + rows["on"] + ")")["times_default"].sort_values()
     colors = ["tab:orange" if times >= 1 else "tab:red" for times in bars]

@@ -40,7 +40,7 @@ def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: lis
         if row.mode == "eager":
             info["peak_memory_bytes"] = counters.peak_memory(partial(call, sets[0]))
         if row.mode == "graph" and row.what == "both":
-            info["joules"] = counters.joules_per_call(run_round, row.clock.calls, machine.Gpu(0))
+            info |= counters.energy(run_round, row.clock.calls, machine.Gpu(0))
 
 
 @each_row(rows())

@@ -32,6 +32,8 @@ LABELS = {
     "xcit_m": "XCiT-M",
     "volo_d3_outlook": "VOLO-d3, outlook",
     "davit_channel3": "DaViT channels",
+    "davit_window3": "DaViT windows of a map",
+    "long_2048_sliding": "2,048 tokens, window of 256",
     "vit_huge": "ViT-H/14",
     "vit_384": "ViT-B at 384 px",
     "long_1024": "1,024 tokens",

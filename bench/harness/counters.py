@@ -62,13 +62,35 @@ def peak_memory(call: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def joules_per_call(run_round: Callable[[], Any], calls: int, gpu: Gpu) -> float | None:
-    """Return the energy of one call, idle power included, over half a second; None without NVML."""
-    start, began, rounds = gpu.energy_joules, time.perf_counter(), 0
-    if start is None:
-        return None
-    while time.perf_counter() - began < ENERGY_SECONDS:
+def energy(run_round: Callable[[], Any], calls: int, gpu: Gpu) -> dict[str, float]:
+    """Return the energy of one call, idle power included, and the time that it was measured for.
+
+    Rounds follow each other for at least ``ENERGY_SECONDS``, between two movements of NVML's total
+    energy counter.
+
+    Args:
+        run_round: makes ``calls`` calls on the current stream.
+        calls: of a round.
+        gpu: that runs them.
+
+    Returns:
+        ``joules`` of a call and ``energy_seconds``; nothing if the counter is missing or stands.
+    """
+    last = gpu.energy_joules
+    if last is None:
+        return {}
+    first, rounds, began = None, 0, time.perf_counter()
+    while time.perf_counter() - began < 4 * ENERGY_SECONDS:
         run_round()
         torch.cuda.synchronize()
         rounds += 1
-    return (gpu.energy_joules - start) / (rounds * calls)
+        reading, now = gpu.energy_joules, time.perf_counter()
+        if reading == last:
+            continue
+        last = reading
+        if first is None:
+            first, rounds = (reading, now), 0
+        elif now - first[1] >= ENERGY_SECONDS:
+            joules = (reading - first[0]) / (rounds * calls)
+            return {"joules": joules, "energy_seconds": now - first[1]}
+    return {}

@@ -21,6 +21,7 @@ import torch
 
 import leaner_kernels
 from bench.harness.clock import Clock, seconds
+from bench.harness.digest import kernels as digest_of_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -57,7 +58,8 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
     """Return the checkout's git commit and a digest of its source.
 
     The variable LEANER_COMMIT names the commit of a copy on a rented machine; without it and git
-    the commit is None. ``source`` identifies the code also in a copy or with uncommitted changes.
+    the commit is None. ``source`` identifies the code also in a copy or with uncommitted changes,
+    ``kernels`` that of the kernels alone.
     """
     digest = hashlib.sha256()
     for folder in ("leaner_kernels", "bench"):
@@ -70,6 +72,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
         "id": named or _git(root, "rev-parse", "--verify", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "source": digest.hexdigest()[:16],
+        "kernels": digest_of_kernels(root),
     }
 
 

@@ -13,18 +13,13 @@ from typing import Any
 from bench.harness import clock, counters, machine
 from bench.harness.checked import Row, each_row
 from bench.harness.steps import resident
-from bench.networks.cases import PAPER_CASES, LanguageCase, PaperCase
-from bench.networks.gate import OURS, LanguageModels, Models, VisionModels, peers_of
+from bench.networks.cases import PAPER_CASES
+from bench.networks.gate import OURS, models_of, peers_of
 from bench.networks.modes import replays_graphs, whose
 
 
-def models_of(case: PaperCase) -> Models:
-    """Return what a case is measured on."""
-    return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)
-
-
 def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:
-    """Time a row from Python; return a GPU's clocks, and its joules for each of a call's items."""
+    """Time a row from Python; return a GPU's clocks, and the energy of a call."""
     device = row.case.device
     mode, seconds = clock.FROM_PYTHON[device], clock.STEP_SECONDS[device]
     run_round = clock.record(benchmark, row.clock, mode, lambda _: call(), [None], seconds)
@@ -32,9 +27,7 @@ def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:
         return {}
     gpu = machine.Gpu(0)
     clocks = gpu.clocks_mhz
-    joules = counters.joules_per_call(run_round, row.clock.calls, gpu)
-    of_item = None if joules is None else joules / row.case.items(row.what)
-    return {"clocks_mhz": clocks, f"joules_per_{row.case.item}": of_item}
+    return {"clocks_mhz": clocks} | counters.energy(run_round, row.clock.calls, gpu)
 
 
 def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:

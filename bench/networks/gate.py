@@ -96,7 +96,7 @@ class Models:
         """Return the FLOPs of a call: in training of a forward and a backward.
 
         They are counted once for each model and stage, on the model as it runs without
-        torch.compile. What a backward computes again inside an attention kernel counts.
+        torch.compile. A backward of attention computes its scores again, which counts.
         """
         owner = whose(name)
         if (owner, stage) not in self.counted:
@@ -240,3 +240,10 @@ class LanguageModels(Models):
             of_tokens = losses(model, self.batch)[:CHECKED].detach().double().cpu()
         exact, allowed = self.truth
         return share_of_budget("losses", (of_tokens - exact).abs().max().item(), allowed)
+
+
+def models_of(case: PaperCase) -> Models:
+    """Return what a case is measured on, and free what the case before compiled."""
+    if case.device == "cuda":
+        torch.compiler.reset()  # CUDA graphs of training keep their activations
+    return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)

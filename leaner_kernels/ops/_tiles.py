@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
+from ._checks import ArgumentError
+
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 ARCHITECTURES = 80, 86, 90  # tuned; tests compile all tiles for each
+LEAST_CAPABILITY = 75  # Triton compiles for no GPU before
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 ANY = 2**31
 
@@ -165,6 +168,15 @@ def capability(device: torch.device) -> int:
     # A constant for torch.compile, unlike get_device_capability.
     properties = torch.cuda.get_device_properties(device)
     return 10 * properties.major + properties.minor
+
+
+def check_capability(device: torch.device) -> None:
+    """Raise ValueError for a GPU that Triton does not compile for."""
+    if (gpu := capability(device)) < LEAST_CAPABILITY:
+        raise ArgumentError(
+            f"this call needs our kernels, which need a GPU of compute capability "
+            f"{LEAST_CAPABILITY / 10} or newer, got {gpu / 10}"
+        )
 
 
 def architecture(capability: int) -> int | None:

@@ -68,3 +68,10 @@ def test_kernels_fit_supported_gpus(
             assert not used.faults, f"sm_{gpu} {one.name}: {used.faults}, {used}"
             assert used.shared <= GPUS[gpu].shared_per_program, f"sm_{gpu} {one.name}: {used}"
             assert used.programs_per_sm >= 1, f"sm_{gpu} {one.name}: {used}"
+
+
+@pytest.mark.parametrize("op", ["cross_covariance", "channel", "window", "outlook"])
+def test_a_gpu_that_triton_does_not_compile_for_is_refused_in_one_line(op: str) -> None:
+    with pytest.raises(ValueError, match=r"of compute capability 7.5 or newer, got 7.0$") as error:
+        call_of(vision(op, 32)).launches(70)
+    assert "\n" not in str(error.value)

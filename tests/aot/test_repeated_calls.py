@@ -15,8 +15,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leaner_kernels import attention, attention_qkvpacked, attention_varlen
+from leaner_kernels import (
+    attention,
+    attention_qkvpacked,
+    attention_qkvpacked_with_stats,
+    attention_varlen,
+    attention_with_stats,
+)
 from leaner_kernels.ops import _launch_cache, _tiles
+from leaner_kernels.ops import attention as ops_attention
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch, op
 from tests.aot import pretended_gpu
@@ -47,6 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 
     monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
     op._plans.clear()
+    op._dispatched.clear()
     op._backwards.clear()
     with pretended_gpu.gpu():
         yield found
@@ -174,6 +182,54 @@ def test_rules_are_asked_apart_for_calls_with_and_without_a_backward(
                 attention(q, q, q)
     assert asked == [False, True]
     assert short == ["attention", "attention"]
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_qkvpacked"])
+def test_a_repeated_call_of_pytorch_is_neither_checked_nor_dispatched_again(
+    name: str, launches: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    asked, checked = [], []
+    rule = dispatch.Rule(1, None, "a test")
+    monkeypatch.setattr(
+        dispatch, "find_rule_of_library", lambda *call: asked.append(call[3]) or rule
+    )
+    for check in ("checked_dense", "checked_packed"):
+        function = getattr(ops_attention, check)
+        monkeypatch.setattr(ops_attention, check, lambda *a, f=function: checked.append(f) or f(*a))
+    qkv = torch.randn(2, 64, 3, 4, 32, dtype=torch.bfloat16)
+    q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    for _ in range(3):
+        if name == "attention":
+            out = attention(q, k, v)
+        else:
+            out = attention_qkvpacked(qkv).transpose(1, 2)
+        torch.testing.assert_close(out.cpu(), expected.cpu())
+    assert (len(asked), len(checked)) == (1, 1)
+    assert launches == []
+    torch.use_deterministic_algorithms(True)  # which another signature has: ours, from now on
+    attention(q, k, v)
+    attention(q, k, v)
+    assert len(launches) == 1
+
+
+OLD = {
+    "attention": lambda: attention_with_stats(*three()),
+    "qkvpacked": lambda: attention_qkvpacked_with_stats(leaf(2, 64, 3, 4, 32)),
+    "varlen": lambda: attention_varlen(*[leaf(64, 2, 64)] * 3, STARTS, 64),
+    "softcap": lambda: attention(*three(), softcap=9.0),
+}
+
+
+@pytest.mark.parametrize("call", OLD.values(), ids=OLD)
+def test_a_gpu_that_triton_does_not_compile_for_is_refused_in_one_line(
+    call: Callable[[], Any], launches: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "capability", lambda _: 70)
+    with pytest.raises(ValueError, match=r"of compute capability 7.5 or newer, got 7.0$") as error:
+        call()
+    assert "\n" not in str(error.value)
 
 
 def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(

@@ -10,6 +10,7 @@ import pytest
 from bench import crossover
 from bench.crossover import SHAPES, Shape
 from bench.harness import command
+from leaner_kernels.ops.attention import dispatch
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = ROOT / "bench/results/crossover-h200.json"
@@ -63,8 +64,41 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
 def test_the_committed_rules_are_those_of_the_committed_sweep() -> None:
     assert crossover.section(SWEEP) in LIBRARY.read_text("utf-8")
     rows = json.loads(SWEEP.read_text("utf-8"))["rows"]
-    assert {Shape(*(row[name] for name in Shape._fields)) for row in rows} == set(SHAPES)
+    fields = "kind", "head_dim", "causal", "tokens"
+    many = {shape for shape in SHAPES if not shape.programs and not shape.float32}
+    assert {Shape(*(row[name] for name in fields)) for row in rows} == many
     assert max(row["difference"] for row in rows) < 0.02  # ours against PyTorch's
+
+
+def test_few_programs_and_float32_have_sections_of_their_own(tmp_path: Path) -> None:
+    """PyTorch wins with up to 16 programs, and in float32."""
+    row = {"kind": "dense", "head_dim": 64, "causal": False, "tokens": 197, "ours_forward": 1}
+    row |= {"ours_both": 1, "library_both": 1}
+    path = tmp_path / "sweep.json"
+    groups = ((64, False, 1.0), (0, True, 0.5), (0, False, 1.0), (16, False, 0.5))
+    rows = [
+        {**row, "programs": programs, "float32": float32, "library_forward": time}
+        for programs, float32, time in groups
+    ]
+    command.write(path, rows, machine_info={"gpu": {"compute_capability": "9.0"}})
+    text = crossover.section(path)
+    sections = [
+        (section.get("programs"), section.get("float32", False), section["rules"][0]["tokens"])
+        for section in tomllib.loads(text)["gpus"]
+    ]
+    assert sections == [
+        ([1, 16], False, [[197, 0]]),
+        ([17, 263], False, []),
+        (None, False, []),
+        (None, True, [[197, 0]]),
+    ]
+    by_capability, _ = dispatch.read_rules(text)
+    assert [section.programs for section in by_capability[90]] == [(1, 16), (17, 263), None, None]
+
+
+@pytest.mark.parametrize("shape", [Shape("dense", 16, False, 32, programs) for programs in (8, 32)])
+def test_a_shape_of_few_programs_has_as_many(shape: Shape) -> None:
+    assert shape.case.batch * shape.case.heads == shape.programs
 
 
 @pytest.mark.parametrize("kind", ["dense", "varlen"])

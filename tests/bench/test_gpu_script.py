@@ -5,10 +5,18 @@ import os
 import re
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
+from bench.attention.cases import CASES
+from bench.attention.peers import peers_of as softmax_peers
+from bench.networks import profile_steps
+from bench.networks.cases import PAPER_CASES
+from bench.networks.gate import peers_of
+from bench.networks.modes import mode_of
 from tests.bench.test_report import RESULT
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +39,9 @@ TOOLS = (
     *("tee", "timeout", "wc"),
 )
 STAGES = (
-    *("training", "first", "memory", "attention", "bench", "inference", "crossover", "rows"),
-    *("run", "operators", "profile", "models", "compiled"),
+    *("training", "training_compiled", "training_graphs", "training_autotune", "first", "memory"),
+    *("attention", "bench", "peers", "inference", "crossover", "rows", "run", "operators"),
+    *("profile", "models", "compiled"),
 )
 # What a stage calls beside python3. A run is killed, then resumed until its time is over.
 PROGRAMS = {
@@ -145,11 +154,72 @@ def test_a_run_is_killed_and_resumed_in_its_folder(checkout, tmp_path):
     assert "the run, resumed: passed" in done.stdout
 
 
+def test_steps_are_profiled_unless_an_expression_narrows_the_stage(checkout, tmp_path):
+    for arguments, count in ((("training",), 1), (("training", "-k", "crammed_bert"), 0)):
+        (tmp_path / "calls").unlink(missing_ok=True)
+        done = pretend(checkout, tmp_path, *arguments)
+        assert done.returncode == 0, done.stdout + done.stderr
+        lines = [line for line in calls_of(tmp_path) if "profile_steps" in line]
+        assert len(lines) == count
+        for line in lines:
+            case, peer, option, file = line.split()[-4:]
+            assert peer in peers_of(profile_steps.CASES[case])
+            assert (option, file) == ("--json", f"{tmp_path}/out/steps-profile.json")
+
+
+def contains(name, word, **_):
+    return word in name
+
+
+def selected(line, names):
+    """Return the names that a call of pytest selects by its -k, by pytest's own rule."""
+    expression = Expression.compile(line.split(" -k ", 1)[1])
+    return {name for name in names if expression.evaluate(partial(contains, name))}
+
+
+def test_every_mode_of_a_whole_step_is_timed_in_one_stage(checkout, tmp_path):
+    names = {
+        f"{case.name}-training-{name}"
+        for case in PAPER_CASES
+        for name in peers_of(case)
+        if case.device == "cuda" and case.row in ("vit_base", "crammed_bert", "gpt2_tinystories")
+    }
+    timed = {}
+    for stage in STAGES:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        pretend(checkout, tmp_path, stage)
+        for line in calls_of(tmp_path):
+            if "--benchmark-only" in line and re.search(r" bench(/networks)? ", line):
+                for name in selected(line, names):
+                    timed.setdefault(name, []).append(stage)
+    where = {
+        "eager": ["training"],
+        "compiled": ["training_compiled"],
+        "compiled, CUDA graphs": ["training_graphs"],
+        "compiled, max-autotune": ["training_autotune"],
+    }
+    assert timed == {name: where[mode_of(name.split("-")[-1])] for name in names}
+
+
+def test_the_peers_stage_times_every_peer_of_softmax_attention(checkout, tmp_path):
+    pretend(checkout, tmp_path, "peers")
+    (line,) = (line for line in calls_of(tmp_path) if "--benchmark-only" in line)
+    names = {
+        f"{case.name}-both-graph-{name}": peer
+        for case in CASES
+        for name, peer in softmax_peers(case).items()
+        if case.device == "cuda"
+    }
+    left = {name for name in names if name not in selected(line, names)}
+    assert all("stats" in name for name in left)
+    assert {name for name in names if "stats" in name} == left
+
+
 def test_an_expression_narrows_a_stage(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "bench", "-k", "lra or text")
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = (line for line in calls_of(tmp_path) if "-m pytest" in line)
-    assert line.endswith("-k (lra or text) and (not cpu_ and (not compiled))")
+    assert line.endswith("-k (lra or text) and (not cpu_ and (not (compiled or flex)))")
     assert (tmp_path / "out/bench-lra-or-text.json").exists()
 
 

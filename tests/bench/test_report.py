@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import frames, report
+from bench.attention.catalogue import LABELS
+from bench.harness import digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = {
@@ -98,8 +100,8 @@ def tables(write):
 
 
 def cells(markdown):
-    rows = [[cell.strip() for cell in line.split(" | ")] for line in markdown.splitlines()]
-    rows = [[cell.strip("| ") for cell in row] for row in rows]
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
 
 
@@ -122,6 +124,128 @@ def test_condition_numbers_compare_with_svdvals_and_with_the_best_that_is_right(
     assert (found["ms"], found["× svdvals"]) == ("0.4", "150")
     assert found["× best library"] == "8 gram_eigvalsh"
     assert (found["error at 10³"], found["at 10⁶"]) == ("4e-11", "1e-05")
+
+
+def run(write, name, day, *rows, kernels=None):
+    commit = RESULT["commit_info"] | {"kernels": kernels or {}}
+    when = f"2026-01-{day:02}T00:00:00"
+    return write(name, benchmarks=list(rows), datetime=when, commit_info=commit)
+
+
+def test_both_times_of_a_ratio_come_from_one_run(write):
+    """The peer of the first run met a slower kernel of ours; both are of that run."""
+    first = run(
+        write, "1.json", 1, row("leaner_kernel", 2e-3, "both"), row("flash_attn_4", 1e-3, "both")
+    )
+    second = run(write, "2.json", 2, row("leaner_kernel", 1e-3, "both"), row("sdpa", 3e-3, "both"))
+    (cell,) = cells(report.render(report.gather([first, second])["faster"]["front"]))
+    assert (cell["ours, µs"], cell["PyTorch or timm, µs"], cell["× as fast"]) == (
+        *("1,000", "3,000"),
+        "3",
+    )
+    assert cell["fastest other, µs"] == "1,000 flash_attn_4 (ours 2,000)"
+    assert cell["× the fastest"] == "0.5"
+    # A peer within the spread between runs does not replace that of the run.
+    first = run(
+        write, "1.json", 1, row("leaner_kernel", 2e-3, "both"), row("flash_attn_4", 2.95e-3, "both")
+    )
+    (cell,) = cells(report.render(report.gather([first, second])["faster"]["front"]))
+    assert (cell["fastest other, µs"], cell["× the fastest"]) == ("3,000 sdpa", "3")
+
+
+def test_times_of_two_runs_have_no_ratio(write):
+    first = run(write, "1.json", 1, row("sdpa", 3e-3, "both"))
+    second = run(write, "2.json", 2, row("leaner_kernel", 1e-3, "both"))
+    (cell,) = cells(report.render(report.gather([first, second])["faster"]["front"]))
+    assert (cell["ours, µs"], cell["PyTorch or timm, µs"]) == ("1,000", "3,000")
+    assert cell["× as fast"] == cell["× the fastest"] == "no run of both"
+
+
+def step(peer, median, row_of_paper="gpt2_tinystories", **extra):
+    case = f"language_{row_of_paper}_original"
+    return of_kind("language", case, peer, median, tokens_per_s=8192 / median, **extra)
+
+
+STEP = {
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "row": "gpt2_tinystories",
+    "variant": "original",
+    "batch": 128,
+}
+
+
+def test_a_mode_that_only_another_library_ran_is_printed(write):
+    rows = step("leaner", 0.02), step("transformers", 0.04), step("transformers_compiled", 0.01)
+    path = write(benchmarks=rows, cases={"language_gpt2_tinystories_original": STEP})
+    pages = report.gather([path])
+    found = {row["called"]: row for row in cells(report.render(pages["faster"]["steps"]))}
+    assert found["eager"]["times as fast"] == "2"
+    assert found["compiled"]["ours, a second"] == "not measured"
+    assert found["compiled"]["fastest other"] == "819,200 transformers"
+    (fastest,) = cells(report.render(pages["README"]["fastest"]))
+    assert fastest["ours, a second"] == "409,600 eager"
+    assert (fastest["fastest other"], fastest["times as fast"]) == (
+        "819,200 transformers, compiled",
+        "0.5",
+    )
+
+
+def test_a_table_says_which_rows_ran_earlier_kernels(write):
+    today = digest.kernels(ROOT)
+    rows = row("leaner_kernel", 1e-3, "both"), row("sdpa", 3e-3, "both")
+    new = run(write, "1.json", 1, *rows, kernels=today)
+    old = run(write, "2.json", 1, *rows, kernels=today | {"attention": "0"})
+    front = report.gather([new])["faster"]["front"]
+    assert "earlier kernels" not in report.render(front)
+    front = report.gather([old])["faster"]["front"]
+    assert report.render(front).endswith("> Measured on earlier kernels, 2026-01-01.")
+    # What the run of a condition number depends on is something else.
+    path = run(write, "3.json", 1, kappa("leaner_condition_number", 1), kernels=today)
+    assert "earlier" not in report.render(report.gather([path])["results"]["kappa"])
+
+
+def test_energy_is_shown_if_measured_long_enough_and_within_the_boards_limit(write):
+    def front(**extra):
+        rows = row("leaner_kernel", 1e-3, "both", **extra), row("sdpa", 3e-3, "both")
+        return report.render(report.gather([write(benchmarks=rows)])["faster"]["front"])
+
+    (cell,) = cells(front(joules=0.5123, energy_seconds=0.5))
+    assert cell["ours, mJ"] == "510"
+    assert "mJ" not in front(joules=0.5)
+    above = front(joules=0.8, energy_seconds=0.5)  # in a millisecond: 800 W of 700
+    assert "mJ" not in above
+    assert "1 rows imply more than the board's power limit and show no energy" in above
+
+
+def test_statistics_are_compared_with_the_plain_pass_of_their_run(write):
+    first = run(write, "1.json", 1, row("leaner_kernel", 1e-3), row("leaner_stats", 1.5e-3))
+    second = run(
+        write, "2.json", 2, row("leaner_kernel", 1e-4), row("leaner_stats_sampled", 1.7e-4)
+    )
+    found = report.gather([first, second])["faster"]["statistics"]
+    (cell,) = cells(report.render(found))
+    assert (cell["plain, µs"], cell["with a capture of 4 entries"]) == ("100", "+70%")
+    assert "with statistics" not in cell
+    (cell,) = cells(report.render(report.gather([first])["faster"]["statistics"]))
+    assert cell["with statistics"] == "+50%"
+
+
+def test_predictions_that_are_far_off_where_measured_are_left_out(write):
+    timed = frames.timed([frames.read(write(benchmarks=[row("leaner_kernel", 1e-3, "both")]))])
+    passes = [("forward", 5e-4), ("backward", 5e-4)]
+
+    def predicted(scale):
+        rows = [
+            {"gpu": gpu, "case": "vit_base", "stage": stage, "predicted": scale * seconds}
+            for gpu in ("A GPU", "another")
+            for stage, seconds in passes
+        ]
+        return report.predicted(timed, report.pd.DataFrame(rows))
+
+    assert len(predicted(1.2)) == 1
+    assert predicted(1.6).empty
+    assert predicted(0.7).empty
 
 
 def test_committed_predictions_meet_what_was_measured():
@@ -190,6 +314,60 @@ def test_nothing_to_report_is_refused(write, tmp_path):
 
 def test_the_committed_pages_are_filled_from_the_committed_results():
     report.main(["--check"])
+
+
+def fastest_of(cell, prefix):
+    """Return the microseconds of the fastest peer of a row of the front table."""
+    shown = (cell[f"{prefix}{name}, µs"] for name in ("PyTorch or timm", "fastest other"))
+    return min(float(time.split()[0].replace(",", "")) for time in shown)
+
+
+def test_every_measured_peer_that_is_faster_than_ours_is_on_a_page():
+    """In the direction in which tables can flatter: from the files to the pages."""
+    timed = frames.timed([frames.read(path) for path in frames.RESULTS.glob("20*.json")])
+    newest = frames.newest(timed[timed["median"].notna() & ~timed["cpu"]])
+    page = (report.DOCS / "faster.md").read_text("utf-8")
+    front, steps = (
+        cells(page.partition(f"<!-- {name},")[2].partition("<!--")[0])
+        for name in ("front", "steps")
+    )
+    prefixes = {"both": "", "forward": "forward alone: "}
+    looked_at = set()
+    for (kind, case, stage, start), rows in newest.groupby(["kind", "case", "stage", "start"]):
+        rivals = rows[~rows["ours"] & ~(rows["median"] >= rows[rows["ours"]]["median"].min())]
+        for rival in rivals.to_dict("records"):
+            if kind == "attention" and stage in prefixes and start == "":
+                (line,) = (line for line in front if LABELS[case] in line.values())
+                shown = fastest_of(line, prefixes[stage])
+                assert shown <= 1e6 * rival["median"] * frames.SPREAD, (case, rival["peer"])
+            elif kind in ("model", "language") and stage == "training":
+                name = f"{report.STEPS[rival['row']]}, {rival['variant']}", rival["mode"]
+                (line,) = (line for line in steps if tuple(line.values())[:2] == name)
+                assert frames.number(rates(rival)) in line["fastest other"], (case, rival["peer"])
+            else:
+                continue
+            looked_at.add((kind, stage))
+    assert {("attention", "both"), ("attention", "forward")} <= looked_at
+    assert ("language", "training") in looked_at
+
+
+def rates(row):
+    return row["images_per_s"] if row["images_per_s"] > 0 else row["tokens_per_s"]
+
+
+def test_every_ratio_of_the_committed_results_is_of_one_run():
+    timed = frames.timed([frames.read(path) for path in frames.RESULTS.glob("20*.json")])
+    ours = timed[timed["ours"]].groupby([*frames.KEY, "run"])["median"].min()
+    table = frames.standings(timed)
+    compared = 0
+    for row in table.to_dict("records"):
+        for end in ("default", "best"):
+            if not row[f"times_{end}"] > 0:
+                continue
+            compared += 1
+            mine = ours[(*(row[name] for name in frames.KEY), row[f"run_{end}"])]
+            assert row[f"times_{end}"] == row[f"median_{end}"] / mine
+    assert compared > 100
 
 
 def test_every_table_has_a_place_on_its_page():

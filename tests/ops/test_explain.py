@@ -65,7 +65,7 @@ def test_what_goes_to_pytorch_names_the_measurement() -> None:
         {"scale": 0.0},
         {"window_size": (8, 0)},
         {"key": meta(64, 16, 700, 64)},
-        {"query": meta(64, 16, 577, 64, dtype=torch.float32)},
+        {"query": meta(64, 16, 577, 62, dtype=torch.float32)},
         {"query": meta(64, 16, 577, 62)},
     ],
     ids=lambda call: next(iter(call)),
@@ -75,7 +75,62 @@ def test_what_pytorchs_cannot_do_stays_here(call: dict[str, Any]) -> None:
     given = {"key": given["query"], "value": call.get("key", given["query"])} | given
     found = explain(**given, capability=90).forward
     assert found.implementation not in ("sdpa", "reference")
-    assert found.reason.startswith("compute capability 9.0; no rule")
+    why = "PyTorch's attention has no statistics" if "stats" in call else "no rule"
+    assert found.reason.startswith(f"compute capability 9.0; {why}")
+
+
+@pytest.mark.parametrize("gpu", [80, 86, 89, 90, 100, 120])
+def test_float32_goes_to_pytorch_by_prediction_and_its_statistics_stay(gpu: int) -> None:
+    q = meta(128, 16, 197, 64, dtype=torch.float32)
+    found = explain(q, q, q, capability=gpu, backward=True)
+    assert found.forward.implementation == found.backward.implementation == "sdpa"
+    assert "predicted: " in found.forward.reason
+    kept = explain(q, q, q, capability=gpu, backward=True, stats=True)
+    assert (kept.forward.implementation, kept.backward.implementation) == (
+        "online_forward",
+        "online_backward",
+    )
+
+
+def test_one_image_goes_to_pytorch_where_the_kernel_for_any_length_would_run() -> None:
+    q, qkv = meta(1, 16, 197, 64), meta(1, 197, 3, 16, 64)
+    found = explain(q, q, q, capability=90, backward=False).forward
+    assert found.implementation == "sdpa"
+    assert "predicted: " in found.reason
+    # Backward ours own a head each; from a projection the launch from Python decides.
+    assert explain(q, q, q, capability=90, backward=True).forward.implementation != "sdpa"
+    assert explain(qkv, capability=90, backward=False).forward.implementation != "sdpa"
+    batch = meta(8, 16, 197, 64)
+    for gpu, expected in ((80, "sdpa"), (86, "sdpa"), (90, "sdpa"), (100, "short_forward")):
+        found = explain(batch, batch, batch, capability=gpu, backward=False).forward
+        assert found.implementation == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_before_8_0_statistics_alone_and_what_pytorch_lacks_run_our_kernels(
+    dtype: torch.dtype,
+) -> None:
+    q = meta(128, 16, 197, 64, dtype=dtype)
+    found = explain(q, q, q, capability=75, backward=True)
+    assert found.forward.implementation == found.backward.implementation == "sdpa"
+    assert found.forward.reason == (
+        "predicted: compiled for sm_75 our kernels spill registers inside loops"
+    )
+    for call, reason in (
+        ({"stats": True}, "PyTorch's attention has no statistics"),
+        ({"softcap": 9.0}, "PyTorch's attention has no softcap"),
+        ({"attn_mask": meta(197, 197, dtype=torch.float32)}, "PyTorch's attention rounds a mask"),
+    ):
+        kept = explain(q, q, q, capability=75, backward=True, **call)
+        assert kept.forward.implementation == "online_forward"
+        assert kept.backward.implementation == "online_backward"
+        assert kept.forward.reason.startswith(f"compute capability 7.5; {reason}")
+        with pytest.raises(ValueError, match=r"of compute capability 7.5 or newer, got 7.0$"):
+            explain(q, q, q, capability=70, **call)
+    t = meta(300, 4, 64, dtype=dtype)
+    found = explain(t, t, t, cu_seqlens=[0, 100, 300], max_seqlen=200, capability=75).forward
+    assert "varlen attention needs compute capability 8.0" in found.reason
+    assert explain(q, q, q, capability=70).forward.implementation == "sdpa"
 
 
 def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,11 @@ from tests.compile_cases import library_call
 RULES = """
 [[gpus]]
 capabilities = [90]
+programs = [8, 16]
+source = "predicted"
+rules = [{ varlen = false, causal = false, backward = false, head_dim = 32, tokens = [[100, 0]] }]
+[[gpus]]
+capabilities = [90]
 source = "bench/results/some.json"
 rules = [
   { varlen = false, causal = false, backward = false, head_dim = 32, tokens = [] },
@@ -29,6 +35,11 @@ rules = [
 capabilities = []
 source = "assumed"
 rules = [{ varlen = false, causal = false, backward = false, head_dim = 128, tokens = [[300, 0]] }]
+[[gpus]]
+capabilities = []
+float32 = true
+source = "predicted"
+rules = [{ varlen = false, causal = false, backward = false, head_dim = 128, tokens = [[1, 0]] }]
 """  # noqa: E501
 
 
@@ -69,6 +80,145 @@ def test_causal_calls_and_those_with_a_backward_have_rules_of_their_own() -> Non
     assert choose(backward=True) is None
 
 
+def few(programs: int, dim: int, *, packed: bool = False, compiling: bool = False) -> bool:
+    query = torch.empty(programs // 8, 8, 200, dim, dtype=torch.bfloat16)
+    call = Call(query, query, query, None, None, None, 0.0, False, None)
+    # Code that is traced reads the capability of a GPU, never an assumed one.
+    compiler = mock.patch.object(torch.compiler, "is_compiling", return_value=compiling)
+    with compiler, mock.patch.object(_tiles, "assumed", return_value=90):
+        return library_of(call, False, packed) is not None
+
+
+def test_a_section_for_few_programs_comes_before_that_for_any() -> None:
+    assert [few(programs, 32) for programs in (8, 16, 24)] == [True, True, False]
+    assert not few(8, 64)  # a head dimension for which the section has no row
+    # From Python a packed call of few heads takes as long as its launch, and ours is shorter.
+    assert not few(8, 32, packed=True)
+    assert few(8, 32, packed=True, compiling=True)
+
+
+def float32_call(dim: int = 64, key_heads: int = 4, **changed: Any) -> Call:
+    query, key = torch.empty(2, 4, 50, dim), torch.empty(2, key_heads, 50, dim)
+    return Call(query, key, key, None, None, None, 0.0, False, None)._replace(**changed)
+
+
+def test_float32_has_rules_of_its_own_also_on_a_gpu_whose_sections_have_none() -> None:
+    library = library_of(float32_call(), backward=False)
+    assert library == ("sdpa", "faster at every length (predicted)")
+    assert library_of(float32_call(dim=12), backward=False) is not None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        float32_call(dim=10),
+        float32_call(key_heads=2),
+        float32_call(scale=-1.0),
+        float32_call(softcap=9.0),
+        float32_call(window=(4, 0)),
+        float32_call(dropout_p=0.1),
+        float32_call(attn_mask=torch.zeros(50, 50)),
+        float32_call(key_lengths=torch.ones(2)),
+    ],
+)
+def test_float32_that_the_memory_efficient_kernel_lacks_stays_here(call: Call) -> None:
+    assert library_of(call, backward=False) is None
+
+
+def test_float32_stays_here_without_the_memory_efficient_kernel() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert library_of(float32_call(), backward=False) is None
+
+
+# --- GPUs before compute capability 8.0 -----------------------------------------------------------
+
+
+def old_call(**changed: Any) -> Call:
+    query = torch.empty(2, 4, 50, 10, dtype=torch.float16)
+    return Call(query, query, query, None, None, None, 0.0, False, None)._replace(**changed)
+
+
+@pytest.mark.parametrize("gpu", [60, 70, 75])
+@pytest.mark.parametrize(
+    "call",
+    [
+        old_call(),
+        old_call(query=torch.empty(2, 4, 3, 10, dtype=torch.float16)),
+        old_call(query=torch.empty(2, 8, 50, 10, dtype=torch.float16)),
+        old_call(attn_mask=torch.ones(50, 50, dtype=torch.bool)),
+        old_call(attn_mask=torch.ones(50, 50, dtype=torch.float16)),
+        old_call(key_lengths=torch.ones(2)),
+        old_call(dropout_p=0.1),
+        old_call(window=(4, 0)),
+        old_call(scale=-1.0),
+        float32_call(),
+    ],
+)
+def test_before_8_0_pytorch_computes_every_plain_call(gpu: int, call: Call) -> None:
+    with _tiles.assume(gpu):
+        for backward in (False, True):
+            library = library_of(call, backward)
+            assert library is not None
+            assert library.name == "sdpa"
+            expected = "predicted: " if gpu == 75 else "our kernels need compute capability 7.5"
+            assert library.reason.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        old_call(softcap=9.0),
+        old_call(attn_mask=torch.ones(50, 50)),
+        old_call(query=torch.empty(0, 4, 50, 10, dtype=torch.float16)),
+        old_call()._replace(sequences=Sequences(torch.zeros(3), torch.zeros(3), 5, 5)),
+    ],
+)
+@pytest.mark.parametrize("gpu", [70, 75])
+def test_before_8_0_what_pytorch_cannot_compute_stays_here(gpu: int, call: Call) -> None:
+    with _tiles.assume(gpu):
+        assert library_of(call, backward=True) is None
+
+
+def test_before_8_0_deterministic_algorithms_keep_our_kernels_where_these_run() -> None:
+    torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
+    with _tiles.assume(75):
+        assert library_of(old_call(), backward=True) is None
+    with _tiles.assume(70):  # PyTorch's function follows the setting by itself
+        assert library_of(old_call(), backward=True) is not None
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_negative_scale_reaches_pytorch_on_a_gpu_as_a_positive_one(
+    is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels take the maximum of a row before they scale."""
+    scales = []
+    pytorchs = sdpa._sdpa
+
+    def watched(*given: Any, **params: Any) -> Tensor:
+        scales.append(params["scale"])
+        return pytorchs(*given, **params)
+
+    monkeypatch.setattr(sdpa, "_sdpa", watched)
+    with FakeTensorMode(), _tiles.assume(75):
+        q = torch.empty(2, 3, 20, 16, dtype=torch.float16, device="cuda")
+        for scale in (-2.0, 0.0, 0.5):
+            assert attention(q, q, q, is_causal=is_causal, scale=scale).shape == q.shape
+    assert scales == [2.0, 1.0, 0.5]
+
+
+def test_before_8_0_derivatives_of_torch_func_are_those_of_pytorchs_composition() -> None:
+    q = torch.randn(1, 2, 4, 16, dtype=torch.float32)
+    with _tiles.assume(75):
+        out, tangent = torch.func.jvp(lambda x: attention(x, q, q), (q,), (torch.ones_like(q),))
+    plain = torch.softmax(q @ q.mT / 4, -1) @ q
+    torch.testing.assert_close(out, plain)
+    assert tangent.shape == out.shape
+
+
+# --- Varlen batches, and what ships ---------------------------------------------------------------
+
+
 def varlen(tokens: int = 400, **changed: Any) -> Call:
     query, starts = torch.empty(tokens, 1, 64, dtype=torch.bfloat16), torch.zeros(5)
     call = Call(query, query, query, None, None, None, 0.0, False, None)
@@ -97,7 +247,7 @@ def test_what_pytorchs_varlen_does_not_take_stays_here(changed: dict[str, Any]) 
     assert library_of(varlen(**changed), backward=True) is None
 
 
-@pytest.mark.parametrize("gpu", [75, 80, 86, 89, 90, 100, 103, 120])
+@pytest.mark.parametrize("gpu", [80, 86, 89, 90, 100, 103, 120])
 @pytest.mark.parametrize("dim", [32, 48, 64, 80, 96, 128])
 def test_long_calls_reach_pytorch_on_every_gpu(
     gpu: int, dim: int, monkeypatch: pytest.MonkeyPatch
@@ -106,6 +256,9 @@ def test_long_calls_reach_pytorch_on_every_gpu(
     monkeypatch.setattr(dispatch, "RULES", dispatch.read_rules(text))
     for causal in (False, True):
         assert find_rule_of_library(gpu, False, causal, True, dim, 4096) is not None
+        rule = find_rule_of_library(gpu, False, causal, True, dim, 16, 8, float32=True)
+        assert rule is not None
+        assert rule.source.startswith("predicted")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])

@@ -113,7 +113,7 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
     heads, dim = call.query.shape[1], call.query.shape[-1]
     width = heads * dim  # the row stride of the output
     tokens = call.query.shape[2] if call.sequences is None else call.sequences.rows
-    old = _tiles.capability(call.query.device) < 80
+    old = _tiles.capability(call.query.device) < TUNED
     if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
         return False
     tensors = *call[:3], *others
@@ -131,7 +131,7 @@ def _fits_gluon(call: Call, *others: Tensor) -> bool:
 def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
     """Return the tile of a short-sequence kernel, with the largest token count of its rule."""
     rows, cols = query.shape[2], key.shape[2]
-    if _tiles.capability(query.device) < 80:
+    if _tiles.capability(query.device) < TUNED:
         return None
     if rows != cols and max(rows, cols) > LEAST_TOKENS:
         return None  # such as the row of a class token: most of the tile would be padding
@@ -260,25 +260,39 @@ class Rule(NamedTuple):
         """Return why a call is dispatched to PyTorch."""
         last = "tokens on" if self.last is None else f"to {self.last} tokens"
         start = f"from {self.first} {last}" if self.last is None else f"at {self.first} {last}"
+        start = "at every length" if (self.first, self.last) == (1, None) else start
         return f"faster {start} ({self.source})"
 
 
-# (varlen, causal, with a backward) -> head dimensions, ascending, each with its rules.
-_Rules = dict[tuple[bool, bool, bool], list[tuple[int, list[Rule]]]]
+class Section(NamedTuple):
+    """A section of ``library.toml``.
+
+    Attributes:
+        float32: whether it is for float32, or for half precision.
+        programs: first and last batch x heads of its calls; None for any.
+        rules: (varlen, causal, with a backward) -> head dimensions, ascending, each with its rules.
+    """
+
+    float32: bool
+    programs: tuple[int, int] | None
+    rules: dict[tuple[bool, bool, bool], list[tuple[int, list[Rule]]]]
 
 
-def read_rules(text: str) -> tuple[dict[int, _Rules], _Rules]:
-    """Parse ``library.toml``: return the rules by capability, and those of all other GPUs."""
-    by_capability: dict[int, _Rules] = {}
-    others: _Rules = {}
+def read_rules(text: str) -> tuple[dict[int, list[Section]], list[Section]]:
+    """Parse ``library.toml``: return the sections by capability, and those of all other GPUs."""
+    by_capability: dict[int, list[Section]] = {}
+    others: list[Section] = []
     for gpus in tomllib.loads(text)["gpus"]:
-        rules: _Rules = {}
+        programs = tuple(gpus["programs"]) if "programs" in gpus else None
+        section = Section(gpus.get("float32", False), programs, {})
         for row in gpus["rules"]:
             lengths = [Rule(first, last or None, gpus["source"]) for first, last in row["tokens"]]
             key = row["varlen"], row["causal"], row["backward"]
-            rules.setdefault(key, []).append((row["head_dim"], lengths))
-        by_capability |= dict.fromkeys(gpus["capabilities"], rules)
-        others = others if gpus["capabilities"] else rules
+            section.rules.setdefault(key, []).append((row["head_dim"], lengths))
+        for capability in gpus["capabilities"]:
+            by_capability.setdefault(capability, []).append(section)
+        if not gpus["capabilities"]:
+            others.append(section)
     return by_capability, others
 
 
@@ -287,20 +301,43 @@ RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_tex
 
 
 def find_rule_of_library(
-    gpu: int, varlen: bool, causal: bool, backward: bool, head_dim: int, tokens: float
+    gpu: int,
+    varlen: bool,
+    causal: bool,
+    backward: bool,
+    head_dim: int,
+    tokens: float,
+    programs: int | None = None,
+    float32: bool = False,
 ) -> Rule | None:
     """Return the rule that dispatches a call to PyTorch, or None if our kernels are faster.
 
-    ``gpu`` is a compute capability, ``tokens`` of a varlen batch the mean over its sequences.
+    The first section decides that has a row for the call.
+
+    Args:
+        gpu: compute capability, at least 80.
+        varlen: whether sequences lie end to end.
+        causal: whether row i sees columns 0 to i only.
+        backward: whether a backward follows.
+        head_dim: D.
+        tokens: N; of a varlen batch the mean over its sequences.
+        programs: batch x heads; None skips the sections for a range of these.
+        float32: whether the call is in float32.
     """
     by_capability, others = RULES
-    rules = by_capability.get(gpu, others)
-    for dim, lengths in rules.get((varlen, causal, backward), ()):
-        if head_dim <= dim:
-            for rule in lengths:
-                if rule.first <= tokens and (rule.last is None or tokens <= rule.last):
-                    return rule
-            return None
+    alike = [section for section in by_capability.get(gpu, ()) if section.float32 == float32]
+    alike = alike or [section for section in others if section.float32 == float32]
+    for section in alike:
+        if section.programs is not None:
+            first, last = section.programs
+            if programs is None or not first <= programs <= last:
+                continue
+        for dim, lengths in section.rules.get((varlen, causal, backward), ()):
+            if head_dim <= dim:
+                for rule in lengths:
+                    if rule.first <= tokens and (rule.last is None or tokens <= rule.last):
+                        return rule
+                return None
     return None
 
 
@@ -311,12 +348,25 @@ class Library(NamedTuple):
     reason: str
 
 
-def library_of(call: Call, backward: bool) -> Library | None:
+TUNED = 80  # the first compute capability that tiles were chosen for
+SPILLS = "predicted: compiled for sm_75 our kernels spill registers inside loops"
+FFMA = "predicted: in float32 our kernels attain a quarter of the multiply-add units' rate or less"
+
+
+def library_of(call: Call, backward: bool, packed: bool = False) -> Library | None:
     """Return the library that computes a checked call without statistics, or None for our kernels.
 
-    PyTorch computes self-attention in half precision with a head dimension that is a multiple of 8
-    and a positive scale, since it takes the maximum of a row before scaling. Its gradients are sums
-    in no fixed order, so that deterministic algorithms rule it out.
+    From compute capability 8.0 on, PyTorch computes self-attention with a head dimension that is a
+    multiple of 8 (float32: 4) and a positive scale, since it takes the maximum of a row before
+    scaling. Its gradients are sums in no fixed order, so that deterministic algorithms rule it out.
+    Before 8.0 it computes all that it can.
+
+    Args:
+        call: the operands and parameters.
+        backward: whether a backward follows.
+        packed: whether query, key and value are views of one projection. Rules for a range of
+            batch x heads then hold in compiled code only: a call of few heads takes as long as its
+            launch from Python, and from a projection ours is launched in 0.73 times the time.
     """
     query, key, sequences = call.query, call.key, call.sequences
     dim = query.shape[-1]
@@ -327,15 +377,26 @@ def library_of(call: Call, backward: bool) -> Library | None:
             return None  # the operator has derivatives that libraries lack
         reason = f"the kernels run on CUDA, not on {query.device}"
         return Library("reference" if call.softcap else "sdpa", reason)
+    gpu = _tiles.capability(query.device)
+    if gpu < TUNED:
+        ours = 0 in (*query.shape, *key.shape) or beyond_pytorch(call)
+        reason = FFMA if query.dtype == torch.float32 else SPILLS
+        if gpu < _tiles.LEAST_CAPABILITY:
+            reason = f"our kernels need compute capability {_tiles.LEAST_CAPABILITY / 10}"
+        return None if ours else Library("sdpa", reason)
     if call.attn_mask is not None or call.key_lengths is not None or call.dropout_p:
         return None
     if call.softcap or call.window != (-1, -1) or 0 in query.shape or not _suits(call):
         return None
-    gpu = _tiles.capability(query.device)
+    shape = bool(call.is_causal), backward, dim
     if sequences is None:
-        if query.shape[2] != key.shape[2]:
+        float32 = query.dtype == torch.float32
+        # The memory-efficient kernel, which alone is fast in float32, has no shared key heads.
+        if query.shape[2] != key.shape[2] or (float32 and query.shape[1] != key.shape[1]):
             return None
-        rule = find_rule_of_library(gpu, False, bool(call.is_causal), backward, dim, query.shape[2])
+        host_bound = packed and not torch.compiler.is_compiling()
+        programs = None if host_bound else query.shape[0] * query.shape[1]
+        rule = find_rule_of_library(gpu, False, *shape, query.shape[2], programs, float32)
         return None if rule is None else Library("sdpa", rule.reason)
     # PyTorch's function supports neither DTensors nor tensors without memory.
     if torch.compiler.is_compiling() or sequences.starts is not sequences.key_starts:
@@ -343,11 +404,27 @@ def library_of(call: Call, backward: bool) -> Library | None:
     tensors, count = (*call[:3], sequences.starts), sequences.starts.shape[0] - 1
     if count < 1 or query.shape != key.shape or not TENSORS.issuperset(map(type, tensors)):
         return None
-    if gpu < 80 or not torch.backends.cuda.flash_sdp_enabled():
+    if query.dtype == torch.float32 or not torch.backends.cuda.flash_sdp_enabled():
         return None
-    length = query.shape[0] / count
-    rule = find_rule_of_library(gpu, True, bool(call.is_causal), backward, dim, length)
+    programs = count * query.shape[1]
+    rule = find_rule_of_library(gpu, True, *shape, query.shape[0] / count, programs)
     return None if rule is None else Library("varlen_attn", rule.reason)
+
+
+def beyond_pytorch(call: Call) -> str | None:
+    """Return what of a call PyTorch's attention cannot compute on a GPU before 8.0, or None."""
+    query, attn_mask = call.query, call.attn_mask
+    if call.sequences is not None:
+        return "PyTorch's varlen attention needs compute capability 8.0"
+    if call.softcap:
+        return "PyTorch's attention has no softcap"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
+        return f"PyTorch's attention rounds a mask to {query.dtype}"
+    # Where our kernels do not run, PyTorch follows this setting by itself.
+    kernels = _tiles.capability(query.device) >= _tiles.LEAST_CAPABILITY
+    if kernels and torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms are enabled"
+    return None
 
 
 def on_gpu(query: Tensor) -> bool:
@@ -356,8 +433,16 @@ def on_gpu(query: Tensor) -> bool:
 
 
 def _suits(call: Call) -> bool:
+    """Return whether the fused kernels of PyTorch compute a call without mask, window and such."""
     query = call.query
-    if query.dtype == torch.float32 or query.shape[-1] % 8:
+    if query.dtype == torch.float32:
+        # Its memory-efficient kernel; what is left without it rounds to TF32 where that is allowed.
+        compiling = torch.compiler.is_compiling()
+        if query.shape[-1] % 4 or not (
+            compiling or torch.backends.cuda.mem_efficient_sdp_enabled()
+        ):
+            return False
+    elif query.shape[-1] % 8:
         return False
     if call.scale is not None and call.scale < LEAST_SCALE:
         return False

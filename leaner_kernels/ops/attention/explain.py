@@ -145,24 +145,30 @@ def explain(
         if backward is None:
             recorded = any(t is not None and t.requires_grad for t in call[:4])
             backward = torch.is_grad_enabled() and recorded
-        return _explain(call, stats, backward)
+        return _explain(call, stats, backward, form is op.Packed)
 
 
-def _explain(call: Call, stats: bool, backward: bool) -> Explanation:
+def _explain(call: Call, stats: bool, backward: bool, packed: bool) -> Explanation:
     """Return the implementations of a checked call."""
     query, on_gpu, library = call.query, dispatch.on_gpu(call.query), None
     if not stats or not on_gpu:
         if query.shape[-1] > MAX_HEAD_DIM:
             sdpa.check_wide(query, call.softcap)
-        library = dispatch.library_of(call, backward)
+        library = dispatch.library_of(call, backward, packed)
         if library is None and not on_gpu:
             library = Library("reference", f"the kernels run on CUDA, not on {query.device}")
     if library is not None:
         route = Route("reference" if stats else library.name, {}, library.reason)
         return Explanation(route, route if backward else None)
     gpu = _tiles.capability(query.device)
-    on = f"compute capability {gpu // 10}.{gpu % 10}"
-    reason = f"{on}; no rule in library.toml dispatches such calls to PyTorch"
+    if not op.is_empty(call):
+        _tiles.check_capability(query.device)
+    reason = "no rule in library.toml dispatches such calls to PyTorch"
+    if stats:
+        reason = "PyTorch's attention has no statistics"
+    elif gpu < dispatch.TUNED:
+        reason = dispatch.beyond_pytorch(call) or "the call is empty"
+    reason = f"compute capability {gpu // 10}.{gpu % 10}; {reason}"
     forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)
     if not backward:

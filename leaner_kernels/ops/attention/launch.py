@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from .. import _tiles
 from .._launch_cache import CachedLaunch
 from . import dispatch
 from .call import CALL_POINTERS, Call, Gradients, Results
@@ -21,7 +22,11 @@ def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLa
     """Fill the results; return what repeats the launch of the output, and that of the capture.
 
     There is nothing that repeats a launch in Triton's interpreter.
+
+    Raises:
+        ValueError: if Triton does not compile for the GPU.
     """
+    _tiles.check_capability(call.query.device)
     kernel, tile = dispatch.choose_forward(call, with_stats=results.stats is not None)
     launch = dispatch.module_of(kernel).prepare_forward(tile, call, results)
     entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None

@@ -286,6 +286,8 @@ def _parts(form: Form, args: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any
 
 _plans: dict[Hashable, Plan] = {}
 _backwards: dict[Hashable, dict[Hashable, CachedLaunch]] = {}
+# Calls that PyTorch's function computes: their numbers, checked, and whether key heads are shared.
+_dispatched: dict[Hashable, tuple[Sequence[Any], bool]] = {}
 
 
 def attend_cuda(form: Form, stats: bool, *args: Any) -> tuple[Tensor, ...]:
@@ -346,7 +348,7 @@ def _launch_first(
     out, call, plan = form.new_out(inputs[0]), form.call(*inputs), None
     results = new_results(call, form.as_query(out), stats, sample)
     statistics = results.lse, results.stats, results.heads
-    if _empty(call):  # nothing can be launched of nothing
+    if is_empty(call):  # an empty batch launches no kernel
         cpu.forward(call, results)
     else:
         from . import launch
@@ -371,7 +373,7 @@ def _side_by_side(*integers: Tensor | None) -> bool:
     return all(t is None or t.is_contiguous() for t in integers)
 
 
-def _empty(call: Call) -> bool:
+def is_empty(call: Call) -> bool:
     """Whether there is no token, head, entry or sequence."""
     sizes = *call.query.shape, *call.key.shape
     return 0 in sizes or (call.sequences is not None and 0 in call.sequences[2:])
@@ -414,7 +416,7 @@ def _launch_backward(
         *inputs, out, max_log_sum = saved
         mask = (mask_grad,) if form is Dense else ()
         call, results = form.call(*inputs, *numbers), Results(form.as_query(out), max_log_sum)
-        if _empty(call):
+        if is_empty(call):
             empty = differentiate(form, cpu.backward, grad, *saved, *numbers, *mask)
             return empty[: len(gradients)] if isinstance(empty, tuple) else (empty,)
         from . import launch
@@ -503,7 +505,11 @@ def repeat(
     key, addresses, recorded = signature
     plan = _plans.get(key)
     if plan is None:
-        return None
+        if (known := _dispatched.get(key)) is None:
+            return None
+        numbers, enable_gqa = known
+        call = form.call(*tensors, None, *numbers)
+        return (form.from_query(sdpa.library_attention(call, enable_gqa)),)
     first, dropout_p = tensors[0], plan.numbers[form.dropout]
     seed = draw_seed(dropout_p, first.device) if dropout_p else None
     addresses = [*addresses[: form.count - 1], 0 if seed is None else seed.data_ptr()]
@@ -527,9 +533,13 @@ def attend_first(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in call[:3])
     else:
         *_, backward = signature
-    if (library := dispatch.library_of(call, backward)) is not None:
+    if (library := dispatch.library_of(call, backward, form is Packed)) is not None:
         if library.name == "varlen_attn":
             return sdpa.varlen_attention(call)
+        if signature is not None:
+            if len(_dispatched) >= MAX_CACHED:
+                _dispatched.clear()
+            _dispatched[signature[0]] = numbers, enable_gqa
         return form.from_query(sdpa.library_attention(call, enable_gqa))
     return compute(form, signature, tensors, numbers)[0]
 

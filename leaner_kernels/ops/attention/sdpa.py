@@ -33,10 +33,10 @@ def library_attention(call: Call, enable_gqa: bool) -> Tensor:
         check_wide(query, call.softcap)
         if not torch.compiler.is_compiling():
             _warn_of_width(dim)
-        if transformed(query):
-            # PyTorch's fused kernels have neither forward mode nor second derivatives.
-            with sdpa_kernel(SDPBackend.MATH):
-                return _attend(call, enable_gqa)
+    if transformed(query):
+        # PyTorch's fused kernels have neither forward mode nor second derivatives.
+        with sdpa_kernel(SDPBackend.MATH):
+            return _attend(call, enable_gqa)
     return _attend(call, enable_gqa)
 
 
@@ -52,7 +52,8 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     if softcap:  # which PyTorch's function does not have
         return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
-    if is_causal and scale is not None and scale <= 0:
+    # On a GPU it takes the maximum of a row before it scales.
+    if scale is not None and scale <= 0 and (is_causal or on_gpu):
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
     seen = None
     if key_lengths is not None or max(window) >= 0:
