@@ -1,7 +1,6 @@
 """Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
 
 import difflib
-import json
 import re
 import signal
 import time
@@ -14,7 +13,7 @@ import torch
 
 from bench.attention.catalogue import peers_of, problem_of
 from bench.catalogue import IN_ORDER, OVERVIEW, legend, size
-from bench.harness import machine
+from bench.harness import command, machine
 from bench.harness.checked import Current, Row, first_line, unmeasured_lines
 from bench.harness.gate import WrongError
 from bench.harness.machine import ROOT
@@ -219,9 +218,7 @@ def pytest_benchmark_update_json(config, output_json):
         row["stats"].pop("data", None)
         # `pytest-benchmark compare --group-by=param:row` reads the row's name.
         row.update(params=dict.fromkeys(row["params"] or (), row["param"]), options={})
-    # Floats to six significant digits.
-    text = json.dumps(output_json)
-    output_json.update(json.loads(text, parse_float=lambda digits: float(f"{float(digits):.6g}")))
+    output_json.update(command.rounded(output_json))
 
 
 @pytest.hookimpl(wrapper=True)

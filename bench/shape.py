@@ -126,9 +126,8 @@ def _entry(current: Current, case: Any, name: str, direction: str, budget: float
     info = {"case": case.name, "peer": name, "ours": peer.ours}
     info |= facts_of(case, peer.layout, direction, mode, budget_used, median)
     stats = {"median": median, "iqr": high - low, "min": min(times), "rounds": len(times)}
-    stats = {key: float(f"{value:.6g}") for key, value in stats.items()}
     group = _group(case, direction)
-    return {"group": group, "name": name, "extra_info": info, "stats": stats}
+    return command.rounded({"group": group, "name": name, "extra_info": info, "stats": stats})
 
 
 def _why_not(error: Exception, peer: Peer, direction: str) -> tuple[str, str]:

@@ -12,8 +12,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
+
+try:
+    from accelerate import Accelerator
+except ModuleNotFoundError:
+    raise SystemExit("accelerate is missing: pip install accelerate matplotlib") from None
 
 from leaner_kernels.monitor.run_log import RunLog
 from leaner_kernels.monitor.table import table

@@ -17,7 +17,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import transformers as hf
+
+try:
+    import accelerate  # noqa: F401 - Trainer needs it
+    import transformers as hf
+except ModuleNotFoundError as error:
+    raise SystemExit(f"{error.name} is missing: pip install '.[hf]' accelerate") from None
 
 from leaner_kernels.adapters import transformers as leaner
 from leaner_kernels.adapters.transformers_trainer import KappaCallback

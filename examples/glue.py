@@ -13,14 +13,22 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import datasets
-import numpy as np
-import tokenizers
 import torch
-import transformers as hf
-from sklearn import metrics
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+try:
+    import accelerate  # noqa: F401 - Trainer needs it
+    import datasets
+    import numpy as np
+    import tokenizers
+    import transformers as hf
+    from sklearn import metrics
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"{error.name} is missing: "
+        "pip install '.[hf]' accelerate datasets scikit-learn --group train"
+    ) from None
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from leaner_kernels.adapters.transformers_trainer import KappaCallback

@@ -129,6 +129,20 @@ def test_an_example_runs_and_shows_what_it_promises(name, tmp_path):
     assert re.search(SHOWS[name], shown), shown
 
 
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("accelerate_kappa", "accelerate"), ("bert_finetune", "transformers"), ("glue", "datasets")],
+)
+def test_an_example_that_lacks_a_package_says_what_to_install(name, missing):
+    path = EXAMPLES / f"{name}.py"
+    code = f"import runpy, sys; sys.modules[{missing!r}] = None; runpy.run_path({str(path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{missing} is missing: pip install [^\n]+\n", done.stderr)
+    advice = done.stderr.strip().partition(": ")[2]
+    assert f"`{advice}`" in (EXAMPLES / "README.md").read_text("utf-8")
+
+
 @pytest.mark.slow
 def test_the_notebook_takes_a_model_of_transformers(tmp_path):
     shown = output(EXAMPLES / "kappa_layer_by_layer.ipynb", ["gpt2"], tmp_path)

@@ -37,6 +37,11 @@ def write(path: Path, rows: Iterable[Mapping[str, Any]], name: str = "rows", **h
     path.write_text(f'{json.dumps(head)[:-1]},\n"{name}": [\n{lines}\n]}}\n', "utf-8")
 
 
+def rounded(result: dict[str, Any]) -> dict[str, Any]:
+    """Return a result with its floats to six significant digits."""
+    return json.loads(json.dumps(result), parse_float=lambda text: float(f"{float(text):.6g}"))
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return rows as aligned text; columns in which every cell is a number go to the right."""
     lines = [headers, *rows]

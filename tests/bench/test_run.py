@@ -122,7 +122,7 @@ def test_other_subjects_are_rows_of_the_same_file(finished):
 def test_the_file_says_where_it_is_from_without_host_or_path(finished):
     data, text = finished.data, finished.path.read_text()
     assert data["machine_info"]["versions"]["torch"] == torch.__version__
-    assert data["commit_info"].keys() == {"id", "dirty", "source"}
+    assert data["commit_info"].keys() == {"id", "dirty", "source", "kernels"}
     assert all("data" not in entry["stats"] for entry in data["benchmarks"])
     assert str(ROOT) not in text
     assert not any(f'"{name}"' in text for name in (platform.node(), getpass.getuser()))
