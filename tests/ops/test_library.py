@@ -97,6 +97,28 @@ def test_a_section_for_few_programs_comes_before_that_for_any() -> None:
     assert few(8, 32, packed=True, compiling=True)
 
 
+class Few(torch.nn.Module):
+    def forward(self, qkv: Tensor) -> Tensor:
+        return attention_qkvpacked(qkv)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("dynamic", "expected"), [(True, "leaner_kernels"), (False, "aten.")])
+def test_few_programs_put_no_guard_on_a_dynamic_batch(
+    dynamic: bool, expected: str, strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "on_gpu", lambda query: True)
+    monkeypatch.setattr(_tiles, "capability", lambda device: 90)
+    torch.use_deterministic_algorithms(False)
+    qkv = torch.randn(2, 200, 3, 8, 32, dtype=torch.bfloat16)
+    shapes = {0: torch.export.Dim("batch")} if dynamic else None
+    with torch.no_grad():
+        program = torch.export.export(Few(), (qkv,), dynamic_shapes=(shapes,), strict=strict)
+    called = [str(n.target) for n in program.graph.nodes if "attention" in str(n.target)]
+    assert called
+    assert all(name.startswith(expected) for name in called)
+
+
 def float32_call(dim: int = 64, key_heads: int = 4, **changed: Any) -> Call:
     query, key = torch.empty(2, 4, 50, dim), torch.empty(2, key_heads, 50, dim)
     return Call(query, key, key, None, None, None, 0.0, False, None)._replace(**changed)

@@ -321,7 +321,8 @@ def find_rule_of_library(
         backward: whether a backward follows.
         head_dim: D.
         tokens: N; of a varlen batch the mean over its sequences.
-        programs: batch x heads; None skips the sections for a range of these.
+        programs: batch x heads; None skips the sections for a range of these, as does, in compiled
+            code, a dynamic batch that may leave the range.
         float32: whether the call is in float32.
     """
     by_capability, others = RULES
@@ -330,7 +331,7 @@ def find_rule_of_library(
     for section in alike:
         if section.programs is not None:
             first, last = section.programs
-            if programs is None or not first <= programs <= last:
+            if programs is None or not _is_within(programs, first, last):
                 continue
         for dim, lengths in section.rules.get((varlen, causal, backward), ()):
             if head_dim <= dim:
@@ -339,6 +340,16 @@ def find_rule_of_library(
                         return rule
                 return None
     return None
+
+
+def _is_within(programs: int, first: int, last: int) -> bool:
+    """Return whether batch x heads lies in a range; in compiled code, whatever the batch may be."""
+    if not torch.compiler.is_compiling():
+        return first <= programs <= last
+    # A comparison would guard on the batch: torch.export rejects that where the batch is dynamic.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(first <= programs) and statically_known_true(programs <= last)
 
 
 class Library(NamedTuple):
