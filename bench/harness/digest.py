@@ -15,8 +15,8 @@ NO_CODE = tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE
 def kernels(root: Path) -> dict[str, str]:
     """Return a digest of the kernels' sources for each folder of operators, and for csrc.
 
-    A digest covers the folder's device functions and tables of tiles, with the device functions
-    that all operators share. Comments, docstrings, layout and names of files do not count, so that
+    A digest covers the folder's device functions, tables of tiles and the constants beside them,
+    with those that all operators share. Comments, docstrings, layout and names of files do not count, so that
     a digest changes only where a measurement may.
 
     Args:
@@ -40,16 +40,21 @@ def _digest(sources: list[str]) -> str:
 
 
 def _device_sources(text: str) -> Iterator[str]:
-    """Yield the tokens of each device function and table of tiles of a module."""
-    lines = text.splitlines(keepends=True)
+    """Yield the tokens of each device function, table of tiles and constant of a kernel's module.
+
+    Device functions read constants, and tables of tiles are made from them.
+    """
+    lines, kept, has_kernels = text.splitlines(keepends=True), [], False
     for node in ast.parse(text).body:
-        decorators = getattr(node, "decorator_list", [])
-        jitted = any("jit" in ast.unparse(decorator) for decorator in decorators)
-        if jitted or (
-            isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("Tiles(")
-        ):
+        decorators = [*getattr(node, "decorator_list", [])]
+        names = " ".join(map(ast.unparse, decorators))
+        on_device = "jit" in names or "constexpr_function" in names
+        assigned = isinstance(node, ast.Assign | ast.AnnAssign)
+        has_kernels |= on_device or (assigned and "Tiles(" in ast.unparse(node))
+        if on_device or assigned:
             first = min(line.lineno for line in (node, *decorators))
-            yield _python_tokens("".join(lines[first - 1 : node.end_lineno]))
+            kept.append("".join(lines[first - 1 : node.end_lineno]))
+    return map(_python_tokens, kept if has_kernels else ())
 
 
 def _python_tokens(text: str) -> str:

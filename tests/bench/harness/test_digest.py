@@ -11,8 +11,14 @@ KERNEL = '''
 """A kernel."""
 import triton
 
-TILES = Tiles("kernel", rule(dim=64, num_warps=4))  # of a GPU
-PASSES = 2
+RULES = (rule(dim=64, num_warps=4),)
+TILES = Tiles("kernel", *RULES)  # of a GPU
+PASSES: tl.constexpr = tl.constexpr(2)
+
+
+@gluon.constexpr_function
+def half(count):
+    return count // 2
 
 
 @triton.jit
@@ -60,6 +66,8 @@ def test_text_that_runs_nowhere_on_a_gpu_does_not_change_a_digest(made):
     [
         ("N > 2", "N > 3"),
         ("num_warps=4", "num_warps=8"),
+        ("constexpr(2)", "constexpr(3)"),
+        ("count // 2", "count // 4"),
         ("    load(q_ptr)", "        load(q_ptr)"),
         ("@triton.jit", '@triton.jit(do_not_specialize=["N"])'),
     ],
