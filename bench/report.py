@@ -91,7 +91,8 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     kernels = frames.standings(rows).set_index(calls)
     called = frames.standings(_as_called(rows)).set_index(calls)
     called = called[called["median_best"].notna() & called["ours"]]
-    for name in ("median", "run", "beside", "times", "joules"):  # an operator that only one has
+    # An operator that only one has.
+    for name in ("median", "run", "beside", "times", "joules", "peer"):
         called[f"{name}_default"] = called[f"{name}_default"].fillna(called[f"{name}_best"])
     called = called.sort_index(
         level="case", key=lambda cases: cases.map([*LABELS].index), kind="stable"
@@ -148,7 +149,8 @@ def _beside(rows: pd.DataFrame, end: str, scale: float = 1e6) -> list[str]:
     for row in rows.to_dict("records"):
         time, run, ours = (row[f"{name}_{end}"] for name in ("median", "run", "beside"))
         words = frames.number(scale * time)
-        words += f" {row['peer_best']}" if end == "best" else ""
+        peer = row[f"peer_{end}"]
+        words += f" {peer}" if end == "best" or peer not in frames.DEFAULTS else ""
         if pd.notna(time) and run != row["run"] and pd.notna(ours):
             words += f" (ours {frames.number(scale * ours)})"
         cells.append(words)
@@ -180,6 +182,12 @@ def _rate(rows: pd.DataFrame, end: str = "") -> pd.Series:
     return rows[f"images_per_s{end}"].fillna(rows[f"tokens_per_s{end}"])
 
 
+def _named(rates: pd.Series, rows: pd.DataFrame) -> pd.Series:
+    """Return rates with the name of what ran, unless it is this project's own model."""
+    names = rows["peer"].map(whose).replace(["leaner", ""], None)
+    return frames.words(rates) + (" " + names).fillna("")
+
+
 def _two_digits(values: pd.Series) -> pd.Series:
     return frames.words(values.map(lambda value: float(f"{value:.2g}"), na_action="ignore"))
 
@@ -195,7 +203,7 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
         {
             "training step": rows["row"].map(STEPS) + ", " + rows["variant"],
             "called": rows["mode"],
-            "ours, a second": frames.words(rate).where(rate.notna(), NOT_MEASURED),
+            "ours, a second": _named(rate, rows).where(rate.notna(), NOT_MEASURED),
             "fastest other": theirs.where(other.notna(), NOT_MEASURED),
             "times as fast": _times(rows, "best").where(rate.notna() & other.notna(), ""),
             "ours, peak GB": frames.words(1e-9 * rows["peak_memory_bytes"]),
@@ -239,7 +247,8 @@ def fastest_steps(timed: pd.DataFrame) -> pd.DataFrame:
 def _fastest_cell(rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return NOT_MEASURED
-    owner = "" if rows[0]["ours"] else f" {whose(rows[0]['peer'])},"
+    owner = whose(rows[0]["peer"])
+    owner = "" if owner == "leaner" else f" {owner},"
     return f"{frames.number(rows[0]['rate'])}{owner} {rows[0]['mode']}"
 
 
@@ -412,7 +421,7 @@ def models(standing: pd.DataFrame) -> pd.DataFrame:
             "row": rows["row"],
             "batch": rows["batch"],
             "called": rows["mode"],
-            "a second": rows["images_per_s"].fillna(rows["tokens_per_s"]),
+            "a second": _named(_rate(rows), rows),
             "IQR, %": 100 * rows["iqr"] / rows["median"],
             "× best peer": rows["versus_best"],
             "kept, kB": rows["own"] / 1e3,

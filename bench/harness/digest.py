@@ -16,8 +16,8 @@ def kernels(root: Path) -> dict[str, str]:
     """Return a digest of the kernels' sources for each folder of operators, and for csrc.
 
     A digest covers the folder's device functions, tables of tiles and the constants beside them,
-    with those that all operators share. Comments, docstrings, layout and names of files do not count, so that
-    a digest changes only where a measurement may.
+    with those that all operators share. Comments, docstrings, layout and names of files do not
+    count, so that a digest changes only where a measurement may.
 
     Args:
         root: a checkout.

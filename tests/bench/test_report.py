@@ -191,6 +191,34 @@ def test_a_mode_that_only_another_library_ran_is_printed(write):
     )
 
 
+def test_a_formula_that_stands_for_pytorchs_or_timms_code_is_named(write):
+    case = "davit_channel3"
+    rows = [
+        row(peer, time, "both", case=case) for peer, time in (("leaner", 1e-4), ("eager", 7e-4))
+    ]
+    path = write(benchmarks=list(rows), cases={case: SHAPE})
+    (cell,) = cells(report.render(report.gather([path])["faster"]["front"]))
+    assert cell["PyTorch or timm, µs"] == "700 eager"
+
+
+def test_a_row_of_timms_model_with_our_attention_is_named(write):
+    case, rates = "model_vit_base_original", {"leaner": 300.0, "timm_leaner": 310.0, "timm": 200.0}
+    rows = [
+        of_kind("model", case, peer, 128 / rate, images_per_s=rate, stage="training")
+        for peer, rate in rates.items()
+    ]
+    for entry in rows:
+        entry["extra_info"]["ours"] = entry["extra_info"]["peer"] != "timm"
+    path = write(benchmarks=rows, cases={case: STEP | {"row": "vit_base"}})
+    pages = report.gather([path])
+    (found,) = cells(report.render(pages["faster"]["steps"]))
+    assert (found["ours, a second"], found["fastest other"]) == ("310 timm_leaner", "200 timm")
+    (fastest,) = cells(report.render(pages["README"]["fastest"]))
+    assert fastest["ours, a second"] == "310 timm_leaner, eager"
+    (row,) = cells(report.render(pages["results"]["models"]))
+    assert row["original training a second"] == "310 timm_leaner"
+
+
 def test_a_table_says_which_rows_ran_earlier_kernels(write):
     today = digest.kernels(ROOT)
     rows = row("leaner_kernel", 1e-3, "both"), row("sdpa", 3e-3, "both")
