@@ -125,11 +125,16 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
 
 def _as_called(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows with PyTorch's as ours where ``attention`` dispatches a case to it."""
-    calls = [*zip(rows["case"], rows["stage"])]
-    routed = {call for call, row in zip(calls, rows.to_dict("records")) if _is_dispatched(row)}
-    here = pd.Series([call in routed for call in calls], rows.index, dtype=bool)
+    here = _dispatched(rows)
     library = rows[here & (rows["peer"] == "sdpa")].assign(ours=True, peer=DISPATCHED)
     return pd.concat([rows[~(here & rows["ours"])], library]).sort_index(kind="stable")
+
+
+def _dispatched(rows: pd.DataFrame) -> pd.Series:
+    """Return which rows are of a call that ``attention`` dispatches to PyTorch."""
+    calls = [*zip(rows["case"], rows["stage"])]
+    routed = {call for call, row in zip(calls, rows.to_dict("records")) if _is_dispatched(row)}
+    return pd.Series([call in routed for call in calls], rows.index, dtype=bool)
 
 
 def _is_dispatched(row: Mapping[str, Any]) -> bool:
@@ -267,19 +272,29 @@ def _noted(table: pd.DataFrame, ours: pd.DataFrame) -> pd.DataFrame:
 
 
 def statistics_cost(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return what statistics and captures add to a pass, both timed in one run."""
+    """Return what statistics and captures add to a pass, both timed in one run.
+
+    Plain is what ``attention`` runs: PyTorch's, where it dispatches a call without statistics.
+    """
     rows = timed[(timed["kind"] == "attention") & ~timed["cpu"] & (timed["mode"] == "graph")]
-    rows = rows[rows["ours"] & (rows["start"] == "") & (rows["stage"] != "backward")]
-    named = rows["peer"].replace(dict.fromkeys(OWN_KERNELS, "plain"))
-    rows = rows.assign(peer=named.str.replace("leaner_varlen_stats", "leaner_stats"))
+    rows = rows[(rows["start"] == "") & (rows["stage"] != "backward")]
+    own, here = rows["peer"].isin(OWN_KERNELS), _dispatched(rows)
+    plain = own.where(~here, rows["peer"] == "sdpa")
+    named = rows["peer"].replace("leaner_varlen_stats", "leaner_stats").mask(plain, "plain")
+    rows = rows.assign(peer=named, library=here)[plain | (rows["ours"] & ~own)]
     calls = ["on", "case", "size", "stage"]
     wide = rows.pivot_table("median", [*calls, "run"], "peer", sort=False, aggfunc="first").reindex(
         columns=["plain", *COSTS]
     )
     wide = wide[wide["plain"].notna() & wide[[*COSTS]].notna().any(axis="columns")]
     facts = rows.drop_duplicates([*calls, "run"]).set_index([*calls, "run"])
-    wide = wide.join(facts[["earlier", "date"]]).reset_index().drop_duplicates(calls, keep="last")
-    table = wide[calls[1:]].assign(**{"plain, µs": frames.words(1e6 * wide["plain"])})
+    wide = (
+        wide.join(facts[["earlier", "date", "library"]])
+        .reset_index()
+        .drop_duplicates(calls, keep="last")
+    )
+    whose_plain = wide["library"].map({True: " sdpa", False: ""})
+    table = wide[calls[1:]].assign(**{"plain, µs": frames.words(1e6 * wide["plain"]) + whose_plain})
     for peer, heading in COSTS.items():
         added = 100 * (wide[peer] / wide["plain"] - 1)
         table[heading] = [f"{value:+.0f}%" if pd.notna(value) else "" for value in added]

@@ -259,6 +259,16 @@ def test_statistics_are_compared_with_the_plain_pass_of_their_run(write):
     assert cell["with statistics"] == "+50%"
 
 
+def test_statistics_are_compared_with_pytorchs_where_a_plain_call_is_dispatched(write):
+    rows = [
+        row(peer, time, case="long_1024")
+        for peer, time in (("leaner_kernel", 4e-4), ("sdpa", 3e-4), ("leaner_stats", 4.2e-4))
+    ]
+    path = write(benchmarks=rows, cases={"long_1024": SHAPE | {"rows": 1024, "tokens": 1024}})
+    (cell,) = cells(report.render(report.gather([path])["faster"]["statistics"]))
+    assert (cell["plain, µs"], cell["with statistics"]) == ("300 sdpa", "+40%")
+
+
 def test_predictions_that_are_far_off_where_measured_are_left_out(write):
     timed = frames.timed([frames.read(write(benchmarks=[row("leaner_kernel", 1e-3, "both")]))])
     passes = [("forward", 5e-4), ("backward", 5e-4)]
