@@ -132,7 +132,7 @@ def _as_called(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _dispatched(rows: pd.DataFrame) -> pd.Series:
     """Return which rows are of a call that ``attention`` dispatches to PyTorch."""
-    calls = [*zip(rows["case"], rows["stage"])]
+    calls = [*zip(rows["on"], rows["case"], rows["stage"])]
     routed = {call for call, row in zip(calls, rows.to_dict("records")) if _is_dispatched(row)}
     return pd.Series([call in routed for call in calls], rows.index, dtype=bool)
 

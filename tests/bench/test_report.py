@@ -153,6 +153,21 @@ def test_both_times_of_a_ratio_come_from_one_run(write):
     assert (cell["fastest other, µs"], cell["× the fastest"]) == ("3,000 sdpa", "3")
 
 
+def test_a_call_that_one_gpu_dispatches_stays_ours_on_another(write):
+    """Heads of 64 and 577 tokens: PyTorch's on an H200, by rule, and ours on an A100."""
+    rows = [
+        row("leaner_kernel", 2e-3, "both", case="vit_384"),
+        row("sdpa", 1e-3, "both", case="vit_384"),
+    ]
+    cases = {"vit_384": SHAPE | {"rows": 577, "tokens": 577}}
+    gpu = INFO["gpu"] | {"name": "A100", "compute_capability": "8.0"}
+    second = write("2.json", benchmarks=rows, cases=cases, machine_info=INFO | {"gpu": gpu})
+    first = write("1.json", benchmarks=rows, cases=cases)
+    table = cells(report.render(report.gather([first, second])["faster"]["front"]))
+    found = {row["on"]: (row["ours, µs"], row["× as fast"]) for row in table}
+    assert found == {"A GPU": ("PyTorch's (2,000)", "1"), "A100": ("2,000", "0.5")}
+
+
 def test_times_of_two_runs_have_no_ratio(write):
     first = run(write, "1.json", 1, row("sdpa", 3e-3, "both"))
     second = run(write, "2.json", 2, row("leaner_kernel", 1e-3, "both"))
