@@ -18,10 +18,10 @@ RESULTS = ROOT / "bench" / "results"
 # What is compared with each other: peers of a case in a stage that are called alike, and that start
 # alike: from one projection, or from q, k and v apart.
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
-RIGHT = 1e-3  # the error of κ at 10⁶ above which a library's time is compared with nothing
-SPREAD = 1.03  # what one kernel's times differ by between runs
-ENERGY_SECONDS = 0.5  # over which energy must have been measured
-# The folders whose kernels a row runs, by its operator or its kind.
+RIGHT = 1e-3  # a library with a larger error of κ at 10⁶ is no peer
+SPREAD = 1.03  # between two runs of one kernel
+ENERGY_SECONDS = 0.5  # energy that was measured for less is not shown
+# The folders of kernels that a row runs, by its operator or its kind.
 FOLDERS = {
     "kappa": ("csrc",),
     "window": ("window",),

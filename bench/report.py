@@ -280,8 +280,9 @@ def statistics_cost(timed: pd.DataFrame) -> pd.DataFrame:
 
 def crossover(result: Mapping[str, Any]) -> pd.DataFrame:
     """Return how many times as fast as PyTorch's our kernels are, by length and head dimension."""
-    rows = pd.DataFrame(result["rows"])
-    kinds = ["kind", "causal", "head_dim"]
+    # ``programs`` is batch x heads, 0 for many.
+    rows = pd.DataFrame([{"float32": False, "programs": 0} | row for row in result["rows"]])
+    kinds = ["kind", "causal", "float32", "programs", "head_dim"]
     tables = []
     for stage in ("both", "forward"):
         times = rows[f"library_{stage}"] / rows[f"ours_{stage}"]
@@ -289,6 +290,9 @@ def crossover(result: Mapping[str, Any]) -> pd.DataFrame:
         tables.append(wide.assign(stage=stage).reset_index())
     table = pd.concat(tables, ignore_index=True)
     table["attention"] = table["kind"] + table["causal"].map({True: ", causal", False: ""})
+    table["attention"] += table["float32"].map({True: ", float32", False: ""})
+    few = table["programs"].map(lambda programs: f", {programs} heads" if programs else "")
+    table["attention"] += few
     table["pass"] = table["stage"].map({"both": "forward + backward", "forward": "forward"})
     lengths = sorted(name for name in table if isinstance(name, int))
     table = table.rename(columns={"head_dim": "D"})[["attention", "pass", "D", *lengths]]

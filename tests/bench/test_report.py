@@ -382,3 +382,17 @@ def test_every_picture_of_the_documentation_is_shown():
     shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", "".join(p.read_text("utf-8") for p in pages))
     pictures = {path.name for path in report.DOCS.rglob("*.png")}
     assert pictures == {Path(name).name for name in shown}
+
+
+def test_lengths_of_few_heads_and_float32_are_rows_of_their_own():
+    times = {"ours_forward": 1.0, "ours_both": 1.0, "library_forward": 2.0, "library_both": 3.0}
+    shape = {"kind": "dense", "head_dim": 64, "causal": False, "tokens": 197, **times}
+    rows = [shape, shape | {"programs": 16, "library_both": 0.5}, shape | {"float32": True}]
+    result = {"rows": rows, "datetime": "2026-01-01T00:00:00", "commit_info": {}}
+    found = {
+        (row["attention"], row["pass"]): row["197"]
+        for row in cells(report.render(report.crossover(result)))
+    }
+    assert found[("dense", "forward + backward")] == "3"
+    assert found[("dense, 16 heads", "forward + backward")] == "0.5"
+    assert found[("dense, float32", "forward")] == "2"
