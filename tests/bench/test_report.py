@@ -153,6 +153,18 @@ def test_both_times_of_a_ratio_come_from_one_run(write):
     assert (cell["fastest other, µs"], cell["× the fastest"]) == ("3,000 sdpa", "3")
 
 
+def test_rows_of_several_gpus_are_named_and_the_first_page_shows_one(write):
+    rows = row("leaner_kernel", 1e-3, "both"), row("sdpa", 3e-3, "both")
+    first = run(write, "1.json", 1, *rows)
+    gpu = INFO["gpu"] | {"name": "Another GPU"}
+    second = write("2.json", benchmarks=list(rows), machine_info=INFO | {"gpu": gpu})
+    pages = report.gather([first, second])
+    found = cells(report.render(pages["faster"]["front"]))
+    assert [row["on"] for row in found] == ["A GPU", "Another GPU"]
+    (cell,) = cells(report.render(pages["README"]["headline"]))
+    assert "on" not in cell
+
+
 def test_times_of_two_runs_have_no_ratio(write):
     first = run(write, "1.json", 1, row("sdpa", 3e-3, "both"))
     second = run(write, "2.json", 2, row("leaner_kernel", 1e-3, "both"))
