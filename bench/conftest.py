@@ -232,9 +232,7 @@ def pytest_benchmark_group_stats(config, benchmarks):
         row["name"] = " ".join([peer, *filter(None, [shape.get("variant")])])
         if "overhead" in info:
             row["name"] += f" {info['overhead']:+.0%} a step, IQR {info['overhead_iqr']:.0%}"
-        titles[row["group"]] = " ".join(
-            [case, size(shape), row["group"].removeprefix(case).strip()]
-        )
+        titles[row["group"]] = f"{case} {size(shape)}{row['group'].removeprefix(case)}"
         config.stash[SHOWN].add((case, peer))
     groups = yield
     return [(titles.get(group, group), rows) for group, rows in groups]

@@ -120,7 +120,20 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
         for stage in ("both", "forward")
     )
     alone = forward.iloc[:, 2:6].add_prefix("forward alone: ")
-    return _noted(both.join(alone).fillna(NOT_MEASURED), called[~dispatched])
+    table = both.join(alone).fillna(NOT_MEASURED)
+    return _noted(_on(table, table.index.get_level_values("on")), called[~dispatched])
+
+
+def _on(table: pd.DataFrame, gpus: Sequence[str]) -> pd.DataFrame:
+    """Return a table with a column that names the GPU, where there are several."""
+    if len({*gpus}) > 1:
+        table.insert(0, "on", [*gpus])
+    return table
+
+
+def _of_one_gpu(rows: pd.DataFrame, gpus: pd.Series | pd.Index) -> pd.DataFrame:
+    """Return the rows of the GPU that has most of them, for the first page."""
+    return rows[gpus == gpus.value_counts().idxmax()] if len(rows) else rows
 
 
 def _as_called(rows: pd.DataFrame) -> pd.DataFrame:
@@ -168,11 +181,15 @@ def _times(rows: pd.DataFrame, end: str) -> pd.Series:
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows and columns of ``front``'s table that the first page shows."""
+    """Return the rows and columns of ``front``'s table that the first page shows, of one GPU."""
+    notes = table.attrs
+    table = _of_one_gpu(table, table.index.get_level_values("on")).drop(
+        columns="on", errors="ignore"
+    )
     rows = table.iloc[:, 0].isin([LABELS[case] for case in HEADLINE])
-    short = table[rows].iloc[:, :7]
-    short.attrs = table.attrs
-    return short
+    table = table[rows].iloc[:, :7]
+    table.attrs = notes
+    return table
 
 
 def _steps(timed: pd.DataFrame) -> pd.DataFrame:
@@ -219,12 +236,13 @@ def steps(timed: pd.DataFrame) -> pd.DataFrame:
             "other, J a step": _two_digits(rows["joules_best"]),
         }
     )
-    return _noted(table, rows[rows["ours"]])
+    return _noted(_on(table, rows["on"]), rows[rows["ours"]])
 
 
 def fastest_steps(timed: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest mode of each side of a training step, for the first page."""
-    rows = frames.newest(_steps(timed))
+    rows = _steps(timed)
+    rows = frames.newest(_of_one_gpu(rows, rows["on"]))
     rows = rows.assign(rate=_rate(rows))
     cells, own = [], []
     for (row, variant), group in rows.groupby(["row", "variant"], sort=False):
@@ -299,7 +317,8 @@ def statistics_cost(timed: pd.DataFrame) -> pd.DataFrame:
         added = 100 * (wide[peer] / wide["plain"] - 1)
         table[heading] = [f"{value:+.0f}%" if pd.notna(value) else "" for value in added]
     table["case"] = [LABELS.get(case, case) for case in table["case"]]
-    return _noted(table.rename(columns={"case": "attention", "stage": "pass"}), wide)
+    table = table.rename(columns={"case": "attention", "stage": "pass"})
+    return _noted(_on(table, wide["on"]), wide)
 
 
 def crossover(result: Mapping[str, Any]) -> pd.DataFrame:

@@ -152,9 +152,11 @@ def sample(
         return readings(run_round, clock, rounds)
 
 
-def timed(call: Callable[[Any], Any], sets: Sequence[Any], device_type: str) -> float:
+def timed(
+    call: Callable[[Any], Any], sets: Sequence[Any], device_type: str, budget: float = 0.15
+) -> float:
     """Return the median of ``sample``."""
-    return statistics.median(sample(call, sets, device_type))
+    return statistics.median(sample(call, sets, device_type, budget))
 
 
 def median(benchmark: Any) -> float:

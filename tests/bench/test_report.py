@@ -168,6 +168,18 @@ def test_a_call_that_one_gpu_dispatches_stays_ours_on_another(write):
     assert found == {"A GPU": ("PyTorch's (2,000)", "1"), "A100": ("2,000", "0.5")}
 
 
+def test_rows_of_several_gpus_are_named_and_the_first_page_shows_one(write):
+    rows = row("leaner_kernel", 1e-3, "both"), row("sdpa", 3e-3, "both")
+    first = run(write, "1.json", 1, *rows)
+    gpu = INFO["gpu"] | {"name": "Another GPU"}
+    second = write("2.json", benchmarks=list(rows), machine_info=INFO | {"gpu": gpu})
+    pages = report.gather([first, second])
+    found = cells(report.render(pages["faster"]["front"]))
+    assert [row["on"] for row in found] == ["A GPU", "Another GPU"]
+    (cell,) = cells(report.render(pages["README"]["headline"]))
+    assert "on" not in cell
+
+
 def test_times_of_two_runs_have_no_ratio(write):
     first = run(write, "1.json", 1, row("sdpa", 3e-3, "both"))
     second = run(write, "2.json", 2, row("leaner_kernel", 1e-3, "both"))
