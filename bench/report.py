@@ -93,7 +93,8 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     called = called[called["median_best"].notna() & called["ours"]]
     # An operator that only one has.
     for name in ("median", "run", "beside", "times", "joules", "peer"):
-        called[f"{name}_default"] = called[f"{name}_default"].fillna(called[f"{name}_best"])
+        default, best = called[f"{name}_default"], called[f"{name}_best"]
+        called[f"{name}_default"] = default.astype(best.dtype).fillna(best)
     called = called.sort_index(
         level="case", key=lambda cases: cases.map([*LABELS].index), kind="stable"
     )

@@ -272,6 +272,7 @@ def test_the_mean_length_of_a_varlen_batch_counts(tokens: int, expected: bool) -
         {"key": torch.empty(399, 1, 64, dtype=torch.bfloat16)},
         {"key_starts": torch.zeros(5)},
         {"query": torch.empty(400, 1, 64, dtype=torch.bfloat16).as_subclass(Other)},
+        {"query": torch.empty(400, 1, 64, dtype=torch.float32)},
     ],
     ids=lambda changed: next(iter(changed)),
 )
