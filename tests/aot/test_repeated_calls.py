@@ -228,6 +228,18 @@ def test_a_repeated_float32_call_comes_back_without_the_memory_efficient_kernel(
     assert len(launches) == 1  # the second of them
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_float32_call_of_pytorch_keeps_second_derivatives(
+    launches: list[Launched], again: bool
+) -> None:
+    torch.use_deterministic_algorithms(False)
+    leaves = [leaf(2, 4, 64, 32, dtype=torch.float32) for _ in range(3)]
+    for _ in range(1 + again):
+        out = attention(*leaves)
+    assert launches == []
+    assert "TwiceDifferentiable" in type(out.grad_fn).__name__
+
+
 OLD = {
     "attention": lambda: attention_with_stats(*three()),
     "qkvpacked": lambda: attention_qkvpacked_with_stats(leaf(2, 64, 3, 4, 32)),

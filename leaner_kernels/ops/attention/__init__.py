@@ -114,7 +114,7 @@ def attention(
 
     Under torch.func, derivatives of any order and in both modes work on every device; second
     derivatives and forward mode keep all scores in memory. With autograd alone, second derivatives
-    work on the CPU, and on a GPU if our kernels compute the call, as
+    work on the CPU, and on a GPU in float32 or if our kernels compute the call, as
     ``attention_with_stats(...).out`` ensures: libraries do not provide them.
 
     On the CPU, two kinds of calls that need a gradient keep all scores in memory: those whose

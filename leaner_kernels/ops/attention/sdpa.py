@@ -13,9 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..._ops import ops
+from .. import _tiles
 from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
 from .call import Call, draw_seed
-from .dispatch import transformed
+from .dispatch import TUNED, transformed
 from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
@@ -85,15 +86,20 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     causal = True if is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210
     out = _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=shared)
-    # With dropout, and under transforms, it is PyTorch's composition, which has all derivatives.
+    # With dropout on a CPU, and under transforms, it is PyTorch's composition, which has all
+    # derivatives. In half precision on newer GPUs the function below would cost host time.
     composed = dropout_p or torch._C._are_functorch_transforms_active()
-    if composed or on_gpu or torch.compiler.is_compiling() or not out.requires_grad:
+    once = on_gpu and (
+        query.shape[-1] > MAX_HEAD_DIM
+        or (query.dtype != torch.float32 and _tiles.capability(query.device) >= TUNED)
+    )
+    if composed or once or torch.compiler.is_compiling() or not out.requires_grad:
         return out
     return _TwiceDifferentiable.apply(call, out, *call[:4])
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
-    """Give the output of PyTorch's fused function on the CPU second derivatives, which it lacks.
+    """Give the output of PyTorch's fused function second derivatives, which it lacks.
 
     A backward that is to be differentiated itself is that of our operator. Any other is PyTorch's.
     """
