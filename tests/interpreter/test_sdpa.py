@@ -1,0 +1,149 @@
+"""PyTorch's own attention operators by our kernels: values, layouts, dropout and compiled code."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+
+from tests.attention_cases import (
+    CASES,
+    AttentionTestCase,
+    Inputs,
+    check,
+    make_inputs,
+    reference_results,
+)
+from tests.replaced_operators import assert_as_promised, aten, replaced
+
+FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+
+
+# Few: other tests show what each kernel computes.
+FLASH_CASES = (
+    *("inner tokens of TNT", "GPT-2 on stories", "one query, many keys", "grouped queries"),
+    "dropout",
+)
+CUDNN_CASES = (
+    *("one of everything", "a window of DaViT", "additive mask", "additive mask for all"),
+    *("additive mask, one axis", "float32 mask", "dropout, head_dim 128, mask"),
+)
+OPERATOR_CASES = [
+    *((FLASH, name) for name in FLASH_CASES),
+    *((CUDNN, name) for name in CUDNN_CASES),
+]
+
+
+def forward_arguments(name: str, inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an operator."""
+    query, key, value, _, mask, *_ = inputs
+    tensors = (query, key, value) if name == FLASH else (query, key, value, mask, True)
+    return (*tensors, inputs.dropout_p, inputs.is_causal), {"scale": inputs.scale}
+
+
+def backward_arguments(name: str, inputs: Inputs, results: Any) -> tuple[Any, ...]:
+    """The arguments of an operator's backward, less the scale."""
+    query, key, value, grad, mask, *_ = inputs
+    out, lse, *others = results
+    *ends, state, offset, _ = others
+    last = *ends, inputs.dropout_p, inputs.is_causal
+    if name == FLASH:
+        return grad, query, key, value, out, lse, *last, state, offset
+    return grad, query, key, value, out, lse, state, offset, mask, *last
+
+
+def with_seed_of(inputs: Inputs, results: Any) -> Inputs:
+    """The inputs of the reference: the seed is what a forward returned."""
+    seed = results[6].view(torch.int64).reshape(-1)[:1] if inputs.dropout_p else None
+    return inputs._replace(seed=seed)
+
+
+def in_packed_memory(inputs: Inputs) -> Inputs:
+    """Query, key and value as views of one projection, and a gradient in the order (B, N, H, D)."""
+    three = torch.stack([t.transpose(1, 2) for t in inputs[:3]], dim=2).unbind(2)
+    grad = inputs.grad.transpose(1, 2).contiguous()
+    return inputs._replace(
+        **dict(zip(("query", "key", "value"), (t.transpose(1, 2) for t in three))),
+        grad=grad.transpose(1, 2),
+    )
+
+
+@pytest.mark.parametrize(("name", "case_name"), OPERATOR_CASES)
+def test_results_stay_within_the_error_budget_and_have_the_promised_layouts(
+    name: str, case_name: str
+) -> None:
+    (case,) = (case for case in CASES if case.name == case_name)
+    inputs = make_inputs(case, torch.float16)
+    if case.heads == case.kv_heads and case.rows == case.cols:
+        inputs = in_packed_memory(inputs)
+    args, kwargs = forward_arguments(name, inputs)
+    with replaced() as below:
+        results = getattr(aten, name)(*args, **kwargs)
+        backward = backward_arguments(name, inputs, results)
+        gradients = getattr(aten, f"{name}_backward")(*backward, **kwargs)
+    assert not below
+    assert_as_promised(results, name, *args, **kwargs)
+    assert_as_promised(gradients, f"{name}_backward", *backward, **kwargs)
+    out, lse = results[0], results[1].reshape(inputs.query.shape[:3])
+    computed = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    check(with_seed_of(inputs, results), computed)
+
+
+@pytest.mark.parametrize("factor", [1, 30])
+@pytest.mark.parametrize("name", [FLASH, CUDNN])
+def test_a_backward_follows_a_forward_of_pytorchs(name: str, factor: int) -> None:
+    inputs = make_inputs(AttentionTestCase("", 1, 2, 2, 70, 70, 64), torch.float16)
+    inputs = inputs._replace(query=inputs.query * factor)
+    exact = reference_results(inputs, torch.float64)
+    lse = exact["lse"].float().reshape(1, 2, 70, *[1] * (name == CUDNN))
+    results = exact["out"].half(), lse, None, None, 70, 70, torch.empty(0), torch.empty(0), None
+    with replaced() as below:
+        arguments = backward_arguments(name, inputs, results)
+        gradients = getattr(aten, f"{name}_backward")(*arguments, scale=inputs.scale)
+    assert not below
+    check(inputs, dict(zip(("dq", "dk", "dv"), gradients, strict=True)))
+
+
+def test_a_row_without_a_visible_key_has_no_gradient_after_a_forward_of_pytorchs() -> None:
+    inputs = make_inputs(AttentionTestCase("", 1, 1, 1, 20, 20, 16), torch.float16)
+    mask = torch.zeros(20, 20).half()
+    mask[3] = -torch.inf
+    inputs = inputs._replace(attn_mask=mask)
+    with replaced():
+        args, kwargs = forward_arguments(CUDNN, inputs)
+        results = list(getattr(aten, CUDNN)(*args, **kwargs))
+        assert results[1][..., 3, :] == torch.inf
+        results[1] = results[1].nan_to_num(posinf=-torch.inf)
+        arguments = backward_arguments(CUDNN, inputs, results)
+        dq, dk, dv = getattr(aten, f"{CUDNN}_backward")(*arguments, **kwargs)
+    assert not dq[:, :, 3].any()
+    check(inputs, {"dq": dq, "dk": dk, "dv": dv})
+
+
+@pytest.mark.parametrize(("name", "backend"), [(FLASH, "inductor"), (CUDNN, "aot_eager")])
+def test_compiled_graphs_call_our_kernels_until_they_are_removed(name: str, backend: str) -> None:
+    extra = () if name == FLASH else (None, True)
+
+    def block(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (x @ w).view(2, 33, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        out = getattr(aten, name)(q, k, v, *extra)[0]
+        return out.transpose(1, 2).reshape(2, 33, 64).sin()
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 33, 64).half().requires_grad_()
+    w = (torch.randn(64, 192) / 8).half().requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    with replaced() as below:
+        eager, out = block(x, w), compiled(x, w)
+        expected, actual = (torch.autograd.grad(t.sum(), (x, w)) for t in (eager, out))
+        assert not below
+    torch.testing.assert_close(out, eager, atol=5e-3, rtol=5e-3)
+    for gradient, expectation in zip(actual, expected, strict=True):
+        torch.testing.assert_close(gradient, expectation, atol=3e-2, rtol=3e-2)
+    with pytest.raises(NotImplementedError):  # a graph asks the dispatcher at every call
+        compiled(x, w)
