@@ -111,7 +111,8 @@ class Handle:
                 # A build without CUDA has no kernel that could be called.
                 if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
                     below = torch.library.get_kernel(name, dispatch_key)
-                    self._library.impl(name, _over(below, compute), dispatch_key, with_keyset=True)
+                    options = {"with_keyset": True, "allow_override": True}
+                    self._library.impl(name, _over(below, compute), dispatch_key, **options)
 
     def remove(self) -> None:
         """Let PyTorch's kernels compute again. A second call does nothing."""
