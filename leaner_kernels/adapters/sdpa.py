@@ -23,8 +23,9 @@ What stays as it is:
 Limits:
 
 - Activate and restore while no other thread computes attention.
-- With dropout, run a backward before ``restore_flash_attention_impl``, or inside ``use_sdpa``:
-  PyTorch's kernels cannot repeat the dropout of ours. A warning says if calls still wait for one.
+- Run a backward before ``restore_flash_attention_impl``, or inside ``use_sdpa``. PyTorch's kernels
+  cannot repeat the dropout of ours, and cuDNN's may read the log-sum-exp in another order. A
+  warning says if calls still wait for their backward.
 - AOTInductor and ``torch.compile(options={"cpp_wrapper": True})`` call PyTorch's kernels
   directly. They bypass every kernel of this registry.
 - ROCm is not supported.
@@ -122,8 +123,8 @@ class Handle:
                 return
             if count := self._unfinished():
                 warnings.warn(
-                    f"{count} calls of attention with dropout have had no backward: run it before "
-                    "PyTorch's kernels are restored, or its gradients are wrong",
+                    f"{count} calls of attention have had no backward: run it before PyTorch's "
+                    "kernels are restored, or its gradients may be wrong",
                     stacklevel=4,
                 )
             library._destroy()

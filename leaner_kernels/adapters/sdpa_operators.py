@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..ops.attention import aten
 
-NO_WINDOW = -1, -1
+NO_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)
+VARLEN_OPTIONS = {"scale", "window_size_left", "window_size_right"}
+LSE_ALIGNMENT = 32  # rows, of the log-sum-exp in the memory-efficient operator
 # Random states of calls without dropout, by operator, device and dtype: results that nobody reads.
 _unread: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
 
@@ -84,11 +87,12 @@ def cudnn_forward(
     if return_debug_mask:
         return None
     tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
-    done = aten.attend(aten.Fused, tensors, numbers, bool(compute_log_sumexp))
-    if done is None:
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.Fused, tensors, numbers, wanted, wanted, paired=True)) is None:
         return None
-    state, lse = _philox(query, done), done.lse.unsqueeze(-1)
-    return done.out, lse, None, None, query.shape[2], key.shape[2], *state, None
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if done.lse is None else done.lse
+    ends = None, None, query.shape[2], key.shape[2]
+    return done.out, lse.unsqueeze(-1), *ends, *_philox(query, done), None
 
 
 def _philox(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor]:
@@ -111,10 +115,151 @@ def cudnn_backward(
     return aten.differentiate(aten.Fused, grad_out, tensors, seed, out, lse, numbers)
 
 
+# --- Memory-efficient: calls with a mask ----------------------------------------------------------
+
+
+def efficient_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_efficient_attention`` of a call with a mask."""
+    if attn_bias is None:
+        return None
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.Efficient, tensors, numbers, wanted, wanted)) is None:
+        return None
+    if done.lse is None:
+        lse = query.new_empty((*query.shape[:2], 0), dtype=torch.float32)
+    else:
+        lse = pad(done.lse, (0, -query.shape[2] % LSE_ALIGNMENT), value=torch.inf)
+    return done.out, lse, *_philox(query, done)
+
+
+def efficient_backward(
+    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
+    dropout_p, grad_input_mask, is_causal=False, *, scale=None,
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_efficient_attention_backward`` of a call with a mask."""
+    if attn_bias is None:
+        return None
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    saved = philox_seed if dropout_p else None, out, logsumexp[..., : query.shape[2]]
+    mask_grad = bool(grad_input_mask[3])
+    gradients = aten.differentiate(
+        aten.Efficient, grad_out_, tensors, *saved, numbers, mask_grad=mask_grad
+    )
+    return gradients if gradients is None or mask_grad else (*gradients, None)
+
+
+# --- Sequences side by side -----------------------------------------------------------------------
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Any, ...],
+    dropout_p: float,
+    is_causal: bool,
+    options: dict[str, Any],
+    last_key: bool = True,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return the tensors and numbers of ``aten.FusedVarlen``, or None if it has no such call.
+
+    ``ends`` are cum_seq_q, cum_seq_k, max_q and max_k. Without starts, the call is one of the dense
+    ones that PyTorch's outer kernels make. ``last_key`` says that the operator aligns a causal mask
+    to the last key of a sequence.
+    """
+    starts, key_starts, max_q, max_k = ends
+    left, right = (options.get(f"window_size_{side}") for side in ("left", "right"))
+    window = -1 if left is None else left, -1 if right is None else right
+    others = {name for name, option in options.items() if option is not None}
+    if starts is None or key_starts is None or query.dim() != 3 or others - VARLEN_OPTIONS:
+        return None
+    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (starts, key_starts)):
+        return None
+    causal = bool(is_causal) or window == CAUSAL_WINDOW
+    if window not in (NO_WINDOW, CAUSAL_WINDOW) or starts.shape != key_starts.shape:
+        return None
+    if starts.data_ptr() == key_starts.data_ptr():
+        key_starts = starts
+    # Our kernels align a causal mask to the first key.
+    alike = key_starts is starts and query.shape[0] == key.shape[0] and max_q == max_k
+    if causal and last_key and not alike:
+        return None
+    numbers = max_q, max_k, float(dropout_p), causal, options.get("scale"), *NO_WINDOW
+    return (query, key, value, starts, key_starts), numbers
+
+
+def varlen_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    return_debug_mask, **options,
+):  # fmt: skip
+    """Compute ``_flash_attention_forward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options)
+    if call is None or return_debug_mask:
+        return None
+    # Below ``varlen_attn`` nothing says whether a backward follows.
+    if (done := aten.attend(aten.FusedVarlen, *call, True)) is None:
+        return None
+    return done.out, done.lse, *_flash_state(query, done)
+
+
+def varlen_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+    dropout_p, is_causal, rng_state, unused, **options,
+):  # fmt: skip
+    """Compute ``_flash_attention_backward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    if (call := _varlen(query, key, value, ends, dropout_p, is_causal, options)) is None:
+        return None
+    tensors, numbers = call
+    saved = rng_state.view(torch.int64) if dropout_p else None, out, logsumexp
+    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+
+
+def cudnn_varlen_forward(
+    query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+    dropout_p=0.0, is_causal=False, return_debug_mask=False, **options,
+):  # fmt: skip
+    """Compute ``_cudnn_attention_forward`` of a varlen batch; the log-sum-exp is (H, T)."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options, last_key=False)
+    if call is None or attn_bias is not None or return_debug_mask:
+        return None
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.FusedVarlen, *call, wanted, paired=True)) is None:
+        return None
+    return done.out, done.lse, *ends, *_philox(query, done), None
+
+
+def cudnn_varlen_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options,
+):  # fmt: skip
+    """Compute ``_cudnn_attention_backward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options, last_key=False)
+    if call is None or attn_bias is not None:
+        return None
+    tensors, numbers = call
+    # Older releases of PyTorch have (T, H, 1).
+    lse = logsumexp if logsumexp.dim() == 2 else logsumexp.squeeze(-1).transpose(0, 1)
+    saved = philox_seed if dropout_p else None, out, lse
+    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+
+
 # Names of operators: what computes them.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": flash_forward,
     "_scaled_dot_product_flash_attention_backward": flash_backward,
     "_scaled_dot_product_cudnn_attention": cudnn_forward,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    "_scaled_dot_product_efficient_attention": efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_flash_attention_forward": varlen_forward,
+    "_flash_attention_backward": varlen_backward,
+    "_cudnn_attention_forward": cudnn_varlen_forward,
+    "_cudnn_attention_backward": cudnn_varlen_backward,
 }

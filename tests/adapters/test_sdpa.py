@@ -202,3 +202,8 @@ def test_a_backward_with_dropout_of_pytorchs_forward_is_pytorchs() -> None:
     with replaced() as below:
         aten._scaled_dot_product_flash_attention_backward(*arguments)
     assert [call.name for call in below] == [f"{NAME.removeprefix('aten::')}_backward"]
+
+
+def test_a_release_of_pytorch_has_every_operator_that_is_replaced() -> None:
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"), name

@@ -10,6 +10,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from tests import varlen_cases
 from tests.attention_cases import (
     CASES,
     AttentionTestCase,
@@ -18,9 +19,11 @@ from tests.attention_cases import (
     make_inputs,
     reference_results,
 )
+from tests.error_budget import assert_all_within_budget
 from tests.replaced_operators import assert_as_promised, aten, replaced
 
 FLASH, CUDNN = "_scaled_dot_product_flash_attention", "_scaled_dot_product_cudnn_attention"
+EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
 # Few: other tests show what each kernel computes.
@@ -32,9 +35,11 @@ CUDNN_CASES = (
     *("one of everything", "a window of DaViT", "additive mask", "additive mask for all"),
     *("additive mask, one axis", "float32 mask", "dropout, head_dim 128, mask"),
 )
+EFFICIENT_CASES = "additive mask", "dropout, head_dim 128, mask"
 OPERATOR_CASES = [
     *((FLASH, name) for name in FLASH_CASES),
     *((CUDNN, name) for name in CUDNN_CASES),
+    *((EFFICIENT, name) for name in EFFICIENT_CASES),
 ]
 
 
@@ -49,6 +54,9 @@ def backward_arguments(name: str, inputs: Inputs, results: Any) -> tuple[Any, ..
     """The arguments of an operator's backward, less the scale."""
     query, key, value, grad, mask, *_ = inputs
     out, lse, *others = results
+    if name == EFFICIENT:
+        last = *others, inputs.dropout_p, [True] * 4, inputs.is_causal
+        return grad, query, key, value, mask, out, lse, *last
     *ends, state, offset, _ = others
     last = *ends, inputs.dropout_p, inputs.is_causal
     if name == FLASH:
@@ -58,7 +66,8 @@ def backward_arguments(name: str, inputs: Inputs, results: Any) -> tuple[Any, ..
 
 def with_seed_of(inputs: Inputs, results: Any) -> Inputs:
     """The inputs of the reference: the seed is what a forward returned."""
-    seed = results[6].view(torch.int64).reshape(-1)[:1] if inputs.dropout_p else None
+    state = results[2 if len(results) == 4 else 6]
+    seed = state.view(torch.int64).reshape(-1)[:1] if inputs.dropout_p else None
     return inputs._replace(seed=seed)
 
 
@@ -88,8 +97,11 @@ def test_results_stay_within_the_error_budget_and_have_the_promised_layouts(
     assert not below
     assert_as_promised(results, name, *args, **kwargs)
     assert_as_promised(gradients, f"{name}_backward", *backward, **kwargs)
-    out, lse = results[0], results[1].reshape(inputs.query.shape[:3])
-    computed = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    rows = inputs.query.shape[2]
+    lse = results[1].reshape(*inputs.query.shape[:2], -1)
+    assert lse[..., rows:].isposinf().all()
+    computed = {"out": results[0], "lse": lse[..., :rows]}
+    computed |= dict(zip(("dq", "dk", "dv", "dmask"), gradients))
     check(with_seed_of(inputs, results), computed)
 
 
@@ -122,6 +134,61 @@ def test_a_row_without_a_visible_key_has_no_gradient_after_a_forward_of_pytorchs
         dq, dk, dv = getattr(aten, f"{CUDNN}_backward")(*arguments, **kwargs)
     assert not dq[:, :, 3].any()
     check(inputs, {"dq": dq, "dk": dk, "dv": dv})
+
+
+def test_without_a_backward_no_log_sum_exp_is_computed() -> None:
+    inputs = make_inputs(AttentionTestCase("", 1, 2, 2, 20, 20, 16, mask="line"), torch.float16)
+    (*tensors, _, dropout_p, causal), kwargs = forward_arguments(CUDNN, inputs)
+    for name in (CUDNN, EFFICIENT):
+        args = *tensors, False, dropout_p, causal
+        with replaced() as below:
+            results = getattr(aten, name)(*args, **kwargs)
+        assert not below
+        assert_as_promised(results, name, *args, **kwargs)
+        check(inputs, {"out": results[0]})
+
+
+FLASH_VARLEN, CUDNN_VARLEN = "_flash_attention", "_cudnn_attention"
+VARLEN_CASES = (
+    *((FLASH_VARLEN, name) for name in ("texts, causal", "dropout", "grouped queries")),
+    *((CUDNN_VARLEN, name) for name in ("causal, crossed", "dropout")),
+)
+
+
+@pytest.mark.parametrize(("name", "case_name"), VARLEN_CASES)
+def test_sequences_side_by_side_stay_within_the_error_budget(name: str, case_name: str) -> None:
+    case = varlen_cases.case_named(case_name)
+    inputs = varlen_cases.make_inputs(case, torch.float16)
+    starts, key_starts = inputs.cu_seqlens, inputs.cu_seqlens_k
+    if case.causal and name == FLASH_VARLEN:
+        key_starts = starts  # otherwise PyTorch's mask and ours differ
+    tensors, kwargs = inputs[:3], {"scale": inputs.scale}
+    ends = starts, key_starts, inputs.max_seqlen, inputs.max_seqlen_k
+    dropout = inputs.dropout_p, inputs.is_causal
+    extra = () if name == FLASH_VARLEN else (None,)
+    forward = *tensors, *extra, *ends, *(True for _ in extra), *dropout, False
+    with replaced() as below:
+        results = getattr(aten, f"{name}_forward")(*forward, **kwargs)
+        out, lse, *_, state, offset, _ = results
+        backward = inputs.grad, *tensors, out, lse
+        backward += (*ends, *dropout, state, offset) if not extra else (
+            state, offset, None, *ends, *dropout,
+        )  # fmt: skip
+        gradients = getattr(aten, f"{name}_backward")(*backward, **kwargs)
+    assert not below
+    if name == FLASH_VARLEN:  # PyTorch has no fake kernels of cuDNN's
+        assert_as_promised(results, f"{name}_forward", *forward, **kwargs)
+        assert_as_promised(gradients, f"{name}_backward", *backward, **kwargs)
+    if case.dropout_p:
+        inputs = inputs._replace(seed=state.view(torch.int64).reshape(-1)[:1])
+    computed = {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    exact = varlen_cases.assemble(inputs, torch.float64)
+    owned = slice(int(starts[0]), int(starts[-1]))
+    peers = varlen_cases.peers_of(inputs, torch.float16)
+    for results in (computed, exact):
+        results["lse"] = results["lse"][:, owned]
+    peers["lse"] = tuple(peer[:, owned] for peer in peers["lse"])
+    assert_all_within_budget(computed, peers, exact)
 
 
 @pytest.mark.parametrize(("name", "backend"), [(FLASH, "inductor"), (CUDNN, "aot_eager")])

@@ -4,7 +4,8 @@ The fused operators of PyTorch (flash, cuDNN, memory-efficient) agree on what a 
 its forward: the output, the log-sum-exp of each row of scaled scores in nats, and the state of
 random numbers. ``attend`` and ``differentiate`` keep to this contract, so that a backward of ours
 may follow a forward of PyTorch's, and the other way round. With dropout both directions must be of
-one kind: then shapes alone decide.
+one kind: then shapes alone decide. cuDNN's backward, too, cannot always follow a forward of ours:
+it reads the log-sum-exp of some layouts in another order.
 
 Results have the layouts that PyTorch's fake kernels promise to compiled graphs.
 """
@@ -81,12 +82,12 @@ class Attended(NamedTuple):
     Attributes:
         out: as the query.
         lse: (B, H, N); in a varlen batch (H, T); float32, contiguous. Infinite for a row without a
-            visible key.
+            visible key. None if it is not wanted.
         seed: (2,) int64, the first of them read by kernels; None without dropout.
     """
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None
     seed: Tensor | None
 
 
@@ -94,8 +95,8 @@ class Attended(NamedTuple):
 _left: set[Hashable] = set()
 # Kinds of calls with dropout that our forward computed since the operators were replaced.
 _dropped: set[Hashable] = set()
-# Seeds of calls that had no backward, by address.
-_seeds: dict[int, StorageWeakRef] = {}
+# The log-sum-exp of calls that only our backward can follow and none has, by address.
+_unfinished: dict[int, StorageWeakRef] = {}
 _zeros: dict[torch.device, Tensor] = {}
 
 
@@ -103,21 +104,19 @@ def forget() -> None:
     """Forget which calls were computed by whom, as other operators are in use from now on."""
     _left.clear()
     _dropped.clear()
-    _seeds.clear()
+    _unfinished.clear()
 
 
 def unfinished() -> int:
-    """Return how many calls with dropout may still have a backward, and had none."""
-    return sum(not seed.expired() for seed in _seeds.values())
+    """Return how many calls still have a graph, had no backward, and need ours."""
+    return sum(not kept.expired() for kept in _unfinished.values())
 
 
-def _draw_seed(device: torch.device) -> Tensor:
-    seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=device)
-    if len(_seeds) >= MAX_CACHED:
-        for address in [address for address, kept in _seeds.items() if kept.expired()]:
-            del _seeds[address]
-    _seeds[seed.data_ptr()] = StorageWeakRef(seed.untyped_storage())
-    return seed
+def _remember(lse: Tensor) -> None:
+    if len(_unfinished) >= MAX_CACHED:
+        for address in [address for address, kept in _unfinished.items() if kept.expired()]:
+            del _unfinished[address]
+    _unfinished[lse.data_ptr()] = StorageWeakRef(lse.untyped_storage())
 
 
 # --- Which calls are ours -------------------------------------------------------------------------
@@ -185,7 +184,12 @@ def _leave(signature: Hashable) -> None:
 
 
 def attend(
-    form: Any, tensors: Sequence[Any], numbers: Sequence[Any], backward: bool
+    form: Any,
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    backward: bool,
+    with_lse: bool = True,
+    paired: bool = False,
 ) -> Attended | None:
     """Launch a forward, or return None if PyTorch computes the call.
 
@@ -194,6 +198,9 @@ def attend(
         tensors: those of the form, without the seed.
         numbers: those of the form.
         backward: whether a backward is expected; a wrong guess costs time alone.
+        with_lse: whether anything reads the log-sum-exp.
+        paired: whether PyTorch's backward may want the log-sum-exp in other memory, so that it
+            cannot follow this forward.
     """
     query, dropout_p, scale = tensors[0], numbers[form.dropout], numbers[form.dropout + 2]
     if dropout_p:
@@ -207,7 +214,9 @@ def attend(
             _leave(signature)
             return None
     with _device_of(query):
-        seed = _draw_seed(query.device) if dropout_p else None
+        seed = None
+        if dropout_p:
+            seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
         if plan is None:
             if dropout_p:
                 _dropped.add(_kind_of(form, tensors, numbers))
@@ -216,9 +225,14 @@ def attend(
         else:
             addresses = [*addresses, 0 if seed is None else seed.data_ptr()]
             out, max_log_sum = op._run(form, plan, addresses, query)
-        scaled = form is not FusedVarlen and tensors[3] is not None
-        factor = query.shape[-1] ** -0.5 if scale is None else scale
-        return Attended(out, lse_of(max_log_sum, 1.0 if scaled else factor), seed)
+        lse = None
+        if with_lse:
+            scaled = form is not FusedVarlen and tensors[3] is not None
+            factor = query.shape[-1] ** -0.5 if scale is None else scale
+            lse = lse_of(max_log_sum, 1.0 if scaled else factor)
+            if dropout_p or paired:
+                _remember(lse)
+        return Attended(out, lse, seed)
 
 
 def differentiate(
@@ -264,8 +278,7 @@ def differentiate(
         if len(op._backwards) >= MAX_CACHED:
             op._backwards.clear()
         launches = op._backwards[signature] = {}
-    if seed is not None:
-        _seeds.pop(seed.data_ptr(), None)
+    _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
         masked = form is not FusedVarlen and tensors[3] is not None
         saved = *tensors, seed, out, max_log_sum_of(lse, masked)
