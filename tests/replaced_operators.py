@@ -4,6 +4,7 @@ PyTorch has no such kernels for the CPU. The stand-ins note their calls, and ret
 with the layouts that PyTorch's fake kernels promise.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -85,3 +86,40 @@ def assert_as_promised(actual: Any, name: str, *args: Any, **kwargs: Any) -> Non
 def _layout(t: Tensor) -> tuple[Any, ...]:
     """The shape, the strides along axes longer than 1, as compiled graphs assert, and the dtype."""
     return t.shape, [stride for size, stride in zip(t.shape, t.stride()) if size > 1], t.dtype
+
+
+@contextmanager
+def behind_sdpa(capability: int = 90) -> Iterator[list[BelowCall]]:
+    """Have ``scaled_dot_product_attention`` on the CPU call the replaced operators of cuDNN.
+
+    PyTorch chooses its operator for the CPU, which hands the call on to cuDNN's.
+    """
+
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+        attn_mask: Tensor | None = None, scale: float | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        args = q, k, v, attn_mask, True, dropout_p, is_causal
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*args, scale=scale)
+        return out, lse[..., 0]
+
+    def backward(
+        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout_p: float,
+        is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        state, ends = torch.empty((), dtype=torch.int64), (None, None, q.shape[2], k.shape[2])
+        args = grad, q, k, v, out, lse[..., None], state, state, attn_mask, *ends
+        return aten._scaled_dot_product_cudnn_attention_backward(
+            *args, dropout_p, is_causal, scale=scale
+        )
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    with warnings.catch_warnings(action="ignore"):
+        library.impl(name, forward, "CPU", allow_override=True)
+        library.impl(f"{name}_backward", backward, "CPU", allow_override=True)
+    try:
+        with replaced(capability) as below:
+            yield below
+    finally:
+        library._destroy()

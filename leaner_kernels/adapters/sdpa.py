@@ -123,7 +123,7 @@ class Handle:
                 return
             if count := self._unfinished():
                 warnings.warn(
-                    f"{count} calls of attention have had no backward: run it before PyTorch's "
+                    f"attention calls that have had no backward: {count}; run it before PyTorch's "
                     "kernels are restored, or its gradients may be wrong",
                     stacklevel=4,
                 )
