@@ -173,6 +173,61 @@ def test_a_call_that_is_not_ours_arrives_below_as_it_was_made(case: str) -> None
         assert options == kwargs
 
 
+STARTS = torch.tensor([0, 5, 17], dtype=torch.int32)
+TOKENS = (half(17, 2, 64),) * 3
+OTHERS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "cuDNN, long": ("_scaled_dot_product_cudnn_attention", (*LONG, None, True), {}),
+    "cuDNN, a boolean mask": (
+        "_scaled_dot_product_cudnn_attention",
+        (*SHORT, torch.ones(17, 17, dtype=torch.bool), True, 0.5),
+        {"scale": 0.5},
+    ),
+    "cuDNN, a causal mask and another": (
+        "_scaled_dot_product_cudnn_attention", (*SHORT, half(17, 17), False, 0.0, True), {},
+    ),
+    "memory-efficient, no mask": (
+        "_scaled_dot_product_efficient_attention", (*SHORT, None, True, 0.0, True), {"scale": 0.5},
+    ),
+    "memory-efficient, float32": (
+        "_scaled_dot_product_efficient_attention",
+        (*(t.float() for t in SHORT), torch.zeros(17, 17), True),
+        {},
+    ),
+    "flash, dense": (
+        "_flash_attention_forward", (*SHORT, None, None, 17, 17, 0.0, False, False), {},
+    ),
+    "varlen, a window": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.0, False, False),
+        {"window_size_left": 3, "window_size_right": 0},
+    ),
+    "varlen, lengths of the keys": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.0, False, False),
+        {"seqused_k": STARTS[1:]},
+    ),
+    "varlen, causal, other starts of keys": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS.clone(), 12, 12, 0.0, True, False), {},
+    ),
+    "varlen, starts of 64 bits": (
+        "_flash_attention_forward",
+        (*TOKENS, STARTS.long(), STARTS.long(), 12, 12, 0.0, False, False),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_does_a_call_of_another_operator(case: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    name, args, kwargs = OTHERS[case]
+    with replaced() as below:
+        getattr(aten, name)(*args, **kwargs)
+    (call,) = below
+    assert call.name == name
+    assert call.kwargs == kwargs
+    pairs = zip(call.args, args, strict=True)
+    assert all(a is b or (not torch.is_tensor(b) and a == b) for a, b in pairs)
+
+
 def test_before_8_0_every_call_is_left() -> None:
     torch.use_deterministic_algorithms(False)
     with replaced(75) as below:

@@ -263,9 +263,8 @@ def differentiate(
     query, dropout_p = tensors[0], numbers[form.dropout]
     if dropout_p:
         tensors = _brought_in_reach(tensors)
-    lse = lse.contiguous()
-    saved = *tensors, seed, out, lse
-    signature, *_ = key_of(saved, (form.name, "backward", *numbers))
+    # Launches are cached by the layouts of all tensors below this.
+    signature, *_ = key_of(tensors, (form.name, "backward", *numbers))
     launches = op._backwards.get(signature)
     if launches is None:
         if dropout_p and _kind_of(form, tensors, numbers) not in _dropped:
@@ -278,6 +277,7 @@ def differentiate(
         if len(op._backwards) >= MAX_CACHED:
             op._backwards.clear()
         launches = op._backwards[signature] = {}
+    lse = lse.contiguous()
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
         masked = form is not FusedVarlen and tensors[3] is not None
