@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.nn import attention as registry
 import leaner_kernels
 from leaner_kernels.adapters import sdpa
 from leaner_kernels.adapters.sdpa_operators import OPERATORS
+from leaner_kernels.ops.attention import aten as ours
 from leaner_kernels.ops.attention import sdpa as library
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, Sequences
 from tests.replaced_operators import aten, replaced
 
 NAME = "aten::_scaled_dot_product_flash_attention"
@@ -248,6 +250,29 @@ def test_attention_reaches_the_kernels_below_where_it_calls_pytorch(
         assert library.library_attention(call, False).shape == SHORT[0].shape
         assert len(below) == 1
         assert not library.passing.on
+
+
+def test_varlen_attention_reaches_the_kernels_below_where_it_calls_pytorch() -> None:
+    starts = torch.tensor([0, 5, 17], dtype=torch.int32)
+    sequences = Sequences(starts, starts, 12, 12)
+    call = Call(*TOKENS, None, None, None, 0.0, True, None, sequences=sequences)
+    with replaced() as below, mock.patch("leaner_kernels.ops.attention.sdpa._fill_with_zeros"):
+        library.varlen_attention(call)
+    assert [call.name for call in below] == ["_flash_attention_forward"]
+
+
+def test_other_threads_keep_our_kernels_while_one_calls_those_below() -> None:
+    def other_thread() -> None:
+        thread = threading.Thread(target=run, args=SHORT)
+        thread.start()
+        thread.join()
+
+    run = aten._scaled_dot_product_flash_attention
+    with replaced(), mock.patch.object(ours, "attend", return_value=None) as attend:
+        library._below_ours(run, *SHORT)
+        assert not attend.call_count
+        library._below_ours(other_thread)
+        assert attend.call_count == 1
 
 
 def test_a_backward_with_dropout_of_pytorchs_forward_is_pytorchs() -> None:

@@ -109,13 +109,14 @@ def forget() -> None:
 
 def unfinished() -> int:
     """Return how many calls still have a graph, had no backward, and need ours."""
-    return sum(not kept.expired() for kept in _unfinished.values())
+    return sum(not kept.expired() for kept in list(_unfinished.values()))
 
 
 def _remember(lse: Tensor) -> None:
     if len(_unfinished) >= MAX_CACHED:
-        for address in [address for address, kept in _unfinished.items() if kept.expired()]:
-            del _unfinished[address]
+        for address, kept in list(_unfinished.items()):
+            if kept.expired():
+                _unfinished.pop(address, None)  # another thread may be first
     _unfinished[lse.data_ptr()] = StorageWeakRef(lse.untyped_storage())
 
 
