@@ -132,7 +132,9 @@ def takes(call: Call, backward: bool) -> bool:
     heads, dim = query.shape[1], query.shape[-1]
     if any(t.dtype not in HALF or t.dtype != query.dtype for t in call[:3]):
         return False
-    if key.shape != value.shape or dim != key.shape[-1] or dim > MAX_HEAD_DIM or op.is_empty(call):
+    if key.shape != value.shape or dim != key.shape[-1] or dim > MAX_HEAD_DIM:
+        return False
+    if op.is_empty(call) or call.batch < 1:
         return False
     if heads % key.shape[1] or (call.sequences is None and query.shape[0] != key.shape[0]):
         return False
@@ -170,9 +172,8 @@ def _brought_in_reach(tensors: Sequence[Any]) -> tuple[Any, ...]:
     return *(t if _in_reach(t) else t.contiguous() for t in three), mask_or_starts, other
 
 
-def _kind_of(form: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Hashable:
-    query, key = tensors[:2]
-    return form.name, query.shape, key.shape, query.dtype, *numbers
+def _kind_of(form: Any, query: Tensor, dropout_p: float) -> Hashable:
+    return form.name, query.shape[1], query.shape[-1], dropout_p
 
 
 def _leave(signature: Hashable) -> None:
@@ -218,9 +219,8 @@ def attend(
         seed = None
         if dropout_p:
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
+            _dropped.add(_kind_of(form, query, dropout_p))
         if plan is None:
-            if dropout_p:
-                _dropped.add(_kind_of(form, tensors, numbers))
             inputs = *tensors, seed, *numbers
             _, (out, max_log_sum) = op._launch_first(form, signature, inputs)
         else:
@@ -263,13 +263,13 @@ def differentiate(
     """
     query, dropout_p = tensors[0], numbers[form.dropout]
     if dropout_p:
+        if _kind_of(form, query, dropout_p) not in _dropped:
+            return None  # the forward was PyTorch's, before the operators were replaced
         tensors = _brought_in_reach(tensors)
     # Launches are cached by the layouts of all tensors below this.
     signature, *_ = key_of(tensors, (form.name, "backward", *numbers))
     launches = op._backwards.get(signature)
     if launches is None:
-        if dropout_p and _kind_of(form, tensors, numbers) not in _dropped:
-            return None  # the forward was PyTorch's, before the operators were replaced
         if signature in _left:
             return None
         if not takes(form.call(*tensors, seed, *numbers), True):
