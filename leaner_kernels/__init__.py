@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 from . import removed
 from .activation_checkpointing import checkpoint_policy
+from .adapters.sdpa import register as _register_sdpa
+from .adapters.sdpa import use_sdpa
 from .alarms import EntropyAlarm, KappaAlarm
 from .conditioning import ConditioningPenalty, QKClip, conditioning_penalty
 from .kappa import (
@@ -67,9 +69,12 @@ __all__ = [
     "outlook_attention",
     "outlook_attention_with_stats",
     "singular_values",
+    "use_sdpa",
     "window_attention",
     "window_attention_with_stats",
 ]
+
+_register_sdpa()
 
 if not TYPE_CHECKING:  # where it would hide misspelt names
     __getattr__ = partial(removed.attribute, __name__)

@@ -1,6 +1,8 @@
 """Attention by PyTorch: where the kernels do not run, and where PyTorch's are faster."""
 
+import threading
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +23,29 @@ from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
 LOWEST_MAXIMUM = -1e3
+
+
+class _Passing(threading.local):
+    """Whether this thread calls PyTorch's attention to have PyTorch's own kernels compute it.
+
+    ``adapters.sdpa`` may have replaced the operators below by ours.
+    """
+
+    on = False
+
+
+passing = _Passing()
+
+
+def _below_ours(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function of PyTorch, and have PyTorch's own kernels compute it."""
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    passing.on = True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        passing.on = False
 
 
 def library_attention(call: Call, enable_gqa: bool) -> Tensor:
@@ -85,7 +110,8 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
     causal = True if is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210
-    out = _sdpa(query, key, value, mask, dropout_p, causal, scale=scale, enable_gqa=shared)
+    tensors, options = (query, key, value, mask), {"scale": scale, "enable_gqa": shared}
+    out = _below_ours(_sdpa, *tensors, dropout_p, causal, **options)
     # With dropout on a CPU, and under transforms, it is PyTorch's composition, which has all
     # derivatives. In half precision on newer GPUs the function below would cost host time.
     composed = dropout_p or torch._C._are_functorch_transforms_active()
@@ -167,9 +193,8 @@ def varlen_attention(call: Call) -> Tensor:
     query, key, value = _ZeroGradientsOutside.apply(starts, query, key, value)
     window = (-1, 0) if call.is_causal else (-1, -1)
     ends = starts, starts, max_seqlen, max_seqlen
-    out = _varlen_attn()(
-        query, key, value, *ends, scale=call.scale, window_size=window
-    ).contiguous()
+    tensors, options = (query, key, value), {"scale": call.scale, "window_size": window}
+    out = _below_ours(_varlen_attn(), *tensors, *ends, **options).contiguous()
     _fill_with_zeros(starts, out)
     return out
 

@@ -1,0 +1,266 @@
+"""PyTorch's attention operators with the signatures of their schemas, by ``ops.attention.aten``.
+
+Each function returns the results of its operator, or None if PyTorch's kernel computes the call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..ops.attention import aten
+
+NO_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)
+VARLEN_OPTIONS = {"scale", "window_size_left", "window_size_right"}
+LSE_ALIGNMENT = 32  # rows, of the log-sum-exp in the memory-efficient operator
+# Random states of calls without dropout, by operator, device and dtype: results that nobody reads.
+_unread: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+
+def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> tuple[Any, ...]:
+    """Return the numbers of ``aten.Fused`` and ``aten.Efficient``."""
+    return float(dropout_p), bool(is_causal), scale, 0.0, *NO_WINDOW
+
+
+def _is_capturing(query: Tensor) -> bool:
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _kept(kind: str, query: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> Any:
+    """Return results that nobody reads, made once: three allocations take 3 us of host time."""
+    if _is_capturing(query):
+        return make(query)  # the outputs of a graph must lie in its own memory
+    key = kind, query.device, query.dtype
+    if key not in _unread:
+        with torch.inference_mode(False):  # a later call may be recorded
+            _unread[key] = make(query)
+    return _unread[key]
+
+
+# --- Flash ----------------------------------------------------------------------------------------
+
+
+def flash_forward(
+    query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_flash_attention``."""
+    if return_debug_mask:
+        return None
+    # Visible below autograd too, except in compiled code, which runs without a gradient mode.
+    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    tensors, numbers = (query, key, value, None, None), _dense(dropout_p, is_causal, scale)
+    if (done := aten.attend(aten.Fused, tensors, numbers, recorded)) is None:
+        return None
+    return done.out, done.lse, None, None, query.shape[2], key.shape[2], *_flash_state(query, done)
+
+
+def _flash_state(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rng_state (2,) and a scalar, both uint64, and an empty debug mask."""
+    state, unused, debug_mask = _kept("flash", query, _flash_unread)
+    return state if done.seed is None else done.seed.view(torch.uint64), unused, debug_mask
+
+
+def _flash_unread(query: Tensor) -> tuple[Tensor, ...]:
+    numbers = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return *numbers, query.new_empty(0)
+
+
+def flash_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+    dropout_p, is_causal, philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_flash_attention_backward``."""
+    tensors, numbers = (query, key, value, None, None), _dense(dropout_p, is_causal, scale)
+    seed = philox_seed.view(torch.int64) if dropout_p else None
+    return aten.differentiate(aten.Fused, grad_out, tensors, seed, out, logsumexp, numbers)
+
+
+# --- cuDNN ----------------------------------------------------------------------------------------
+
+
+def cudnn_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False,
+    return_debug_mask=False, *, scale=None,
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_cudnn_attention``."""
+    if return_debug_mask:
+        return None
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.Fused, tensors, numbers, wanted, wanted, paired=True)) is None:
+        return None
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if done.lse is None else done.lse
+    ends = None, None, query.shape[2], key.shape[2]
+    return done.out, lse.unsqueeze(-1), *ends, *_philox(query, done), None
+
+
+def _philox(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor]:
+    """Return philox_seed and philox_offset, two int64 scalars."""
+    seed, offset = _kept("philox", query, _philox_unread)
+    return seed if done.seed is None else done.seed[0], offset
+
+
+def _philox_unread(query: Tensor) -> tuple[Tensor, ...]:
+    return query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+
+
+def cudnn_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_cudnn_attention_backward``."""
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    seed, lse = philox_seed if dropout_p else None, logsumexp.reshape(query.shape[:3])
+    return aten.differentiate(aten.Fused, grad_out, tensors, seed, out, lse, numbers)
+
+
+# --- Memory-efficient: calls with a mask ----------------------------------------------------------
+
+
+def efficient_forward(
+    query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_efficient_attention`` of a call with a mask."""
+    if attn_bias is None:
+        return None
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.Efficient, tensors, numbers, wanted, wanted)) is None:
+        return None
+    if done.lse is None:
+        lse = query.new_empty((*query.shape[:2], 0), dtype=torch.float32)
+    else:
+        lse = pad(done.lse, (0, -query.shape[2] % LSE_ALIGNMENT), value=torch.inf)
+    return done.out, lse, *_philox(query, done)
+
+
+def efficient_backward(
+    grad_out_, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset,
+    dropout_p, grad_input_mask, is_causal=False, *, scale=None,
+):  # fmt: skip
+    """Compute ``_scaled_dot_product_efficient_attention_backward`` of a call with a mask."""
+    if attn_bias is None:
+        return None
+    tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
+    saved = philox_seed if dropout_p else None, out, logsumexp[..., : query.shape[2]]
+    mask_grad = bool(grad_input_mask[3])
+    gradients = aten.differentiate(
+        aten.Efficient, grad_out_, tensors, *saved, numbers, mask_grad=mask_grad
+    )
+    return gradients if gradients is None or mask_grad else (*gradients, None)
+
+
+# --- Sequences side by side -----------------------------------------------------------------------
+
+
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: tuple[Any, ...],
+    dropout_p: float,
+    is_causal: bool,
+    options: dict[str, Any],
+    last_key: bool = True,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+    """Return the tensors and numbers of ``aten.FusedVarlen``, or None if it has no such call.
+
+    ``ends`` are cum_seq_q, cum_seq_k, max_q and max_k. Without starts, the call is one of the dense
+    ones that PyTorch's outer kernels make. ``last_key`` says that the operator aligns a causal mask
+    to the last key of a sequence.
+    """
+    starts, key_starts, max_q, max_k = ends
+    left, right = (options.get(f"window_size_{side}") for side in ("left", "right"))
+    window = -1 if left is None else left, -1 if right is None else right
+    others = {name for name, option in options.items() if option is not None}
+    if starts is None or key_starts is None or query.dim() != 3 or others - VARLEN_OPTIONS:
+        return None
+    if any(t.dtype != torch.int32 or not t.is_contiguous() for t in (starts, key_starts)):
+        return None
+    causal = bool(is_causal) or window == CAUSAL_WINDOW
+    if window not in (NO_WINDOW, CAUSAL_WINDOW) or starts.shape != key_starts.shape:
+        return None
+    if starts.data_ptr() == key_starts.data_ptr():
+        key_starts = starts
+    # Our kernels align a causal mask to the first key.
+    alike = key_starts is starts and query.shape[0] == key.shape[0] and max_q == max_k
+    if causal and last_key and not alike:
+        return None
+    numbers = max_q, max_k, float(dropout_p), causal, options.get("scale"), *NO_WINDOW
+    return (query, key, value, starts, key_starts), numbers
+
+
+def varlen_forward(
+    query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    return_debug_mask, **options,
+):  # fmt: skip
+    """Compute ``_flash_attention_forward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options)
+    if call is None or return_debug_mask:
+        return None
+    # Below ``varlen_attn`` nothing says whether a backward follows.
+    if (done := aten.attend(aten.FusedVarlen, *call, True)) is None:
+        return None
+    return done.out, done.lse, *_flash_state(query, done)
+
+
+def varlen_backward(
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k,
+    dropout_p, is_causal, rng_state, unused, **options,
+):  # fmt: skip
+    """Compute ``_flash_attention_backward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    if (call := _varlen(query, key, value, ends, dropout_p, is_causal, options)) is None:
+        return None
+    tensors, numbers = call
+    saved = rng_state.view(torch.int64) if dropout_p else None, out, logsumexp
+    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+
+
+def cudnn_varlen_forward(
+    query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+    dropout_p=0.0, is_causal=False, return_debug_mask=False, **options,
+):  # fmt: skip
+    """Compute ``_cudnn_attention_forward`` of a varlen batch; the log-sum-exp is (H, T)."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options, last_key=False)
+    if call is None or attn_bias is not None or return_debug_mask:
+        return None
+    wanted = bool(compute_log_sumexp)
+    if (done := aten.attend(aten.FusedVarlen, *call, wanted, paired=True)) is None:
+        return None
+    return done.out, done.lse, *ends, *_philox(query, done), None
+
+
+def cudnn_varlen_backward(
+    grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+    cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, **options,
+):  # fmt: skip
+    """Compute ``_cudnn_attention_backward`` of a varlen batch."""
+    ends = cum_seq_q, cum_seq_k, max_q, max_k
+    call = _varlen(query, key, value, ends, dropout_p, is_causal, options, last_key=False)
+    if call is None or attn_bias is not None:
+        return None
+    tensors, numbers = call
+    # Older releases of PyTorch have (T, H, 1).
+    lse = logsumexp if logsumexp.dim() == 2 else logsumexp.squeeze(-1).transpose(0, 1)
+    saved = philox_seed if dropout_p else None, out, lse
+    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+
+
+# Names of operators: what computes them.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "_scaled_dot_product_flash_attention": flash_forward,
+    "_scaled_dot_product_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_cudnn_attention": cudnn_forward,
+    "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    "_scaled_dot_product_efficient_attention": efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+    "_flash_attention_forward": varlen_forward,
+    "_flash_attention_backward": varlen_backward,
+    "_cudnn_attention_forward": cudnn_varlen_forward,
+    "_cudnn_attention_backward": cudnn_varlen_backward,
+}
