@@ -346,6 +346,7 @@ class KappaMonitor:
         try:
             if not self._agreed:
                 self._agree_on_layers(step)
+            trace.settle()
             calls |= trace.calls
             captured, status = self._select(calls, trace.refused)
         finally:
