@@ -18,13 +18,13 @@ from ..ops.statistics import AttentionStats, evenly_spaced
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 NO_CALL = (
-    "KappaMonitor saw no call of a compiled model in a sampled step: replayed CUDA graphs run no "
-    "Python. From the next one on, sampled steps run eagerly"
+    "KappaMonitor saw no call of a compiled model in a sampled step: replayed CUDA graphs and "
+    "cpp_wrapper run no Python. From the next one on, sampled steps run eagerly"
 )
 OTHER_CALLS = (
-    "KappaMonitor cannot name the calls of a compiled model, which are {} and not {} as in the "
-    "eager step, or of other sizes: the rows of this step are named by their order. From the next "
-    "one on, sampled steps run eagerly"
+    "KappaMonitor cannot name the calls of a compiled model: it made {}, and {} in the eager step, "
+    "or their sizes differ. The rows of this step are named by their order. From the next one on, "
+    "sampled steps run eagerly"
 )
 
 
@@ -50,7 +50,7 @@ class OperatorCall:
 
 
 class NamedStats(NamedTuple):
-    """What was captured of a layer's call, in the order in which ``CallTrace`` records it."""
+    """What was captured of a layer's call."""
 
     layer: str
     stats: AttentionStats
@@ -78,7 +78,8 @@ class OperatorCalls:
         self._calls: list[OperatorCall] = []
         self._thread = 0
         self._modules: dict[nn.Module, str] = {}
-        self._compiled = self._eager_alone = False
+        self._compiled = self._alone = False
+        self._only_eager = False  # since calls could not be named
         # The calls of one forward, once learnt, and the modules of that step.
         self._order: list[OperatorCall] = []
         self._modules_then: dict[nn.Module, str] = {}
@@ -87,9 +88,9 @@ class OperatorCalls:
         """Begin a step, ``alone`` if no other trace is active, and decide if calls are captured."""
         self.clear()
         self._modules, self._thread = modules, threading.get_ident()
-        known = self._order and self._modules_then == modules and not self._eager_alone
+        known = self._order and self._modules_then == modules and not self._only_eager
         in_force = _hooks.replacements and not _replays_graphs()
-        self.capturing = bool(alone and known and in_force)
+        self._alone, self.capturing = alone, bool(alone and known and in_force)
 
     def clear(self) -> None:
         """Forget the calls of a step."""
@@ -97,6 +98,7 @@ class OperatorCalls:
 
     def give_way(self) -> bool:
         """Capture no more calls, as another trace begins; return whether none was captured yet."""
+        self._alone = False
         if self.capturing and self._calls:
             self._thread = 0  # of no calls: what follows is another model's
         else:
@@ -137,9 +139,10 @@ class OperatorCalls:
     def settle(self, learn: bool) -> list[NamedStats]:
         """Return what was captured in a step, or else learn the order of its calls."""
         if not self.capturing:
-            learn = learn and self._compiled and not self.unseen
-            self._order = _one_forward(self._calls) if learn else []
-            self._modules_then = self._modules
+            if self._alone:  # else some calls may be another model's
+                learn = learn and self._compiled and not self.unseen
+                self._order = _one_forward(self._calls) if learn else []
+                self._modules_then = self._modules
             return []
         count, expected = len(self._calls), len(self._order)
         parts = [self._calls[first : first + expected] for first in range(0, count, expected)]
@@ -149,7 +152,7 @@ class OperatorCalls:
             named = [(place.layer, place.head_dim, c) for place, c in zip(places, self._calls)]
         else:
             # It may fail again: from now on the names are worth an eager step.
-            self._eager_alone = True
+            self._only_eager = True
             warnings.warn(OTHER_CALLS.format(count, expected) if parts else NO_CALL, stacklevel=5)
             named = [(f"call {n}", c.head_dim, c) for n, c in enumerate(self._calls)]
         return [
@@ -172,8 +175,8 @@ class Watch:
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
     ) -> Tensor | None:
         """Return the batch entries whose heads a call is to capture, None if it is not sampled."""
-        # What a backward recomputes was captured in the forward. What is made while CUDA graphs
-        # are recorded belongs to the graphs.
+        # What a backward recomputes was captured in the forward. Tensors that are made while CUDA
+        # graphs are recorded belong to the graphs.
         if _hooks.is_untraced() or torch._C._current_graph_task_id() != -1 or _replays_graphs():
             return None
         if query.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -143,8 +143,11 @@ class CallTrace:
 
     def settle(self) -> None:
         """Name what operators captured, or learn the order of their calls, after ``stop``."""
-        for layer, stats, *described in self.operators.settle(learn=not self.refused):
-            self._record(layer, stats, None, *described)
+        # Modules of ours may be compiled to calls that they do not make in eager mode.
+        learn = not self.refused and not self.excluded
+        for call in self.operators.settle(learn):
+            described = call.source, call.dtype, call.columns, call.head_dim
+            self._record(call.layer, call.stats, None, *described)
 
     def clear(self) -> None:
         """Drop what was traced."""

@@ -98,8 +98,9 @@ def test_a_graph_may_be_compiled_in_a_sampled_step() -> None:
     with behind_sdpa():
         monitor = KappaMonitor(model, every=1, samples=3)
         eager = step(monitor, 0, compiled)
+        before = counters["stats"]["unique_graphs"]
         assert_same_rows(step(monitor, 1, compiled), eager)
-        assert counters["stats"]["unique_graphs"] == 1
+        assert counters["stats"]["unique_graphs"] == before + 1
 
 
 def test_a_model_of_timm_compiled_in_parts() -> None:
@@ -142,6 +143,7 @@ def test_nothing_is_measured_twice_in_the_graph() -> None:
 def test_calls_that_are_left_to_pytorch_are_recomputed_in_the_graph() -> None:
     model = plain()
     compiled = torch.compile(model, backend="aot_eager")
+    torch.use_deterministic_algorithms(False)  # they rule out libraries
     with behind_sdpa(75) as below:
         monitor = KappaMonitor(model, every=1, samples=3)
         with torch.no_grad():
@@ -181,7 +183,7 @@ def test_padded_heads_are_measured_without_the_padding() -> None:
 def test_several_forwards_of_a_step_and_longer_sequences() -> None:
     model = plain()
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    longer = torch.cat([X, X[:, :5]], dim=1)
+    longer = torch.randn(3, 25, 32).half()
     with behind_sdpa():
         monitor = KappaMonitor(model, every=1, samples=3)
         step(monitor, 0, compiled, X, X)
@@ -277,7 +279,7 @@ def test_calls_of_other_sizes_are_named_by_their_order_with_one_warning() -> Non
         monitor.begin(1)
         model[0](X)
         compiled(X)
-        with pytest.warns(UserWarning, match="which are 3 and not 2") as warned:
+        with pytest.warns(UserWarning, match="it made 3, and 2 in the eager step") as warned:
             rows = monitor.end()
         assert len(warned) == 1
         measured = [row["layer"] for row in rows if row["kappa"]]
@@ -317,7 +319,7 @@ def test_a_step_without_calls_says_why_in_one_line() -> None:
         monitor = KappaMonitor(model, every=1, samples=3)
         eager = step(monitor, 0, compiled)
         monitor.begin(1)
-        with pytest.warns(UserWarning, match="replayed CUDA graphs run no Python") as warned:
+        with pytest.warns(UserWarning, match="replayed CUDA graphs .* run no Python") as warned:
             rows = monitor.end()
         assert "\n" not in str(warned[0].message)
         assert {row["reason"] for row in rows} == {"no call of several queries"}

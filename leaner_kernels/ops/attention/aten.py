@@ -223,7 +223,7 @@ def attend(
     signature, addresses, _ = key_of(tensors, (form.name, backward, *numbers))
     plan = op._plans.get(signature)
     if plan is None and _is_left(signature, form, tensors, numbers, backward):
-        if sample is not None:
+        if watch is not None and sample is not None:
             watch.recompute(*tensors[:4], *numbers[1:3])
         return None
     with _device_of(query):
@@ -232,7 +232,7 @@ def attend(
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
         if dropout_p and (plan is None or sample is not None):
             _dropped.add(_kind_of(form, tensors, numbers))
-        if sample is not None:
+        if watch is not None and sample is not None:
             inputs = *tensors, seed, sample, *numbers
             out, lse, stats, heads, max_log_sum = op.attend_cuda(form, True, *inputs)
             watch.capture(attention_stats(out, lse, stats, heads))
