@@ -106,6 +106,8 @@ def row_of(item: pytest.Item) -> Any:
 
 @pytest.hookimpl(tryfirst=True)  # before the notes are printed
 def pytest_collection_finish(session):
+    if any(map(row_of, session.items)) and (line := command.other_attention("bench")):
+        raise pytest.UsageError(line)
     keyword = session.config.option.keyword
     if keyword and not session.items:
         session.config.stash[NOTES].append(

@@ -257,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if bool(options.result) == bool(options.sweep):
         parser.error("give either --sweep FILE or the file of a sweep")
     if options.sweep:
+        command.need_pytorchs_attention("bench.crossover --sweep")
         command.need_gpu("bench.crossover --sweep")
         sweep(options.sweep, options.seconds)
     else:

@@ -129,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--gpu", type=Path, metavar="FILE", required=True, help="write the results to FILE"
     )
     args = parser.parse_args(arguments)
+    command.need_pytorchs_attention("bench.host_time")
     command.need_gpu("bench.host_time")
     rows = measure(args.seconds)
     for row in rows:

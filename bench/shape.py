@@ -307,6 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("give one of SHAPE, --paper and --profile")
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: {options.json.parent} is not a folder")
+    command.need_pytorchs_attention("bench.shape")
     if options.profile:
         command.need_gpu("bench.shape --profile")
         profile([by_name[name] for name in options.profile])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.attention import current_flash_attention_impl
 
 from bench.harness import machine
 
@@ -23,6 +24,22 @@ def need_gpu(module: str) -> None:
     """Stop in one line where there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(f"{module} needs a CUDA GPU, but torch finds none")
+
+
+def other_attention(module: str) -> str | None:
+    """Return a line if kernels of another library are active below PyTorch's attention."""
+    if (name := current_flash_attention_impl()) is None:
+        return None
+    return (
+        f"{module} compares with PyTorch's own attention, but {name!r} is active: call "
+        "torch.nn.attention.restore_flash_attention_impl() first"
+    )
+
+
+def need_pytorchs_attention(module: str) -> None:
+    """Stop in that line."""
+    if (line := other_attention(module)) is not None:
+        raise SystemExit(line)
 
 
 def origin() -> dict[str, Any]:

@@ -34,7 +34,8 @@ def _kept(kind: str, query: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]
         return make(query)  # the outputs of a graph must lie in its own memory
     key = kind, query.device, query.dtype
     if key not in _unread:
-        _unread[key] = make(query)
+        with torch.inference_mode(False):  # a later call may be recorded
+            _unread[key] = make(query)
     return _unread[key]
 
 

@@ -7,7 +7,9 @@ be as many, in the same order and of the same sizes.
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +39,7 @@ class OperatorCall:
         layer: the module's name, in a step that is traced eagerly.
         head_dim: before PyTorch padded it, likewise.
         stats: once captured, and their ``source``.
+        stray: whether compiled code makes it outside of the model, in a step traced eagerly.
     """
 
     def __init__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool):
@@ -47,6 +50,7 @@ class OperatorCall:
         self.layer: str | None = None
         self.stats: AttentionStats | None = None
         self.source = SAME_PASS
+        self.stray = False
 
 
 class NamedStats(NamedTuple):
@@ -64,7 +68,8 @@ class OperatorCalls:
     """The calls of operators in the sampled steps of one ``CallTrace``.
 
     In a step that is traced eagerly their order is learnt, if ``torch.compile`` compiled one of
-    them and each traced call is among them. Calls of later steps are captured where they run.
+    them, each traced call is among them, and no compiler may swap two. Calls of later steps are
+    captured where they run.
 
     Args:
         samples: batch entries captured.
@@ -74,11 +79,15 @@ class OperatorCalls:
     def __init__(self, samples: int, statistics: Callable[..., AttentionStats]) -> None:
         self.samples, self._statistics = samples, statistics
         self.capturing = False
-        self.unseen = False  # whether a call was traced that reaches no operator of ours
+        # Whether a call was traced that reaches no operator of ours, or may be swapped in a graph.
+        self.unfit = False
         self._calls: list[OperatorCall] = []
         self._thread = 0
         self._modules: dict[nn.Module, str] = {}
-        self._compiled = self._alone = False
+        self._alone = False
+        # The compiled function that runs, and the results of its newest calls, by kind.
+        self._compiled: FrameType | None = None
+        self._results: dict[Hashable, Any] = {}
         self._only_eager = False  # since calls could not be named
         # The calls of one forward, once learnt, and the modules of that step.
         self._order: list[OperatorCall] = []
@@ -94,7 +103,8 @@ class OperatorCalls:
 
     def clear(self) -> None:
         """Forget the calls of a step."""
-        self._calls, self.capturing, self.unseen, self._compiled = [], False, False, False
+        self._calls, self.capturing, self.unfit = [], False, False
+        self._compiled, self._results = None, {}
 
     def give_way(self) -> bool:
         """Capture no more calls, as another trace begins; return whether none was captured yet."""
@@ -113,6 +123,7 @@ class OperatorCalls:
         if threading.get_ident() != self._thread:
             return None
         self._calls.append(call)
+        call.stray = not self.capturing and _compiled_function() is not None
         # The heads of one token are one row, whose kappa is 1 whatever the model does.
         if not self.capturing or call.sizes[0] == 1 or 0 in (*query.shape, *call.sizes):
             return None
@@ -128,20 +139,32 @@ class OperatorCalls:
         """Recompute the newest call, which PyTorch's kernel computes, in float32."""
         self.capture(self._statistics(*args, self.samples), RECOMPUTED)
 
-    def name(self, before: int, layer: str, head_dim: int) -> None:
-        """Name the one call that was made since there were ``before``."""
-        self._compiled = self._compiled or _inside_compiled()
+    def name(self, before: int, layer: str | None, inputs: list[Tensor], out: Tensor) -> None:
+        """Name the one call that was made since there were ``before``; by None if not measured."""
         if len(self._calls) != before + 1:
-            self.unseen = True
-        else:
-            self._calls[-1].layer, self._calls[-1].head_dim = layer, head_dim
+            self.unfit = self.unfit or layer is not None
+            return
+        call = self._calls[-1]
+        call.layer, call.head_dim, call.stray = layer, out.shape[-1], False
+        compiled = _compiled_function()
+        if compiled is None:
+            return
+        if compiled is not self._compiled:
+            self._compiled, self._results = compiled, {}
+        # A compiler keeps the order of calls of which one needs the other.
+        if call.kind in self._results and not _needs(inputs, self._results[call.kind]):
+            self.unfit = True
+        self._results[call.kind] = out.grad_fn
 
     def settle(self, learn: bool) -> list[NamedStats]:
         """Return what was captured in a step, or else learn the order of its calls."""
         if not self.capturing:
             if self._alone:  # else some calls may be another model's
-                learn = learn and self._compiled and not self.unseen
-                self._order = _one_forward(self._calls) if learn else []
+                named = {call.kind for call in self._calls if call.layer is not None}
+                strays = {call.kind for call in self._calls if call.stray}
+                learn = learn and self._compiled is not None and not self.unfit
+                fits = learn and named.isdisjoint(strays)
+                self._order = _one_forward(self._calls) if fits else []
                 self._modules_then = self._modules
             return []
         count, expected = len(self._calls), len(self._order)
@@ -216,13 +239,27 @@ def _narrowed(call: OperatorCall, head_dim: int) -> AttentionStats:
     return stats._replace(heads=per_head[..., :head_dim].flatten(-2))
 
 
-def _inside_compiled() -> bool:
-    """Return whether this runs, perhaps eagerly, inside of what ``torch.compile`` returned."""
-    frame = sys._getframe(1) if "torch._dynamo" in sys.modules else None
+def _compiled_function() -> FrameType | None:
+    """Return the outermost frame of compiled code, which may run eagerly, None outside of any."""
+    frame, outermost = sys._getframe(1) if "torch._dynamo" in sys.modules else None, None
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
-            return True
+            outermost = frame
         frame = frame.f_back
+    return outermost
+
+
+def _needs(inputs: list[Tensor], result: Any) -> bool:
+    """Return whether autograd shows that tensors were computed from a result, by its node."""
+    nodes = deque(t.grad_fn for t in inputs if result is not None)
+    met = set()
+    while nodes:
+        node = nodes.popleft()
+        if node is not None and node is result:
+            return True
+        if node is not None and node not in met:
+            met.add(node)
+            nodes.extend(before for before, _ in node.next_functions)
     return False
 
 

@@ -228,7 +228,7 @@ class CallTrace:
             layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
             if layer is not None:
                 layers[trace] = layer
-                trace.operators.unseen = True
+                trace.operators.unfit = True
                 samples.append(evenly_spaced(batch, trace.samples, device))
         sample = torch.cat(samples or [evenly_spaced(batch, self.samples, device)])
         # What it calls itself is not traced again.
@@ -369,13 +369,13 @@ class _TraceMode(TorchFunctionMode):
         before = len(operators)
         out = attends(*args, **kwargs)
         layer = self.trace.recompute(*args, **kwargs)
-        if layer is not None:
-            operators.name(before, layer, out.shape[-1])
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        operators.name(before, layer, inputs, out)
         return out
 
     def _record(self, _: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.recompute(query, *args, **kwargs)
-        self.trace.operators.unseen = True  # it is made of products
+        self.trace.operators.unfit = True  # it is made of products
         return torch.zeros_like(query)  # which nobody reads
 
 

@@ -5,6 +5,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from torch.nn import attention as registry
 import leaner_kernels
 from leaner_kernels.adapters import sdpa
 from leaner_kernels.adapters.sdpa_operators import OPERATORS
+from leaner_kernels.ops.attention import aten as ours
 from leaner_kernels.ops.attention import sdpa as library
-from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.call import Call, Sequences
 from tests.replaced_operators import aten, replaced
 
 NAME = "aten::_scaled_dot_product_flash_attention"
@@ -173,6 +175,61 @@ def test_a_call_that_is_not_ours_arrives_below_as_it_was_made(case: str) -> None
         assert options == kwargs
 
 
+STARTS = torch.tensor([0, 5, 17], dtype=torch.int32)
+TOKENS = (half(17, 2, 64),) * 3
+OTHERS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
+    "cuDNN, long": ("_scaled_dot_product_cudnn_attention", (*LONG, None, True), {}),
+    "cuDNN, a boolean mask": (
+        "_scaled_dot_product_cudnn_attention",
+        (*SHORT, torch.ones(17, 17, dtype=torch.bool), True, 0.5),
+        {"scale": 0.5},
+    ),
+    "cuDNN, a causal mask and another": (
+        "_scaled_dot_product_cudnn_attention", (*SHORT, half(17, 17), False, 0.0, True), {},
+    ),
+    "memory-efficient, no mask": (
+        "_scaled_dot_product_efficient_attention", (*SHORT, None, True, 0.0, True), {"scale": 0.5},
+    ),
+    "memory-efficient, float32": (
+        "_scaled_dot_product_efficient_attention",
+        (*(t.float() for t in SHORT), torch.zeros(17, 17), True),
+        {},
+    ),
+    "flash, dense": (
+        "_flash_attention_forward", (*SHORT, None, None, 17, 17, 0.0, False, False), {},
+    ),
+    "varlen, a window": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.0, False, False),
+        {"window_size_left": 3, "window_size_right": 0},
+    ),
+    "varlen, lengths of the keys": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.0, False, False),
+        {"seqused_k": STARTS[1:]},
+    ),
+    "varlen, causal, other starts of keys": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS.clone(), 12, 12, 0.0, True, False), {},
+    ),
+    "varlen, starts of 64 bits": (
+        "_flash_attention_forward",
+        (*TOKENS, STARTS.long(), STARTS.long(), 12, 12, 0.0, False, False),
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_so_does_a_call_of_another_operator(case: str) -> None:
+    torch.use_deterministic_algorithms(False)
+    name, args, kwargs = OTHERS[case]
+    with replaced() as below:
+        getattr(aten, name)(*args, **kwargs)
+    (call,) = below
+    assert call.name == name
+    assert call.kwargs == kwargs
+    pairs = zip(call.args, args, strict=True)
+    assert all(a is b or (not torch.is_tensor(b) and a == b) for a, b in pairs)
+
+
 def test_before_8_0_every_call_is_left() -> None:
     torch.use_deterministic_algorithms(False)
     with replaced(75) as below:
@@ -193,6 +250,29 @@ def test_attention_reaches_the_kernels_below_where_it_calls_pytorch(
         assert library.library_attention(call, False).shape == SHORT[0].shape
         assert len(below) == 1
         assert not library.passing.on
+
+
+def test_varlen_attention_reaches_the_kernels_below_where_it_calls_pytorch() -> None:
+    starts = torch.tensor([0, 5, 17], dtype=torch.int32)
+    sequences = Sequences(starts, starts, 12, 12)
+    call = Call(*TOKENS, None, None, None, 0.0, True, None, sequences=sequences)
+    with replaced() as below, mock.patch("leaner_kernels.ops.attention.sdpa._fill_with_zeros"):
+        library.varlen_attention(call)
+    assert [call.name for call in below] == ["_flash_attention_forward"]
+
+
+def test_other_threads_keep_our_kernels_while_one_calls_those_below() -> None:
+    def other_thread() -> None:
+        thread = threading.Thread(target=run, args=SHORT)
+        thread.start()
+        thread.join()
+
+    run = aten._scaled_dot_product_flash_attention
+    with replaced(), mock.patch.object(ours, "attend", return_value=None) as attend:
+        library._below_ours(run, *SHORT)
+        assert not attend.call_count
+        library._below_ours(other_thread)
+        assert attend.call_count == 1
 
 
 def test_a_backward_with_dropout_of_pytorchs_forward_is_pytorchs() -> None:

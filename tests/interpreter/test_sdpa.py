@@ -10,6 +10,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from leaner_kernels.adapters import sdpa_operators
 from tests import varlen_cases
 from tests.attention_cases import (
     CASES,
@@ -148,6 +149,19 @@ def test_without_a_backward_no_log_sum_exp_is_computed() -> None:
         check(inputs, {"out": results[0]})
 
 
+def test_a_call_is_recorded_after_one_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa_operators, "_unread", {})
+    inputs = make_inputs(AttentionTestCase("", 1, 1, 1, 20, 20, 16), torch.float16)
+    for name in (FLASH, CUDNN):
+        args, kwargs = forward_arguments(name, inputs)
+        with replaced():
+            with torch.inference_mode():
+                getattr(aten, name)(*args, **kwargs)
+            leaf = inputs.query.detach().requires_grad_()
+            getattr(aten, name)(leaf, *args[1:], **kwargs)[0].sum().backward()
+        assert leaf.grad is not None
+
+
 FLASH_VARLEN, CUDNN_VARLEN = "_flash_attention", "_cudnn_attention"
 VARLEN_CASES = (
     *((FLASH_VARLEN, name) for name in ("texts, causal", "dropout", "grouped queries")),
@@ -191,9 +205,14 @@ def test_sequences_side_by_side_stay_within_the_error_budget(name: str, case_nam
     assert_all_within_budget(computed, peers, exact)
 
 
-@pytest.mark.parametrize(("name", "backend"), [(FLASH, "inductor"), (CUDNN, "aot_eager")])
-def test_compiled_graphs_call_our_kernels_until_they_are_removed(name: str, backend: str) -> None:
-    extra = () if name == FLASH else (None, True)
+@pytest.mark.parametrize(
+    ("name", "backend", "dropout_p"),
+    [(FLASH, "inductor", 0.25), (FLASH, "aot_eager", 0.0), (CUDNN, "inductor", 0.0)],
+)
+def test_compiled_graphs_call_our_kernels_until_they_are_removed(
+    name: str, backend: str, dropout_p: float
+) -> None:
+    extra = (dropout_p,) if name == FLASH else (None, True, dropout_p)
 
     def block(x: Tensor, w: Tensor) -> Tensor:
         q, k, v = (x @ w).view(2, 33, 3, 2, 32).permute(2, 0, 3, 1, 4).unbind(0)
@@ -206,7 +225,11 @@ def test_compiled_graphs_call_our_kernels_until_they_are_removed(name: str, back
     torch._dynamo.reset()
     compiled = torch.compile(block, backend=backend, fullgraph=True)
     with replaced() as below:
-        eager, out = block(x, w), compiled(x, w)
+        outs = []
+        for run in (block, compiled):
+            torch.manual_seed(1)
+            outs.append(run(x, w))
+        eager, out = outs
         expected, actual = (torch.autograd.grad(t.sum(), (x, w)) for t in (eager, out))
         assert not below
     torch.testing.assert_close(out, eager, atol=5e-3, rtol=5e-3)

@@ -22,7 +22,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels.ops.attention import aten as ours
 from tests.error_budget import assert_computes, by_layer
-from tests.replaced_operators import aten, behind_sdpa, replaced
+from tests.replaced_operators import aten, behind_sdpa, replaced, stand_ins
 
 sdpa: Any = nn.functional.scaled_dot_product_attention
 PADDING = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
@@ -177,3 +177,18 @@ def test_dropout_is_drawn_from_pytorchs_generator(three: list[Tensor]) -> None:
     assert not below
     assert torch.equal(outs[0], outs[1])
     assert not torch.equal(outs[0], outs[2])
+
+
+def test_with_dropout_a_forward_before_the_operators_were_replaced_keeps_its_backward(
+    three: list[Tensor],
+) -> None:
+    flash = aten._scaled_dot_product_flash_attention
+    with replaced() as below:  # launches are cached from here on
+        flash(*three, 0.25)[0].sum().backward()
+        assert not below
+    with stand_ins() as earlier:
+        out = flash(*three, 0.25)[0]
+        assert len(earlier) == 1
+        with replaced() as below:
+            out.sum().backward()
+    assert [call.name for call in [*earlier[1:], *below]] == [f"{flash.__name__}_backward"]

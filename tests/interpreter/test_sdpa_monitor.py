@@ -51,9 +51,9 @@ def clean() -> Iterator[None]:
 
 
 def step(monitor: KappaMonitor, number: int, model: nn.Module, *inputs: Tensor) -> list[dict]:
+    model.zero_grad()
     monitor.begin(number)
     for x in inputs or (X,):
-        model.zero_grad()
         model(x).float().square().sum().backward()
     return monitor.end()
 
@@ -146,13 +146,8 @@ def test_calls_that_are_left_to_pytorch_are_recomputed_in_the_graph() -> None:
     torch.use_deterministic_algorithms(False)  # they rule out libraries
     with behind_sdpa(75) as below:
         monitor = KappaMonitor(model, every=1, samples=3)
-        with torch.no_grad():
-            monitor.begin(0)
-            compiled(X)
-            eager = monitor.end()
-            monitor.begin(1)
-            compiled(X)
-            rows = monitor.end()
+        eager = step(monitor, 0, compiled)
+        rows = step(monitor, 1, compiled)
     assert below
     # The stand-ins return empty tensors, which the second layer sees.
     assert_same_rows(rows[:1], eager[:1], "recomputed")
@@ -181,7 +176,7 @@ def test_padded_heads_are_measured_without_the_padding() -> None:
 
 
 def test_several_forwards_of_a_step_and_longer_sequences() -> None:
-    model = plain()
+    model = plain(2, 2)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
     longer = torch.randn(3, 25, 32).half()
     with behind_sdpa():
@@ -196,7 +191,7 @@ def test_several_forwards_of_a_step_and_longer_sequences() -> None:
 
 
 def test_activation_checkpointing_inside_the_graph_counts_once() -> None:
-    model = plain()
+    model = plain(2, 2)
 
     def forward(x: Tensor) -> Tensor:
         for block in model:
@@ -255,6 +250,57 @@ def test_another_model_in_the_step_has_no_rows() -> None:
             compiled(teacher(X)).sum().backward()
             rows.append(monitor.end())
     assert_same_rows(rows[1], rows[0])
+
+
+class SideBySide(nn.Module):
+    """Two layers of one input, the second perhaps of other heads."""
+
+    def __init__(self, heads: int, teacher: nn.Module | None = None) -> None:
+        super().__init__()
+        self.left, self.right, self.teacher = Attention(2), Attention(heads), [teacher]
+
+    def forward(self, x: Tensor) -> Tensor:
+        (teacher,) = self.teacher
+        right = self.right(x) if teacher is None else teacher(x)
+        return self.left(x) + right
+
+
+@pytest.mark.parametrize(
+    ("heads", "teacher", "source"),
+    [
+        (2, None, "recomputed"),
+        (4, None, "same pass"),
+        (2, plain(2), "recomputed"),
+        (2, plain(4), "same pass"),
+    ],
+)
+def test_calls_that_a_compiler_may_swap_are_traced_eagerly(
+    heads: int, teacher: nn.Module | None, source: str
+) -> None:
+    torch.manual_seed(0)
+    model = SideBySide(heads, teacher).half()
+    compiled = torch.compile(model, backend="aot_eager")
+    with behind_sdpa():
+        monitor = KappaMonitor(model, every=1, samples=3)
+        eager = step(monitor, 0, compiled)
+        assert_same_rows(step(monitor, 1, compiled), eager, source)
+
+
+def test_without_gradients_nothing_shows_the_order() -> None:
+    model = plain(2, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    with behind_sdpa(), torch.no_grad():
+        monitor = KappaMonitor(model, every=1, samples=3)
+        for number in range(2):
+            monitor.begin(number)
+            compiled(X)
+            assert {row["source"] for row in monitor.end()} == {"recomputed"}
+    with behind_sdpa():
+        step(monitor, 2, compiled)
+        with torch.no_grad():
+            monitor.begin(3)
+            compiled(X)
+            assert {row["source"] for row in monitor.end()} == {"same pass"}
 
 
 def test_restored_operators_end_the_capture_and_the_monitor_goes_on() -> None:

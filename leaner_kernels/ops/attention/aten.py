@@ -110,13 +110,14 @@ def forget() -> None:
 
 def unfinished() -> int:
     """Return how many calls still have a graph, had no backward, and need ours."""
-    return sum(not kept.expired() for kept in _unfinished.values())
+    return sum(not kept.expired() for kept in list(_unfinished.values()))
 
 
 def _remember(lse: Tensor) -> None:
     if len(_unfinished) >= MAX_CACHED:
-        for address in [address for address, kept in _unfinished.items() if kept.expired()]:
-            del _unfinished[address]
+        for address, kept in list(_unfinished.items()):
+            if kept.expired():
+                _unfinished.pop(address, None)  # another thread may be first
     _unfinished[lse.data_ptr()] = StorageWeakRef(lse.untyped_storage())
 
 
@@ -132,7 +133,9 @@ def takes(call: Call, backward: bool) -> bool:
     heads, dim = query.shape[1], query.shape[-1]
     if any(t.dtype not in HALF or t.dtype != query.dtype for t in call[:3]):
         return False
-    if key.shape != value.shape or dim != key.shape[-1] or dim > MAX_HEAD_DIM or op.is_empty(call):
+    if key.shape != value.shape or dim != key.shape[-1] or dim > MAX_HEAD_DIM:
+        return False
+    if op.is_empty(call) or call.batch < 1:
         return False
     if heads % key.shape[1] or (call.sequences is None and query.shape[0] != key.shape[0]):
         return False
@@ -170,9 +173,8 @@ def _brought_in_reach(tensors: Sequence[Any]) -> tuple[Any, ...]:
     return *(t if _in_reach(t) else t.contiguous() for t in three), mask_or_starts, other
 
 
-def _kind_of(form: Any, tensors: Sequence[Any], numbers: Sequence[Any]) -> Hashable:
-    query, key = tensors[:2]
-    return form.name, query.shape, key.shape, query.dtype, *numbers
+def _kind_of(form: Any, query: Tensor, dropout_p: float) -> Hashable:
+    return form.name, query.shape[1], query.shape[-1], dropout_p
 
 
 def _is_left(
@@ -230,8 +232,7 @@ def attend(
         seed = None
         if dropout_p:
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
-        if dropout_p and (plan is None or sample is not None):
-            _dropped.add(_kind_of(form, tensors, numbers))
+            _dropped.add(_kind_of(form, query, dropout_p))
         if watch is not None and sample is not None:
             inputs = *tensors, seed, sample, *numbers
             out, lse, stats, heads, max_log_sum = op.attend_cuda(form, True, *inputs)
@@ -279,14 +280,13 @@ def differentiate(
     """
     query, dropout_p = tensors[0], numbers[form.dropout]
     if dropout_p:
+        if _kind_of(form, query, dropout_p) not in _dropped:
+            return None  # the forward was PyTorch's, before the operators were replaced
         tensors = _brought_in_reach(tensors)
-    lse = lse.contiguous()
-    saved = *tensors, seed, out, lse
-    signature, *_ = key_of(saved, (form.name, "backward", *numbers))
+    # Launches are cached by the layouts of all tensors below this.
+    signature, *_ = key_of(tensors, (form.name, "backward", *numbers))
     launches = op._backwards.get(signature)
     if launches is None:
-        if dropout_p and _kind_of(form, tensors, numbers) not in _dropped:
-            return None  # the forward was PyTorch's, before the operators were replaced
         if signature in _left:
             return None
         if not takes(form.call(*tensors, seed, *numbers), True):
@@ -295,6 +295,7 @@ def differentiate(
         if len(op._backwards) >= MAX_CACHED:
             op._backwards.clear()
         launches = op._backwards[signature] = {}
+    lse = lse.contiguous()
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
         masked = form is not FusedVarlen and tensors[3] is not None
