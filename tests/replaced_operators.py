@@ -101,7 +101,7 @@ def behind_sdpa(capability: int = 90) -> Iterator[list[BelowCall]]:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         args = q, k, v, attn_mask, True, dropout_p, is_causal
         out, lse, *_ = aten._scaled_dot_product_cudnn_attention(*args, scale=scale)
-        return out, lse[..., 0]
+        return out, lse[..., 0].transpose(1, 2).contiguous().transpose(1, 2)
 
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dropout_p: float,

@@ -45,6 +45,7 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from ..ops import _hooks
 from ..ops.attention.sdpa import passing
 
 NAME = "leaner"
@@ -114,6 +115,7 @@ class Handle:
                     below = torch.library.get_kernel(name, dispatch_key)
                     options = {"with_keyset": True, "allow_override": True}
                     self._library.impl(name, _over(below, compute), dispatch_key, **options)
+        _hooks.replacements.add(self)
 
     def remove(self) -> None:
         """Let PyTorch's kernels compute again. A second call does nothing."""
@@ -127,6 +129,7 @@ class Handle:
                     "kernels are restored, or its gradients may be wrong",
                     stacklevel=4,
                 )
+            _hooks.replacements.discard(self)
             library._destroy()
 
 

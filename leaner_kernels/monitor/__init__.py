@@ -1,14 +1,16 @@
 """KappaMonitor: the condition number of every attention block, while a model trains.
 
 ``begin`` starts the captures; ``end`` measures what they have (``measurement.py``) and gives the
-rows to the writers (``writers.py``). There are three ways into a model:
+rows to the writers (``writers.py``). There are four ways into a model:
 
 - attributes of our modules (``nn.capture``), because only the module knows its output and residual,
   and because compiled code keeps them;
 - a hook of ``leaner_kernels.attention`` (``ops._hooks``) for calls in modules of others, because
   activation checkpointing repeats calls in threads of the backward, where no mode is active;
 - a function mode (``trace.py``) for calls of PyTorch's attention, because any module may have bound
-  that function under a name of its own.
+  that function under a name of its own;
+- a hook of the operators below that function (``operators.py``), where our kernels compute them,
+  because compiled code calls these alone.
 """
 
 import math
@@ -346,6 +348,7 @@ class KappaMonitor:
         try:
             if not self._agreed:
                 self._agree_on_layers(step)
+            trace.settle()
             calls |= trace.calls
             captured, status = self._select(calls, trace.refused)
         finally:

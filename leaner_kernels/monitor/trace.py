@@ -37,11 +37,11 @@ from ..ops.statistics import (
     per_head,
     statistic_of,
 )
+from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, Watch
 
 _SIGNATURE = inspect.signature(_multi_head)
 # Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
 MAX_SCORES = 2**24
-SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 IN_TRANSFORM = "it runs inside a transform of torch.func"
 # Names that the code of an attention module calls.
 _ATTENTION_FUNCTIONS = {
@@ -78,7 +78,9 @@ class CallTrace:
     Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
     ``leaner_kernels.attention`` get their statistics from the same pass. Those of PyTorch's
     ``scaled_dot_product_attention`` return what they would, and are computed once more. Meanwhile
-    what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted.
+    what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted. Unless our
+    kernels compute the operators of PyTorch's function: from the second step on ``operators``
+    captures the calls of compiled code where they run.
 
     ``calls`` has the newest call of each layer, by the module's name, with "#1" for a second call;
     ``refused`` why a call could not be traced. Inside of ``excluded`` modules no call counts.
@@ -95,6 +97,7 @@ class CallTrace:
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
         self._mode = _TraceMode(self)
+        self.operators = OperatorCalls(samples, attention_statistics)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A model that is copied or saved between start and stop takes its hooks along. Nothing
@@ -104,6 +107,21 @@ class CallTrace:
     def start(self) -> None:
         """Trace calls from now on, beside those since ``clear``."""
         self._thread = threading.get_ident()
+        # Calls in a graph cannot be told apart by their model.
+        for other in _ACTIVE:
+            if other.operators.give_way():
+                other._trace_eagerly()
+        self.operators.start(self.names, alone=not _ACTIVE)
+        _ACTIVE.append(self)
+        if self.operators.capturing:
+            _set_hooks()
+        else:
+            self._trace_eagerly()
+
+    def _trace_eagerly(self) -> None:
+        """Trace by hooks of the modules and a function mode, in eager mode."""
+        if self._handles:
+            return
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it takes no hooks, and calls nothing that can be intercepted
@@ -111,7 +129,7 @@ class CallTrace:
                 module.register_forward_pre_hook(self._before_forward),
                 module.register_forward_hook(self._after_forward, prepend=True, always_call=True),
             ]
-        _set_active(self, active=True)
+        _set_hooks()
 
     def stop(self) -> None:
         """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
@@ -119,11 +137,22 @@ class CallTrace:
             handle.remove()
         self._handles, self._local = [], threading.local()
         self._mode.leave()
-        _set_active(self, active=False)
+        if self in _ACTIVE:
+            _ACTIVE.remove(self)
+        _set_hooks()
+
+    def settle(self) -> None:
+        """Name what operators captured, or learn the order of their calls, after ``stop``."""
+        # Modules of ours may be compiled to calls that they do not make in eager mode.
+        learn = not self.refused and not self.excluded
+        for call in self.operators.settle(learn):
+            described = call.source, call.dtype, call.columns, call.head_dim
+            self._record(call.layer, call.stats, None, *described)
 
     def clear(self) -> None:
         """Drop what was traced."""
         self.calls, self.refused, self.ran = {}, {}, False
+        self.operators.clear()
 
     def order(self, layer: str) -> tuple[int, int]:
         """Return a key that sorts layers in the model's order, those that are gone last."""
@@ -199,6 +228,7 @@ class CallTrace:
             layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
             if layer is not None:
                 layers[trace] = layer
+                trace.operators.unfit = True
                 samples.append(evenly_spaced(batch, trace.samples, device))
         sample = torch.cat(samples or [evenly_spaced(batch, self.samples, device)])
         # What it calls itself is not traced again.
@@ -211,7 +241,8 @@ class CallTrace:
         heads = stats.heads.split([len(s) for s in samples] or len(sample))
         for (trace, layer), own, of_trace in zip(layers.items(), samples, heads):
             of_sample = None if lengths is None else lengths.index_select(0, own)
-            trace._record(layer, query, value, stats._replace(heads=of_trace), of_sample, SAME_PASS)
+            own_stats = stats._replace(heads=of_trace)
+            trace._record(layer, own_stats, of_sample, SAME_PASS, query.dtype, *value.shape[-2:])
         return stats.out
 
     def recompute(
@@ -224,19 +255,20 @@ class CallTrace:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> None:
-        """Recompute a call of PyTorch's function in float32, if it is traced."""
+    ) -> str | None:
+        """Recompute a call of PyTorch's function in float32, if it is traced; return its layer."""
         layer = self._layer_of_call(None, query, key, value) if self.recording else None
         if layer is None:
-            return
+            return None
         try:
             attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
         except ValueError as error:
             self.refused[layer] = str(error)
-            return
+            return None
         params = attn_mask, is_causal, scale, self.samples
         stats = attention_statistics(query, key, value, *params)
-        self._record(layer, query, value, stats, None, RECOMPUTED)
+        self._record(layer, stats, None, RECOMPUTED, query.dtype, *value.shape[-2:])
+        return layer
 
     def _layer_of_call(self, owner: nn.Module | None, *tensors: Tensor) -> str | None:
         """Return the layer of a call, None if it is not traced."""
@@ -258,11 +290,12 @@ class CallTrace:
     def _record(
         self,
         layer: str,
-        query: Tensor,
-        value: Tensor,
         stats: AttentionStats,
         lengths: Tensor | None,
         source: str,
+        dtype: torch.dtype,
+        columns: int,
+        head_dim: int,
     ) -> None:
         assert stats.heads is not None
         before = self.calls.get(layer)
@@ -270,11 +303,11 @@ class CallTrace:
             heads=stats.heads,
             lengths=lengths,
             statistics=newest_statistics(stats, None if before is None else before.statistics),
-            dtype=query.dtype,
-            head_dim=value.shape[-1],
-            columns=value.shape[-2],
+            dtype=dtype,
+            head_dim=head_dim,
+            columns=columns,
             source=source,
-            num_heads=stats.heads.shape[-1] // value.shape[-1],
+            num_heads=stats.heads.shape[-1] // head_dim,
         )
 
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
@@ -332,12 +365,17 @@ class _TraceMode(TorchFunctionMode):
         return result
 
     def _attend(self, attends: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        operators = self.trace.operators
+        before = len(operators)
         out = attends(*args, **kwargs)
-        self.trace.recompute(*args, **kwargs)
+        layer = self.trace.recompute(*args, **kwargs)
+        inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        operators.name(before, layer, inputs, out)
         return out
 
     def _record(self, _: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.recompute(query, *args, **kwargs)
+        self.trace.operators.unfit = True  # it is made of products
         return torch.zeros_like(query)  # which nobody reads
 
 
@@ -360,19 +398,16 @@ _ACTIVE: list[CallTrace] = []
 _stance: list[Any] = []
 
 
-def _set_active(trace: CallTrace, active: bool) -> None:
-    """Set the hook of ``leaner_kernels.attention``; while any trace is active, force eager mode."""
-    if active == (trace in _ACTIVE):
-        return
-    if active:
-        _ACTIVE.append(trace)
-    else:
-        _ACTIVE.remove(trace)
-    _hooks.current = _ACTIVE[-1] if _ACTIVE else None
+def _set_hooks() -> None:
+    """Set the hooks of ``leaner_kernels``; while a trace is eager, force eager mode."""
+    eager = [trace for trace in _ACTIVE if not trace.operators.capturing]
+    # Compiled code reads ``current``, and would be compiled again.
+    _hooks.current = eager[-1] if eager else None
+    _hooks.operators = Watch([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
     # Where the compiler was never imported, which takes seconds, nothing is compiled.
-    if _ACTIVE and not _stance and "torch._dynamo" in sys.modules:
+    if eager and not _stance and "torch._dynamo" in sys.modules:
         _stance.append(torch.compiler.set_stance("force_eager"))
-    elif not _ACTIVE and _stance:
+    elif not eager and _stance:
         _stance.pop().__exit__(None, None, None)
 
 

@@ -1,15 +1,22 @@
-"""The hook that intercepts calls of attention outside the modules of ``leaner_kernels.nn``.
+"""The hooks that intercept calls of attention outside the modules of ``leaner_kernels.nn``.
 
 ``KappaMonitor`` sets ``current``, whose ``attend`` is that of ``monitor.trace.CallTrace``, for the
 steps that it samples, and only then: in any other step a call costs one comparison with None.
+``operators`` is set likewise, and asked by the operators of PyTorch that ours replace. Compiled
+code does not depend on it.
 """
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 current: Any = None
+# A ``monitor.operators.Watch``.
+operators: Any = None
+# Replacements of PyTorch's operators that are in force.
+replacements: weakref.WeakSet[Any] = weakref.WeakSet()
 _untraced = threading.local()
 
 

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _tiles
+from .. import _hooks, _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import MAX_CACHED, key_of, on_current_device, rows_contiguous
+from ..statistics import attention_stats
 from . import dispatch, op
 from .call import LEAST_SCALE, Call
 from .checks import MAX_MASK_STRIDE
@@ -176,6 +177,18 @@ def _kind_of(form: Any, query: Tensor, dropout_p: float) -> Hashable:
     return form.name, query.shape[1], query.shape[-1], dropout_p
 
 
+def _is_left(
+    signature: Hashable, form: Any, tensors: Sequence[Any], numbers: Sequence[Any], backward: bool
+) -> bool:
+    """Return whether PyTorch computes a forward, and remember it if so."""
+    if signature in _left:
+        return True
+    if takes(form.call(*tensors, None, *numbers), backward):
+        return False
+    _leave(signature)
+    return True
+
+
 def _leave(signature: Hashable) -> None:
     if len(_left) >= MAX_CACHED:
         _left.clear()
@@ -207,20 +220,24 @@ def attend(
     query, dropout_p, scale = tensors[0], numbers[form.dropout], numbers[form.dropout + 2]
     if dropout_p:
         tensors, backward = _brought_in_reach(tensors), True
+    watch = None if form is FusedVarlen else _hooks.operators
+    sample = None if watch is None else watch.sample(*tensors[:4], numbers[1])
     signature, addresses, _ = key_of(tensors, (form.name, backward, *numbers))
     plan = op._plans.get(signature)
-    if plan is None:
-        if signature in _left:
-            return None
-        if not takes(form.call(*tensors, None, *numbers), backward):
-            _leave(signature)
-            return None
+    if plan is None and _is_left(signature, form, tensors, numbers, backward):
+        if watch is not None and sample is not None:
+            watch.recompute(*tensors[:4], *numbers[1:3])
+        return None
     with _device_of(query):
         seed = None
         if dropout_p:
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
             _dropped.add(_kind_of(form, query, dropout_p))
-        if plan is None:
+        if watch is not None and sample is not None:
+            inputs = *tensors, seed, sample, *numbers
+            out, lse, stats, heads, max_log_sum = op.attend_cuda(form, True, *inputs)
+            watch.capture(attention_stats(out, lse, stats, heads))
+        elif plan is None:
             inputs = *tensors, seed, *numbers
             _, (out, max_log_sum) = op._launch_first(form, signature, inputs)
         else:
