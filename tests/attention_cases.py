@@ -3,13 +3,16 @@
 One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops.attention import reference
+from leaner_kernels.ops.attention import op, reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
@@ -307,3 +310,31 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
     assert unwritten.isnan().all(), "a slot with a negative index was written"
     found["heads"] = found["heads"][inputs.sample >= 0]
     return found
+
+
+@contextmanager
+def sharing_lse(by_kernels: bool = True) -> Iterator[None]:
+    """Let kernels store and load the log-sum-exp, or launches convert it."""
+    with mock.patch.object(op, "KERNELS_SHARE_LSE", by_kernels):
+        yield
+
+
+def share_lse(form: op.Form, grad: Tensor, tensors: Any, numbers: Any) -> dict[str, Tensor]:
+    """Run a forward and a backward that share the output and the log-sum-exp alone."""
+    out, lse = op.attend_with_lse(form, tensors, numbers)
+    grads = op.differentiate_from_lse(form, grad, tensors, out, lse, numbers)
+    assert lse.is_contiguous()
+    return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def run_sharing_lse(inputs: Inputs) -> dict[str, Tensor]:
+    """Run what PyTorch's operators will, by kernels, on the device of the inputs."""
+    with sharing_lse():
+        found = share_lse(op.Dense, inputs.grad, inputs.arguments[:6], inputs.arguments[6:])
+    return found | {"lse": as_reference(found["lse"])}
+
+
+def as_reference(lse: Tensor) -> Tensor:
+    """Return a log-sum-exp with -inf, not inf, for rows without a visible key."""
+    assert (lse != float("-inf")).all(), "a backward would compute infinite probabilities"
+    return torch.where(lse == float("inf"), float("-inf"), lse)

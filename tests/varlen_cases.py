@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.statistics import AttentionStats
 from tests import attention_cases, error_budget
 
@@ -266,3 +267,11 @@ def finish(inputs: Inputs, found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def lengths_of(starts: Tensor) -> list[int]:
     return [stop - start for start, stop in pairwise(starts.tolist())]
+
+
+def run_sharing_lse(inputs: Inputs) -> dict[str, Tensor]:
+    """Run a forward and a backward that share the output and the log-sum-exp, by kernels."""
+    with attention_cases.sharing_lse():
+        shared = inputs.grad, inputs.operands, inputs.params
+        found = attention_cases.share_lse(op.Varlen, *shared)
+    return found | {"lse": attention_cases.as_reference(found["lse"])}

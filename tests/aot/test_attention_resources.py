@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -23,16 +24,18 @@ from bench import resources
 from bench.attention.cases import CASES, AttentionCase
 from bench.gpu_model.compile_ahead import (
     GPUS,
+    Launch,
     compile_launch,
     recorded,
     tuned,
 )
-from bench.gpu_model.launches import OperatorCall, dense_call, varlen_call
+from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
-from leaner_kernels.ops.attention import dispatch, launch
+from leaner_kernels.ops.attention import dispatch, launch, op
 from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.op import new_out, split_qkv
+from tests.attention_cases import sharing_lse
 from tests.resource_limits import faults
 from tests.tile_tables import TABLES
 
@@ -245,6 +248,44 @@ def test_case_of_the_benchmark_stays_within_the_committed_table(
         assert all("208 bytes of stack" in fault for fault in found)
         return
     assert found == []
+
+
+def sharing_launches(case: AttentionCase, gpu: int) -> dict[str, Launch]:
+    """Return the launches of a forward and a backward that share the log-sum-exp alone."""
+    call, form = call_of(case), op.Varlen if case.ragged else op.Dense
+    tensors, numbers = call.inputs, call.params
+    capability = mock.patch.object(_tiles, "capability", return_value=gpu)
+    with capability, sharing_lse(), recorded() as launches:
+        out, lse = op.attend_with_lse(form, tensors, numbers)
+        op.differentiate_from_lse(form, out, tensors, out, lse, numbers)
+    return dict(zip(("forward", "backward"), launches, strict=True))
+
+
+# Every kernel that stores or loads row statistics is among these.
+SHARING = ("vit_base", 90), ("vit_base", 80), ("gpt2_64", 90), ("gpt2_512", 90), ("tnt", 90)
+
+
+@pytest.mark.parametrize(
+    ("case", "gpu"),
+    [
+        pytest.param(
+            case,
+            gpu,
+            id=f"sm_{gpu}-{case.name}",
+            marks=() if (case.name, gpu) in SHARING else pytest.mark.nightly,
+        )
+        for case, gpu in product(CASES, resources.SUPPORTED)
+        if case.device == "cuda"
+    ],
+)
+def test_kernels_that_share_the_log_sum_exp_take_no_more_than_those_of_pairs(
+    case: AttentionCase, gpu: int
+) -> None:
+    for kind, one in sharing_launches(case, gpu).items():
+        used = compile_launch(one, gpu)
+        row = dict(zip(resources.KEYS, (case.name, kind, gpu, one.name)))
+        row |= {figure: getattr(used, figure) for figure in resources.FIGURES}
+        assert faults(row, TABLE) == []
 
 
 def test_a_tile_that_is_too_large_is_noticed() -> None:

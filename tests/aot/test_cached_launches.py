@@ -26,6 +26,7 @@ from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, 
 from leaner_kernels.ops import _launch, _tiles
 from leaner_kernels.ops.attention import aten, op
 from tests.aot import pretended_gpu
+from tests.attention_cases import sharing_lse
 
 BF16 = torch.bfloat16
 
@@ -166,10 +167,18 @@ class Request(NamedTuple):
     grad: Tensor | torch.dtype = BF16
     stats: bool = True
     out: Tensor | None = None
+    lse_alone: bool = False  # for calls on (B, H, N, D)
 
     def run(self) -> list[Any]:
         """Run the operators, and return what goes in and comes out."""
         call = self.call
+        if self.lse_alone:
+            grad = self.grad
+            with sharing_lse():
+                first, lse = op.attend_with_lse(op.Dense, call.inputs, call.params)
+                saved = call.inputs, first, lse
+                grads = op.differentiate_from_lse(op.Dense, grad, *saved, call.params)
+            return [*call.inputs, first, lse, grad, *grads]
         first, kept = call.attend(*call.inputs, *call.params)
         results = call.with_stats(*call.inputs, self.sample, *call.params) if self.stats else ()
         out = first if self.out is None else self.out
@@ -213,6 +222,7 @@ def draw(rng: random.Random) -> Request:
         # Not what autograd gives, but the operator takes it.
         new(heads, "g").to(rng.choice([dtype, dtype, torch.float32])),
         stats=rng.random() < 0.3,
+        lse_alone=rng.random() < 0.3,
     )
 
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_model.execute import Execution
+from leaner_kernels.ops import _tiles
+from leaner_kernels.ops.attention import op
 from tests import attention_cases, operator_cases, varlen_cases
 from tests.attention_cases import AttentionTestCase, poisoned
 from tests.error_budget import assert_within_budget
@@ -72,6 +74,20 @@ def make_beside(
         return attention_cases.make_inputs(case, dtype, device)
 
 
+def on_cpu(make_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes inputs for functions below the dispatcher, which unwraps pretended ones."""
+    return lambda case, dtype, device="cpu": make_inputs(case, dtype)
+
+
+def run_sharing_lse(inputs: attention_cases.Inputs) -> dict[str, Any]:
+    """Run as a GPU that has a head for every program does: kernels in Gluon, forward too."""
+    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", 1):
+        plain, _ = op.attend_cuda(op.Dense, False, *inputs.arguments)
+        found = attention_cases.run_sharing_lse(inputs)
+    assert torch.equal(found["out"], plain)
+    return found
+
+
 MODELS = (
     AttentionTestCase("ViT-B", 1, 2, 2, 197, 197, 64),
     AttentionTestCase("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),
@@ -122,6 +138,27 @@ OPERATORS = {
         varlen_cases.peers_of,
         varlen_cases.run_operators,
     ),
+    "attention, shared lse": Operator(
+        MODELS,
+        on_cpu(make_aligned),
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        run_sharing_lse,
+    ),
+    "strided attention, shared lse": Operator(
+        (*attention_cases.CASES, *attention_cases.WINDOW_CASES),
+        on_cpu(attention_cases.make_inputs),
+        attention_cases.reference_results,
+        attention_cases.peers_of,
+        run_sharing_lse,
+    ),
+    "varlen, shared lse": Operator(
+        (*varlen_cases.CASES, *varlen_cases.WINDOW_CASES),
+        on_cpu(varlen_cases.make_inputs),
+        varlen_cases.assemble,
+        varlen_cases.peers_of,
+        varlen_cases.run_sharing_lse,
+    ),
     **{
         family: Operator(
             cases,
@@ -149,6 +186,15 @@ CHOSEN = {
     ("attention", "inner tokens of TNT", BF16, 80),
     ("attention", "inner tokens of TNT", BF16, 90),
     ("attention", "64 tokens, additive mask", BF16, 90),
+    ("attention, shared lse", "ViT-B", BF16, 80),
+    ("attention, shared lse", "ViT-B", BF16, 90),
+    ("attention, shared lse", "ViT-B, boolean mask", BF16, 90),
+    ("attention, shared lse", "ViT-B, additive mask", BF16, 80),
+    ("attention, shared lse", "GPT-2, 64 tokens", BF16, 90),
+    ("attention, shared lse", "16 tokens, boolean mask", BF16, 80),
+    ("attention, shared lse", "inner tokens of TNT", BF16, 80),
+    ("strided attention, shared lse", "boolean mask, a hidden row", BF16, 90),
+    ("varlen, shared lse", "rows without keys, keys without rows", BF16, 90),
     ("strided attention", "head_dim 48", BF16, 80),
     ("strided attention", "dropout with everything", BF16, 90),
     ("strided attention", "softcap of Gemma 2", BF16, 80),

@@ -65,16 +65,18 @@ class Results(NamedTuple):
         out: (B, H, N, D); in a varlen batch (T, H, D).
         max_log_sum: (B, H, N, 2), (H, T, 2): the largest score of each row, and the log of the sum
             of exponentials relative to it. For a row with a visible key, probabilities are
-            exp(score - first - second); the kernel decides whether scores are scaled. The sum of
-            the two would round away the second beside a large first, as in a row of -1e9 only.
-        lse: (B, H, N), (H, T); this and the following only for calls with statistics.
-        stats: (STATISTICS, B, H).
+            exp(score - first - second); ``takes_scaled_maxima`` tells whether scores are scaled.
+            The sum of the two would round away the second beside a large first, as in a row of -1e9
+            only. None for calls that save ``lse`` alone.
+        lse: (B, H, N), (H, T), in nats, of scaled scores. For a row without a visible key -inf, or,
+            where it is saved alone, inf: the backward's probabilities are then 0.
+        stats: (STATISTICS, B, H); this and the following only for calls with statistics.
         heads: (S, N, H * D), of the S entries that ``sample`` names.
         sample: (S,) int32.
     """
 
     out: Tensor
-    max_log_sum: Tensor
+    max_log_sum: Tensor | None
     lse: Tensor | None = None
     stats: Tensor | None = None
     heads: Tensor | None = None
@@ -104,7 +106,8 @@ class Plan(NamedTuple):
         forward: fills the output and statistics, or parts of these.
         capture: fills heads, if some are sampled.
         out: shape and strides of the output.
-        rows: those of max_log_sum, float32. Allocating with strides is faster.
+        rows: those of max_log_sum, float32, or of an lse that is saved alone. Allocating with
+            strides is faster.
         statistics: those of lse, stats and heads, float32; None without statistics.
         numbers: parameters of the operator.
         present: the number of its tensors, up to the last that is not None.
@@ -147,6 +150,21 @@ class Sequences(NamedTuple):
     cols: int
 
 
+def score_factor(call: Call) -> float:
+    """Return what multiplies the products of queries and keys."""
+    return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+
+
+def takes_scaled_maxima(call: Call) -> bool:
+    """Return whether kernels scale scores before they take the maximum of a row.
+
+    Otherwise the factor, which float32 can hold, multiplies the maximum.
+    """
+    mask = call.attn_mask
+    additive = mask is not None and mask.dtype != torch.bool
+    return additive or call.softcap != 0 or score_factor(call) < LEAST_SCALE
+
+
 def kernel_arguments(
     kernel: Any, call: Call, tensors: dict[str, Tensor], **others: Any
 ) -> dict[str, Any]:
@@ -157,7 +175,6 @@ def kernel_arguments(
     """
     query, key, mask, sequences = call.query, call.key, call.attn_mask, call.sequences
     heads, dim = query.shape[1], query.shape[-1]
-    factor = dim**-0.5 if call.scale is None else call.scale
     if sequences is None:
         rows, cols = query.shape[2], key.shape[2]
     else:
@@ -185,7 +202,7 @@ def kernel_arguments(
         "M": cols,
         "TOKENS": None if sequences is None else query.shape[0],
         "KEY_TOKENS": None if sequences is None else key.shape[0],
-        "scale": factor,
+        "scale": score_factor(call),
         "softcap": call.softcap or None,
         "window_left": None if left < 0 else left,
         "window_right": None if right < 0 else right,
@@ -195,8 +212,7 @@ def kernel_arguments(
         "BLOCK_D": block_dim(dim),
         "CAUSAL": call.is_causal,
         "MASK": mask_kind,
-        # Otherwise the maximum of a row is taken before scaling, by a factor that float32 can hold.
-        "SCALED": mask_kind == "additive" or call.softcap != 0 or factor < LEAST_SCALE,
+        "SCALED": takes_scaled_maxima(call),
         # Triton 3.10 turns multiply-add fusion off by default.
         "enable_fp_fusion": True,
         **others,
@@ -220,7 +236,8 @@ def backward_arguments(
     """Return the arguments of a backward kernel, by name; see ``kernel_arguments``."""
     dq, dk, dv, ds = gradients
     tensors = {"do": grad, "out": saved.out, "dq": dq, "dk": dk, "dv": dv}
-    pointers = {"max_log_sum_ptr": saved.max_log_sum, "ds_ptr": ds}
+    lse = saved.lse if saved.max_log_sum is None else None
+    pointers = {"max_log_sum_ptr": saved.max_log_sum, "lse_ptr": lse, "ds_ptr": ds}
     return kernel_arguments(kernel, call, tensors, **pointers)
 
 

@@ -20,12 +20,13 @@ from .call import Call, Results, Sequences
 def forward(call: Call, results: Results) -> None:
     """Fill the results of a call, statistics where they are wanted."""
     out, max_log_sum, lse, stats, heads, sample = results
+    assert max_log_sum is not None  # the backward here computes P again
     if call.sequences is None:
         _fill(call, results)
         return
     # What no sequence owns, and sequences without rows or keys.
     out.zero_()
-    max_log_sum.zero_()
+    max_log_sum[..., 0], max_log_sum[..., 1] = 0, math.inf
     if lse is not None and stats is not None and heads is not None:
         lse.fill_(-math.inf)
         nothing = call.query.new_zeros(1, 1, 0, 0)
@@ -45,6 +46,7 @@ def forward(call: Call, results: Results) -> None:
 def _fill(call: Call, results: Results, first: int = 0) -> None:
     """Fill the results of a batch whose entries are those from ``first`` on, for dropout."""
     out, max_log_sum, lse, stats, heads, sample = results
+    assert max_log_sum is not None
     q, k, v, mask = _float32(*call[:4])
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, row_lse, s = _probabilities(call, q, k, mask)

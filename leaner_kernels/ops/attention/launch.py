@@ -14,7 +14,8 @@ _FORWARD = (
 )
 _BACKWARD = (
     *CALL_POINTERS,
-    *("do_view", "out_view", "max_log_sum_ptr", "dq_view", "dk_view", "dv_view", "ds_ptr"),
+    *("do_view", "out_view", "max_log_sum_ptr", "lse_ptr"),
+    *("dq_view", "dk_view", "dv_view", "ds_ptr"),
 )
 
 

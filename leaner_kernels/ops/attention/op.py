@@ -6,9 +6,11 @@ allocates what it returns; ``reference`` on the CPU and ``launch`` on a GPU fill
 which operator it was.
 
 ``NAME`` returns (out, max_log_sum), ``NAME_with_stats`` (out, lse, stats, heads, max_log_sum), and
-``NAME_backward`` the gradient of each input that may have one.
+``NAME_backward`` the gradient of each input that may have one. ``attend_with_lse`` and
+``differentiate_from_lse`` are for PyTorch's own operators, whose backwards get (out, lse).
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -33,7 +35,17 @@ from .._launch_cache import (
 from ..statistics import STATISTICS
 from ..transforms import Products
 from . import cpu, dispatch, sdpa
-from .call import CALL_POINTERS, Call, Gradients, Plan, Results, Sequences, draw_seed
+from .call import (
+    CALL_POINTERS,
+    Call,
+    Gradients,
+    Plan,
+    Results,
+    Sequences,
+    draw_seed,
+    score_factor,
+    takes_scaled_maxima,
+)
 
 
 class Dense:
@@ -216,9 +228,16 @@ def new_out(like: Tensor) -> Tensor:
 
 
 def new_results(
-    call: Call, out: Tensor, stats: bool = False, sample: Tensor | None = None
+    call: Call,
+    out: Tensor,
+    stats: bool = False,
+    sample: Tensor | None = None,
+    lse_alone: bool = False,
 ) -> Results:
-    """Allocate what is filled beside ``out``, which has the axes of the call's query."""
+    """Allocate what is filled beside ``out``, which has the axes of the call's query.
+
+    With ``lse_alone``, the log-sum-exp is all that a backward gets beside the output.
+    """
     query, sequences = call.query, call.sequences
     heads, dim = query.shape[1], query.shape[-1]
     rows = (heads, query.shape[0]) if sequences is not None else tuple(query.shape[:3])
@@ -227,6 +246,8 @@ def new_results(
     def float32(*shape: int) -> Tensor:
         return query.new_empty(shape, dtype=torch.float32)
 
+    if lse_alone:
+        return Results(out, None, float32(*rows))
     if not stats:
         return Results(out, float32(*rows, 2))
     slots = 0 if sample is None else sample.shape[0]
@@ -304,12 +325,19 @@ def attend_cuda(form: Form, stats: bool, *args: Any) -> tuple[Tensor, ...]:
 def differentiate_cuda(form: Form, grad: Tensor, *args: Any) -> Any:
     """Launch ``NAME_backward``."""
     saved, numbers, mask_grad = _parts(form, args)
+    launches = _launches_like(form, saved, numbers)
+    gradients = _launch_backward(form, launches, grad, saved, numbers, mask_grad)
+    return _returned(form, gradients)
+
+
+def _launches_like(
+    form: Form, saved: Sequence[Any], numbers: Sequence[Any]
+) -> dict[Hashable, CachedLaunch]:
+    """Return the launches of backwards with such saved tensors and numbers."""
     key, *_ = key_of(saved, (form.name, "backward", *numbers))
     if len(_backwards) >= MAX_CACHED:
         _backwards.clear()
-    launches = _backwards.setdefault(key, {})
-    gradients = _launch_backward(form, launches, grad, saved, numbers, mask_grad)
-    return _returned(form, gradients)
+    return _backwards.setdefault(key, {})
 
 
 def _run(
@@ -317,12 +345,13 @@ def _run(
 ) -> tuple[Any, ...]:
     """Return what the operator does, by the launches that a call of this signature left."""
     out = first.new_empty_strided(*plan.out)
-    max_log_sum = first.new_empty_strided(*plan.rows, dtype=torch.float32)
+    rows = first.new_empty_strided(*plan.rows, dtype=torch.float32)
     pointers = form.addresses(addresses, first)
-    pointers += out.data_ptr(), max_log_sum.data_ptr()
+    pointers += out.data_ptr(), rows.data_ptr()
     if plan.statistics is None:
-        plan.forward.run(pointers)
-        return out, max_log_sum
+        # A plain kernel stores max_log_sum or lse: the launch has a place for one of the two.
+        plan.forward.run([*pointers, rows.data_ptr()])
+        return out, rows
     lse, stats, heads = (
         first.new_empty_strided(*layout, dtype=torch.float32) for layout in plan.statistics
     )
@@ -334,7 +363,7 @@ def _run(
     if plan.capture is not None and sample is not None:
         operands = pointers[: len(CALL_POINTERS)]
         plan.capture.run([*operands, heads.data_ptr(), 0, 0, 0, sample.data_ptr()])
-    return out, lse, stats, heads, max_log_sum
+    return out, lse, stats, heads, rows
 
 
 def _launch_first(
@@ -343,13 +372,18 @@ def _launch_first(
     inputs: Sequence[Any],
     stats: bool = False,
     sample: Tensor | None = None,
+    lse_alone: bool = False,
 ) -> tuple[Plan | None, tuple[Any, ...]]:
     """Return what the operator does, and the plan that it leaves for others of this key."""
     out, call, plan = form.new_out(inputs[0]), form.call(*inputs), None
-    results = new_results(call, form.as_query(out), stats, sample)
+    results = new_results(call, form.as_query(out), stats, sample, lse_alone)
     statistics = results.lse, results.stats, results.heads
     if is_empty(call):  # an empty batch launches no kernel
-        cpu.forward(call, results)
+        if results.max_log_sum is not None:
+            cpu.forward(call, results)
+        elif results.lse is not None:
+            out.zero_()
+            results.lse.fill_(math.inf)  # no row has a key
     else:
         from . import launch
 
@@ -364,8 +398,8 @@ def _launch_first(
             if len(_plans) >= MAX_CACHED:
                 _plans.clear()
             _plans[key] = plan
-    others = statistics if stats else ()
-    return plan, (out, *others, results.max_log_sum)
+    filled = out, *statistics, results.max_log_sum
+    return plan, tuple(t for t in filled if t is not None)
 
 
 def _side_by_side(*integers: Tensor | None) -> bool:
@@ -401,7 +435,7 @@ def _launch_backward(
         layouts.append(t.stride())
     if low_bits % ALIGNMENT:
         layouts.append(residues((grad.data_ptr(), *addresses)))
-    key, (*tensors, out, max_log_sum) = tuple(layouts), addresses
+    key, (*tensors, out, rows) = tuple(layouts), addresses
     gradients = form.new_gradients(saved, mask_grad)
     ds = None
     if mask_grad:
@@ -410,12 +444,15 @@ def _launch_backward(
     entry = launches.get(key)
     if entry is not None:
         pointers = form.addresses(tensors, saved[0])
-        pointers += grad.data_ptr(), out, max_log_sum, *form.gradient_addresses(gradients)
+        # As in ``_run``, the launch has a place for max_log_sum or for lse.
+        pointers += grad.data_ptr(), out, rows, rows, *form.gradient_addresses(gradients)
         entry.run([*pointers, 0 if ds is None else ds.data_ptr()])
     else:
-        *inputs, out, max_log_sum = saved
+        *inputs, out, rows = saved
         mask = (mask_grad,) if form is Dense else ()
-        call, results = form.call(*inputs, *numbers), Results(form.as_query(out), max_log_sum)
+        # Pairs have as many axes as the output, and a log-sum-exp has one less.
+        row_results = (rows,) if rows.dim() == out.dim() else (None, rows)
+        call, results = form.call(*inputs, *numbers), Results(form.as_query(out), *row_results)
         if is_empty(call):
             empty = differentiate(form, cpu.backward, grad, *saved, *numbers, *mask)
             return empty[: len(gradients)] if isinstance(empty, tuple) else (empty,)
@@ -434,6 +471,86 @@ def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
     """Return what launches ``NAME``, ``NAME_with_stats`` and ``NAME_backward``."""
     plain, with_stats = (partial(attend_cuda, form, stats) for stats in (False, True))
     return plain, with_stats, partial(differentiate_cuda, form)
+
+
+# --- For PyTorch's operators, whose backwards get the output and the log-sum-exp ------------------
+
+# Whether kernels store and load the log-sum-exp themselves. To be True once a GPU has shown them no
+# slower than those of pairs (maximum, log of the sum). Until then a launch in each direction
+# converts the one to the other.
+KERNELS_SHARE_LSE = False
+_zeros: dict[torch.device, Tensor] = {}
+
+
+def attend_with_lse(
+    form: Form, tensors: Sequence[Any], numbers: Sequence[Any]
+) -> tuple[Tensor, Tensor]:
+    """Launch a plain forward; return the output and the log-sum-exp.
+
+    Args:
+        form: says how query, key and value lie in memory.
+        tensors: those of ``NAME``.
+        numbers: the parameters of ``NAME``, which come after the tensors.
+
+    Returns:
+        The output, as ``NAME`` returns it, and (B, H, N) float32, of a varlen batch (H, T),
+        contiguous: the natural logarithm of the sum of exponentials of scaled scores. It is inf for
+        a row without a visible key. Tokens that no sequence owns may have any.
+    """
+    inputs = *tensors, *numbers
+    if KERNELS_SHARE_LSE:
+        key, addresses, _ = key_of((*tensors, None), (form.name, "lse", *numbers))
+        plan = _plans.get(key)
+        if plan is not None:
+            return _run(form, plan, addresses[: form.count], tensors[0])
+        return _launch_first(form, key, inputs, lse_alone=True)[1]
+    out, pairs = attend_cuda(form, False, *inputs)
+    call = form.call(*inputs)
+    unit = 1.0 if takes_scaled_maxima(call) else score_factor(call)
+    return out, torch.add(pairs[..., 1], pairs[..., 0], alpha=unit)
+
+
+def differentiate_from_lse(
+    form: Form,
+    grad: Tensor,
+    tensors: Sequence[Any],
+    out: Tensor,
+    lse: Tensor,
+    numbers: Sequence[Any],
+) -> tuple[Tensor, ...]:
+    """Launch the backward of any forward that left its output and log-sum-exp.
+
+    Beside a score of more than a few thousand the log of a sum is rounded away; ``NAME_backward``
+    keeps it.
+
+    Args:
+        form: says how query, key and value lie in memory.
+        grad: the gradient of ``out``.
+        tensors: those of ``NAME``; a mask gets no gradient.
+        out: the output, in the shape that ``NAME`` returns.
+        lse: (B, H, N) or (H, T) float32, as ``attend_with_lse`` returns it.
+        numbers: the parameters of ``NAME``.
+
+    Returns:
+        dq, dk and dv.
+    """
+    rows = lse.contiguous()
+    if not KERNELS_SHARE_LSE:
+        # The log of a sum relative to a maximum of 0 is the log-sum-exp.
+        rows = torch.view_as_real(torch.complex(_zero(rows), rows))
+    saved = *tensors, rows_contiguous(out), rows
+    launches = _launches_like(form, saved, numbers)
+    return _launch_backward(form, launches, rows_contiguous(grad), saved, numbers, False)
+
+
+def _zero(like: Tensor) -> Tensor:
+    """Return a zero on the device of a tensor."""
+    # While a CUDA graph is captured, a new tensor belongs to the graph and cannot be kept.
+    if like.is_cuda and torch.cuda.is_current_stream_capturing():
+        return like.new_zeros(())
+    if like.device not in _zeros:
+        _zeros[like.device] = like.new_zeros(())
+    return _zeros[like.device]
 
 
 # --- Autograd -------------------------------------------------------------------------------------

@@ -442,9 +442,10 @@ def _ampere_fwd_kernel(
         store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        log_sum = common.put_max_log_sum(
-            max_log_sum_ptr, head * N + rows, row_max, divisor, factor, inside, MASKED, SCALED
-        )
+        log_sum = common.put_row_statistics(
+            max_log_sum_ptr, lse_ptr, head * N + rows, row_max, divisor, factor, unit, inside,
+            MASKED, SCALED,
+        )  # fmt: skip
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
             rows_sums = common.sums_of_rows(
@@ -495,9 +496,10 @@ def _ampere_fwd_kernel(
         store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        log_sum_t = common.put_max_log_sum(
-            max_log_sum_ptr, head * N + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
-        )
+        log_sum_t = common.put_row_statistics(
+            max_log_sum_ptr, lse_ptr, head * N + rows_t, max_t, divisor_t, factor, unit, inside_t,
+            MASKED, SCALED,
+        )  # fmt: skip
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
@@ -510,7 +512,7 @@ def _ampere_fwd_kernel(
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2), or lse alone.
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
@@ -636,13 +638,13 @@ def _keys_segment(
 @gluon.jit
 def _describe_rows(
     do_tile, lses, deltas, do_ptr, DO_STRIDE: gl.constexpr, out_ptr, OUT_STRIDE: gl.constexpr,
-    max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
     LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
     ROWS: gl.constexpr = do_tile.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
     # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
     do = do * lost[:, None]
@@ -655,14 +657,14 @@ def _describe_rows(
 @gluon.jit
 def _rows(
     q_ptr, Q_STRIDE: gl.constexpr, do_ptr, DO_STRIDE: gl.constexpr, out_ptr,
-    OUT_STRIDE: gl.constexpr, max_log_sum_ptr, first, end, factor, SCALED: gl.constexpr,
+    OUT_STRIDE: gl.constexpr, saved, first, end, factor, SCALED: gl.constexpr,
     ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
     ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
-    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
     out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
@@ -753,7 +755,7 @@ def _keys_in_columns(
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
     q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
+    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
     D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_STEPS: gl.constexpr,
     COLS: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
     CAUSAL: gl.constexpr, SCALED: gl.constexpr, ORDERED: gl.constexpr,
@@ -777,7 +779,7 @@ def _ampere_bwd_kernel(
     v_ptr = head_start(v_view, b_64, h_64)
     do_ptr = head_start(do_view, b_64, h_64)
     out_ptr = head_start(out_view, b_64, h_64)
-    max_log_sum_ptr += (b_64 * H + h_64) * N * 2
+    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, (b_64 * H + h_64) * N)
     limit = common.number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
     if ds_ptr is not None:
@@ -814,7 +816,7 @@ def _ampere_bwd_kernel(
         for first in range(0, end, BLOCK):
             q, do, lse, delta = _rows(
                 q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                max_log_sum_ptr, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
+                saved, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
@@ -840,9 +842,7 @@ def _ampere_bwd_kernel(
         if COLS > 0:
             # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
-            lse_t, lost_t = common.row_statistics(
-                max_log_sum_ptr, rows_t, rows_t < N, factor, SCALED
-            )
+            lse_t, lost_t = common.row_statistics(saved, rows_t, rows_t < N, factor, SCALED)
             q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
             do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
                 gl.float32
@@ -885,12 +885,12 @@ def _ampere_bwd_kernel(
             # meanwhile.
             _describe_rows(
                 dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
-                out_view.stride_n, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
+                out_view.stride_n, saved, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
         if T > 0:
             _describe_rows(
                 do_tail, lse_tail, delta_tail, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                max_log_sum_ptr, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
+                saved, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
             )  # fmt: skip
         dk_ptr = head_start(dk_view, b_64, h_64)
         dv_ptr = head_start(dv_view, b_64, h_64)
@@ -946,7 +946,7 @@ def _ampere_bwd_kernel(
                     )  # fmt: skip
             q, do, lse, delta = _rows(
                 q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                max_log_sum_ptr, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
+                saved, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
             )  # fmt: skip
             dk_t, dv_t = _keys_in_columns(
                 dk_t, dv_t, k_t, v_t, q, do, q_tail, do_tail, qs.index(0), dos.index(0), lse,

@@ -230,26 +230,42 @@ def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_statistics(ptr, rows, inside, factor, SCALED: gl.constexpr = False):
+def row_pointers(max_log_sum_ptr, lse_ptr, start):
+    """Return pointers to what ``put_row_statistics`` stored, from row ``start`` on; one is None."""
+    if max_log_sum_ptr is None:
+        lse_ptr += start
+    else:
+        max_log_sum_ptr += start * 2
+    return max_log_sum_ptr, lse_ptr
+
+
+@gluon.jit
+def row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
-    The log-sum-exp is inf where not ``inside``, so that P = 0. With SCALED it is in units of the
-    scores, as ``exponents_of`` subtracts it. Beside a large maximum, the log of the sum is rounded
-    away. P is then off by a factor, which the caller applies to dO, and through dO to delta.
+    ``saved`` are the pointers of ``row_pointers``. The log-sum-exp is inf where not ``inside``, so
+    that P = 0. With SCALED it is in units of the scores, as ``exponents_of`` subtracts it. Beside a
+    large maximum, the log of the sum is rounded away. P is then off by a factor, which the caller
+    applies to dO, and through dO to delta. A log-sum-exp that was saved alone has lost it before.
     """
-    # Pairs (maximum, log of the sum), as ``put_max_log_sum`` wrote them; the second is in nats.
-    LAYOUT: gl.constexpr = gl.join(rows, rows).type.layout
-    ptrs, pairs_inside = _pairs_of(ptr, rows, inside, LAYOUT)
-    row_max, log_sum = gl.load(ptrs, mask=pairs_inside, other=0.0).split()
-    row_max = gl.convert_layout(row_max, rows.type.layout)  # (rows,)
-    log_sum = gl.convert_layout(log_sum, rows.type.layout)
-    log_sum = gl.where(inside, log_sum, float("inf")) * LOG2_E
-    if SCALED:
-        lse = row_max + log_sum * (1.0 / factor)
-        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
+    if saved[0] is None:
+        lse = gl.load(saved[1] + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)
+        lse = lse * (1.0 / factor) if SCALED else lse
+        lost = gl.zeros_like(lse)
     else:
-        lse = row_max * factor + log_sum
-        lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+        # Pairs (maximum, log of the sum); the second is in nats.
+        LAYOUT: gl.constexpr = gl.join(rows, rows).type.layout
+        ptrs, pairs_inside = _pairs_of(saved[0], rows, inside, LAYOUT)
+        row_max, log_sum = gl.load(ptrs, mask=pairs_inside, other=0.0).split()
+        row_max = gl.convert_layout(row_max, rows.type.layout)  # (rows,)
+        log_sum = gl.convert_layout(log_sum, rows.type.layout)
+        log_sum = gl.where(inside, log_sum, float("inf")) * LOG2_E
+        if SCALED:
+            lse = row_max + log_sum * (1.0 / factor)
+            lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
+        else:
+            lse = row_max * factor + log_sum
+            lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
     return lse, gl.exp2(lost)
 
 
@@ -302,11 +318,11 @@ def joined(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def correct(do_tile, ptr, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+def correct(do_tile, saved, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
     """Multiply rows of dO in shared memory by the factor that ``row_statistics`` returns."""
     rows = start + gl.arange(0, do_tile.shape[0], gl.SliceLayout(1, LAYOUT))
     do = do_tile.load(LAYOUT)  # (rows, D)
-    _, lost = row_statistics(ptr, rows, rows < end, factor, SCALED)
+    _, lost = row_statistics(saved, rows, rows < end, factor, SCALED)
     do_tile.store((do.to(gl.float32) * lost[:, None]).to(do.dtype))
 
 
@@ -563,12 +579,15 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def put_max_log_sum(
-    ptr, rows, row_max, divisor, factor, inside, MASKED: gl.constexpr, SCALED: gl.constexpr
-):
+def put_row_statistics(
+    max_log_sum_ptr, lse_ptr, rows, row_max, divisor, factor, unit, inside, MASKED: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
     """Store the maximum of each row and the log of its sum, for the backward; return the latter.
 
-    For a row without a visible key, 0 and inf are stored, and 0 is returned.
+    For a row without a visible key, 0 and inf are stored, and 0 is returned. Where
+    ``max_log_sum_ptr`` is None, the log-sum-exp is stored, inf for such a row. ``unit`` scales
+    maxima.
     """
     unseeing = row_max == float("-inf")
     if MASKED:
@@ -580,10 +599,13 @@ def put_max_log_sum(
     stored = log_sum
     if MASKED:
         stored = gl.where(unseeing, float("inf"), log_sum)
-    both = gl.join(row_max, stored)  # (rows, 2): one store of 8 bytes
-    LAYOUT: gl.constexpr = both.type.layout
-    ptrs, inside = _pairs_of(ptr, rows, inside, LAYOUT)
-    gl.store(ptrs, both, mask=inside)
+    if max_log_sum_ptr is None:
+        gl.store(lse_ptr + rows, row_max * unit + stored, mask=inside)
+    else:
+        both = gl.join(row_max, stored)  # (rows, 2): one store of 8 bytes
+        LAYOUT: gl.constexpr = both.type.layout
+        ptrs, inside = _pairs_of(max_log_sum_ptr, rows, inside, LAYOUT)
+        gl.store(ptrs, both, mask=inside)
     return log_sum
 
 

@@ -355,9 +355,10 @@ def _hopper_fwd_kernel(
             common.put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
-            log_sum = common.put_max_log_sum(
-                max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, MASKED, SCALED
-            )
+            log_sum = common.put_row_statistics(
+                max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, unit, inside,
+                MASKED, SCALED,
+            )  # fmt: skip
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
@@ -425,9 +426,10 @@ def _hopper_fwd_kernel(
         common.put_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        log_sum_t = common.put_max_log_sum(
-            max_log_sum_ptr, row_stats + rows_t, max_t, divisor_t, factor, inside_t, MASKED, SCALED
-        )
+        log_sum_t = common.put_row_statistics(
+            max_log_sum_ptr, lse_ptr, row_stats + rows_t, max_t, divisor_t, factor, unit, inside_t,
+            MASKED, SCALED,
+        )  # fmt: skip
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
@@ -440,7 +442,7 @@ def _hopper_fwd_kernel(
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2), or lse alone.
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
@@ -485,14 +487,14 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    do_view, out_view, max_log_sum_ptr, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
+    do_view, out_view, saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
     WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
     do = common.left_rows(do_view, start, end, D, WIDTH, LAYOUT)
     out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT)
     rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     return do, out, lse, lost
 
 
@@ -516,18 +518,18 @@ def _left_pair(
 
 
 @gluon.jit
-def _corrected(do, ptr, start, end, factor, SCALED: gl.constexpr):
+def _corrected(do, saved, start, end, factor, SCALED: gl.constexpr):
     """Multiply rows of dO in registers by the factor that ``row_statistics`` returns."""
     rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
-    _, lost = common.row_statistics(ptr, rows, rows < end, factor, SCALED)
+    _, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
 
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
 def _hopper_bwd_kernel(
     q_view, k_view, v_view, lengths_ptr, starts_ptr, key_starts_ptr, do_view, out_view,
-    max_log_sum_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale, mask_view,
-    seed_ptr, ds_ptr, keep_scale, threshold,
+    max_log_sum_ptr, lse_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale,
+    mask_view, seed_ptr, ds_ptr, keep_scale, threshold,
     D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
     RAGGED: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -575,9 +577,10 @@ def _hopper_bwd_kernel(
             common.from_token(v_view, first_key),
             common.from_token(dv_view, first_key),
         )
-        max_log_sum_ptr += (gl.program_id(0).to(gl.int64) * TOKENS + first_row) * 2
+        row_start = gl.program_id(0).to(gl.int64) * TOKENS + first_row
     else:
-        max_log_sum_ptr += head.to(gl.int64) * N * 2
+        row_start = head.to(gl.int64) * N
+    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, row_start)
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = seed_ptr, threshold, head, keep_scale
@@ -634,18 +637,18 @@ def _hopper_bwd_kernel(
     if IN_REGISTERS:
         # Loads run one tile ahead of the sums that need them.
         following_rows = _load_rows(
-            do_view, out_view, max_log_sum_ptr, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
+            do_view, out_view, saved, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
         )
     for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
         if IN_REGISTERS:
             rows = following_rows
             following_rows = _load_rows(
-                do_view, out_view, max_log_sum_ptr, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
+                do_view, out_view, saved, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
                 BLOCKED,
             )  # fmt: skip
         else:
             rows = _load_rows(
-                do_view, out_view, max_log_sum_ptr, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
+                do_view, out_view, saved, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
             )
         largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
     is_large = gl.max(largest, 0) > LARGE_LSE  # the same in all warps
@@ -653,7 +656,7 @@ def _hopper_bwd_kernel(
     if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
         if is_large:
             barrier()
-            common.correct(do_tile, max_log_sum_ptr, 0, N, factor, SCALED, BLOCKED)
+            common.correct(do_tile, saved, 0, N, factor, SCALED, BLOCKED)
     # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
     fence_async_shared()
     barrier()
@@ -667,7 +670,7 @@ def _hopper_bwd_kernel(
             # reads.
             following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
             if is_large:
-                do_tile = _corrected(do_tile, max_log_sum_ptr, first, N, factor, SCALED)
+                do_tile = _corrected(do_tile, saved, first, N, factor, SCALED)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
@@ -724,7 +727,7 @@ def _hopper_bwd_kernel(
                 wait_copies(0)
                 if is_large:
                     barrier()  # ``correct`` reads what other threads copied
-                    common.correct(do_tile, max_log_sum_ptr, first + 64, N, factor, SCALED, BLOCKED)
+                    common.correct(do_tile, saved, first + 64, N, factor, SCALED, BLOCKED)
                 fence_async_shared()
                 barrier()
             if not VARLEN:
@@ -742,7 +745,7 @@ def _hopper_bwd_kernel(
         wait_copies(0)
         if is_large:
             barrier()
-            common.correct(do_tail, max_log_sum_ptr, full * 64, N, factor, SCALED, BLOCKED)
+            common.correct(do_tail, saved, full * 64, N, factor, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -804,7 +807,7 @@ def _hopper_bwd_kernel(
         barrier()
         # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
         for i in range(full):
-            common.correct(dos.index(i), max_log_sum_ptr, i * 64, N, factor, SCALED, BLOCKED)
+            common.correct(dos.index(i), saved, i * 64, N, factor, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     if T > 0:

@@ -116,9 +116,10 @@ def _hopper_long_fwd_kernel(
         common.put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
         rows = start + gl.arange(0, 64, ROW)
         inside = rows < N
-        log_sum = common.put_max_log_sum(
-            max_log_sum_ptr, row_stats + rows, row_max, divisor, factor, inside, False, False
-        )
+        log_sum = common.put_row_statistics(
+            max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, scale, inside,
+            False, False,
+        )  # fmt: skip
         gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
         norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
         centred, square = common.joined(centred, ROW), common.joined(square, ROW)

@@ -38,13 +38,13 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    out_view, max_log_sum_ptr, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
+    out_view, saved, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
     D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load rows of the output; return them with the results of ``row_statistics``."""
     out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(max_log_sum_ptr, rows, rows < end, factor, SCALED)
+    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     return out, lse, lost
 
 
@@ -60,8 +60,8 @@ def _describe_rows(do_rows, lses, deltas, loaded):
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, do_view, out_view, max_log_sum_ptr, dq_view, dk_view,
-    dv_view, H, N, full, scale, mask_view, ds_ptr,
+    q_view, k_view, v_view, lengths_ptr, do_view, out_view, max_log_sum_ptr, lse_ptr, dq_view,
+    dk_view, dv_view, H, N, full, scale, mask_view, ds_ptr,
     D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
     RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _hopper_resident_bwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
     head = gl.program_id(1) * H + gl.program_id(0)
-    max_log_sum_ptr += head.to(gl.int64) * N * 2
+    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, head.to(gl.int64) * N)
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = (None,)  # calls with dropout go to hopper.py
@@ -113,8 +113,7 @@ def _hopper_resident_bwd_kernel(
     loaded = ()
     for n in gl.static_range(TILES):
         rows = _load_rows(
-            out_view, max_log_sum_ptr, n * 64, N, factor, 64 if n < FULL else T, SCALED, D,
-            BLOCK_D, BLOCKED,
+            out_view, saved, n * 64, N, factor, 64 if n < FULL else T, SCALED, D, BLOCK_D, BLOCKED
         )  # fmt: skip
         loaded = loaded + (rows,)  # noqa: RUF005
     barrier()  # keeps the loads of O before the copies in program order

@@ -42,11 +42,11 @@ from .scores import (
     extents,
     fill_gradients,
     fill_outside,
-    load_max_log_sum,
+    load_row_statistics,
     mask_start,
     row_lse,
     score_tile,
-    store_max_log_sum,
+    store_row_statistics,
     visible_cols,
     visible_rows,
 )
@@ -141,9 +141,8 @@ def _attention_fwd_kernel(
                 out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare, lanes
             )
             if lse_ptr is not None:
-                fill_outside(
-                    lse_ptr, float("-inf"), starts_ptr, B, TOKENS, H, 1, spare, num_spare, lanes
-                )
+                nothing = float("-inf") if STATS else float("inf")
+                fill_outside(lse_ptr, nothing, starts_ptr, B, TOKENS, H, 1, spare, num_spare, lanes)
             return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
@@ -235,7 +234,10 @@ def _attention_fwd_kernel(
         inside = rows < num_rows
         unseeing = row_max == float("-inf")
         pivot = tl.where(unseeing, 0.0, row_max)
-        store_max_log_sum(max_log_sum_ptr, lse_start, rows, pivot, unseeing, divisor, inside)
+        store_row_statistics(
+            max_log_sum_ptr, lse_ptr, lse_start, rows, pivot, unseeing, divisor, scale, inside,
+            SCALED,
+        )  # fmt: skip
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
@@ -249,7 +251,7 @@ def _attention_fwd_kernel(
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2), or lse alone.
 
     With ``lse`` (B, H, N) and ``stats`` (statistics, B, H), it also writes lse and the parts of the
     statistics, (B, H, T, NUM_SUMS) for T row tiles. In a varlen batch the tensors are (T, H, D),
@@ -359,8 +361,8 @@ def _gradient_tile(
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
     q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, starts_ptr, key_starts_ptr, do_view,
-    out_view, max_log_sum_ptr, dq_view, dk_view, dv_view, ds_ptr, B, H, GROUP, N, M, TOKENS,
-    KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
+    out_view, max_log_sum_ptr, lse_ptr, dq_view, dk_view, dv_view, ds_ptr, B, H, GROUP, N, M,
+    TOKENS, KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -421,8 +423,8 @@ def _attention_bwd_kernel(
                 )  # fmt: skip
                 # Rows past the last have a log-sum of inf, so that P = 0.
                 rows = row_start + tl.arange(0, BLOCK_M)
-                row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
-                    max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
+                row_max, log_sum = load_row_statistics(  # (BLOCK_M,) each
+                    max_log_sum_ptr, lse_ptr, row_stats, rows, rows < num_rows, q.dtype
                 )
                 exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
                 p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
@@ -462,8 +464,8 @@ def _attention_bwd_kernel(
             row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
         )  # fmt: skip
         rows = row_start + tl.arange(0, BLOCK_M)
-        row_max, log_sum = load_max_log_sum(  # (BLOCK_M,) each
-            max_log_sum_ptr, row_stats, rows, rows < num_rows, q.dtype
+        row_max, log_sum = load_row_statistics(  # (BLOCK_M,) each
+            max_log_sum_ptr, lse_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows

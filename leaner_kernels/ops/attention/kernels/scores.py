@@ -269,21 +269,36 @@ def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def store_max_log_sum(ptr, start, rows, pivot, unseeing, divisor, inside):
+def store_row_statistics(
+    max_log_sum_ptr, lse_ptr, start, rows, pivot, unseeing, divisor, scale, inside,
+    SCALED: tl.constexpr,
+):  # fmt: skip
     """Store the maximum of each row and the log of its sum, for the backward.
 
     Their sum, the log-sum-exp, would round away the second beside a large first. A row without a
-    visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing.
+    visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing. Where
+    ``max_log_sum_ptr`` is None, the log-sum-exp is stored, inf for such a row.
     """
-    both = tl.join(pivot, tl.where(unseeing, float("inf"), tl.log(divisor)))  # (BLOCK_M, 2)
-    ptrs = ptr + ((start + rows)[:, None] * 2 + tl.arange(0, 2)[None, :])
-    tl.store(ptrs, both, mask=inside[:, None])
+    if max_log_sum_ptr is None:
+        lse = tl.where(unseeing, float("inf"), row_lse(pivot, divisor, scale, SCALED))
+        tl.store(lse_ptr + start + rows, lse, mask=inside)
+    else:
+        both = tl.join(pivot, tl.where(unseeing, float("inf"), tl.log(divisor)))  # (BLOCK_M, 2)
+        ptrs = max_log_sum_ptr + ((start + rows)[:, None] * 2 + tl.arange(0, 2)[None, :])
+        tl.store(ptrs, both, mask=inside[:, None])
 
 
 @triton.jit
-def load_max_log_sum(ptr, start, rows, inside, DTYPE: tl.constexpr):
-    """Load what ``store_max_log_sum`` stored, the sum in ``units``; 0 and inf if not ``inside``."""
-    ptrs = ptr + (start + rows) * 2
-    row_max = tl.load(ptrs, mask=inside, other=0.0)  # (BLOCK_M,)
-    log_sum = tl.load(ptrs + 1, mask=inside, other=float("inf"))
+def load_row_statistics(max_log_sum_ptr, lse_ptr, start, rows, inside, DTYPE: tl.constexpr):
+    """Load what ``store_row_statistics`` stored, the sum in ``units``; 0 and inf if not ``inside``.
+
+    A log-sum-exp is the log of the sum beside a maximum of 0.
+    """
+    if max_log_sum_ptr is None:
+        log_sum = tl.load(lse_ptr + start + rows, mask=inside, other=float("inf"))  # (BLOCK_M,)
+        row_max = tl.zeros_like(log_sum)
+    else:
+        ptrs = max_log_sum_ptr + (start + rows) * 2
+        row_max = tl.load(ptrs, mask=inside, other=0.0)  # (BLOCK_M,)
+        log_sum = tl.load(ptrs + 1, mask=inside, other=float("inf"))
     return row_max, log_sum * units(DTYPE)

@@ -31,11 +31,11 @@ from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_row
 from ..call import Call, Gradients, Results, backward_arguments, forward_arguments
 from .scores import (
     exponent_factor,
-    load_max_log_sum,
+    load_row_statistics,
     mask_start,
     row_lse,
     score_tile,
-    store_max_log_sum,
+    store_row_statistics,
 )
 
 
@@ -195,7 +195,10 @@ def _short_fwd_kernel(
         store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
-        store_max_log_sum(max_log_sum_ptr, row_stats, rows, pivot, row_sum == 0, divisor, inside)
+        store_row_statistics(
+            max_log_sum_ptr, lse_ptr, row_stats, rows, pivot, row_sum == 0, divisor, scale, inside,
+            SCALED,
+        )  # fmt: skip
         if stats_ptr is not None:
             lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
@@ -209,7 +212,7 @@ def _short_fwd_kernel(
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2), or lse alone.
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
@@ -267,7 +270,7 @@ BACKWARD_TILES = Tiles(
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _short_bwd_kernel(
     q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    dq_view, dk_view, dv_view, ds_ptr, H, N, M, scale, keep_scale, threshold,
+    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, M, scale, keep_scale, threshold,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -294,8 +297,8 @@ def _short_bwd_kernel(
         dqs = dqs + (zero_tile(SEGMENTS[i][1], BLOCK_D),)  # noqa: RUF005
         if not WHOLE:
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
-            row_max, log_sum = load_max_log_sum(  # (size,) each
-                max_log_sum_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
+            row_max, log_sum = load_row_statistics(  # (size,) each
+                max_log_sum_ptr, lse_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
             # One register per row holds the sum of the two. Its rounding error, which matters
             # beside a huge maximum, is a factor of P, and is corrected in dO; elsewhere it is 1.

@@ -227,16 +227,19 @@ def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.con
 
 
 @gluon.jit
-def _sums_of_head(
-    lse_ptr, row_max, log_sum, entropies, squares, scale, owners, HEAD: gl.constexpr,
-    N: gl.constexpr, HEADS: gl.constexpr,
-):  # fmt: skip
-    """Store the log-sum-exp of a head's rows (WARPS, 16); return their sums, (WARPS,) each."""
-    LAYOUT: gl.constexpr = row_max.type.layout
+def _put_lse(lse_ptr, lse, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr):
+    """Store the log-sum-exp of a head's rows (WARPS, 16)."""
+    LAYOUT: gl.constexpr = lse.type.layout
     rows = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]  # (1, 16)
     head, exists = _owned_heads(gl.SliceLayout(1, LAYOUT), owners, HEAD, HEADS)
     inside = (rows < N) & exists[:, None]
-    gl.store(lse_ptr + (head[:, None] * N + rows), row_max * scale + log_sum, mask=inside)
+    gl.store(lse_ptr + (head[:, None] * N + rows), lse, mask=inside)
+
+
+@gluon.jit
+def _sums_of_head(row_max, entropies, squares, N: gl.constexpr):
+    """Return the sums of a head's rows (WARPS, 16), (WARPS,) each."""
+    rows = gl.arange(0, 16, gl.SliceLayout(0, row_max.type.layout))[None, :]  # (1, 16)
     return reduce_sums(sums_of_entropies(row_max, entropies, squares, 0.0, rows < N), 1)
 
 
@@ -301,15 +304,17 @@ def _warp_multihead_fwd_kernel(
         outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
         # The sum takes up the rounding error of the pivot, which the second fma gives exactly.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
-        _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+        if max_log_sum_ptr is not None:
+            _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
         if stats_ptr is not None:
             # 0 * -inf would be nan.
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
-            sums = _sums_of_head(
-                lse_ptr, row_max, log_sum, entropies, gl.sum(p * p, 2), scale, owners, h, N, HEADS
-            )
-            head_sums = head_sums + (sums,)  # noqa: RUF005
+            squares = gl.sum(p * p, 2)  # (WARPS, 16)
+        if lse_ptr is not None:
+            _put_lse(lse_ptr, row_max * scale + log_sum, owners, h, N, HEADS)
+        if stats_ptr is not None:
+            head_sums = head_sums + (_sums_of_head(row_max, entropies, squares, N),)  # noqa: RUF005
     # One store for all heads of the warp: whole rows of WIDTH columns.
     _store(out_view, outs, 1.0, owners, N, D, HEADS, GROUPS)
     if stats_ptr is not None:
@@ -375,7 +380,7 @@ def _launch(kernel: Any, tile: Tile, call: Call, arguments: dict[str, Any]) -> L
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
-    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2).
+    """Return the launch that writes out (B, H, N, D) and max_log_sum (B, H, N, 2), or lse alone.
 
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
