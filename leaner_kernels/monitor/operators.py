@@ -34,7 +34,8 @@ class OperatorCall:
     """A call of an operator, with what is known of it.
 
     Attributes:
-        kind: what is equal in every step: heads, key heads, head_dim, causal, masked.
+        kind: heads and head_dim. Masks and key heads may differ from those in eager mode: some
+            models ask if they are compiled.
         sizes: queries and keys.
         layer: the module's name, in a step that is traced eagerly.
         head_dim: before PyTorch padded it, likewise.
@@ -42,9 +43,9 @@ class OperatorCall:
         stray: whether compiled code makes it outside of the model, in a step traced eagerly.
     """
 
-    def __init__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool):
+    def __init__(self, query: Tensor, key: Tensor) -> None:
         _, heads, queries, head_dim = query.shape
-        self.kind = heads, key.shape[1], head_dim, is_causal, attn_mask is not None
+        self.kind = heads, head_dim
         self.sizes = queries, key.shape[2]
         self.dtype, self.head_dim = query.dtype, head_dim
         self.layer: str | None = None
@@ -54,7 +55,7 @@ class OperatorCall:
 
 
 class NamedStats(NamedTuple):
-    """What was captured of a layer's call."""
+    """The capture of one layer's call."""
 
     layer: str
     stats: AttentionStats
@@ -194,20 +195,15 @@ class Watch:
         if capturing:
             self.capture, self.recompute = capturing[0].capture, capturing[0].recompute
 
-    def sample(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool
-    ) -> Tensor | None:
+    def sample(self, query: Tensor, key: Tensor) -> Tensor | None:
         """Return the batch entries whose heads a call is to capture, None if it is not sampled."""
-        # What a backward recomputes was captured in the forward. Tensors that are made while CUDA
+        # A backward recomputes calls that the forward captured. Tensors that are made while CUDA
         # graphs are recorded belong to the graphs.
         if _hooks.is_untraced() or torch._C._current_graph_task_id() != -1 or _replays_graphs():
             return None
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
-        samples = [
-            calls.sample(OperatorCall(query, key, attn_mask, is_causal), query)
-            for calls in self._traces
-        ]
+        samples = [calls.sample(OperatorCall(query, key), query) for calls in self._traces]
         return next((sample for sample in samples if sample is not None), None)
 
 

@@ -153,6 +153,26 @@ def test_calls_that_are_left_to_pytorch_are_recomputed_in_the_graph() -> None:
     assert_same_rows(rows[:1], eager[:1], "recomputed")
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_a_captured_call_has_the_results_of_any_other(dropout_p: float) -> None:
+    q, k, v = torch.randn(3, 2, 2, 20, 16).half()
+    watch = mock.Mock()
+    watch.sample.return_value = torch.tensor([1], dtype=torch.int32)
+    results = []
+    with behind_sdpa():
+        for hook in (None, watch):
+            torch.manual_seed(3)
+            with mock.patch.object(_hooks, "operators", hook):
+                forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+                out, lse, *_, seed, offset, _ = forward(q, k, v, None, True, dropout_p)
+            backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+            saved = out, lse, seed, offset, None, None, None, 20, 20, dropout_p, False
+            results.append((out, lse, *backward(q, q, k, v, *saved)))
+    assert watch.capture.call_args.args[0].heads.shape == (1, 20, 32)
+    for plain_result, captured in zip(*results, strict=True):
+        assert torch.equal(plain_result, captured)
+
+
 def test_padded_heads_are_measured_without_the_padding() -> None:
     model = plain(2)
     compiled = torch.compile(model, backend="aot_eager")
@@ -170,7 +190,7 @@ def test_padded_heads_are_measured_without_the_padding() -> None:
         with mock.patch.dict(globals(), sdpa=padded):
             torch._dynamo.reset()
             for call in calls._order:
-                call.kind = (2, 2, 24, False, False)
+                call.kind = (2, 24)
             rows = step(monitor, 1, compiled)
     assert_same_rows(rows, eager)
 
@@ -250,6 +270,29 @@ def test_another_model_in_the_step_has_no_rows() -> None:
             compiled(teacher(X)).sum().backward()
             rows.append(monitor.end())
     assert_same_rows(rows[1], rows[0])
+
+
+class AsksIfCompiled(Attention):
+    """As models of transformers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, 16)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
+        options: dict = {"is_causal": True, "enable_gqa": True}
+        k, v = k[:, :1], v[:, :1]
+        if torch.compiler.is_compiling():
+            options = {"attn_mask": torch.ones(20, 20, dtype=torch.bool).tril()}
+            k, v = k.expand(-1, 2, -1, -1), v.expand(-1, 2, -1, -1)
+        return x + self.proj(sdpa(q, k, v, **options).transpose(1, 2).flatten(2))
+
+
+def test_masks_and_key_heads_may_differ_from_those_in_eager_mode() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(AsksIfCompiled(), AsksIfCompiled()).half()
+    compiled = torch.compile(model, backend="aot_eager")
+    with behind_sdpa():
+        monitor = KappaMonitor(model, every=1, samples=3)
+        eager = step(monitor, 0, compiled)
+        assert_same_rows(step(monitor, 1, compiled), eager)
 
 
 class SideBySide(nn.Module):

@@ -221,7 +221,7 @@ def attend(
     if dropout_p:
         tensors, backward = _brought_in_reach(tensors), True
     watch = None if form is FusedVarlen else _hooks.operators
-    sample = None if watch is None else watch.sample(*tensors[:4], numbers[1])
+    sample = None if watch is None else watch.sample(*tensors[:2])
     signature, addresses, _ = key_of(tensors, (form.name, backward, *numbers))
     plan = op._plans.get(signature)
     if plan is None and _is_left(signature, form, tensors, numbers, backward):
