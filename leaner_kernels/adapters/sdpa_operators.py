@@ -49,7 +49,8 @@ def flash_forward(
     if return_debug_mask:
         return None
     # Visible below autograd too, except in compiled code, which runs without a gradient mode.
-    recorded = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    wanted = query.requires_grad or key.requires_grad or value.requires_grad
+    recorded = wanted and torch.is_grad_enabled()
     tensors, numbers = (query, key, value, None, None), _dense(dropout_p, is_causal, scale)
     if (done := aten.attend(aten.Fused, tensors, numbers, recorded)) is None:
         return None

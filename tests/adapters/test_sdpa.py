@@ -4,6 +4,7 @@ import logging
 import threading
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch.nn import attention as registry
 import leaner_kernels
 from leaner_kernels.adapters import sdpa
 from leaner_kernels.adapters.sdpa_operators import OPERATORS
+from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import aten as ours
 from leaner_kernels.ops.attention import sdpa as library
 from leaner_kernels.ops.attention.call import Call, Sequences
@@ -228,6 +230,21 @@ def test_so_does_a_call_of_another_operator(case: str) -> None:
     assert call.kwargs == kwargs
     pairs = zip(call.args, args, strict=True)
     assert all(a is b or (not torch.is_tensor(b) and a == b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 100])
+def test_the_rule_is_that_of_explain(capability: int) -> None:
+    torch.use_deterministic_algorithms(False)
+    ours_of_all = []
+    for tokens, causal, backward in product((64, 300, 2048), (False, True), (False, True)):
+        t = half(4, 8, tokens, 64)
+        options = {"is_causal": causal, "backward": backward, "capability": capability}
+        route = leaner_kernels.explain(t, t, t, **options).forward.implementation
+        call = Call(t, t, t, None, None, None, 0.0, causal, None)
+        with _tiles.assume(capability):
+            ours_of_all.append(ours.takes(call, backward))
+        assert ours_of_all[-1] == (route != "sdpa")
+    assert any(ours_of_all) == (capability >= 80)
 
 
 def test_before_8_0_every_call_is_left() -> None:

@@ -23,8 +23,8 @@ from triton import knobs
 
 from bench.attention.operators import OperatorCase
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
-from leaner_kernels.ops import _launch
-from leaner_kernels.ops.attention import op
+from leaner_kernels.ops import _launch, _tiles
+from leaner_kernels.ops.attention import aten, op
 from tests.aot import pretended_gpu
 
 BF16 = torch.bfloat16
@@ -369,3 +369,46 @@ def test_the_cache_keeps_no_tensor_alive(launched: list[Launched]) -> None:
         assert len(launched) >= 8
         assert len(made) > 40
         assert not any(one() is not None for one in made)
+
+
+def pytorchs_operator(rng: random.Random) -> list[Any]:
+    """Run a call of one of PyTorch's own operators, forward and backward."""
+    form = rng.choice([aten.Fused, aten.Efficient, aten.FusedVarlen])
+    rows, dim = rng.choice([(16, 16), (64, 32), (197, 64)])
+    shifted = rng.choice(["", "", "q", "g"])
+
+    def new(name: str) -> Tensor:
+        offset = int(name in shifted)
+        flat = torch.empty(2 * rows * 4 * dim + offset, dtype=BF16)[offset:]
+        if form is aten.FusedVarlen:
+            return flat.view(2 * rows, 4, dim)
+        return flat.view(2, 4, rows, dim)
+
+    dropout_p, causal = rng.choice([0.0, 0.1]), rng.random() < 0.3
+    mask_grad = False
+    if form is aten.FusedVarlen:
+        starts = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
+        rest, numbers = (starts, starts), (rows, rows, dropout_p, causal, None, -1, -1)
+    else:
+        masked = not causal and rng.random() < 0.5
+        mask_grad = masked and form is aten.Efficient and rng.random() < 0.5
+        mask = torch.zeros(2, 4, rows, rows, dtype=BF16) if masked else None
+        rest, numbers = (mask, None), (dropout_p, causal, None, 0.0, -1, -1)
+    tensors, grad = (*map(new, "qkv"), *rest), new("g")
+    results = aten.attend(form, tensors, numbers, True)
+    assert results is not None
+    saved = results.seed, results.out, results.lse
+    gradients = aten.differentiate(form, grad, tensors, *saved, numbers, mask_grad)
+    assert gradients is not None
+    return [*tensors, grad, *results, *gradients]
+
+
+def test_a_cached_launch_of_pytorchs_operators_is_what_triton_would_launch(
+    launched: list[Launched],
+) -> None:
+    rng, cached = random.Random(0), 0
+    for _ in range(150):
+        seed = rng.randrange(60)  # so that kinds repeat
+        with _tiles.assume(90):
+            cached += check(launched, lambda: pytorchs_operator(random.Random(seed)))  # noqa: B023
+    assert cached > 150
