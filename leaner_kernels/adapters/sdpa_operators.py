@@ -15,8 +15,7 @@ from ..ops.attention import aten
 NO_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)
 VARLEN_OPTIONS = {"scale", "window_size_left", "window_size_right"}
 LSE_ALIGNMENT = 32  # rows, of the log-sum-exp in the memory-efficient operator
-# Random states of calls without dropout, by operator, device and dtype: results that nobody reads.
-_unread: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+_empty: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
 def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> tuple[Any, ...]:
@@ -24,19 +23,16 @@ def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> tuple[Any,
     return float(dropout_p), bool(is_causal), scale, 0.0, *NO_WINDOW
 
 
-def _is_capturing(query: Tensor) -> bool:
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+def _without_elements(query: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an empty tensor, kept since its ``new_empty`` takes a third of the query's time.
 
-
-def _kept(kind: str, query: Tensor, make: Callable[[Tensor], tuple[Tensor, ...]]) -> Any:
-    """Return results that nobody reads, made once: three allocations take 3 us of host time."""
-    if _is_capturing(query):
-        return make(query)  # the outputs of a graph must lie in its own memory
-    key = kind, query.device, query.dtype
-    if key not in _unread:
+    Tensors with memory are not kept: it could belong to the pool of a CUDA graph.
+    """
+    key = query.device, dtype
+    if key not in _empty:
         with torch.inference_mode(False):  # a later call may be recorded
-            _unread[key] = make(query)
-    return _unread[key]
+            _empty[key] = query.new_empty(0, dtype=dtype)
+    return _empty[key]
 
 
 # --- Flash ----------------------------------------------------------------------------------------
@@ -59,13 +55,9 @@ def flash_forward(
 
 def _flash_state(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor, Tensor]:
     """Return rng_state (2,) and a scalar, both uint64, and an empty debug mask."""
-    state, unused, debug_mask = _kept("flash", query, _flash_unread)
-    return state if done.seed is None else done.seed.view(torch.uint64), unused, debug_mask
-
-
-def _flash_unread(query: Tensor) -> tuple[Tensor, ...]:
-    numbers = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
-    return *numbers, query.new_empty(0)
+    numbers, debug_mask = (_without_elements(query, t) for t in (torch.uint64, query.dtype))
+    state = numbers.new_empty(2) if done.seed is None else done.seed.view(torch.uint64)
+    return state, numbers.new_empty(()), debug_mask
 
 
 def flash_backward(
@@ -92,19 +84,17 @@ def cudnn_forward(
     wanted = bool(compute_log_sumexp)
     if (done := aten.attend(aten.Fused, tensors, numbers, wanted, wanted, paired=True)) is None:
         return None
-    lse = query.new_empty(query.shape[:3], dtype=torch.float32) if done.lse is None else done.lse
+    lse = done.lse
+    if lse is None:
+        lse = _without_elements(query, torch.float32).new_empty(query.shape[:3])
     ends = None, None, query.shape[2], key.shape[2]
     return done.out, lse.unsqueeze(-1), *ends, *_philox(query, done), None
 
 
 def _philox(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor]:
     """Return philox_seed and philox_offset, two int64 scalars."""
-    seed, offset = _kept("philox", query, _philox_unread)
-    return seed if done.seed is None else done.seed[0], offset
-
-
-def _philox_unread(query: Tensor) -> tuple[Tensor, ...]:
-    return query.new_empty((), dtype=torch.int64), query.new_empty((), dtype=torch.int64)
+    numbers = _without_elements(query, torch.int64)
+    return numbers.new_empty(()) if done.seed is None else done.seed[0], numbers.new_empty(())
 
 
 def cudnn_backward(
@@ -131,7 +121,7 @@ def efficient_forward(
     if (done := aten.attend(aten.Efficient, tensors, numbers, wanted, wanted)) is None:
         return None
     if done.lse is None:
-        lse = query.new_empty((*query.shape[:2], 0), dtype=torch.float32)
+        lse = _without_elements(query, torch.float32).new_empty((*query.shape[:2], 0))
     else:
         lse = pad(done.lse, (0, -query.shape[2] % LSE_ALIGNMENT), value=torch.inf)
     return done.out, lse, *_philox(query, done)

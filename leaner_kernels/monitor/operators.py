@@ -161,10 +161,10 @@ class OperatorCalls:
         """Return what was captured in a step, or else learn the order of its calls."""
         if not self.capturing:
             if self._alone:  # else some calls may be another model's
-                named = {call.kind for call in self._calls if call.layer is not None}
+                kinds = {call.kind for call in self._calls if call.layer is not None}
                 strays = {call.kind for call in self._calls if call.stray}
                 learn = learn and self._compiled is not None and not self.unfit
-                fits = learn and named.isdisjoint(strays)
+                fits = learn and kinds.isdisjoint(strays)
                 self._order = _one_forward(self._calls) if fits else []
                 self._modules_then = self._modules
             return []
@@ -213,7 +213,8 @@ def _one_forward(calls: list[OperatorCall]) -> list[OperatorCall]:
     count = len(calls)
     for length in range(1, count + 1):
         if count % length == 0 and places == places[:length] * (count // length):
-            return calls[:length] if any(call.layer for call in calls[:length]) else []
+            named = any(call.layer is not None for call in calls)
+            return calls[:length] if named else []
     return []
 
 

@@ -98,7 +98,6 @@ _left: set[Hashable] = set()
 _dropped: set[Hashable] = set()
 # The log-sum-exp of calls that only our backward can follow and none has, by address.
 _unfinished: dict[int, StorageWeakRef] = {}
-_zeros: dict[torch.device, Tensor] = {}
 
 
 def forget() -> None:
@@ -298,8 +297,8 @@ def differentiate(
     lse = lse.contiguous()
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
-        masked = form is not FusedVarlen and tensors[3] is not None
-        saved = *tensors, seed, out, max_log_sum_of(lse, masked)
+        # The fourth tensor is a mask, or the starts of sequences, of which some may have no keys.
+        saved = *tensors, seed, out, max_log_sum_of(lse, tensors[3] is not None)
         grad = rows_contiguous(grad)
         return op._launch_backward(form, launches, grad, saved, numbers, mask_grad)
 
@@ -314,24 +313,17 @@ def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
     return torch.add(max_log_sum[..., 1], max_log_sum[..., 0], alpha=factor)
 
 
-def max_log_sum_of(lse: Tensor, masked: bool) -> Tensor:
+def max_log_sum_of(lse: Tensor, hidden: bool) -> Tensor:
     """Return pairs (..., 2) that a backward reads: exp(score - 0 - lse) is a probability.
 
-    ``masked`` says that a row may see no key. PyTorch's kernels write -inf there, for which
-    exp(-inf + inf) would not be a number.
+    ``hidden`` says that a row may see no key: its log-sum-exp is infinite, of either sign by the
+    kernel that wrote it. A large finite number makes its probabilities zero.
     """
-    if masked:
-        lse = lse.nan_to_num(nan=torch.nan, posinf=torch.inf, neginf=torch.inf)
-    return torch.view_as_real(torch.complex(_zero(lse), lse))
-
-
-def _zero(lse: Tensor) -> Tensor:
-    # A tensor that is made while a graph is captured belongs to the graph.
-    if lse.is_cuda and torch.cuda.is_current_stream_capturing():
-        return lse.new_zeros(())
-    if lse.device not in _zeros:
-        _zeros[lse.device] = lse.new_zeros(())
-    return _zeros[lse.device]
+    if hidden:
+        largest = torch.finfo(torch.float32).max
+        lse = lse.nan_to_num(nan=torch.nan, posinf=largest, neginf=largest)
+    # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
+    return torch.view_as_real(lse * 1j)
 
 
 def _device_of(query: Tensor) -> AbstractContextManager[Any]:
