@@ -221,7 +221,8 @@ def attend(
         tensors, backward = _brought_in_reach(tensors), True
     watch = None if form is FusedVarlen else _hooks.operators
     sample = None if watch is None else watch.sample(*tensors[:2])
-    signature, addresses, _ = key_of(tensors, (form.name, backward, *numbers))
+    sharing = op.KERNELS_SHARE_LSE
+    signature, addresses, _ = key_of(tensors, (form.name, backward, sharing, *numbers))
     plan = op._plans.get(signature)
     if plan is None and _is_left(signature, form, tensors, numbers, backward):
         if watch is not None and sample is not None:
@@ -234,19 +235,20 @@ def attend(
             _dropped.add(_kind_of(form, query, dropout_p))
         if watch is not None and sample is not None:
             inputs = *tensors, seed, sample, *numbers
-            out, lse, stats, heads, max_log_sum = op.attend_cuda(form, True, *inputs)
+            out, lse, stats, heads, rows = op.attend_cuda(form, True, *inputs)
             watch.capture(attention_stats(out, lse, stats, heads))
+            sharing = False
         elif plan is None:
             inputs = *tensors, seed, *numbers
-            _, (out, max_log_sum) = op._launch_first(form, signature, inputs)
+            _, (out, rows) = op._launch_first(form, signature, inputs, lse_alone=sharing)
         else:
             addresses = [*addresses, 0 if seed is None else seed.data_ptr()]
-            out, max_log_sum = op._run(form, plan, addresses, query)
+            out, rows = op._run(form, plan, addresses, query)
         lse = None
         if with_lse:
             scaled = form is not FusedVarlen and tensors[3] is not None
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            lse = lse_of(max_log_sum, 1.0 if scaled else factor)
+            lse = rows if sharing else op.lse_of(rows, 1.0 if scaled else factor)
             if dropout_p or paired:
                 _remember(lse)
         return Attended(out, lse, seed)
@@ -298,32 +300,10 @@ def differentiate(
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
         # The fourth tensor is a mask, or the starts of sequences, of which some may have no keys.
-        saved = *tensors, seed, out, max_log_sum_of(lse, tensors[3] is not None)
+        rows = op.rows_of(lse, tensors[3] is not None)
+        saved = *tensors, seed, out, rows
         grad = rows_contiguous(grad)
         return op._launch_backward(form, launches, grad, saved, numbers, mask_grad)
-
-
-def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
-    """Return the log-sum-exp of scaled scores.
-
-    Args:
-        max_log_sum: (..., 2) float32, the pairs that a forward writes.
-        factor: multiplies the maximum: the scale, or 1 if the maximum is of scaled scores.
-    """
-    return torch.add(max_log_sum[..., 1], max_log_sum[..., 0], alpha=factor)
-
-
-def max_log_sum_of(lse: Tensor, hidden: bool) -> Tensor:
-    """Return pairs (..., 2) that a backward reads: exp(score - 0 - lse) is a probability.
-
-    ``hidden`` says that a row may see no key: its log-sum-exp is infinite, of either sign by the
-    kernel that wrote it. A large finite number makes its probabilities zero.
-    """
-    if hidden:
-        largest = torch.finfo(torch.float32).max
-        lse = lse.nan_to_num(nan=torch.nan, posinf=largest, neginf=largest)
-    # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
-    return torch.view_as_real(lse * 1j)
 
 
 def _device_of(query: Tensor) -> AbstractContextManager[Any]:

@@ -479,7 +479,6 @@ def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
 # slower than those of pairs (maximum, log of the sum). Until then a launch in each direction
 # converts the one to the other.
 KERNELS_SHARE_LSE = False
-_zeros: dict[torch.device, Tensor] = {}
 
 
 def attend_with_lse(
@@ -506,8 +505,7 @@ def attend_with_lse(
         return _launch_first(form, key, inputs, lse_alone=True)[1]
     out, pairs = attend_cuda(form, False, *inputs)
     call = form.call(*inputs)
-    unit = 1.0 if takes_scaled_maxima(call) else score_factor(call)
-    return out, torch.add(pairs[..., 1], pairs[..., 0], alpha=unit)
+    return out, lse_of(pairs, 1.0 if takes_scaled_maxima(call) else score_factor(call))
 
 
 def differentiate_from_lse(
@@ -534,23 +532,41 @@ def differentiate_from_lse(
     Returns:
         dq, dk and dv.
     """
-    rows = lse.contiguous()
-    if not KERNELS_SHARE_LSE:
-        # The log of a sum relative to a maximum of 0 is the log-sum-exp.
-        rows = torch.view_as_real(torch.complex(_zero(rows), rows))
+    rows = rows_of(lse.contiguous(), hidden=True)
     saved = *tensors, rows_contiguous(out), rows
     launches = _launches_like(form, saved, numbers)
     return _launch_backward(form, launches, rows_contiguous(grad), saved, numbers, False)
 
 
-def _zero(like: Tensor) -> Tensor:
-    """Return a zero on the device of a tensor."""
-    # While a CUDA graph is captured, a new tensor belongs to the graph and cannot be kept.
-    if like.is_cuda and torch.cuda.is_current_stream_capturing():
-        return like.new_zeros(())
-    if like.device not in _zeros:
-        _zeros[like.device] = like.new_zeros(())
-    return _zeros[like.device]
+def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
+    """Return the log-sum-exp of scaled scores.
+
+    Args:
+        max_log_sum: (..., 2) float32, the pairs that a forward writes.
+        factor: multiplies the maximum: the scale, or 1 if the maximum is of scaled scores.
+    """
+    return torch.add(max_log_sum[..., 1], max_log_sum[..., 0], alpha=factor)
+
+
+def rows_of(lse: Tensor, hidden: bool) -> Tensor:
+    """Return what a backward reads of each row.
+
+    This is the log-sum-exp itself, or pairs (..., 2) of 0 and the log-sum-exp: a probability is
+    exp(score - first - second).
+
+    Args:
+        lse: float32, contiguous.
+        hidden: whether a row may see no key. Its log-sum-exp is infinite, of either sign by the
+            kernel that wrote it, and its probabilities must be zero.
+    """
+    # Not inf in pairs: its product with 1j has a real part that is not a number.
+    largest = math.inf if KERNELS_SHARE_LSE else torch.finfo(torch.float32).max
+    if hidden:
+        lse = lse.nan_to_num(nan=math.nan, posinf=largest, neginf=largest)
+    if KERNELS_SHARE_LSE:
+        return lse
+    # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
+    return torch.view_as_real(lse * 1j)
 
 
 # --- Autograd -------------------------------------------------------------------------------------
