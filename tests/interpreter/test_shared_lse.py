@@ -123,7 +123,7 @@ def test_sequences_side_by_side_share_it_too(name: str) -> None:
     for by_kernels in (True, False):
         with sharing_lse(by_kernels):
             found = share_lse(op.Varlen, inputs.grad, inputs.operands, inputs.params)
-        if not by_kernels:  # which leave what no sequence owns as it was
+        if not by_kernels:  # a conversion does not fill the tokens outside of sequences
             found["lse"][:, :first] = found["lse"][:, last:] = float("inf")
         found["lse"] = as_reference(found["lse"])
         assert_all_within_budget(found, peers, exact)

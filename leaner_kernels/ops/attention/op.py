@@ -6,8 +6,8 @@ allocates what it returns; ``reference`` on the CPU and ``launch`` on a GPU fill
 which operator it was.
 
 ``NAME`` returns (out, max_log_sum), ``NAME_with_stats`` (out, lse, stats, heads, max_log_sum), and
-``NAME_backward`` the gradient of each input that may have one. ``attend_with_lse`` and
-``differentiate_from_lse`` are for PyTorch's own operators, whose backwards get (out, lse).
+``NAME_backward`` the gradient of each input that may have one. PyTorch's own operators pass (out,
+lse) to the backward: ``attend_with_lse`` and ``differentiate_from_lse`` do so too.
 """
 
 import math
@@ -475,9 +475,9 @@ def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
 
 # --- For PyTorch's operators, whose backwards get the output and the log-sum-exp ------------------
 
-# Whether kernels store and load the log-sum-exp themselves. To be True once a GPU has shown them no
-# slower than those of pairs (maximum, log of the sum). Until then a launch in each direction
-# converts the one to the other.
+# Whether kernels store and load the log-sum-exp themselves. Set this to True once measurements on a
+# GPU show that they are as fast as kernels of pairs (maximum, log of the sum). Until then each
+# direction launches a conversion between the two.
 KERNELS_SHARE_LSE = False
 
 
@@ -494,7 +494,7 @@ def attend_with_lse(
     Returns:
         The output, as ``NAME`` returns it, and (B, H, N) float32, of a varlen batch (H, T),
         contiguous: the natural logarithm of the sum of exponentials of scaled scores. It is inf for
-        a row without a visible key. Tokens that no sequence owns may have any.
+        a row without a visible key, and undefined for tokens that no sequence owns.
     """
     inputs = *tensors, *numbers
     if KERNELS_SHARE_LSE:
@@ -518,8 +518,8 @@ def differentiate_from_lse(
 ) -> tuple[Tensor, ...]:
     """Launch the backward of any forward that left its output and log-sum-exp.
 
-    Beside a score of more than a few thousand the log of a sum is rounded away; ``NAME_backward``
-    keeps it.
+    Float32 rounds away the log of the sum if a row's largest score is in the millions, such as a
+    mask of -1e9. ``NAME_backward`` gets the two apart and keeps both.
 
     Args:
         form: says how query, key and value lie in memory.

@@ -231,7 +231,7 @@ def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def row_pointers(max_log_sum_ptr, lse_ptr, start):
-    """Return pointers to what ``put_row_statistics`` stored, from row ``start`` on; one is None."""
+    """Advance the pointers of ``put_row_statistics`` by ``start`` rows; one of the two is None."""
     if max_log_sum_ptr is None:
         lse_ptr += start
     else:
@@ -246,7 +246,7 @@ def row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
     ``saved`` are the pointers of ``row_pointers``. The log-sum-exp is inf where not ``inside``, so
     that P = 0. With SCALED it is in units of the scores, as ``exponents_of`` subtracts it. Beside a
     large maximum, the log of the sum is rounded away. P is then off by a factor, which the caller
-    applies to dO, and through dO to delta. A log-sum-exp that was saved alone has lost it before.
+    applies to dO, and through dO to delta. If only the log-sum-exp was saved, the factor is 1.
     """
     if saved[0] is None:
         lse = gl.load(saved[1] + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)
@@ -585,8 +585,8 @@ def put_row_statistics(
 ):  # fmt: skip
     """Store the maximum of each row and the log of its sum, for the backward; return the latter.
 
-    For a row without a visible key, 0 and inf are stored, and 0 is returned. Where
-    ``max_log_sum_ptr`` is None, the log-sum-exp is stored, inf for such a row. ``unit`` scales
+    For a row without a visible key, 0 and inf are stored, and 0 is returned. If ``max_log_sum_ptr``
+    is None, the function stores the log-sum-exp, which is inf for such a row. ``unit`` scales the
     maxima.
     """
     unseeing = row_max == float("-inf")

@@ -276,8 +276,8 @@ def store_row_statistics(
     """Store the maximum of each row and the log of its sum, for the backward.
 
     Their sum, the log-sum-exp, would round away the second beside a large first. A row without a
-    visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing. Where
-    ``max_log_sum_ptr`` is None, the log-sum-exp is stored, inf for such a row.
+    visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing. If
+    ``max_log_sum_ptr`` is None, the function stores the log-sum-exp, which is inf for such a row.
     """
     if max_log_sum_ptr is None:
         lse = tl.where(unseeing, float("inf"), row_lse(pivot, divisor, scale, SCALED))
