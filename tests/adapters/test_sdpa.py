@@ -211,6 +211,9 @@ OTHERS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "varlen, causal, other starts of keys": (
         "_flash_attention_forward", (*TOKENS, STARTS, STARTS.clone(), 12, 12, 0.0, True, False), {},
     ),
+    "varlen, causal, dropout": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.25, True, False), {},
+    ),
     "varlen, starts of 64 bits": (
         "_flash_attention_forward",
         (*TOKENS, STARTS.long(), STARTS.long(), 12, 12, 0.0, False, False),
