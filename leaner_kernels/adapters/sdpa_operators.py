@@ -177,7 +177,8 @@ def _varlen(
         key_starts = starts
     # Our kernels align a causal mask to the first key.
     alike = key_starts is starts and query.shape[0] == key.shape[0] and max_q == max_k
-    if causal and last_key and not alike:
+    # Hooks of saved tensors may copy the starts: with dropout both directions must be of one kind.
+    if causal and last_key and (dropout_p or not alike):
         return None
     numbers = max_q, max_k, float(dropout_p), causal, options.get("scale"), *NO_WINDOW
     return (query, key, value, starts, key_starts), numbers

@@ -18,6 +18,7 @@ from leaner_kernels.adapters import sdpa
 from leaner_kernels.adapters.sdpa_operators import OPERATORS
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import aten as ours
+from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention import sdpa as library
 from leaner_kernels.ops.attention.call import Call, Sequences
 from tests.replaced_operators import aten, replaced
@@ -211,6 +212,9 @@ OTHERS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "varlen, causal, other starts of keys": (
         "_flash_attention_forward", (*TOKENS, STARTS, STARTS.clone(), 12, 12, 0.0, True, False), {},
     ),
+    "varlen, causal, dropout": (
+        "_flash_attention_forward", (*TOKENS, STARTS, STARTS, 12, 12, 0.25, True, False), {},
+    ),
     "varlen, starts of 64 bits": (
         "_flash_attention_forward",
         (*TOKENS, STARTS.long(), STARTS.long(), 12, 12, 0.0, False, False),
@@ -299,6 +303,14 @@ def test_a_backward_with_dropout_of_pytorchs_forward_is_pytorchs() -> None:
     with replaced() as below:
         aten._scaled_dot_product_flash_attention_backward(*arguments)
     assert [call.name for call in below] == [f"{NAME.removeprefix('aten::')}_backward"]
+
+
+def test_the_lowest_mask_stays_finite_in_what_a_backward_reads() -> None:
+    lse = torch.tensor([1.5, torch.finfo(torch.float32).min, -torch.inf])
+    first, second = op.rows_of(lse, hidden=True, scaled=True).unbind(-1)
+    assert (second * 1.4427).isfinite().all()  # kernels take it to base 2
+    assert torch.equal((first + second)[:2], lse[:2])
+    assert first[2] == torch.finfo(torch.float32).max
 
 
 def test_a_release_of_pytorch_has_every_operator_that_is_replaced() -> None:

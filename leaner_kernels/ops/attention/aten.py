@@ -300,7 +300,8 @@ def differentiate(
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
         # The fourth tensor is a mask, or the starts of sequences, of which some may have no keys.
-        rows = op.rows_of(lse, tensors[3] is not None)
+        hidden = tensors[3] is not None
+        rows = op.rows_of(lse, hidden, scaled=hidden and form is not FusedVarlen)
         saved = *tensors, seed, out, rows
         grad = rows_contiguous(grad)
         return op._launch_backward(form, launches, grad, saved, numbers, mask_grad)

@@ -532,7 +532,8 @@ def differentiate_from_lse(
     Returns:
         dq, dk and dv.
     """
-    rows = rows_of(lse.contiguous(), hidden=True)
+    scaled = takes_scaled_maxima(form.call(*tensors, *numbers))
+    rows = rows_of(lse.contiguous(), hidden=True, scaled=scaled)
     saved = *tensors, rows_contiguous(out), rows
     launches = _launches_like(form, saved, numbers)
     return _launch_backward(form, launches, rows_contiguous(grad), saved, numbers, False)
@@ -548,16 +549,17 @@ def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
     return torch.add(max_log_sum[..., 1], max_log_sum[..., 0], alpha=factor)
 
 
-def rows_of(lse: Tensor, hidden: bool) -> Tensor:
+def rows_of(lse: Tensor, hidden: bool, scaled: bool) -> Tensor:
     """Return what a backward reads of each row.
 
-    This is the log-sum-exp itself, or pairs (..., 2) of 0 and the log-sum-exp: a probability is
-    exp(score - first - second).
+    This is the log-sum-exp itself, or pairs (..., 2) of 0 and the log-sum-exp, or of these two in
+    the other order: a probability is exp(score - first - second).
 
     Args:
         lse: float32, contiguous.
         hidden: whether a row may see no key. Its log-sum-exp is infinite, of either sign by the
             kernel that wrote it, and its probabilities must be zero.
+        scaled: whether the first of a pair is in units of scaled scores (``takes_scaled_maxima``).
     """
     # Not inf in pairs: its product with 1j has a real part that is not a number.
     largest = math.inf if KERNELS_SHARE_LSE else torch.finfo(torch.float32).max
@@ -566,7 +568,8 @@ def rows_of(lse: Tensor, hidden: bool) -> Tensor:
     if KERNELS_SHARE_LSE:
         return lse
     # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
-    return torch.view_as_real(lse * 1j)
+    # Kernels take the second to base 2, where that of a row of a mask's lowest numbers overflows.
+    return torch.view_as_real(lse.to(torch.complex64) if scaled else lse * 1j)
 
 
 # --- Autograd -------------------------------------------------------------------------------------
