@@ -17,7 +17,7 @@ from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
 from leaner_kernels.ops.statistics import AttentionStats, per_head
-from tests import error_budget
+from tests import error_budget, shared_lse
 
 
 class AttentionTestCase(NamedTuple):
@@ -321,8 +321,8 @@ def sharing_lse(by_kernels: bool = True) -> Iterator[None]:
 
 def share_lse(form: op.Form, grad: Tensor, tensors: Any, numbers: Any) -> dict[str, Tensor]:
     """Run a forward and a backward that share the output and the log-sum-exp alone."""
-    out, lse = op.attend_with_lse(form, tensors, numbers)
-    grads = op.differentiate_from_lse(form, grad, tensors, out, lse, numbers)
+    out, lse = shared_lse.attend_with_lse(form, tensors, numbers)
+    grads = shared_lse.differentiate_from_lse(form, grad, tensors, out, lse, numbers)
     assert lse.is_contiguous()
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 

@@ -67,6 +67,7 @@ def use_sdpa() -> Iterator[None]:
         RuntimeError: PyTorch was built for ROCm.
     """
     global _users, _before
+    _refuse_rocm()  # before PyTorch restores what is active
     with _lock:
         if _users == 0:
             _before = current_flash_attention_impl()
@@ -90,6 +91,11 @@ def _activate(name: str | None) -> None:
         restore_flash_attention_impl()
 
 
+def _refuse_rocm() -> None:
+    if torch.version.hip is not None:
+        raise RuntimeError("leaner_kernels does not support ROCm: PyTorch's kernels remain")
+
+
 class Handle:
     """The replacement of PyTorch's operators, until ``remove`` is called.
 
@@ -98,8 +104,7 @@ class Handle:
     """
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
-        if torch.version.hip is not None:
-            raise RuntimeError("leaner_kernels does not support ROCm: PyTorch's kernels remain")
+        _refuse_rocm()
         # Not at the top, so that importing the package costs nothing.
         from ..ops.attention import aten
         from .sdpa_operators import OPERATORS

@@ -35,6 +35,7 @@ from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch, op
 from leaner_kernels.ops.attention.call import Call, Gradients, Results
 from leaner_kernels.ops.attention.op import new_out, split_qkv
+from tests import shared_lse
 from tests.attention_cases import sharing_lse
 from tests.resource_limits import faults
 from tests.tile_tables import TABLES
@@ -256,8 +257,8 @@ def sharing_launches(case: AttentionCase, gpu: int) -> dict[str, Launch]:
     tensors, numbers = call.inputs, call.params
     capability = mock.patch.object(_tiles, "capability", return_value=gpu)
     with capability, sharing_lse(), recorded() as launches:
-        out, lse = op.attend_with_lse(form, tensors, numbers)
-        op.differentiate_from_lse(form, out, tensors, out, lse, numbers)
+        out, lse = shared_lse.attend_with_lse(form, tensors, numbers)
+        shared_lse.differentiate_from_lse(form, out, tensors, out, lse, numbers)
     return dict(zip(("forward", "backward"), launches, strict=True))
 
 

@@ -25,6 +25,7 @@ from bench.attention.operators import OperatorCase
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
 from leaner_kernels.ops import _launch, _tiles
 from leaner_kernels.ops.attention import aten, op
+from tests import shared_lse
 from tests.aot import pretended_gpu
 from tests.attention_cases import sharing_lse
 
@@ -175,9 +176,9 @@ class Request(NamedTuple):
         if self.lse_alone:
             grad = self.grad
             with sharing_lse():
-                first, lse = op.attend_with_lse(op.Dense, call.inputs, call.params)
+                first, lse = shared_lse.attend_with_lse(op.Dense, call.inputs, call.params)
                 saved = call.inputs, first, lse
-                grads = op.differentiate_from_lse(op.Dense, grad, *saved, call.params)
+                grads = shared_lse.differentiate_from_lse(op.Dense, grad, *saved, call.params)
             return [*call.inputs, first, lse, grad, *grads]
         first, kept = call.attend(*call.inputs, *call.params)
         results = call.with_stats(*call.inputs, self.sample, *call.params) if self.stats else ()

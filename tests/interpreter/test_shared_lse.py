@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 from leaner_kernels.ops.attention import op
-from tests import varlen_cases
+from tests import shared_lse, varlen_cases
 from tests.attention_cases import (
     CASES,
     WINDOW_CASES,
@@ -59,7 +59,7 @@ def parts(inputs: Inputs) -> tuple[tuple, tuple]:
 
 def gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
     tensors, numbers = parts(inputs)
-    found = op.differentiate_from_lse(op.Dense, inputs.grad, tensors, out, lse, numbers)
+    found = shared_lse.differentiate_from_lse(op.Dense, inputs.grad, tensors, out, lse, numbers)
     return dict(zip(BACKWARD, found, strict=True))
 
 
@@ -169,7 +169,7 @@ def test_another_statistic_is_past_the_budget(
     inputs = make_inputs(case_named("GPT-2 on stories"), torch.float32)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, torch.float32)
     with sharing_lse(by_kernels):
-        out, lse = op.attend_with_lse(op.Dense, *parts(inputs))
+        out, lse = shared_lse.attend_with_lse(op.Dense, *parts(inputs))
         found = {"lse": wrong(lse)} | gradients(inputs, out, wrong(lse))
     for name, result in found.items():
         with pytest.raises(AssertionError, match="budget"):

@@ -221,7 +221,8 @@ def attend(
         tensors, backward = _brought_in_reach(tensors), True
     watch = None if form is FusedVarlen else _hooks.operators
     sample = None if watch is None else watch.sample(*tensors[:2])
-    sharing = op.KERNELS_SHARE_LSE
+    masked = form is not FusedVarlen and tensors[3] is not None
+    sharing = op.KERNELS_SHARE_LSE and not masked
     signature, addresses, _ = key_of(tensors, (form.name, backward, sharing, *numbers))
     plan = op._plans.get(signature)
     if plan is None and _is_left(signature, form, tensors, numbers, backward):
@@ -246,9 +247,8 @@ def attend(
             out, rows = op._run(form, plan, addresses, query)
         lse = None
         if with_lse:
-            scaled = form is not FusedVarlen and tensors[3] is not None
             factor = query.shape[-1] ** -0.5 if scale is None else scale
-            lse = rows if sharing else op.lse_of(rows, 1.0 if scaled else factor)
+            lse = rows if sharing else op.lse_of(rows, 1.0 if masked else factor)
             if dropout_p or paired:
                 _remember(lse)
         return Attended(out, lse, seed)

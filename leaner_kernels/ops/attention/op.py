@@ -43,8 +43,6 @@ from .call import (
     Results,
     Sequences,
     draw_seed,
-    score_factor,
-    takes_scaled_maxima,
 )
 
 
@@ -481,64 +479,6 @@ def on_gpu(form: Form) -> tuple[Callable[..., Any], ...]:
 KERNELS_SHARE_LSE = False
 
 
-def attend_with_lse(
-    form: Form, tensors: Sequence[Any], numbers: Sequence[Any]
-) -> tuple[Tensor, Tensor]:
-    """Launch a plain forward; return the output and the log-sum-exp.
-
-    Args:
-        form: says how query, key and value lie in memory.
-        tensors: those of ``NAME``.
-        numbers: the parameters of ``NAME``, which come after the tensors.
-
-    Returns:
-        The output, as ``NAME`` returns it, and (B, H, N) float32, of a varlen batch (H, T),
-        contiguous: the natural logarithm of the sum of exponentials of scaled scores. It is inf for
-        a row without a visible key, and undefined for tokens that no sequence owns.
-    """
-    inputs = *tensors, *numbers
-    if KERNELS_SHARE_LSE:
-        key, addresses, _ = key_of((*tensors, None), (form.name, "lse", *numbers))
-        plan = _plans.get(key)
-        if plan is not None:
-            return _run(form, plan, addresses[: form.count], tensors[0])
-        return _launch_first(form, key, inputs, lse_alone=True)[1]
-    out, pairs = attend_cuda(form, False, *inputs)
-    call = form.call(*inputs)
-    return out, lse_of(pairs, 1.0 if takes_scaled_maxima(call) else score_factor(call))
-
-
-def differentiate_from_lse(
-    form: Form,
-    grad: Tensor,
-    tensors: Sequence[Any],
-    out: Tensor,
-    lse: Tensor,
-    numbers: Sequence[Any],
-) -> tuple[Tensor, ...]:
-    """Launch the backward of any forward that left its output and log-sum-exp.
-
-    Float32 rounds away the log of the sum if a row's largest score is in the millions, such as a
-    mask of -1e9. ``NAME_backward`` gets the two apart and keeps both.
-
-    Args:
-        form: says how query, key and value lie in memory.
-        grad: the gradient of ``out``.
-        tensors: those of ``NAME``; a mask gets no gradient.
-        out: the output, in the shape that ``NAME`` returns.
-        lse: (B, H, N) or (H, T) float32, as ``attend_with_lse`` returns it.
-        numbers: the parameters of ``NAME``.
-
-    Returns:
-        dq, dk and dv.
-    """
-    scaled = takes_scaled_maxima(form.call(*tensors, *numbers))
-    rows = rows_of(lse.contiguous(), hidden=True, scaled=scaled)
-    saved = *tensors, rows_contiguous(out), rows
-    launches = _launches_like(form, saved, numbers)
-    return _launch_backward(form, launches, rows_contiguous(grad), saved, numbers, False)
-
-
 def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
     """Return the log-sum-exp of scaled scores.
 
@@ -562,10 +502,11 @@ def rows_of(lse: Tensor, hidden: bool, scaled: bool) -> Tensor:
         scaled: whether the first of a pair is in units of scaled scores (``takes_scaled_maxima``).
     """
     # Not inf in pairs: its product with 1j has a real part that is not a number.
-    largest = math.inf if KERNELS_SHARE_LSE else torch.finfo(torch.float32).max
+    sharing = KERNELS_SHARE_LSE and not scaled
+    largest = math.inf if sharing else torch.finfo(torch.float32).max
     if hidden:
         lse = lse.nan_to_num(nan=math.nan, posinf=largest, neginf=largest)
-    if KERNELS_SHARE_LSE:
+    if sharing:
         return lse
     # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
     # Kernels take the second to base 2, where that of a row of a mask's lowest numbers overflows.
