@@ -58,6 +58,12 @@ def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     return partial(scaled_dot_product_attention, attn_mask=mask, is_causal=causal)
 
 
+def _sdpa_of_ours(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
+    if device.type != "cuda":
+        raise AbsentError("our kernels serve PyTorch's function on CUDA only")
+    return _sdpa(case, device)
+
+
 def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     _self_attention(case)
     attend = _sdpa(case, device)
@@ -264,6 +270,12 @@ DENSE = {
     ),
     "leaner_kernel": Peer(
         _leaner_kernel, ours=True, about="This project's kernel, never dispatched to a library"
+    ),
+    "leaner_sdpa": Peer(
+        _sdpa_of_ours,
+        ours=True,
+        context=leaner_kernels.use_sdpa,
+        about="PyTorch's scaled_dot_product_attention inside leaner_kernels.use_sdpa",
     ),
     "leaner_packed": Peer(
         partial(_leaner, "attention_qkvpacked"),
