@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -126,10 +127,14 @@ def test_benchmarks_that_pages_run_with_pytest_are_collected():
         if line.startswith("pytest bench")
     }
     assert len(lines) > 3
+    # pytest-benchmark refuses --benchmark-only in a worker of pytest-xdist.
+    alone = {name: value for name, value in os.environ.items() if "XDIST" not in name}
     for line in sorted(lines):
         words = [word for word in shlex.split(line) if not word.startswith("--benchmark-json")]
         command = [sys.executable, "-m", *words, "--collect-only", "-q", "-p", "no:cacheprovider"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, env=alone
+        )
         assert done.returncode in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED), line
         assert "is named" not in done.stdout, line
 
