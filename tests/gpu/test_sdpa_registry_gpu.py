@@ -145,7 +145,7 @@ def test_pytorchs_kernels_are_back_afterwards(ours: list[bool]) -> None:
 
 def test_our_own_function_hands_a_long_call_to_the_kernel_below(ours: list[bool]) -> None:
     torch.use_deterministic_algorithms(False)
-    query = torch.randn(1, 16, 2048, 128, device=DEVICE, dtype=torch.bfloat16)
+    query = torch.randn(1, 16, 2048, 128).to(DEVICE, torch.bfloat16)
     with use_sdpa():
         out = attention(query, query, query)
     assert ours == []
