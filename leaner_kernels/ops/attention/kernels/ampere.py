@@ -779,7 +779,12 @@ def _ampere_bwd_kernel(
     v_ptr = head_start(v_view, b_64, h_64)
     do_ptr = head_start(do_view, b_64, h_64)
     out_ptr = head_start(out_view, b_64, h_64)
-    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, (b_64 * H + h_64) * N)
+    # Here, as a function of Triton 3.6 cannot return None: one of the two is None.
+    if max_log_sum_ptr is None:
+        lse_ptr += (b_64 * H + h_64) * N
+    else:
+        max_log_sum_ptr += (b_64 * H + h_64) * N * 2
+    saved = max_log_sum_ptr, lse_ptr
     limit = common.number_of_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
     if ds_ptr is not None:

@@ -230,23 +230,14 @@ def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_pointers(max_log_sum_ptr, lse_ptr, start):
-    """Advance the pointers of ``put_row_statistics`` by ``start`` rows; one of the two is None."""
-    if max_log_sum_ptr is None:
-        lse_ptr += start
-    else:
-        max_log_sum_ptr += start * 2
-    return max_log_sum_ptr, lse_ptr
-
-
-@gluon.jit
 def row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
-    ``saved`` are the pointers of ``row_pointers``. The log-sum-exp is inf where not ``inside``, so
-    that P = 0. With SCALED it is in units of the scores, as ``exponents_of`` subtracts it. Beside a
-    large maximum, the log of the sum is rounded away. P is then off by a factor, which the caller
-    applies to dO, and through dO to delta. If only the log-sum-exp was saved, the factor is 1.
+    ``saved`` are pointers to pairs and to the log-sum-exp, one of them None. The log-sum-exp is inf
+    where not ``inside``, so that P = 0. With SCALED it is in units of the scores, as
+    ``exponents_of`` subtracts it. Beside a large maximum, the log of the sum is rounded away. P is
+    then off by a factor, which the caller applies to dO, and through dO to delta. If only the
+    log-sum-exp was saved, the factor is 1.
     """
     if saved[0] is None:
         lse = gl.load(saved[1] + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)

@@ -580,7 +580,12 @@ def _hopper_bwd_kernel(
         row_start = gl.program_id(0).to(gl.int64) * TOKENS + first_row
     else:
         row_start = head.to(gl.int64) * N
-    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, row_start)
+    # Here, as a function of Triton 3.6 cannot return None: one of the two is None.
+    if max_log_sum_ptr is None:
+        lse_ptr += row_start
+    else:
+        max_log_sum_ptr += row_start * 2
+    saved = max_log_sum_ptr, lse_ptr
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = seed_ptr, threshold, head, keep_scale

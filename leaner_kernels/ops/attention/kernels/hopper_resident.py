@@ -79,7 +79,12 @@ def _hopper_resident_bwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
     head = gl.program_id(1) * H + gl.program_id(0)
-    saved = common.row_pointers(max_log_sum_ptr, lse_ptr, head.to(gl.int64) * N)
+    # Here, as a function of Triton 3.6 cannot return None: one of the two is None.
+    if max_log_sum_ptr is None:
+        lse_ptr += head.to(gl.int64) * N
+    else:
+        max_log_sum_ptr += head.to(gl.int64) * N * 2
+    saved = max_log_sum_ptr, lse_ptr
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = (None,)  # calls with dropout go to hopper.py
