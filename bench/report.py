@@ -162,16 +162,16 @@ def _is_dispatched(row: Mapping[str, Any]) -> bool:
     return bool(find_rule_of_library(capability, *kind, *sizes, float32))
 
 
-def _beside(rows: pd.DataFrame, end: str, scale: float = 1e6) -> list[str]:
-    """Return the times of the default or the best, with ours of their run where it is another."""
+def _beside(rows: pd.DataFrame, end: str) -> list[str]:
+    """Return microseconds of the default or the best, with ours where their run is another."""
     cells = []
     for row in rows.to_dict("records"):
         time, run, ours = (row[f"{name}_{end}"] for name in ("median", "run", "beside"))
-        words = frames.number(scale * time)
+        words = frames.number(1e6 * time)
         peer = row[f"peer_{end}"]
         words += f" {peer}" if end == "best" or peer not in frames.DEFAULTS else ""
         if pd.notna(time) and run != row["run"] and pd.notna(ours):
-            words += f" (ours {frames.number(scale * ours)})"
+            words += f" (ours {frames.number(1e6 * ours)})"
         cells.append(words)
     return cells
 

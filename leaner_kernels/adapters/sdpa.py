@@ -25,8 +25,8 @@ Limits:
 - Activate and restore while no other thread computes attention.
 - Run a backward before ``restore_flash_attention_impl``, or inside ``use_sdpa``. PyTorch's kernels
   cannot repeat the dropout of ours, and cuDNN's may read the log-sum-exp in another order. A
-  warning says if calls still wait for their backward. Nor can ours repeat PyTorch's dropout: run
-  such a backward before you activate.
+  warning says if calls still wait for their backward. Our kernels cannot repeat PyTorch's dropout
+  either: run such a backward before you activate.
 - AOTInductor and ``torch.compile(options={"cpp_wrapper": True})`` call PyTorch's kernels
   directly. They bypass every kernel of this registry.
 - ROCm is not supported.
