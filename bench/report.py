@@ -156,10 +156,17 @@ def _is_dispatched(row: Mapping[str, Any]) -> bool:
     if row["peer"] != "leaner_kernel" or row.get("window", 0) > 0:
         return False
     capability = int(row["capability"].replace(".", ""))
-    kind = False, bool(row["causal"]), row["stage"] != "forward"  # not varlen
-    sizes = int(row["head_dim"]), int(row["tokens"]), int(row["batch"] * row["heads"])
-    float32 = row["dtype"] == "float32"
-    return bool(find_rule_of_library(capability, *kind, *sizes, float32))
+    rule = find_rule_of_library(
+        capability,
+        varlen=False,
+        causal=bool(row["causal"]),
+        backward=row["stage"] != "forward",
+        head_dim=int(row["head_dim"]),
+        tokens=int(row["tokens"]),
+        programs=int(row["batch"] * row["heads"]),
+        float32=row["dtype"] == "float32",
+    )
+    return rule is not None
 
 
 def _beside(rows: pd.DataFrame, end: str) -> list[str]:

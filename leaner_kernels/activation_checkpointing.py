@@ -6,12 +6,12 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._ops import ops
-from .ops.transforms import PRODUCTS
+from .ops.route import OPERATORS
 
 _aten = torch.ops.aten
 
 MUST_SAVE: tuple[Any, ...] = (
-    *(getattr(ops, name + suffix).default for name in PRODUCTS for suffix in ("", "_with_stats")),
+    *(getattr(ops, name + suffix).default for name in OPERATORS for suffix in ("", "_with_stats")),
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention.default,

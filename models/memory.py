@@ -249,25 +249,20 @@ def written_out(kept: int) -> Iterator[None]:
     No masks and no dropout: the paper's models have none.
     """
 
-    def attend(query, key, value, _mask, key_lengths, _dropout_p, is_causal, scale, *_):
-        s = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
-        seen = reference.visible(*s.shape[-2:], key_lengths, is_causal, s.device)
+    def compute_plain(operator, _signature, arguments, _enable_gqa=False):
+        call = operator.call(arguments)
+        scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
+        s = (call.query @ call.key.mT) * scale
+        seen = reference.visible(*s.shape[-2:], call.key_lengths, s.device, **call.visibility)
         p = (s if seen is None else s.masked_fill(~seen, float("-inf"))).softmax(-1)
         for _ in range(kept - 1):
             p = p.clone()
-        return p @ value
-
-    def attend_first(form, _signature, tensors, numbers, _enable_gqa=False):
-        if form is op.Dense:
-            return attend(*tensors, *numbers)
-        qkv, key_lengths = tensors
-        out = attend(*qkv.permute(2, 0, 3, 1, 4), None, key_lengths, *numbers)
-        return out.transpose(1, 2).contiguous()
+        return operator.from_query(p @ call.value)
 
     if not kept:
         yield
         return
-    with mock.patch.object(op, "attend_first", attend_first):
+    with mock.patch.object(op, "compute_plain", compute_plain):
         yield
 
 

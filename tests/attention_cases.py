@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops.attention import op, reference
+from leaner_kernels.ops.attention import aten, op, reference
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.op import new_out
 from leaner_kernels.ops.attention.reference import keep_mask
@@ -131,13 +131,15 @@ class Inputs(NamedTuple):
     @property
     def call(self) -> Call:
         """What the launchers take."""
-        return Call(*self[:3], *self[4:7], *self[8:])
+        tensors = self.query, self.key, self.value, self.attn_mask, self.key_lengths, self.seed
+        numbers = self.dropout_p, self.is_causal, self.scale, self.softcap
+        return Call(*tensors, *numbers, *self.window)
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """What the operator takes."""
-        *operands, window, _ = self.call
-        return *operands, *window
+        *arguments, _sequences = self.call
+        return tuple(arguments)
 
 
 def poisoned(
@@ -216,17 +218,16 @@ def reference_results(
         t.cpu().to(dtype) if t is not None and t.is_floating_point() else t
         for t in (None if t is None else t.cpu() for t in inputs[:8])
     )
-    params = inputs.scale, inputs.softcap
-    visible = inputs.is_causal, *params, inputs.window
-    p, lse, s = reference.probabilities(q, k, mask, lengths, *visible)
+    params = {"scale": inputs.scale, "softcap": inputs.softcap}
+    p, lse, s = reference.probabilities(q, k, mask, lengths, **params, **inputs.call.visibility)
     keep = None
     if seed is not None:
         keep = keep_mask(seed, *s.shape, inputs.dropout_p)
     if fused:
         p = torch.exp(s - lse.masked_fill(lse.isinf(), 0)[..., None])
-    a = reference.attend(p, v, keep, inputs.dropout_p)
+    a = reference.forward(p, v, keep, inputs.dropout_p)
     backward = _fused_backward if fused else reference.backward
-    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, *params)
+    dq, dk, dv, ds = backward(grad, q, k, v, p, keep, inputs.dropout_p, **params)
     results = {
         "out": a,
         "lse": lse,
@@ -242,11 +243,19 @@ def reference_results(
 
 
 def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, keep: Tensor | None, dropout_p: float,
-    scale: float, softcap: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    keep: Tensor | None,
+    dropout_p: float,
+    *,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, ...]:
     """Return what ``reference.backward`` does, delta taken from the output."""
-    delta = (grad * reference.attend(p, v, keep, dropout_p)).sum(dim=-1, keepdim=True)
+    delta = (grad * reference.forward(p, v, keep, dropout_p)).sum(dim=-1, keepdim=True)
     groups = k.shape[1], q.shape[1] // k.shape[1]
     keys, values = (t.repeat_interleave(groups[1], dim=1) for t in (k, v))
     ds = p * (reference.dropped(grad @ values.mT, keep, dropout_p) - delta)
@@ -315,14 +324,14 @@ def run_operators(inputs: Inputs) -> dict[str, Tensor]:
 @contextmanager
 def sharing_lse(by_kernels: bool = True) -> Iterator[None]:
     """Let kernels store and load the log-sum-exp, or launches convert it."""
-    with mock.patch.object(op, "KERNELS_SHARE_LSE", by_kernels):
+    with mock.patch.object(aten, "KERNELS_SHARE_LSE", by_kernels):
         yield
 
 
-def share_lse(form: op.Form, grad: Tensor, tensors: Any, numbers: Any) -> dict[str, Tensor]:
+def share_lse(form: Any, grad: Tensor, tensors: Any, numbers: Any) -> dict[str, Tensor]:
     """Run a forward and a backward that share the output and the log-sum-exp alone."""
-    out, lse = shared_lse.attend_with_lse(form, tensors, numbers)
-    grads = shared_lse.differentiate_from_lse(form, grad, tensors, out, lse, numbers)
+    out, lse = shared_lse.forward_with_lse(form, tensors, numbers)
+    grads = shared_lse.backward_from_lse(form, grad, tensors, numbers, out=out, lse=lse)
     assert lse.is_contiguous()
     return {"out": out, "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 

@@ -104,7 +104,7 @@ def library_call(
     torch.compiler.reset()
     torch.use_deterministic_algorithms(False)  # which PyTorch's gradients are not
     rule = dispatch.Rule(256, None, "a test")
-    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
+    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *_, **call: rule)
 
     def run(qkv: Tensor) -> Tensor:
         return lk.attention_qkvpacked(qkv) if packed else lk.attention(*separate(qkv))

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import leaner_kernels as lk
+from leaner_kernels.ops.attention.op import VarlenGradients
 from leaner_kernels.ops.nystrom import reference as nystrom_reference
-from leaner_kernels.ops.operator import OPERATORS, computed_by
 from leaner_kernels.ops.outlook import reference as outlook_reference
+from leaner_kernels.ops.route import OPERATORS, launchers
 from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
 
@@ -156,11 +157,13 @@ class _Nystrom:
     Nyström attention is composed of others: its public function is all there is.
     """
 
-    differentiable, gradients = 3, "Tensor dquery, Tensor dkey, Tensor dvalue"
+    Gradients = VarlenGradients  # those of query, key and value
+
+    Arguments = staticmethod(lambda *arguments: arguments)
 
     @staticmethod
-    def attend(*args: Any) -> Any:
-        a, k1, _, scores = nystrom_reference.attend(*args)
+    def reference_forward(arguments: tuple[Any, ...]) -> Any:
+        a, k1, _, scores = nystrom_reference.attend(*arguments)
 
         def statistics() -> Tensor:
             stats = per_head(k1, scores[0], a)
@@ -298,7 +301,7 @@ def call(inputs: Inputs, *leaves: Tensor, suffix: str = "", **options: Any) -> A
 
 def leaves_of(inputs: Inputs, tensors: tuple[Any, ...]) -> list[Tensor]:
     """Return the tensors that have a gradient."""
-    return list(tensors[: SPECIFICATIONS[inputs.operator].differentiable])
+    return list(tensors[: len(SPECIFICATIONS[inputs.operator].Gradients._fields)])
 
 
 def name_results(
@@ -312,7 +315,7 @@ def name_results(
         assert heads[inputs.sample < 0].isnan().all(), "a slot with a negative index was written"
         found |= zip(STATISTICS, per_head, strict=True)
         found["heads"] = heads[inputs.sample >= 0]
-    names = [part.split()[-1] for part in SPECIFICATIONS[inputs.operator].gradients.split(",")]
+    names = SPECIFICATIONS[inputs.operator].Gradients._fields
     found |= zip(names, gradients, strict=True)
     if inputs.operator in (CROSS, CHANNEL):
         # Of other sizes: each is judged by its own.
@@ -336,7 +339,7 @@ def run_operator(inputs: Inputs) -> Results:
 
 def run_kernels(inputs: Inputs, with_stats: bool = True) -> Results:
     """Launch forward, capture and backward as the CUDA operators do, on tensors of any device."""
-    launches = computed_by(OPERATORS[inputs.operator], on_gpu=True)
+    launches = launchers(OPERATORS[inputs.operator])
     attend, attend_with_stats, differentiate = launches
     tensors, numbers = inputs.tensors, inputs.numbers
     if with_stats:
@@ -366,7 +369,9 @@ def reference_results(
     with torch.set_grad_enabled(differentiate is None):
         for leaf in leaves:
             leaf.requires_grad_(differentiate is None)
-        out, lse, statistics = SPECIFICATIONS[inputs.operator].attend(*tensors, *inputs.numbers)
+        operator = SPECIFICATIONS[inputs.operator]
+        call = operator.Arguments(*tensors, *inputs.numbers)
+        out, lse, statistics = operator.reference_forward(call)
         results = out, lse, statistics()
         if differentiate is None:
             gradients = torch.autograd.grad(out, leaves, grad)
@@ -388,10 +393,18 @@ def outlook_from_lse(
     return outlook_reference.backward(grad, value, p, scale, (*window,))
 
 
+def written_out(name: str) -> Callable[..., Any]:
+    """Return the backward of an operator's reference, of the gradient and its arguments."""
+    operator = OPERATORS[name]
+    return lambda grad, *arguments: operator.reference_backward(
+        grad, operator.Arguments(*arguments)
+    )
+
+
 # The formulations of derivatives that are allowed; autograd's where there is none.
 FORMULATIONS: dict[str, tuple[Callable[..., Any], ...]] = {
-    WINDOW: (OPERATORS[WINDOW].differentiate,),
-    OUTLOOK: (OPERATORS[OUTLOOK].differentiate, outlook_from_lse),
+    WINDOW: (written_out(WINDOW),),
+    OUTLOOK: (written_out(OUTLOOK), outlook_from_lse),
 }
 
 

@@ -1,23 +1,25 @@
 """Forwards and backwards of our kernels that share the output and the log-sum-exp alone."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops._launch_cache import key_of, rows_contiguous
-from leaner_kernels.ops.attention import op
+from leaner_kernels.ops.attention import aten
 from leaner_kernels.ops.attention.call import score_factor, takes_scaled_maxima
 
 
-def attend_with_lse(
-    form: Any, tensors: Sequence[Any], numbers: Sequence[Any]
+def forward_with_lse(
+    operator: Any, tensors: Sequence[Any], numbers: Sequence[Any]
 ) -> tuple[Tensor, Tensor]:
     """Launch a plain forward; return the output and the log-sum-exp.
 
     Args:
-        form: says how query, key and value lie in memory.
-        tensors: those of ``NAME``.
+        operator: says how query, key and value lie in memory.
+        tensors: those of ``NAME``, the seed last.
         numbers: the parameters of ``NAME``, which come after the tensors.
 
     Returns:
@@ -25,25 +27,31 @@ def attend_with_lse(
         contiguous: the natural logarithm of the sum of exponentials of scaled scores. It is inf for
         a row without a visible key, and undefined for tokens that no sequence owns.
     """
-    inputs = *tensors, *numbers
-    if op.KERNELS_SHARE_LSE:
-        key, addresses, _ = key_of((*tensors, None), (form.name, "lse", *numbers))
-        plan = op._plans.get(key)
+    arguments = operator.Arguments(*tensors, *numbers)
+    if aten.KERNELS_SHARE_LSE:
+        *keyed, seed = tensors
+        first, *_ = tensors
+        key, addresses, _ = key_of((*keyed, None), (operator.name, "lse", *numbers))
+        plan = route.plans.get(key)
         if plan is not None:
-            return op._run(form, plan, addresses[: form.count], tensors[0])
-        return op._launch_first(form, key, inputs, lse_alone=True)[1]
-    out, pairs = op.attend_cuda(form, False, *inputs)
-    call = form.call(*inputs)
-    return out, op.lse_of(pairs, 1.0 if takes_scaled_maxima(call) else score_factor(call))
+            out, lse = route.run_plan(plan, first, addresses, seed, None)
+            return out, lse
+        new_results = partial(operator.new_results, with_stats=False, sample=None, lse_alone=True)
+        _, (out, lse) = route.launch_first(operator, key, arguments, None, new_results)
+        return out, lse
+    out, pairs = route.forward_on_gpu(operator, False, *tensors, *numbers)
+    call = operator.call(arguments)
+    return out, aten.lse_of(pairs, 1.0 if takes_scaled_maxima(call) else score_factor(call))
 
 
-def differentiate_from_lse(
-    form: Any,
+def backward_from_lse(
+    operator: Any,
     grad: Tensor,
     tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    *,
     out: Tensor,
     lse: Tensor,
-    numbers: Sequence[Any],
 ) -> tuple[Tensor, ...]:
     """Launch the backward of any forward that left its output and log-sum-exp.
 
@@ -51,18 +59,19 @@ def differentiate_from_lse(
     mask of -1e9. ``NAME_backward`` gets the two apart and keeps both.
 
     Args:
-        form: says how query, key and value lie in memory.
+        operator: says how query, key and value lie in memory.
         grad: the gradient of ``out``.
         tensors: those of ``NAME``; a mask gets no gradient.
-        out: the output, in the shape that ``NAME`` returns.
-        lse: (B, H, N) or (H, T) float32, as ``attend_with_lse`` returns it.
         numbers: the parameters of ``NAME``.
+        out: the output, in the shape that ``NAME`` returns.
+        lse: (B, H, N) or (H, T) float32, as ``forward_with_lse`` returns it.
 
     Returns:
         dq, dk and dv.
     """
-    scaled = takes_scaled_maxima(form.call(*tensors, *numbers))
-    rows = op.rows_of(lse.contiguous(), hidden=True, scaled=scaled)
-    saved = *tensors, rows_contiguous(out), rows
-    launches = op._launches_like(form, saved, numbers)
-    return op._launch_backward(form, launches, rows_contiguous(grad), saved, numbers, False)
+    call = operator.call(operator.Arguments(*tensors, *numbers))
+    rows = aten.rows_of(lse.contiguous(), hidden=True, scaled=takes_scaled_maxima(call))
+    inputs = *tensors, rows_contiguous(out), rows
+    cached = route.cached_backwards(operator, inputs, numbers)
+    grad = rows_contiguous(grad)
+    return tuple(route.launch_backward(operator, cached, grad, inputs, numbers, False))

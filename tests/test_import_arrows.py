@@ -39,16 +39,18 @@ MAY_IMPORT_BENCH = {
 SUBJECTS = "attention", "kappa", "networks"
 # Shared files of the operators that stand on other shared files.
 MAY_IMPORT_SHARED = {
-    "ops._launch": {"ops._launch_cache", "ops._tiles"},
     "ops._launch_cache": {"ops._checks"},
-    "ops._tiles": {"ops._checks"},
-    "ops.dispatcher": {"ops._checks", "ops._launch_cache", "ops.transforms"},
-    "ops.operator": {
-        *("ops._checks", "ops.dispatcher"),
-        *("ops.statistics", "ops.transforms"),
+    "ops._tiles": {"ops._checks", "ops.gpus"},
+    "ops.dispatcher": {"ops._checks", "ops._launch_cache"},
+    "ops.gpus": set(),
+    "ops.route": {
+        "ops._checks",
+        "ops._launch_cache",
+        "ops._tiles",
+        "ops.dispatcher",
+        "ops.statistics",
     },
     "ops.statistics": set(),
-    "ops.transforms": set(),
 }
 LATE = ("triton", "timm", "transformers", "lightning", "matplotlib")
 GLUON = "leaner_kernels/ops/_gluon.py"  # gathers the names that kernels in Gluon are written with

@@ -18,30 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from leaner_kernels.ops import gpus
+from leaner_kernels.ops.gpus import GPU
 
-class GPU(NamedTuple):
-    """What one SM of a compute capability holds; memory in bytes.
-
-    ``tensor_columns`` is tensor memory, which the products of sm_100 write to.
-    """
-
-    shared_per_program: int
-    shared_per_sm: int
-    threads_per_sm: int
-    programs_per_sm: int
-    tensor_columns: int = 0
-
-
-# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; tensor memory: PTX
-# ISA, "Tensor Memory".
-GPUS = {
-    80: GPU(163 * 1024, 164 * 1024, 2048, 32),
-    86: GPU(99 * 1024, 100 * 1024, 1536, 16),
-    89: GPU(99 * 1024, 100 * 1024, 1536, 24),
-    90: GPU(227 * 1024, 228 * 1024, 2048, 32),
-    100: GPU(227 * 1024, 228 * 1024, 2048, 32, 512),
-    120: GPU(99 * 1024, 100 * 1024, 1536, 24),
-}
+# Those that tiles are chosen for.
+GPUS = {capability: gpu for capability, gpu in gpus.GPUS.items() if gpu.tiles is not None}
 WARP = 32
 # Each of the four parts of an SM has 16K registers and gives them out to a warp by 256;
 # shared memory is given out by 128 bytes, and the system keeps 1 KiB of it for each program.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bench.attention.cases import AttentionCase
 from bench.gpu_model.compile_ahead import Launch, distinct, recorded
-from leaner_kernels.ops import _tiles, operator
+from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops._tiles import Rule, Tiles
 from leaner_kernels.ops.attention import op
 
@@ -72,7 +72,7 @@ def dense_call(
 ) -> OperatorCall:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
     return OperatorCall(
-        *op.on_gpu(op.Dense),
+        *route.launchers(op.Dense),
         (query, key, value, *inputs),
         (*params, *window),
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
@@ -90,7 +90,7 @@ def varlen_call(
     """Return a call on sequences that lie end to end in (T, 3, H, D)."""
     starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
     return OperatorCall(
-        *op.on_gpu(op.Varlen),
+        *route.launchers(op.Varlen),
         (*packed.unbind(1), starts, starts, seed),
         (longest, longest, *params, *window),
     )
@@ -141,7 +141,7 @@ def filled(
 def call_of(case: AnyCase) -> OperatorCall:
     """Return the call of a case, on tensors without memory, as one projection lays them out."""
     if not isinstance(case, AttentionCase):
-        passes = operator.computed_by(operator.OPERATORS[f"{case.op}_attention"], on_gpu=True)
+        passes = route.launchers(route.OPERATORS[f"{case.op}_attention"])
         return OperatorCall(*passes, case.meta_inputs, case.operator_params, takes_out=False)
     params: tuple[Any, ...] = 0.0, case.causal, case.scale
     options: dict[str, Any] = {"dtype": case.dtype, "device": "meta"}

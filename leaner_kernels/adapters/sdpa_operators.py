@@ -18,9 +18,9 @@ LSE_ALIGNMENT = 32  # rows, of the log-sum-exp in the memory-efficient operator
 _empty: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
-def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> tuple[Any, ...]:
+def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> aten.Numbers:
     """Return the numbers of ``aten.Fused`` and ``aten.Efficient``."""
-    return float(dropout_p), bool(is_causal), scale, 0.0, *NO_WINDOW
+    return aten.Numbers(float(dropout_p), bool(is_causal), scale)
 
 
 def _without_elements(query: Tensor, dtype: torch.dtype) -> Tensor:
@@ -48,12 +48,12 @@ def flash_forward(
     wanted = query.requires_grad or key.requires_grad or value.requires_grad
     recorded = wanted and torch.is_grad_enabled()
     tensors, numbers = (query, key, value, None, None), _dense(dropout_p, is_causal, scale)
-    if (done := aten.attend(aten.Fused, tensors, numbers, recorded)) is None:
+    if (done := aten.forward(aten.Fused, tensors, numbers, recorded)) is None:
         return None
     return done.out, done.lse, None, None, query.shape[2], key.shape[2], *_flash_state(query, done)
 
 
-def _flash_state(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_state(query: Tensor, done: aten.Forward) -> tuple[Tensor, Tensor, Tensor]:
     """Return rng_state (2,) and a scalar, both uint64, and an empty debug mask."""
     numbers, debug_mask = (_without_elements(query, t) for t in (torch.uint64, query.dtype))
     state = numbers.new_empty(2) if done.seed is None else done.seed.view(torch.uint64)
@@ -67,7 +67,7 @@ def flash_backward(
     """Compute ``_scaled_dot_product_flash_attention_backward``."""
     tensors, numbers = (query, key, value, None, None), _dense(dropout_p, is_causal, scale)
     seed = philox_seed.view(torch.int64) if dropout_p else None
-    return aten.differentiate(aten.Fused, grad_out, tensors, seed, out, logsumexp, numbers)
+    return aten.backward(aten.Fused, grad_out, tensors, numbers, seed=seed, out=out, lse=logsumexp)
 
 
 # --- cuDNN ----------------------------------------------------------------------------------------
@@ -82,7 +82,8 @@ def cudnn_forward(
         return None
     tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
     wanted = bool(compute_log_sumexp)
-    if (done := aten.attend(aten.Fused, tensors, numbers, wanted, wanted, paired=True)) is None:
+    done = aten.forward(aten.Fused, tensors, numbers, wanted, with_lse=wanted, paired=True)
+    if done is None:
         return None
     lse = done.lse
     if lse is None:
@@ -91,7 +92,7 @@ def cudnn_forward(
     return done.out, lse.unsqueeze(-1), *ends, *_philox(query, done), None
 
 
-def _philox(query: Tensor, done: aten.Attended) -> tuple[Tensor, Tensor]:
+def _philox(query: Tensor, done: aten.Forward) -> tuple[Tensor, Tensor]:
     """Return philox_seed and philox_offset, two int64 scalars."""
     numbers = _without_elements(query, torch.int64)
     return numbers.new_empty(()) if done.seed is None else done.seed[0], numbers.new_empty(())
@@ -104,7 +105,7 @@ def cudnn_backward(
     """Compute ``_scaled_dot_product_cudnn_attention_backward``."""
     tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
     seed, lse = philox_seed if dropout_p else None, logsumexp.reshape(query.shape[:3])
-    return aten.differentiate(aten.Fused, grad_out, tensors, seed, out, lse, numbers)
+    return aten.backward(aten.Fused, grad_out, tensors, numbers, seed=seed, out=out, lse=lse)
 
 
 # --- Memory-efficient: calls with a mask ----------------------------------------------------------
@@ -118,7 +119,8 @@ def efficient_forward(
         return None
     tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
     wanted = bool(compute_log_sumexp)
-    if (done := aten.attend(aten.Efficient, tensors, numbers, wanted, wanted)) is None:
+    done = aten.forward(aten.Efficient, tensors, numbers, wanted, with_lse=wanted)
+    if done is None:
         return None
     if done.lse is None:
         lse = _without_elements(query, torch.float32).new_empty((*query.shape[:2], 0))
@@ -135,10 +137,16 @@ def efficient_backward(
     if attn_bias is None:
         return None
     tensors, numbers = (query, key, value, attn_bias, None), _dense(dropout_p, is_causal, scale)
-    saved = philox_seed if dropout_p else None, out, logsumexp[..., : query.shape[2]]
-    mask_grad = bool(grad_input_mask[3])
-    gradients = aten.differentiate(
-        aten.Efficient, grad_out_, tensors, *saved, numbers, mask_grad=mask_grad
+    _, _, _, mask_grad = map(bool, grad_input_mask)
+    gradients = aten.backward(
+        aten.Efficient,
+        grad_out_,
+        tensors,
+        numbers,
+        seed=philox_seed if dropout_p else None,
+        out=out,
+        lse=logsumexp[..., : query.shape[2]],
+        mask_grad=mask_grad,
     )
     return gradients if gradients is None or mask_grad else (*gradients, None)
 
@@ -155,7 +163,7 @@ def _varlen(
     is_causal: bool,
     options: dict[str, Any],
     last_key: bool = True,
-) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+) -> tuple[tuple[Any, ...], aten.VarlenNumbers] | None:
     """Return the tensors and numbers of ``aten.FusedVarlen``, or None if it has no such call.
 
     ``ends`` are cum_seq_q, cum_seq_k, max_q and max_k. Without starts, the call is one of the dense
@@ -180,7 +188,7 @@ def _varlen(
     # Hooks of saved tensors may copy the starts: with dropout both directions must be of one kind.
     if causal and last_key and (dropout_p or not alike):
         return None
-    numbers = max_q, max_k, float(dropout_p), causal, options.get("scale"), *NO_WINDOW
+    numbers = aten.VarlenNumbers(max_q, max_k, float(dropout_p), causal, options.get("scale"))
     return (query, key, value, starts, key_starts), numbers
 
 
@@ -194,7 +202,7 @@ def varlen_forward(
     if call is None or return_debug_mask:
         return None
     # Below ``varlen_attn`` nothing says whether a backward follows.
-    if (done := aten.attend(aten.FusedVarlen, *call, True)) is None:
+    if (done := aten.forward(aten.FusedVarlen, *call, True)) is None:
         return None
     return done.out, done.lse, *_flash_state(query, done)
 
@@ -208,8 +216,10 @@ def varlen_backward(
     if (call := _varlen(query, key, value, ends, dropout_p, is_causal, options)) is None:
         return None
     tensors, numbers = call
-    saved = rng_state.view(torch.int64) if dropout_p else None, out, logsumexp
-    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+    seed = rng_state.view(torch.int64) if dropout_p else None
+    return aten.backward(
+        aten.FusedVarlen, grad_out, tensors, numbers, seed=seed, out=out, lse=logsumexp
+    )
 
 
 def cudnn_varlen_forward(
@@ -222,7 +232,7 @@ def cudnn_varlen_forward(
     if call is None or attn_bias is not None or return_debug_mask:
         return None
     wanted = bool(compute_log_sumexp)
-    if (done := aten.attend(aten.FusedVarlen, *call, wanted, paired=True)) is None:
+    if (done := aten.forward(aten.FusedVarlen, *call, wanted, paired=True)) is None:
         return None
     return done.out, done.lse, *ends, *_philox(query, done), None
 
@@ -239,8 +249,8 @@ def cudnn_varlen_backward(
     tensors, numbers = call
     # Older releases of PyTorch have (T, H, 1).
     lse = logsumexp if logsumexp.dim() == 2 else logsumexp.squeeze(-1).transpose(0, 1)
-    saved = philox_seed if dropout_p else None, out, lse
-    return aten.differentiate(aten.FusedVarlen, grad_out, tensors, *saved, numbers)
+    seed = philox_seed if dropout_p else None
+    return aten.backward(aten.FusedVarlen, grad_out, tensors, numbers, seed=seed, out=out, lse=lse)
 
 
 # Names of operators: what computes them.

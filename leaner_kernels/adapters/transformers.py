@@ -299,8 +299,11 @@ def attention_forward(
     windowed = attention_mask is None and sliding_window is not None and cols > sliding_window
     if windowed or (causal and (position_bias is not None or s_aux is not None)):
         left = sliding_window - 1 if windowed and sliding_window is not None else -1
-        window = left, 0 if causal else left
-        attention_mask, causal = visible(rows, cols, None, False, query.device, window), False
+        right = 0 if causal else left
+        attention_mask = visible(
+            rows, cols, None, query.device, window_left=left, window_right=right
+        )
+        causal = False
     if position_bias is not None:
         attention_mask = _add_bias(attention_mask, position_bias.to(query.dtype))
     if s_aux is not None:

@@ -26,9 +26,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..ops import _hooks
 from ..ops._checks import autocast
+from ..ops.attention import reference
 from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
-from ..ops.attention.reference import attend, probabilities
 from ..ops.statistics import (
     STATISTICS,
     AttentionStats,
@@ -497,8 +497,8 @@ def _attend_one(
         elif is_causal:
             past = columns <= torch.arange(block.start, block.stop, device=query.device)[:, None]
             seen = past if seen is None else seen & past
-        p, _, s = probabilities(query[:, :, block], key, seen, None, False, scale)
-        a = attend(p, value, None, 0.0)
+        p, _, s = reference.probabilities(query[:, :, block], key, seen, None, scale=scale)
+        a = reference.forward(p, value, None, 0.0)
         blocks.append((block.stop - block.start, *per_head(p, s, a)))
         outputs.append(a[0].transpose(0, 1).flatten(1))
     counts, *per_block = zip(*blocks)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, NoReturn, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ..ops._checks import ArgumentError, check_tensor, int32_of, is_mapped, moved, shown
+from ..ops._checks import ArgumentError, check_tensor, int32_of, is_mapped, shown, to_device
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
 from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
 from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics, statistic_of
@@ -237,7 +237,7 @@ class Capturing(nn.Module):
             return
         assert stats.heads is not None
         if key_lengths is not None:
-            key_lengths = moved(int32_of("key_lengths", key_lengths), sample.device)
+            key_lengths = to_device(int32_of("key_lengths", key_lengths), sample.device)
         # Kappa around the skip connection is that of the term added to the residual stream.
         added = output.index_select(0, sample).flatten(1, -2).float()
         self.captured = Captured(

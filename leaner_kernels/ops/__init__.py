@@ -4,7 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from ._imports import after_import as _after_import
-from .transforms import register_flops as _register_flops
+from .route import register_flops as _register_flops
 
 # Every folder defines operators, which are registered below.
 for _found in iter_modules(__path__):

@@ -111,7 +111,7 @@ def int32_of(name: str, integers: Any) -> Any:
     return integers.to(torch.int32)
 
 
-def moved(counts: Tensor, device: torch.device) -> Tensor:
+def to_device(counts: Tensor, device: torch.device) -> Tensor:
     """Copy a tensor to ``device`` if it is elsewhere, without waiting for the copy."""
     return counts if counts.device == device else counts.to(device, non_blocking=True)
 
@@ -138,7 +138,7 @@ def checked_lengths(lengths: Any, batch: int, most: int, device: torch.device) -
             f"key_lengths must be ({batch},) integers on {device}, got {described(lengths)}"
         )
     check_range("key_lengths", counts, 1, most)
-    return moved(counts, device)
+    return to_device(counts, device)
 
 
 def check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:

@@ -7,7 +7,7 @@ addresses. The cache key is what the caller states sets its inputs apart, and wh
 Triton compiled for as aligned.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import prod
@@ -92,12 +92,29 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+class Scratch(NamedTuple):
+    """A buffer that a launch needs beside its operands, new each time, and how it is reduced.
+
+    Attributes:
+        pointer: the kernel's argument.
+        target: the result that the buffer is reduced to.
+        reduce: called with the buffer and the target after the launch.
+        zero: whether the kernel expects zeros.
+    """
+
+    pointer: str
+    target: str
+    reduce: Callable[[Tensor, Tensor], None]
+    zero: bool = False
+
+
 class Launch(NamedTuple):
     """A kernel with everything that it is launched with."""
 
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    scratch: Scratch | None = None
 
     def start(self) -> Any:
         """Launch, and return what Triton compiled: nothing, in its interpreter.
@@ -115,13 +132,42 @@ class Launch(NamedTuple):
         with assembling():
             return self.kernel[self.grid](**self.arguments)
 
-    def first(self, pointers: Sequence[str], scratch: str | None = None) -> "CachedLaunch | None":
-        """Launch, and return what repeats it: nothing, in Triton's interpreter.
+    def first(
+        self,
+        pointers: Mapping[str, str],
+        operands: Mapping[str, Tensor | None],
+        results: Mapping[str, Tensor],
+    ) -> "CachedLaunch | None":
+        """Launch, reduce any scratch, and return what repeats the launch.
 
-        ``pointers`` and ``scratch`` are as in ``CachedLaunch``.
+        Args:
+            pointers: for each pointer of the kernel, the name of the tensor that it points into.
+            operands: tensors by name, in the order of the addresses that ``CachedLaunch.run`` gets.
+            results: likewise; their addresses follow.
+
+        Returns:
+            The cached launch. None in Triton's interpreter, which compiles nothing, and if the
+            kernel reads a copy of an operand, which a later call would have to make again.
         """
-        compiled = self.start()
-        return None if compiled is None else CachedLaunch(compiled, self, pointers, scratch)
+        compiled, scratch = self.start(), self.scratch
+        if scratch is not None:
+            scratch.reduce(self.arguments[scratch.pointer], results[scratch.target])
+        if compiled is None:
+            return None
+        places, buffers = {}, {**operands, **results}
+        position = {name: number for number, name in enumerate(buffers)}
+        for pointer, name in pointers.items():
+            value = self.arguments.get(pointer)
+            tensor = value[0] if isinstance(value, tuple) else value
+            if not isinstance(tensor, Tensor):
+                continue
+            buffer = buffers[name]
+            assert buffer is not None
+            if buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+                return None
+            places[pointer] = position[name], tensor.data_ptr() - buffer.data_ptr()
+        target = 0 if scratch is None else list(results).index(scratch.target)
+        return CachedLaunch(compiled, self, places, target)
 
 
 class CachedLaunch:
@@ -130,49 +176,56 @@ class CachedLaunch:
     Args:
         compiled: what ``kernel[grid](...)`` returned.
         launch: what it was launched with.
-        pointers: names of the kernel's arguments, in the order in which ``run`` gets their tensors.
-        scratch: name of one more, a contiguous tensor that the caller reads afterwards: each launch
-            gets a new one. A kernel may have no such argument, or None there.
+        places: for each pointer of the kernel, the position of its buffer among the addresses that
+            ``run`` gets, and its distance in bytes from the start of this buffer.
+        target: the position of the result that any scratch is reduced to, among the results.
     """
 
     def __init__(
-        self, compiled: Any, launch: Launch, pointers: Sequence[str], scratch: str | None = None
+        self,
+        compiled: Any,
+        launch: Launch,
+        places: Mapping[str, tuple[int, int]],
+        target: int = 0,
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
         x, y, z = (*launch.grid, 1, 1)[:3]
         self._start, before = _starter(compiled, (x, y, z))
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
-        self._places: list[tuple[int, int]] = []
-        self._views: list[tuple[int, int, tuple[Any, ...]]] = []
+        self._pointers: list[tuple[int, int, int]] = []
+        self._views: list[tuple[int, int, int, tuple[Any, ...]]] = []
+        self._scratch = None
+        scratch = launch.scratch
         for place, name in enumerate(names, start=len(before)):
             value = self._arguments[place]
-            if isinstance(value, Tensor) and name != scratch:
-                self._places.append((place, pointers.index(name)))
+            if scratch is not None and name == scratch.pointer:
+                allocate = torch.zeros if scratch.zero else torch.empty
+                self._scratch = place, allocate, value.shape, value.dtype, value.device
+                self._reduce, self._target = scratch.reduce, target
+            elif isinstance(value, Tensor):
+                self._pointers.append((place, *places[name]))
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
-                self._views.append((place, pointers.index(name), tuple(value[1:])))
+                _, *strides = value
+                self._views.append((place, *places[name], tuple(strides)))
             else:
                 continue
             self._arguments[place] = None  # so that the entry keeps no tensor alive
-        self._scratch = None
-        if scratch is not None and launch.arguments.get(scratch) is not None:
-            place, made = names.index(scratch) + len(before), launch.arguments[scratch]
-            self._arguments[place] = None
-            self._scratch = place, made.shape, made.dtype, made.device
 
-    def run(self, addresses: Sequence[int]) -> Tensor | None:
-        """Launch on other tensors of the same kind; return new scratch, where it has some."""
+    def run(self, addresses: Sequence[int], results: Sequence[Tensor]) -> None:
+        """Launch on other tensors of the same kind, and reduce any scratch into its result."""
         arguments = self._arguments.copy()
-        for place, index in self._places:
-            arguments[place] = addresses[index]
-        for place, index, strides in self._views:
-            arguments[place] = (addresses[index],) + strides  # noqa: RUF005 - faster
-        made = None
-        if self._scratch is not None:
-            place, shape, dtype, device = self._scratch
-            made = arguments[place] = torch.empty(shape, dtype=dtype, device=device)
+        for place, position, offset in self._pointers:
+            arguments[place] = addresses[position] + offset
+        for place, position, offset, strides in self._views:
+            arguments[place] = (addresses[position] + offset,) + strides  # noqa: RUF005 - faster
+        if self._scratch is None:
+            self._start(arguments)
+            return
+        place, allocate, shape, dtype, device = self._scratch
+        scratch = arguments[place] = allocate(shape, dtype=dtype, device=device)
         self._start(arguments)
-        return made
+        self._reduce(scratch, results[self._target])
 
 
 def _starter(
@@ -274,7 +327,7 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) 
     return tuple(key), addresses, recorded
 
 
-def seen_by_autograd_alone(args: Sequence[Any]) -> bool:
+def needs_no_dispatcher(args: Sequence[Any]) -> bool:
     """Whether nothing but autograd may have a part in a call, and it is on a GPU."""
     return args[0].is_cuda and PLAIN.issuperset(map(type, args)) and not _observed()
 

@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from . import gpus
 from ._checks import ArgumentError
+from .gpus import LEAST_CAPABILITY
 
 OPTIONS = "num_warps", "num_stages", "maxnreg"
-ARCHITECTURES = 80, 86, 90  # tuned; tests compile all tiles for each
-LEAST_CAPABILITY = 75  # Triton compiles for no GPU before
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 ANY = 2**31
+MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a varlen batch
 
 
 @dataclass(frozen=True)
@@ -107,11 +108,41 @@ def rule(
     return Rule(Tile.of(**numbers), dim, tokens, frozenset(takes), size, gpus)
 
 
-class Tiles:
-    """The table of a kernel: rules in order of preference, with ``numbers`` in every tile."""
+@dataclass(frozen=True)
+class Limits:
+    """What a kernel requires of a call beside a rule of its table.
 
-    def __init__(self, name: str, *rules: Rule, **numbers: Any) -> None:
-        self.name = name
+    Attributes:
+        free: features that cost it no registers, so that no rule lists them.
+        gluon: whether it is written in Gluon: operands of one dtype, aligned to 16 bytes, and
+            within 32-bit offsets.
+        pairs: whether rows must consist of 32-bit words.
+        most_entries: the largest batch.
+        more_tokens_than: the largest number of tokens that is too small.
+        square_from: the number of tokens from which there must be as many keys as rows.
+        many_heads_from: the number of tokens from which batch x heads must fill the GPU, because a
+            program owns a head.
+        fenced_dropout: whether dropout needs a Triton that keeps operands ahead of their fences.
+    """
+
+    free: frozenset[str] = frozenset()
+    gluon: bool = False
+    pairs: bool = False
+    most_entries: int = ANY
+    more_tokens_than: int = 0
+    square_from: int = ANY
+    many_heads_from: int = ANY
+    fenced_dropout: bool = False
+
+
+class Tiles:
+    """The table of a kernel: rules in order of preference, with ``numbers`` in every tile.
+
+    ``limits`` state which calls the kernel supports at all.
+    """
+
+    def __init__(self, name: str, *rules: Rule, limits: Limits = Limits(), **numbers: Any) -> None:
+        self.name, self.limits = name, limits
         self.rules = tuple(replace(row, tile=row.tile.replace(**numbers)) for row in rules)
 
     def find(
@@ -124,7 +155,7 @@ class Tiles:
         features: frozenset[str] = frozenset(),
     ) -> Rule | None:
         """Return the first rule that supports a call, or None."""
-        gpu = architecture(capability(device))
+        gpu = gpus.gpu_of(capability(device)).tiles
         for row in self.rules:
             if row.fits(gpu, size, dim, tokens, features):
                 return row
@@ -178,19 +209,6 @@ def check_capability(device: torch.device) -> None:
             f"this call needs our kernels, which need a GPU of compute capability "
             f"{LEAST_CAPABILITY / 10} or newer, got {gpu / 10}"
         )
-
-
-def architecture(capability: int) -> int | None:
-    """Return the tuned architecture closest to a GPU, by instructions and shared memory, or None.
-
-    Desktop and laptop GPUs (8.6, 8.9, 12.x) have 99 KiB of shared memory per program, the others at
-    least 163 KiB. Datacentre GPUs after Hopper lack wgmma. For GPUs before 8.0 the result is None.
-    """
-    if capability in (86, 87, 89) or capability >= 120:
-        return 86
-    if capability == 90:
-        return 90
-    return 80 if capability >= 80 else None
 
 
 def block_dim(dim: int) -> int:

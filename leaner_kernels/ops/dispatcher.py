@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 
 from .._ops import add_op_namespace_prefix, ops
 from ._checks import autocast
-from ._launch_cache import on_current_device, rows_contiguous, seen_by_autograd_alone
-from .transforms import PRODUCTS, Products
+from ._launch_cache import on_current_device
 
 library = torch.library.Library(ops.name, "FRAGMENT")
 # The autograd Function of operators: transforms of torch.func have been dealt with above them.
@@ -27,36 +26,37 @@ SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 def register(
     name: str,
     schemas: Sequence[str],
-    by_device: Sequence[Sequence[Callable[..., Any]]],
-    record: Callable[[tuple[Tensor, ...], tuple[Any, ...]], Any],
+    *,
+    reference: Sequence[Callable[..., Any]],
+    on_gpu: Sequence[Callable[..., Any]],
+    fake: Sequence[Callable[..., Any]],
+    record: Callable[[Sequence[Tensor], Sequence[Any]], Any],
     cast: int,
     differentiable: int,
-    products: Callable[..., Products],
 ) -> None:
     """Register ``NAME``, ``NAME_with_stats`` and ``NAME_backward`` for every device and autograd.
 
     Args:
         name: of the operator, whose first result alone has derivatives.
         schemas: of the three, without their names.
-        by_device: functions that compute the three by operations that PyTorch can differentiate,
-            launch them on the current GPU, and allocate their results.
+        reference: functions that compute the three by operations that PyTorch can differentiate.
+        on_gpu: functions that launch the three on the current GPU.
+        fake: functions that allocate the results of the three.
         record: puts results on the graph; called with the results and the operator's arguments.
         cast: how many leading arguments a region of autocast casts.
         differentiable: how many may have a gradient.
-        products: gives the FLOPs of the arguments.
     """
     names = name, f"{name}_with_stats", f"{name}_backward"
-    for one, schema, cpu, cuda, fake in zip(names, schemas, *by_device, strict=True):
-        library.define(one + schema)
-        library.impl(one, on_cpu(cpu), "CPU")
-        library.impl(one, on_device(cuda), "CUDA")
-        torch.library.register_fake(add_op_namespace_prefix(one), fake, lib=library)
-    *forwards, backward = by_device[0]
-    for one, decomposition in zip(names, forwards):
-        _register_autograd(one, record, decomposition, cast)
+    for op, schema, cpu, cuda, meta in zip(names, schemas, reference, on_gpu, fake, strict=True):
+        library.define(op + schema)
+        library.impl(op, on_cpu(cpu), "CPU")
+        library.impl(op, on_device(cuda), "CUDA")
+        torch.library.register_fake(add_op_namespace_prefix(op), meta, lib=library)
+    *forwards, backward = reference
+    for op, decomposition in zip(names, forwards):
+        _register_autograd(op, record, decomposition, cast)
     # The gradient of the output comes first.
-    _register_double_backward(names[2], backward, 1 + differentiable)
-    PRODUCTS[name] = products
+    _register_double_backward(f"{name}_backward", backward, 1 + differentiable)
 
 
 def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,14 +157,6 @@ def apply(function: Any, *args: Any) -> Any:
         return function.apply(*args)
     with enable_single_level_autograd_function():
         return function.apply(*args)
-
-
-def run_backward(op: Any, launch: Callable[..., Any], grad: Tensor, *args: Any) -> Any:
-    """Run the backward of an operator: on a GPU mostly by ``launch``, without the dispatcher."""
-    grad = rows_contiguous(grad)
-    if torch.is_grad_enabled() or not seen_by_autograd_alone((grad, *args)) or grad.is_neg():
-        return op(grad, *args)
-    return on_device(launch)(grad, *args)
 
 
 def wants_gradient(args: Sequence[Any]) -> bool:

@@ -18,7 +18,6 @@ from leaner_kernels.adapters import sdpa
 from leaner_kernels.adapters.sdpa_operators import OPERATORS
 from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import aten as ours
-from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention import sdpa as library
 from leaner_kernels.ops.attention.call import Call, Sequences
 from tests.replaced_operators import aten, replaced
@@ -289,7 +288,7 @@ def test_other_threads_keep_our_kernels_while_one_calls_those_below() -> None:
         thread.join()
 
     run = aten._scaled_dot_product_flash_attention
-    with replaced(), mock.patch.object(ours, "attend", return_value=None) as attend:
+    with replaced(), mock.patch.object(ours, "forward", return_value=None) as attend:
         library._below_ours(run, *SHORT)
         assert not attend.call_count
         library._below_ours(other_thread)
@@ -307,7 +306,7 @@ def test_a_backward_with_dropout_of_pytorchs_forward_is_pytorchs() -> None:
 
 def test_the_lowest_mask_stays_finite_in_what_a_backward_reads() -> None:
     lse = torch.tensor([1.5, torch.finfo(torch.float32).min, -torch.inf])
-    first, second = op.rows_of(lse, hidden=True, scaled=True).unbind(-1)
+    first, second = ours.rows_of(lse, hidden=True, scaled=True).unbind(-1)
     assert (second * 1.4427).isfinite().all()  # kernels take it to base 2
     assert torch.equal((first + second)[:2], lse[:2])
     assert first[2] == torch.finfo(torch.float32).max

@@ -33,8 +33,9 @@ from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_c
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import dispatch, launch, op
-from leaner_kernels.ops.attention.call import Call, Gradients, Results
+from leaner_kernels.ops.attention.call import Call, Gradients
 from leaner_kernels.ops.attention.op import new_out, split_qkv
+from leaner_kernels.ops.route import Results
 from tests import shared_lse
 from tests.attention_cases import sharing_lse
 from tests.resource_limits import faults
@@ -257,8 +258,8 @@ def sharing_launches(case: AttentionCase, gpu: int) -> dict[str, Launch]:
     tensors, numbers = call.inputs, call.params
     capability = mock.patch.object(_tiles, "capability", return_value=gpu)
     with capability, sharing_lse(), recorded() as launches:
-        out, lse = shared_lse.attend_with_lse(form, tensors, numbers)
-        shared_lse.differentiate_from_lse(form, out, tensors, out, lse, numbers)
+        out, lse = shared_lse.forward_with_lse(form, tensors, numbers)
+        shared_lse.backward_from_lse(form, out, tensors, numbers, out=out, lse=lse)
     return dict(zip(("forward", "backward"), launches, strict=True))
 
 
@@ -320,7 +321,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     def backward(query: Tensor, key: Tensor, grad: Tensor) -> str:
         out, dq, dk = new_out(query), new_out(query), new_out(key)
         call = Call(query, key, key, None, None, None, 0.0, False, 0.1)
-        return dispatch.choose_backward(call, grad, out, dq, dk, dk).kernel
+        return dispatch.choose_backward(call, grad, out, (dq, dk, dk)).kernel
 
     def rows(batch: int = 2, heads: int = 4, stride: int = 64, **options: Any) -> Tensor:
         options = {"dtype": BF16, "device": "meta"} | options
@@ -334,7 +335,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     assert backward(plain, rows(heads=2), plain) == "online_backward"
     assert backward(plain, plain, rows(dtype=FP32)) == "online_backward"
     assert backward(plain, plain, rows(stride=72)) == "online_backward"
-    many = rows(batch=dispatch.MAX_ENTRIES + 1, heads=1)
+    many = rows(batch=_tiles.MAX_ENTRIES + 1, heads=1)
     assert backward(many, many, many) == "online_backward"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
     assert backward(long, long, long) == "online_backward"

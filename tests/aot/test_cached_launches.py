@@ -23,7 +23,7 @@ from triton import knobs
 
 from bench.attention.operators import OperatorCase
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, filled, varlen_call
-from leaner_kernels.ops import _launch, _tiles
+from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops.attention import aten, op
 from tests import shared_lse
 from tests.aot import pretended_gpu
@@ -115,9 +115,7 @@ class Kept(TorchDispatchMode):
 def caches(kind: type[dict[Any, Any]]) -> Iterator[None]:
     """Have other caches, empty ones of ``kind``, and at the end those of before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_launch, "_entries", kind())
-        patch.setattr(op, "_plans", kind())
-        patch.setattr(op, "_backwards", kind())
+        patch.setattr(route, "plans", kind())
         yield
 
 
@@ -176,9 +174,10 @@ class Request(NamedTuple):
         if self.lse_alone:
             grad = self.grad
             with sharing_lse():
-                first, lse = shared_lse.attend_with_lse(op.Dense, call.inputs, call.params)
-                saved = call.inputs, first, lse
-                grads = shared_lse.differentiate_from_lse(op.Dense, grad, *saved, call.params)
+                first, lse = shared_lse.forward_with_lse(op.Dense, call.inputs, call.params)
+                grads = shared_lse.backward_from_lse(
+                    op.Dense, grad, call.inputs, call.params, out=first, lse=lse
+                )
             return [*call.inputs, first, lse, grad, *grads]
         first, kept = call.attend(*call.inputs, *call.params)
         results = call.with_stats(*call.inputs, self.sample, *call.params) if self.stats else ()
@@ -335,7 +334,7 @@ def test_packed_heads_at_another_distance_from_alignment_share_no_entry(
     def run(offset: int) -> list[Tensor]:
         rows = torch.zeros(33 * 16, dtype=torch.bfloat16)[offset : offset + 32 * 16].view(1, 32, 16)
         qkv = rows[..., :12].unflatten(-1, (3, 1, 4))
-        forward, _, backward = op.on_gpu(op.Packed)
+        forward, _, backward = route.launchers(op.Packed)
         rest = None, None, 0.0, False, None, -1, -1
         out, kept = forward(qkv, *rest)
         return [qkv, out, kept, backward(out, qkv, None, None, out, kept, *rest[2:])]
@@ -399,17 +398,18 @@ def pytorchs_operator(rng: random.Random) -> list[Any]:
     mask_grad = False
     if form is aten.FusedVarlen:
         starts = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
-        rest, numbers = (starts, starts), (rows, rows, dropout_p, causal, None, -1, -1)
+        rest = starts, starts
+        numbers = aten.VarlenNumbers(rows, rows, dropout_p, causal, None)
     else:
         masked = not causal and rng.random() < 0.5
         mask_grad = masked and form is aten.Efficient and rng.random() < 0.5
         mask = torch.zeros(2, 4, rows, rows, dtype=BF16) if masked else None
-        rest, numbers = (mask, None), (dropout_p, causal, None, 0.0, -1, -1)
+        rest, numbers = (mask, None), aten.Numbers(dropout_p, causal, None)
     tensors, grad = (*map(new, "qkv"), *rest), new("g")
-    results = aten.attend(form, tensors, numbers, True)
+    results = aten.forward(form, tensors, numbers, True)
     assert results is not None
-    saved = results.seed, results.out, results.lse
-    gradients = aten.differentiate(form, grad, tensors, *saved, numbers, mask_grad)
+    saved = results._asdict()
+    gradients = aten.backward(form, grad, tensors, numbers, **saved, mask_grad=mask_grad)
     assert gradients is not None
     return [*tensors, grad, *results, *gradients]
 

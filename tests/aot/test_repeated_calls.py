@@ -22,10 +22,10 @@ from leaner_kernels import (
     attention_varlen,
     attention_with_stats,
 )
-from leaner_kernels.ops import _launch_cache, _tiles
+from leaner_kernels.ops import _launch_cache, _tiles, route
 from leaner_kernels.ops import attention as ops_attention
 from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops.attention import dispatch, op
+from leaner_kernels.ops.attention import dispatch
 from tests.aot import pretended_gpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -48,14 +48,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
     found: list[Launched] = []
     run = _launch_cache.CachedLaunch.run
 
-    def logged(entry: _launch_cache.CachedLaunch, addresses: Any) -> Tensor | None:
+    def logged(entry: _launch_cache.CachedLaunch, addresses: Any, results: Any) -> None:
         found.append(Launched(entry, list(addresses)))
-        return run(entry, addresses)
+        run(entry, addresses, results)
 
     monkeypatch.setattr(_launch_cache.CachedLaunch, "run", logged)
-    op._plans.clear()
-    op._dispatched.clear()
-    op._backwards.clear()
+    route.plans.clear()
     with pretended_gpu.gpu():
         yield found
 
@@ -64,7 +62,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launched]]:
 def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Name the operators of the calls that repeated a launch."""
     names: list[str] = []
-    repeat = op.repeat
+    repeat = route.repeat
 
     def noting(form: Any, *args: Any) -> Any:
         results = repeat(form, *args)
@@ -72,7 +70,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(form.name)
         return results
 
-    monkeypatch.setattr(op, "repeat", noting)
+    monkeypatch.setattr(route, "repeat", noting)
+    monkeypatch.setattr(ops_attention, "repeat", noting)
     return names
 
 
@@ -146,7 +145,7 @@ def test_a_repeated_call_gives_the_kernels_what_the_first_one_gave(
 
     monkeypatch.setattr(Launch, "first", noting)
     seed = torch.zeros(1, dtype=torch.int64)
-    monkeypatch.setattr(op, "draw_seed", lambda p, _: seed if p else None)
+    monkeypatch.setattr(route, "draw_seed", lambda p, _: seed if p else None)
     turns = []
     for _ in range(2):
         args = new(tokens)
@@ -161,10 +160,10 @@ def test_a_repeated_call_gives_the_kernels_what_the_first_one_gave(
     for launch, repeated in zip(started, launches, strict=True):
         entry, arguments = repeated.entry, repeated.entry._arguments.copy()
         before = len(arguments) - len(launch.kernel.arg_names)
-        for at, index in entry._places:
-            arguments[at] = place(repeated.addresses[index], tensors_again)
-        for at, index, strides in entry._views:
-            arguments[at] = place(repeated.addresses[index], tensors_again), *strides
+        for at, index, offset in entry._pointers:
+            arguments[at] = place(repeated.addresses[index] + offset, tensors_again)
+        for at, index, offset, strides in entry._views:
+            arguments[at] = place(repeated.addresses[index] + offset, tensors_again), *strides
         expected = [placed(launch.arguments[n], tensors) for n in launch.kernel.arg_names]
         assert arguments[before:] == expected
 
@@ -174,7 +173,9 @@ def test_rules_are_asked_apart_for_calls_with_and_without_a_backward(
 ) -> None:
     torch.use_deterministic_algorithms(False)  # which every other test has on, and which keeps ours
     asked: list[bool] = []
-    monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: asked.append(call[3]))
+    monkeypatch.setattr(
+        dispatch, "find_rule_of_library", lambda *_, **call: asked.append(call["backward"])
+    )
     q = leaf(2, 3, 64, 32)
     with _tiles.assume(90):
         for recorded in (False, False, True, True):
@@ -192,11 +193,13 @@ def test_a_repeated_call_of_pytorch_is_neither_checked_nor_dispatched_again(
     asked, checked = [], []
     rule = dispatch.Rule(1, None, "a test")
     monkeypatch.setattr(
-        dispatch, "find_rule_of_library", lambda *call: asked.append(call[3]) or rule
+        dispatch, "find_rule_of_library", lambda *_, **call: asked.append(call["backward"]) or rule
     )
     for check in ("checked_dense", "checked_packed"):
         function = getattr(ops_attention, check)
-        monkeypatch.setattr(ops_attention, check, lambda *a, f=function: checked.append(f) or f(*a))
+        monkeypatch.setattr(
+            ops_attention, check, lambda *a, f=function, **k: checked.append(f) or f(*a, **k)
+        )
     qkv = torch.randn(2, 64, 3, 4, 32, dtype=torch.bfloat16)
     q, k, v = (t.transpose(1, 2) for t in qkv.unbind(2))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -265,13 +268,13 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
     inputs, given = three(), []
     from leaner_kernels.ops.attention import launch
 
-    backward = launch.backward
+    backward = launch.prepare_backward
 
     def logged(grad: Tensor, call: Any, *results: Any) -> Any:
         given.append(call.softcap)
         return backward(grad, call, *results)
 
-    monkeypatch.setattr(launch, "backward", logged)
+    monkeypatch.setattr(launch, "prepare_backward", logged)
     for _ in range(2):
         out = attention(*inputs, softcap=1)
         torch.autograd.grad(out, inputs, torch.empty_like(out))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_model.execute import Execution
-from leaner_kernels.ops import _tiles
+from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops.attention import op
 from tests import attention_cases, operator_cases, varlen_cases
 from tests.attention_cases import AttentionTestCase, poisoned
@@ -82,7 +82,7 @@ def on_cpu(make_inputs: Callable[..., Any]) -> Callable[..., Any]:
 def run_sharing_lse(inputs: attention_cases.Inputs) -> dict[str, Any]:
     """Run as a GPU that has a head for every program does: kernels in Gluon, forward too."""
     with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", 1):
-        plain, _ = op.attend_cuda(op.Dense, False, *inputs.arguments)
+        plain, _ = route.forward_on_gpu(op.Dense, False, *inputs.arguments)
         found = attention_cases.run_sharing_lse(inputs)
     assert torch.equal(found["out"], plain)
     return found

@@ -17,6 +17,7 @@ from bench.gpu_model.execute import Execution, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention.call import Call
 from tests import varlen_cases
 from tests.attention_cases import AttentionTestCase, Inputs, run_operators
 from tests.compiled.cases import BF16, HALF, OPERATORS, check_findings, make_aligned, make_beside
@@ -142,9 +143,9 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
-    wanted = dispatch.features(None, None, query)
+    call = Call(query, query, query, None, None, None, 0.0, False, None)
     for kernels, runs in WAYS[GPUS[gpu]]:
-        takers = [k for k in kernels if dispatch.gluon_tile(k, query, query, wanted)]
+        takers = [k for k in kernels if dispatch.tile_of(k, call, call.features(), ())]
         for kernel, run in product(kernels, runs):
             assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
 

@@ -19,8 +19,8 @@ def test_captured_heads_keep_the_condition_number(spread: float, dtype: torch.dt
     q = (spread * q).to(dtype)
     sample = torch.tensor([2, 0], dtype=torch.int32, device="cuda")
     stats = attention_with_stats(q, k, v, sample=sample)
-    p, _, _ = reference.probabilities(q.cpu().double(), k.cpu().double(), None, None, False, 0.125)
-    exact = reference.attend(p, v.cpu().double(), None, 0.0).transpose(1, 2).flatten(2)[[2, 0]]
+    p, _, _ = reference.probabilities(q.cpu().double(), k.cpu().double(), None, None, scale=0.125)
+    exact = reference.forward(p, v.cpu().double(), None, 0.0).transpose(1, 2).flatten(2)[[2, 0]]
     truth = condition_number(exact).kappa
     assert truth.max() < 1e6
     captured = condition_number(stats.heads).kappa.cpu()

@@ -114,9 +114,9 @@ def test_dropout_does_not_repeat(tokens: int) -> None:
         query, key, value, None, None, seed, p, False, dim**-0.5, 0.0, -1, -1
     )
     q, k, v = (t[-1:].double() for t in (query, key, value))
-    scores, _, _ = reference.probabilities(q, k, None, None, False, dim**-0.5)
+    scores, _, _ = reference.probabilities(q, k, None, None, scale=dim**-0.5)
     first, last = (
-        reference.attend(scores, v, keep_mask(seed, 1, heads, tokens, tokens, p, first=entry), p)
+        reference.forward(scores, v, keep_mask(seed, 1, heads, tokens, tokens, p, first=entry), p)
         for entry in (0, batch - 1)
     )
     torch.testing.assert_close(out[-1:].double(), last, atol=0.02, rtol=0)

@@ -63,7 +63,7 @@ CASES = {
 def ours(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Say of each forward whether our kernels computed it."""
     calls: list[bool] = []
-    attend = aten.attend
+    attend = aten.forward
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         done = attend(*args, **kwargs)

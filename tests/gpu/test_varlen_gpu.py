@@ -55,7 +55,7 @@ def test_pytorchs_computes_the_same_and_leaves_zeros_outside(
     starts = torch.tensor([3, 400, 400, 877], dtype=torch.int32, device="cuda")
 
     def run(rule: dispatch.Rule | None, given: Tensor) -> list[Tensor]:
-        monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *call: rule)
+        monkeypatch.setattr(dispatch, "find_rule_of_library", lambda *_, **call: rule)
         leaf = given.detach().requires_grad_()
         tensors, place = leaf.unbind(1), starts.to(given.device)
         out = attention_varlen(*tensors, place, 477, is_causal=is_causal)
@@ -71,7 +71,7 @@ def test_pytorchs_computes_the_same_and_leaves_zeros_outside(
 def test_pytorchs_never_follows_wild_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(
-        dispatch, "find_rule_of_library", lambda *call: dispatch.Rule(1, None, "a test")
+        dispatch, "find_rule_of_library", lambda *_, **call: dispatch.Rule(1, None, "a test")
     )
     q = randn(20, 4, 16, dtype=torch.bfloat16)
     wild, clamped = (

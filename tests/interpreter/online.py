@@ -8,8 +8,9 @@ from torch import Tensor
 from leaner_kernels.ops._epilogue import join
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import dispatch
-from leaner_kernels.ops.attention.call import Call, Gradients, Results
+from leaner_kernels.ops.attention.call import Call, Gradients
 from leaner_kernels.ops.attention.kernels import online as kernels
+from leaner_kernels.ops.route import Results
 
 
 def new_max_log_sum(query: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def test_captured_heads_keep_a_condition_number_of_millions(
     p, _, _ = reference.probabilities(
         call.query.double(), call.key.double(), None, None, False, 0.25
     )
-    exact = reference.attend(p, call.value.double(), None, 0.0).transpose(1, 2).flatten(2)
+    exact = reference.forward(p, call.value.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()
     assert 2e6 < truth < 1e7
     assert condition_number(heads).kappa.item() == pytest.approx(truth, rel=0.1)

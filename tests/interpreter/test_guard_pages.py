@@ -35,6 +35,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.kernels import online
 from tests.interpreter import test_attention_kernels, test_short_kernels
@@ -62,12 +63,12 @@ def whole_heads(**sizes: Any) -> Results:
 def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
     with mock.patch.object(online, "SPARE_PROGRAMS", 3):
-        out, *rest, max_log_sum = op.attend_cuda(
+        out, *rest, max_log_sum = route.forward_on_gpu(
             op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
         )
         # Without statistics a program past the end of its sequence leaves, and others fill.
-        plain = op.attend_cuda(op.Varlen, False, *inputs.operands, *inputs.params)
-        grads = op.differentiate_cuda(
+        plain = route.forward_on_gpu(op.Varlen, False, *inputs.operands, *inputs.params)
+        grads = route.backward_on_gpu(
             op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
         )
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}

@@ -19,14 +19,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.attention.call import Call, Gradients, Results
+from leaner_kernels.ops.attention.call import Call, Gradients
 from leaner_kernels.ops.attention.checks import MAX_MASK_STRIDE
 from leaner_kernels.ops.attention.kernels import online as online_kernels
 from leaner_kernels.ops.attention.kernels import short
-from leaner_kernels.ops.operator import OPERATORS, computed_by
+from leaner_kernels.ops.route import OPERATORS, Results, launchers
 from tests.interpreter import online
 from tests.placement import sparse, without_wrapping
 
@@ -195,8 +196,8 @@ def test_a_huge_packed_batch_attends_and_has_gradients() -> None:
     def run(query, key, value, grad, starts, out=None, max_log_sum=None):
         operands = query, key, value, starts, starts, None
         if out is None:
-            return op.attend_cuda(op.Varlen, False, *operands, *params)
-        return op.differentiate_cuda(op.Varlen, grad, *operands, out, max_log_sum, *params)
+            return route.forward_on_gpu(op.Varlen, False, *operands, *params)
+        return route.backward_on_gpu(op.Varlen, grad, *operands, out, max_log_sum, *params)
 
     def programs(grid: int) -> list[int]:
         owners = grid - SPARE
@@ -260,7 +261,7 @@ def test_rows_of_a_tile_and_of_a_mask_may_lie_far_apart(kernels: str) -> None:
 
 def run_operator(name: str, *numbers: Any) -> Callable[..., tuple[Tensor, ...]]:
     """Return what launches forward and backward on tensors and the gradient of the output."""
-    attend, _, differentiate = computed_by(OPERATORS[name], on_gpu=True)
+    attend, _, differentiate = launchers(OPERATORS[name])
 
     def run(*inputs: Any) -> tuple[Tensor, ...]:
         *tensors, grad = inputs

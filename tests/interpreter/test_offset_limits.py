@@ -10,12 +10,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call, view_of
 from leaner_kernels.ops.covariance import kernels as covariance
-from leaner_kernels.ops.operator import Results
+from leaner_kernels.ops.route import Results
 from tests.interpreter import online
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -40,7 +41,7 @@ def test_a_packed_output_of_too_many_heads_is_refused() -> None:
     tensors = [nothing(64, 2**19, 128) for _ in range(3)]
     starts = torch.tensor([0, 64], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"rows of out must be at most \d+ elements apart"):
-        op.attend_cuda(
+        route.forward_on_gpu(
             op.Varlen, False, *tensors, starts, starts, None, 64, 64, 0.0, False, 0.1, -1, -1
         )
 

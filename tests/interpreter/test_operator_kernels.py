@@ -31,7 +31,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels import condition_number, cross_covariance_attention
 from leaner_kernels.ops._launch_cache import Launch
+from leaner_kernels.ops.outlook import OutlookCall
 from leaner_kernels.ops.outlook import kernels as outlook
+from leaner_kernels.ops.route import Results
 from tests.interpreter.rounding import contracted, in_float32_first, in_half_arithmetic
 
 FAMILIES = "covariance", "window"
@@ -220,7 +222,8 @@ def test_output_without_statistics_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     for stats in (torch.empty(len(STATISTICS), 1, 1), None):
         out = value.new_empty(value.shape)
         lse = torch.empty(1, 1, *logits.shape[1:3], logits.shape[-1])
-        outlook.attend(inputs.tensors, inputs.numbers, out, lse, stats)
+        call = OutlookCall(*inputs.tensors, *inputs.numbers)
+        outlook.prepare_forward(call, Results(out, lse=lse, stats=stats)).start()
         found.append((out, lse))
     expected, actual = found
     (with_stats,), (plain,) = grids

@@ -10,7 +10,6 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
-from leaner_kernels.ops.attention import op
 from tests import varlen_cases
 from tests.attention_cases import (
     CASES,
@@ -87,7 +86,7 @@ def in_packed_memory(inputs: Inputs) -> Inputs:
 def test_results_stay_within_the_error_budget_and_have_the_promised_layouts(
     name: str, case_name: str, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(op, "KERNELS_SHARE_LSE", share)
+    monkeypatch.setattr("leaner_kernels.ops.attention.aten.KERNELS_SHARE_LSE", share)
     (case,) = (case for case in CASES if case.name == case_name)
     inputs = make_inputs(case, torch.float16)
     if case.heads == case.kv_heads and case.rows == case.cols:

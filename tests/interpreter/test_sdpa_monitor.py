@@ -121,7 +121,7 @@ def test_a_model_of_timm_compiled_in_parts() -> None:
 
 def test_eager_models_are_measured_once_by_the_function_mode() -> None:
     model = plain()
-    with behind_sdpa(), mock.patch.object(aten.op, "attend_cuda") as captures:
+    with behind_sdpa(), mock.patch.object(aten.route, "forward_on_gpu") as captures:
         monitor = KappaMonitor(model, every=1)
         for number in range(3):
             rows = step(monitor, number, model)

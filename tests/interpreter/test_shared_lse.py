@@ -5,6 +5,7 @@ Both ways: kernels store and load it, or launches convert it from and to what ke
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops.attention import op
 from tests import shared_lse, varlen_cases
 from tests.attention_cases import (
@@ -59,7 +61,7 @@ def parts(inputs: Inputs) -> tuple[tuple, tuple]:
 
 def gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
     tensors, numbers = parts(inputs)
-    found = shared_lse.differentiate_from_lse(op.Dense, inputs.grad, tensors, out, lse, numbers)
+    found = shared_lse.backward_from_lse(op.Dense, inputs.grad, tensors, numbers, out=out, lse=lse)
     return dict(zip(BACKWARD, found, strict=True))
 
 
@@ -70,7 +72,7 @@ def gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
 def test_the_log_sum_exp_is_all_that_a_backward_needs(name: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(case_named(name), dtype)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
-    plain, _ = op.attend_cuda(op.Dense, False, *inputs.arguments)
+    plain, _ = route.forward_on_gpu(op.Dense, False, *inputs.arguments)
     for by_kernels in (True, False):
         with sharing_lse(by_kernels):
             found = share_lse(op.Dense, inputs.grad, *parts(inputs))
@@ -140,7 +142,7 @@ def test_sequences_side_by_side_share_it_too(name: str) -> None:
     ids=["no keys", "no entries", "no tokens"],
 )
 def test_an_empty_batch_has_no_visible_key(
-    form: op.Form, shapes: list, ends: tuple, by_kernels: bool
+    form: Any, shapes: list, ends: tuple, by_kernels: bool
 ) -> None:
     query, key = (torch.randn(shape) for shape in shapes)
     tensors, numbers = (query, key, key, None, None, None), (0.0, False, None, 0.0, -1, -1)
@@ -169,7 +171,7 @@ def test_another_statistic_is_past_the_budget(
     inputs = make_inputs(case_named("GPT-2 on stories"), torch.float32)
     exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, torch.float32)
     with sharing_lse(by_kernels):
-        out, lse = shared_lse.attend_with_lse(op.Dense, *parts(inputs))
+        out, lse = shared_lse.forward_with_lse(op.Dense, *parts(inputs))
         found = {"lse": wrong(lse)} | gradients(inputs, out, wrong(lse))
     for name, result in found.items():
         with pytest.raises(AssertionError, match="budget"):

@@ -30,8 +30,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
-from leaner_kernels.ops.attention.call import Gradients, Results
+from leaner_kernels.ops.attention.call import Gradients
 from leaner_kernels.ops.attention.kernels import short
+from leaner_kernels.ops.route import Results
 from tests.interpreter import online
 
 STATISTICS = "lse", *attention_cases.STATISTICS

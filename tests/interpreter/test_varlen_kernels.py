@@ -23,15 +23,16 @@ from tests.varlen_cases import (
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
 
+from leaner_kernels.ops import route
 from leaner_kernels.ops.attention import op
 
 
 def run_kernels(inputs: Inputs) -> dict[str, Tensor]:
     """Run what the CUDA operators run: forward with statistics, capture and backward."""
-    out, lse, stats, heads, max_log_sum = op.attend_cuda(
+    out, lse, stats, heads, max_log_sum = route.forward_on_gpu(
         op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
     )
-    grads = op.differentiate_cuda(
+    grads = route.backward_on_gpu(
         op.Varlen, inputs.grad, *inputs.operands, out, max_log_sum, *inputs.params
     )
     names = "out", "lse", *STATISTICS, "heads", "dq", "dk", "dv"
@@ -93,11 +94,11 @@ def test_wild_starts_and_samples_are_clamped_and_skipped(
         tensor = torch.tensor(starts, dtype=torch.int32)
         sample = torch.tensor([3, -7, 1 << 20], dtype=torch.int32)
         packed = inputs._replace(cu_seqlens=tensor, cu_seqlens_k=tensor, sample=sample)
-        out, *stats, heads, max_log_sum = op.attend_cuda(
+        out, *stats, heads, max_log_sum = route.forward_on_gpu(
             op.Varlen, True, *packed.operands, sample, *packed.params
         )
         assert heads.isnan().all()
-        grads = op.differentiate_cuda(
+        grads = route.backward_on_gpu(
             op.Varlen, packed.grad, *packed.operands, out, max_log_sum, *packed.params
         )
         found.append((out, *stats, *grads))
@@ -111,7 +112,7 @@ def test_a_maximum_that_is_too_short_computes_the_first_rows() -> None:
     cut = torch.cat([torch.arange(33), torch.arange(40, 60)])
     expected = make_inputs(VarlenTestCase("", (33, 20), 2, 16), torch.float32)
     expected = expected._replace(**{n: getattr(inputs, n)[cut] for n in ("query", "key", "value")})
-    out, _ = op.attend_cuda(op.Varlen, False, *short.operands, *short.params)
-    wanted, _ = op.attend_cuda(op.Varlen, False, *expected.operands, *expected.params)
+    out, _ = route.forward_on_gpu(op.Varlen, False, *short.operands, *short.params)
+    wanted, _ = route.forward_on_gpu(op.Varlen, False, *expected.operands, *expected.params)
     assert torch.equal(out[cut], wanted)
     assert out[33:40].isnan().all()

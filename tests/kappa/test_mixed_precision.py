@@ -46,7 +46,7 @@ def read(heads: int, qkv: Tensor) -> dict[str, float]:
     sample = torch.zeros(1, dtype=torch.int32, device=q.device)
     stats = attention_with_stats(q, k, v, sample=sample)
     q, k, v = (t.cpu() for t in (q, k, v))
-    p, _, _ = reference.probabilities(q.double(), k.double(), None, None, False, 64**-0.5)
+    p, _, _ = reference.probabilities(q.double(), k.double(), None, None, scale=64**-0.5)
     high = p.bfloat16().float()
     middle = (p.float() - high).bfloat16().float()
     low = (p.float() - high - middle).bfloat16().float()

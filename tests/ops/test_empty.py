@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels import attention, attention_varlen, attention_with_stats
+from leaner_kernels.ops import route
 from leaner_kernels.ops.attention import (
     attention_qkvpacked,
     attention_qkvpacked_with_stats,
@@ -121,18 +122,18 @@ def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:
     params = 0.0, False, None, -1, -1
     capped = 0.0, False, None, 0.0, -1, -1
     for q, k in ((empty, empty), (some, none), (none, some)):
-        out, rows = op.attend_cuda(op.Dense, False, q, k, k, None, None, None, *capped)
+        out, rows = route.forward_on_gpu(op.Dense, False, q, k, k, None, None, None, *capped)
         assert out.shape == q.shape
         arguments = q, k, k, *(None,) * 4, *capped
-        assert len(op.attend_cuda(op.Dense, True, *arguments)) == 5
+        assert len(route.forward_on_gpu(op.Dense, True, *arguments)) == 5
         saved = q, k, k, None, None, None, out, rows
-        dq, dk, dv, _ = op.differentiate_cuda(op.Dense, q, *saved, *capped, False)
+        dq, dk, dv, _ = route.backward_on_gpu(op.Dense, q, *saved, *capped, False)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, k.shape)
     tokens, starts = torch.randn(4, 3, 8), torch.zeros(1, dtype=torch.int32)
     arguments, params = (tokens, tokens, tokens, starts, starts, None), (0, 0, *params)
-    out, rows = op.attend_cuda(op.Varlen, False, *arguments, *params)
+    out, rows = route.forward_on_gpu(op.Varlen, False, *arguments, *params)
     assert not out.any()
-    for t in op.differentiate_cuda(op.Varlen, tokens, *arguments, out, rows, *params):
+    for t in route.backward_on_gpu(op.Varlen, tokens, *arguments, out, rows, *params):
         assert t.shape == tokens.shape
         assert not t.any()
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from leaner_kernels.ops.transforms import PRODUCTS, flop_formulas
+from leaner_kernels.ops.route import OPERATORS, flop_formulas
 from tests.operator_cases import (
     CHANNEL,
     CROSS,
@@ -103,17 +103,19 @@ def test_an_operator_counts_the_products_that_it_is_composed_of(case):
     with sdpa_kernel(SDPBackend.MATH):
         forward, backward = counted(partial(call, inputs), *leaves)
     # Autograd keeps what an operator computes again: all products but the last.
-    backward += forward - PRODUCTS[name](*leaves, *others, *numbers).last
+    operator = OPERATORS[name]
+    arguments = operator.Arguments(*leaves, *others, *numbers)
+    backward += forward - operator.flops(arguments).last
     for suffix, sample in (("", ()), ("_with_stats", (inputs.sample[:1],))):
-        operator = getattr(ours, name + suffix)
-        run = lambda *t: operator(*t, *others, *sample, *numbers)[0]  # noqa: B023, E731
+        function = getattr(ours, name + suffix)
+        run = lambda *t: function(*t, *others, *sample, *numbers)[0]  # noqa: B023, E731
         assert counted(run, *leaves) == (forward, backward)
 
 
 def test_every_attention_operator_has_a_formula():
     names = torch._C._dispatch_get_all_op_names()
     defined = {n.split("::")[1] for n in names if n.startswith("leaner_kernels::")}
-    assert {name for name, _ in flop_formulas()} == {n for n in defined if "attention" in n}
+    assert flop_formulas().keys() == {n for n in defined if "attention" in n}
 
 
 def test_importing_the_library_leaves_the_counter_for_later():

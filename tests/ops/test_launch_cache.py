@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from leaner_kernels.ops import _launch, _launch_cache
-from leaner_kernels.ops._launch_cache import MAX_CACHED, CachedLaunch, Launch, View
+from leaner_kernels.ops import _launch_cache, route
+from leaner_kernels.ops._launch_cache import MAX_CACHED, CachedLaunch, Launch, Scratch, View
 
 
 class Kernel:
@@ -34,76 +34,110 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """What of Triton a launch takes has its tests in tests/aot."""
     starter = lambda kernel, _: (lambda given: kernel.fast.append(tuple(given)), [])  # noqa: E731
     monkeypatch.setattr(_launch_cache, "_starter", starter)
-    monkeypatch.setattr(_launch, "_entries", {})
+    monkeypatch.setattr(route, "plans", {})
 
 
-def call(kernel: Kernel, x: Tensor, y: Tensor | None = None, *numbers: Any) -> None:
-    def prepare() -> Any:
-        views = {} if y is None else {"y_ptr": View(y, *y.stride())}
-        return (5,), {"stride": 7, "BLOCK": 16, "z_ptr": None, **views}
+POINTERS = {"x_ptr": "x", "y_ptr": "y"}
 
-    _launch.launch(kernel, {"x_ptr": x, "y_ptr": y}, numbers, prepare)
+
+def first(
+    kernel: Kernel,
+    x: Tensor,
+    y: Tensor,
+    *,
+    view: bool = False,
+    copy: bool = False,
+    scratch: Scratch | None = None,
+    z: Tensor | None = None,
+) -> CachedLaunch | None:
+    """Launch on x and y; ``z`` is scratch, and y the result that it is reduced to."""
+    given: Any = x.clone() if copy else x
+    arguments = {
+        "x_ptr": View(given, 12, 4, 1) if view else given,
+        "y_ptr": y,
+        "z_ptr": z,
+        "stride": 7,
+        "BLOCK": 16,
+        "num_warps": 4,
+    }
+    launch = Launch(kernel, (5,), arguments, scratch)
+    return launch.first(POINTERS, {"x": x}, {"y": y})
 
 
 def test_a_second_launch_takes_the_new_addresses_and_keeps_the_strides() -> None:
-    kernel = Kernel()
-    call(kernel, torch.empty(4), torch.empty(2, 3, 4))
-    x, y = torch.empty(4), torch.empty(2, 3, 4)
-    call(kernel, x, y)
-    assert len(kernel.slow) == 1
-    assert kernel.fast == [(7, x.data_ptr(), (y.data_ptr(), 12, 4, 1), 16, None)]
-
-
-def test_calls_that_differ_in_anything_else_share_no_launch() -> None:
-    kernel, other = Kernel(), Kernel()
-    x, y = torch.empty(4), torch.empty(2, 3, 4)
-    calls = [
-        *((kernel, x), (kernel, x, y), (kernel, x, y, 0.5), (kernel, x, y, 2.0)),
-        *((kernel, torch.empty(5)), (kernel, x.half()), (kernel, torch.empty(8)[::2])),
-        *((kernel, torch.empty(5)[1:]), (kernel, x, y.mT.contiguous().mT), (other, x)),
-    ]
-    for count in range(2):
-        for arguments in calls:
-            call(*arguments)
-        assert len(kernel.slow) + len(other.slow) == len(calls)
-        assert len(kernel.fast) + len(other.fast) == count * len(calls)
-
-
-def test_the_interpreter_which_compiles_nothing_is_asked_every_time() -> None:
-    kernel = Kernel(compiles=False)
-    for _ in range(3):
-        call(kernel, torch.empty(4))
-    assert len(kernel.slow) == 3
-
-
-def test_shapes_that_never_repeat_do_not_fill_memory() -> None:
-    kernel, x = Kernel(), torch.empty(4)
-    for number in range(MAX_CACHED + 10):
-        call(kernel, x, None, number)
-    assert len(_launch._entries) <= MAX_CACHED
-
-
-def first(kernel: Kernel, x: Any, y: Any, z: Tensor | None = None) -> CachedLaunch:
-    arguments = {"x_ptr": x, "y_ptr": y, "z_ptr": z, "stride": 7, "BLOCK": 16, "num_warps": 4}
-    entry = Launch(kernel, (5,), arguments).first(("x_ptr", "y_ptr"), scratch="z_ptr")
+    kernel, y = Kernel(), torch.empty(4)
+    entry = first(kernel, torch.empty(2, 3, 4), y, view=True)
     assert entry is not None
-    return entry
+    entry.run([16, 32], [y])
+    assert len(kernel.slow) == 1
+    assert kernel.fast == [(7, (16, 12, 4, 1), 32, 16, None)]
+
+
+def test_a_pointer_into_an_operand_keeps_its_distance() -> None:
+    kernel, whole = Kernel(), torch.empty(8)
+    arguments = {"x_ptr": whole[2:], "y_ptr": whole[6:], "z_ptr": None, "stride": 7, "BLOCK": 16}
+    launch = Launch(kernel, (5,), arguments)
+    entry = launch.first({"x_ptr": "x", "y_ptr": "x"}, {"x": whole}, {})
+    assert entry is not None
+    entry.run([160], [])
+    assert kernel.fast == [(7, 160 + 8, 160 + 24, 16, None)]
+
+
+def test_the_interpreter_which_compiles_nothing_leaves_nothing_to_repeat() -> None:
+    kernel = Kernel(compiles=False)
+    assert first(kernel, torch.empty(4), torch.empty(4)) is None
+    assert len(kernel.slow) == 1
+
+
+def test_a_launch_on_a_copy_of_an_operand_is_not_repeated() -> None:
+    """The copy would have to be made again, and keep its address."""
+    assert first(Kernel(), torch.empty(4), torch.empty(4), copy=True) is None
+
+
+def test_signatures_that_never_repeat_do_not_fill_memory() -> None:
+    for number in range(MAX_CACHED + 10):
+        route.remember(number, None)
+    assert len(route.plans) <= MAX_CACHED
 
 
 def test_one_tensor_in_two_places_does_not_tie_them() -> None:
     kernel, same = Kernel(), torch.empty(4)
-    assert first(kernel, same, same).run([16, 32]) is None
+    entry = first(kernel, same, same)
+    assert entry is not None
+    entry.run([16, 32], [same])
     assert kernel.fast == [(7, 16, 32, 16, None)]
 
 
 def test_each_launch_gets_scratch_of_its_own_and_an_entry_keeps_no_tensor_alive() -> None:
-    kernel, x, before = Kernel(), torch.empty(2, 3, 4), torch.empty(2, 3).half()
-    entry = first(kernel, x, View(x, *x.stride()), before)
-    alive = weakref.ref(x), weakref.ref(before)
+    kernel, before = Kernel(), torch.empty(2, 3).half()
+    x, y = torch.empty(2, 3, 4), torch.empty(4)
+    reduced: list[tuple[Tensor, Tensor]] = []
+    scratch = Scratch("z_ptr", "y", lambda *tensors: reduced.append(tensors))
+    entry = first(kernel, x, y, view=True, scratch=scratch, z=before)
+    assert entry is not None
+    (pair,) = reduced
+    assert pair[0] is before
+    assert pair[1] is y
+    reduced.clear()
+    alive = [weakref.ref(t) for t in (x, y, before)]
     kernel.slow.clear()
-    del x, before
-    assert [tensor() for tensor in alive] == [None, None]
-    made = [entry.run([16, 16]) for _ in range(2)]
-    assert all(launch[-1] is scratch for launch, scratch in zip(kernel.fast, made, strict=True))
-    assert {(scratch.shape, scratch.dtype) for scratch in made} == {((2, 3), torch.float16)}
+    del x, y, before, pair
+    assert [tensor() for tensor in alive] == [None, None, None]
+    target = torch.empty(4)
+    for _ in range(2):
+        entry.run([16, 16], [target])
+    made = [scratch for scratch, _ in reduced]
+    assert all(launch[-1] is buffer for launch, buffer in zip(kernel.fast, made, strict=True))
+    assert all(result is target for _, result in reduced)
+    assert {(buffer.shape, buffer.dtype) for buffer in made} == {((2, 3), torch.float16)}
     assert made[0].data_ptr() != made[1].data_ptr()
+
+
+def test_scratch_that_must_be_zero_is_zero_at_every_launch() -> None:
+    kernel, sums = Kernel(), []
+    scratch = Scratch("z_ptr", "y", lambda buffer, _: sums.append(buffer.sum().item()), zero=True)
+    entry = first(kernel, torch.empty(4), torch.empty(4), scratch=scratch, z=torch.zeros(1000))
+    assert entry is not None
+    for _ in range(2):
+        entry.run([16, 32], [torch.empty(4)])
+    assert sums == [0, 0, 0]

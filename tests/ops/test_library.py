@@ -137,7 +137,7 @@ def test_float32_has_rules_of_its_own_also_on_a_gpu_whose_sections_have_none() -
         float32_call(key_heads=2),
         float32_call(scale=-1.0),
         float32_call(softcap=9.0),
-        float32_call(window=(4, 0)),
+        float32_call(window_left=4, window_right=0),
         float32_call(dropout_p=0.1),
         float32_call(attn_mask=torch.zeros(50, 50)),
         float32_call(key_lengths=torch.ones(2)),
@@ -171,7 +171,7 @@ def old_call(**changed: Any) -> Call:
         old_call(attn_mask=torch.ones(50, 50, dtype=torch.float16)),
         old_call(key_lengths=torch.ones(2)),
         old_call(dropout_p=0.1),
-        old_call(window=(4, 0)),
+        old_call(window_left=4, window_right=0),
         old_call(scale=-1.0),
         float32_call(),
     ],
@@ -268,7 +268,7 @@ def test_the_mean_length_of_a_varlen_batch_counts(tokens: int, expected: bool) -
     "changed",
     [
         {"dropout_p": 0.1},
-        {"window": (4, 0)},
+        {"window_left": 4, "window_right": 0},
         {"key": torch.empty(399, 1, 64, dtype=torch.bfloat16)},
         {"key_starts": torch.zeros(5)},
         {"query": torch.empty(400, 1, 64, dtype=torch.bfloat16).as_subclass(Other)},
@@ -289,8 +289,9 @@ def test_long_calls_reach_pytorch_on_every_gpu(
     text = (dispatch.resources.files("leaner_kernels.ops.attention") / "library.toml").read_text()
     monkeypatch.setattr(dispatch, "RULES", dispatch.read_rules(text))
     for causal in (False, True):
-        assert find_rule_of_library(gpu, False, causal, True, dim, 4096) is not None
-        rule = find_rule_of_library(gpu, False, causal, True, dim, 16, 8, float32=True)
+        call = {"varlen": False, "causal": causal, "backward": True, "head_dim": dim}
+        assert find_rule_of_library(gpu, **call, tokens=4096) is not None
+        rule = find_rule_of_library(gpu, **call, tokens=16, programs=8, float32=True)
         assert rule is not None
         assert rule.source.startswith("predicted")
 

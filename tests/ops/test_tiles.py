@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops import _gluon, _tiles, gpus
 from leaner_kernels.ops._tiles import Rule, Tile, Tiles, rule
 from leaner_kernels.ops.attention import dispatch
 from leaner_kernels.ops.attention.call import Call
@@ -20,7 +20,7 @@ in_gluon = pytest.mark.skipif(not _gluon.AVAILABLE, reason="this Triton has no G
 every_table = pytest.mark.parametrize("name", TABLES)
 
 
-@pytest.fixture(params=_tiles.ARCHITECTURES)
+@pytest.fixture(params=gpus.TUNED_GPUS)
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(_tiles, "capability", lambda _: request.param)
     return request.param
@@ -47,7 +47,7 @@ def kinds_of_call(tiles: Tiles) -> Iterator[tuple[Any, ...]]:
     limits = {limit for row in tiles.rules for limit in (row.tokens, row.tokens + 1)}
     names = sorted(frozenset[str]().union(*(row.takes for row in tiles.rules)))
     wanted = [frozenset(some) for n in range(len(names) + 1) for some in combinations(names, n)]
-    yield from product((None, *_tiles.ARCHITECTURES), (2, 4), (16, 32, 64, 128), limits, wanted)
+    yield from product((None, *gpus.TUNED_GPUS), (2, 4), (16, 32, 64, 128), limits, wanted)
 
 
 def given(name: str, row: Rule) -> tuple[Tile, int | None]:
@@ -102,7 +102,7 @@ def chosen(gpu: int, query: torch.Tensor, key: torch.Tensor | None = None, **res
     call = Call(query, key, key, None, None, None, 0.0, False, 0.1)._replace(**rest)
     like = torch.empty_like(query)
     with _tiles.assume(gpu):
-        return dispatch.choose_backward(call, like, like, like, key, key).kernel
+        return dispatch.choose_backward(call, like, like, (like, key, key)).kernel
 
 
 @in_gluon
@@ -142,4 +142,4 @@ def test_warps_own_short_heads_where_rows_are_as_many_as_keys() -> None:
     [(75, None), (80, 80), (86, 86), (89, 86), (90, 90), (100, 80), (103, 80), (120, 86)],
 )
 def test_a_gpu_gets_the_rules_whose_limits_it_keeps(capability: int, expected: int | None) -> None:
-    assert _tiles.architecture(capability) == expected
+    assert gpus.gpu_of(capability).tiles == expected

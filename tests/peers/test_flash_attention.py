@@ -17,8 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from leaner_kernels import attention
 from leaner_kernels.adapters import flash_attn
-from leaner_kernels.ops.attention.op import draw_seed
 from leaner_kernels.ops.attention.reference import keep_mask
+from leaner_kernels.ops.route import draw_seed
 from tests.error_budget import assert_within_budget
 from tests.peers.flash_grid import (
     CASES,

@@ -4,9 +4,9 @@ Limits of the kernels: the head dimension is 1 to 128, because one tile of K and
 chip; the last axis is contiguous, because loads are vectors along it. PyTorch's function computes
 wider heads.
 
-A call passes through ``checks``, ``dispatch``, ``op``, ``launch`` and ``kernels``, in this order.
-On a GPU, a call with the signature of an earlier one goes directly to ``op``, which launches the
-same kernel again.
+A call passes through ``checks``, ``op``, ``dispatch``, ``launch`` and ``kernels``, in this order.
+On a GPU, a call with the signature of an earlier one goes directly to ``ops.route``, which launches
+the same kernel again.
 """
 
 from collections.abc import Sequence
@@ -15,10 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _hooks
-from .._checks import ANY_HEAD_DIM, MAX_HEAD_DIM, autocast, check_device
-from .._launch_cache import signature_of
-from ..statistics import AttentionStats, attention_stats
+from .. import _hooks, _tiles
+from .._checks import (
+    ANY_HEAD_DIM,
+    MAX_HEAD_DIM,
+    ArgumentError,
+    autocast,
+    check_device,
+    check_tensor,
+)
+from .._launch_cache import Signature, signature_of
+from ..route import compute, repeat, stats_of
+from ..statistics import AttentionStats
 from . import op
 from .checks import (
     NO_WINDOW,
@@ -28,7 +36,7 @@ from .checks import (
     four_axes,
     plain_mask,
 )
-from .explain import Explanation, Route, explain
+from .explain import Explanation, Route, check_capability, explain_call
 
 __all__ = [
     "AttentionStats",
@@ -128,9 +136,18 @@ def attention(
     Gimelshein 2018 (arXiv:1805.02867).
     """
     return _dense(
-        False, None, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-        key_lengths, softcap, window_size,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        key_lengths=key_lengths,
+        softcap=softcap,
+        window_size=window_size,
+    )
 
 
 def attention_qkvpacked(
@@ -161,7 +178,14 @@ def attention_qkvpacked(
 
     Numerics, source and dispatch to libraries: as ``attention``.
     """
-    return _packed(False, None, qkv, key_lengths, dropout_p, is_causal, scale, window_size)
+    return _packed(
+        qkv,
+        key_lengths=key_lengths,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+    )
 
 
 def attention_qkvpacked_with_stats(
@@ -182,7 +206,16 @@ def attention_qkvpacked_with_stats(
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
     """
-    return _packed(True, sample, qkv, key_lengths, dropout_p, is_causal, scale, window_size)
+    return _packed(
+        qkv,
+        key_lengths=key_lengths,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        with_stats=True,
+        sample=sample,
+    )
 
 
 def attention_with_stats(
@@ -221,9 +254,20 @@ def attention_with_stats(
     condition number of a half-precision model (docs/kappa.md).
     """
     return _dense(
-        True, sample, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-        key_lengths, softcap, window_size,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        key_lengths=key_lengths,
+        softcap=softcap,
+        window_size=window_size,
+        with_stats=True,
+        sample=sample,
+    )
 
 
 # --- Varlen batches -------------------------------------------------------------------------------
@@ -287,9 +331,19 @@ def attention_varlen(
     Numerics and source: as ``attention``.
     """
     return _varlen(
-        False, None, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
-        dropout_p, is_causal, scale, enable_gqa, window_size,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window_size=window_size,
+    )
 
 
 def attention_varlen_with_stats(
@@ -322,106 +376,314 @@ def attention_varlen_with_stats(
     Numerics: as ``attention_with_stats``.
     """
     return _varlen(
-        True, sample, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
-        dropout_p, is_causal, scale, enable_gqa, window_size,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window_size=window_size,
+        with_stats=True,
+        sample=sample,
+    )
 
 
-# --- A call of each form: repeated where there was one of its signature, or else checked ----------
+# --- A call: repeated if there was one of its signature, or else checked --------------------------
 
 
 def _dense(
-    stats, sample, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-    key_lengths, softcap, window_size,
-) -> Any:  # fmt: skip
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Any,
+    softcap: float,
+    window_size: tuple[int, int],
+    with_stats: bool = False,
+    sample: Tensor | None = None,
+) -> Any:
+    under_autocast = torch._C._is_any_autocast_enabled()
+    if under_autocast or torch.compiler.is_compiling():
         query, key, value = autocast(query, key, value)
-    kind = "attention", stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size
+    kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size
     signature = None
-    watcher = None if stats else _hooks.current
-    cast = attn_mask is not None and torch._C._is_any_autocast_enabled()
-    if watcher is None and not cast:
+    monitor = None if with_stats else _hooks.current
+    if monitor is None and not (under_autocast and attn_mask is not None):
         tensors = query, key, value, attn_mask, key_lengths
-        given = tensors if sample is None else (*tensors, sample)
-        signature = signature_of(given, kind)
-        if signature is not None and (known := op.repeat(op.Dense, signature, tensors, sample)):
-            return _stats(known, sample) if stats else known[0]
-    if isinstance(query, Tensor) and query.dim() != 4 and not stats:
+        signature = signature_of((*tensors, sample), kind)
+        if signature is not None and (results := repeat(op.Dense, signature, tensors, sample)):
+            return _returned(results, with_stats, sample)
+    params = {
+        "dropout_p": dropout_p,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "softcap": softcap,
+        "window_size": window_size,
+    }
+    if isinstance(query, Tensor) and query.dim() != 4 and not with_stats:
         attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
         four = four_axes(query, key, value, attn_mask, key_lengths)
-        params = dropout_p, is_causal, scale, enable_gqa
-        out = attention(*four, *params, softcap=softcap, window_size=window_size)
-        return out.view(query.shape)
-    params = attn_mask, dropout_p, is_causal, scale, enable_gqa, key_lengths, softcap, window_size
-    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
-    tensors, numbers = checked_dense(query, key, value, *params, sample, max_head_dim)
-    if watcher is not None and query.shape[-1] <= MAX_HEAD_DIM:
-        named = {"key_lengths": tensors[4], "softcap": numbers[3], "window_size": window_size}
-        out = watcher.attend(None, *tensors[:4], *numbers[:3], enable_gqa, **named)
+        return attention(*four, is_causal=is_causal, **params).view(query.shape)
+    call = checked_dense(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal=is_causal,
+        key_lengths=key_lengths,
+        sample=sample,
+        max_head_dim=MAX_HEAD_DIM if with_stats else ANY_HEAD_DIM,
+        **params,
+    )
+    if monitor is not None and query.shape[-1] <= MAX_HEAD_DIM:
+        out = monitor.attend(
+            None,
+            *call.operands,
+            call.attn_mask,
+            call.dropout_p,
+            call.is_causal,
+            call.scale,
+            enable_gqa,
+            key_lengths=call.key_lengths,
+            softcap=call.softcap,
+            window_size=window_size,
+        )
         if out is not None:
             return out
-    if tensors[4] is not key_lengths:
-        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
-    return _first(op.Dense, signature, tensors, numbers, stats, sample, enable_gqa)
+    if call.key_lengths is not key_lengths:
+        tensors = query, key, value, attn_mask, call.key_lengths
+        signature = signature_of((*tensors, sample), kind)
+    return _first(op.Dense, signature, call, with_stats, sample, enable_gqa)
 
 
-def _packed(stats, sample, qkv, key_lengths, dropout_p, is_causal, scale, window_size) -> Any:
+def _packed(
+    qkv: Tensor,
+    *,
+    key_lengths: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window_size: tuple[int, int],
+    with_stats: bool = False,
+    sample: Tensor | None = None,
+) -> Any:
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
-    kind = "attention_qkvpacked", stats, dropout_p, is_causal, scale, window_size
+    kind = "attention_qkvpacked", with_stats, dropout_p, is_causal, scale, window_size
     signature = None
-    watcher = None if stats else _hooks.current
-    if watcher is None:
+    monitor = None if with_stats else _hooks.current
+    if monitor is None:
         tensors = qkv, key_lengths
-        given = tensors if sample is None else (*tensors, sample)
-        signature = signature_of(given, kind)
-        if signature is not None and (known := op.repeat(op.Packed, signature, tensors, sample)):
-            return _stats(known, sample) if stats else known[0]
-    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
-    params = key_lengths, dropout_p, is_causal, scale, window_size
-    tensors, numbers = checked_packed(qkv, *params, sample, max_head_dim)
-    if watcher is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
-        named = {"key_lengths": tensors[1], "window_size": window_size}
-        out = watcher.attend(None, *op.split_qkv(qkv), None, *numbers[:3], **named)
+        signature = signature_of((*tensors, sample), kind)
+        if signature is not None and (results := repeat(op.Packed, signature, tensors, sample)):
+            return _returned(results, with_stats, sample)
+    arguments = checked_packed(
+        qkv,
+        key_lengths=key_lengths,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        sample=sample,
+        max_head_dim=MAX_HEAD_DIM if with_stats else ANY_HEAD_DIM,
+    )
+    if monitor is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
+        out = monitor.attend(
+            None,
+            *op.split_qkv(qkv),
+            None,
+            arguments.dropout_p,
+            arguments.is_causal,
+            arguments.scale,
+            key_lengths=arguments.key_lengths,
+            window_size=window_size,
+        )
         if out is not None:
             return out.transpose(1, 2).contiguous()
-    if tensors[1] is not key_lengths:
-        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
-    return _first(op.Packed, signature, tensors, numbers, stats, sample)
+    if arguments.key_lengths is not key_lengths:
+        signature = signature_of((qkv, arguments.key_lengths, sample), kind)
+    return _first(op.Packed, signature, arguments, with_stats, sample)
 
 
 def _varlen(
-    stats, sample, query, key, value, cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k,
-    dropout_p, is_causal, scale, enable_gqa, window_size,
-) -> Any:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    cu_seqlens_k: Any,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int],
+    with_stats: bool = False,
+    sample: Tensor | None = None,
+) -> Any:
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
-    tensors = query, key, value, cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    key_starts = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+    tensors = query, key, value, cu_seqlens, key_starts
     kind = (
-        "attention_varlen", stats, enable_gqa, cu_seqlens_k is None, max_seqlen, max_seqlen_k,
-        dropout_p, is_causal, scale, window_size,
-    )  # fmt: skip
-    given = tensors if sample is None else (*tensors, sample)
-    signature = signature_of(given, kind)
-    if signature is not None and (known := op.repeat(op.Varlen, signature, tensors, sample)):
-        return _stats(known, sample) if stats else known[0]
-    ends = cu_seqlens, max_seqlen, cu_seqlens_k, max_seqlen_k
-    params = dropout_p, is_causal, scale, enable_gqa, window_size
-    tensors, numbers = checked_varlen(query, key, value, *ends, *params, sample)
-    if tensors[3] is not given[3] or tensors[4] is not given[4]:
-        signature = signature_of(tensors if sample is None else (*tensors, sample), kind)
-    return _first(op.Varlen, signature, tensors, numbers, stats, sample)
+        "attention_varlen",
+        with_stats,
+        enable_gqa,
+        cu_seqlens_k is None,
+        max_seqlen,
+        max_seqlen_k,
+        dropout_p,
+        is_causal,
+        scale,
+        window_size,
+    )
+    signature = signature_of((*tensors, sample), kind)
+    if signature is not None and (results := repeat(op.Varlen, signature, tensors, sample)):
+        return _returned(results, with_stats, sample)
+    arguments = checked_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window_size=window_size,
+        sample=sample,
+    )
+    if arguments.cu_seqlens is not cu_seqlens or arguments.cu_seqlens_k is not key_starts:
+        tensors = query, key, value, arguments.cu_seqlens, arguments.cu_seqlens_k
+        signature = signature_of((*tensors, sample), kind)
+    return _first(op.Varlen, signature, arguments, with_stats, sample)
 
 
-def _first(form, signature, tensors, numbers, stats, sample, enable_gqa=False) -> Any:
-    """Return what a checked call gives; one with a signature is repeated from then on."""
-    if stats or form is op.Varlen:
-        check_device(tensors[0].device)
-    if not stats:
-        return op.attend_first(form, signature, tensors, numbers, enable_gqa)
-    return _stats(op.compute(form, signature, tensors, numbers, True, sample), sample)
+def _first(
+    operator: type[op.SoftmaxAttention],
+    signature: Signature | None,
+    arguments: Any,
+    with_stats: bool,
+    sample: Tensor | None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Return the result of a checked call; one with a signature is repeated from then on."""
+    if with_stats or operator is op.Varlen:
+        first, *_ = arguments
+        check_device(first.device)
+    if not with_stats:
+        return op.compute_plain(operator, signature, arguments, enable_gqa)
+    results = compute(operator, signature, arguments, with_stats=True, sample=sample)
+    return stats_of(results, sample)
 
 
-def _stats(results: Sequence[Any], sample: Tensor | None) -> AttentionStats:
-    out, lse, per_head, heads, _ = results
-    return attention_stats(out, lse, per_head, None if sample is None else heads)
+def _returned(results: Sequence[Tensor], with_stats: bool, sample: Tensor | None) -> Any:
+    if with_stats:
+        return stats_of(results, sample)
+    out, *_ = results
+    return out
+
+
+# --- Which implementation a call runs -------------------------------------------------------------
+
+
+def explain(
+    query: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    softcap: float = 0.0,
+    window_size: tuple[int, int] = NO_WINDOW,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    max_seqlen: int = 0,
+    cu_seqlens_k: Tensor | Sequence[int] | None = None,
+    max_seqlen_k: int | None = None,
+    stats: bool = False,
+    backward: bool | None = None,
+    capability: int | None = None,
+) -> Explanation:
+    """Return which implementation a call runs, forward and backward, and why; run nothing.
+
+    The arguments of the call are those of ``attention``, with (B, H, N, D) and other ranks, not
+    nested; of ``attention_qkvpacked``, a projection (B, N, 3, H, D) alone; or, with ``cu_seqlens``,
+    of ``attention_varlen``, (T, H, D). Tensors may be on the meta device: only shapes and strides
+    are read. The other arguments are:
+
+    - stats: whether the call is to a function ``_with_stats``.
+    - backward: whether a backward follows; by default, whether autograd would record the call.
+    - capability: explain the call for a GPU of this compute capability (90 for 9.0), whatever the
+      device of the tensors.
+
+    Returns:
+        Explanation, which prints as one line.
+
+    Raises:
+        ValueError: if the call itself would raise one, or does not have one of the arguments.
+    """
+    check_tensor("query", query)
+    check_capability(capability)
+    if (key is None) != (value is None):
+        raise ArgumentError("key and value go together: give both, or a projection alone")
+    operator: Any = op.Dense if cu_seqlens is None else op.Varlen
+    operator = op.Packed if key is None else operator
+    others: dict[str, Any] = {}
+    if operator is not op.Dense:
+        others = {"attn_mask": attn_mask, "softcap": softcap}
+        others |= (
+            {"enable_gqa": enable_gqa, "cu_seqlens": cu_seqlens}
+            if operator is op.Packed
+            else {"key_lengths": key_lengths}
+        )
+    for name, other in others.items():
+        if isinstance(other, Tensor) or other not in (None, 0, False):
+            raise ArgumentError(f"{operator.name} does not accept {name}")
+    params: dict[str, Any] = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "window_size": window_size,
+    }
+    max_head_dim = MAX_HEAD_DIM if stats else ANY_HEAD_DIM
+    with _tiles.assume(capability):
+        inputs: Any = autocast(*(t for t in (query, key, value) if t is not None))
+        if operator is op.Varlen:
+            params |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            params |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
+            arguments: Any = checked_varlen(*inputs, **params, enable_gqa=enable_gqa)
+        elif operator is op.Packed:
+            arguments = checked_packed(
+                *inputs, **params, key_lengths=key_lengths, max_head_dim=max_head_dim
+            )
+        else:
+            four: Any = (*inputs, attn_mask)
+            if query.dim() != 4:
+                any_axes: Any = (*inputs, attn_mask, key_lengths)
+                four = four_axes(*any_axes)
+            arguments = checked_dense(
+                *four,
+                **params,
+                enable_gqa=enable_gqa,
+                key_lengths=key_lengths,
+                softcap=softcap,
+                max_head_dim=max_head_dim,
+            )
+        return explain_call(operator, arguments, stats, backward)

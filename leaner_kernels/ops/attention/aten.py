@@ -2,7 +2,7 @@
 
 The fused operators of PyTorch (flash, cuDNN, memory-efficient) agree on what a backward gets from
 its forward: the output, the log-sum-exp of each row of scaled scores in nats, and the state of
-random numbers. ``attend`` and ``differentiate`` keep to this contract, so that a backward of ours
+random numbers. ``forward`` and ``backward`` keep to this contract, so that a backward of ours
 may follow a forward of PyTorch's, and the other way round. With dropout both directions must be of
 one kind: then shapes alone decide. cuDNN's backward, too, cannot always follow a forward of ours:
 it reads the log-sum-exp of some layouts in another order.
@@ -10,25 +10,54 @@ it reads the log-sum-exp of some layouts in another order.
 Results have the layouts that PyTorch's fake kernels promise to compiled graphs.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import _hooks, _tiles
+from .. import _hooks, _tiles, route
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import MAX_CACHED, key_of, on_current_device, rows_contiguous
-from ..statistics import attention_stats
+from ..gpus import LEAST_CAPABILITY, TUNED
 from . import dispatch, op
 from .call import LEAST_SCALE, Call
 from .checks import MAX_MASK_STRIDE
 
 HALF = torch.float16, torch.bfloat16
 BIAS_ALIGNMENT = 16  # elements, of the rows of a bias gradient in the memory-efficient operator
+# Whether kernels store and load the log-sum-exp themselves. Set this to True once measurements on a
+# GPU show that they are as fast as kernels of pairs (maximum, log of the sum). Until then each
+# direction launches a conversion between the two.
+KERNELS_SHARE_LSE = False
+
+
+class Numbers(NamedTuple):
+    """The numbers of ``Fused`` and ``Efficient``, as in ``Call``."""
+
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    softcap: float = 0.0
+    window_left: int = -1
+    window_right: int = -1
+
+
+class VarlenNumbers(NamedTuple):
+    """The numbers of ``FusedVarlen``, as in ``op.VarlenArguments``."""
+
+    max_seqlen: int
+    max_seqlen_k: int
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    window_left: int = -1
+    window_right: int = -1
 
 
 class Fused(op.Dense):
@@ -36,15 +65,15 @@ class Fused(op.Dense):
 
     name = "aten_fused"
 
-    @staticmethod
-    def new_out(query: Tensor) -> Tensor:
+    @classmethod
+    def new_out(cls, arguments: Any) -> Tensor:
         """Allocate the output."""
-        return torch.empty_like(query)
+        return torch.empty_like(arguments.query)
 
-    @staticmethod
-    def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
+    @classmethod
+    def new_gradients(cls, arguments: Any, optional: bool) -> op.DenseGradients:
         """Allocate dq, dk and dv: these operators have no gradient of a mask."""
-        return tuple(torch.empty_like(t) for t in tensors[:3])
+        return op.DenseGradients(*map(torch.empty_like, arguments.operands))
 
 
 class Efficient(op.Dense):
@@ -52,32 +81,49 @@ class Efficient(op.Dense):
 
     name = "aten_efficient"
 
-    @staticmethod
-    def new_out(query: Tensor) -> Tensor:
+    @classmethod
+    def new_out(cls, arguments: Any) -> Tensor:
         """Allocate the output."""
-        batch, heads, rows, dim = query.shape
-        return query.new_empty((batch, rows, heads, dim)).transpose(1, 2)
+        return _rows_before_heads(arguments.query)
 
-    @staticmethod
-    def new_gradients(tensors: Sequence[Tensor], mask_grad: bool) -> tuple[Tensor, ...]:
+    @classmethod
+    def new_gradients(cls, arguments: Any, optional: bool) -> op.DenseGradients:
         """Allocate dq, dk and dv, and the gradient of the mask where it is wanted."""
-        three = tuple(Efficient.new_out(t) for t in tensors[:3])
-        if not mask_grad:
-            return three
-        *sizes, cols = tensors[3].shape
-        width = ceil(cols / BIAS_ALIGNMENT) * BIAS_ALIGNMENT
-        return *three, tensors[3].new_empty((*sizes, width))[..., :cols]
+        dattn_mask, mask = None, arguments.attn_mask
+        if optional:
+            *sizes, cols = mask.shape
+            width = ceil(cols / BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+            dattn_mask = mask.new_empty((*sizes, width))[..., :cols]
+        dq, dk, dv = map(_rows_before_heads, arguments.operands)
+        return op.DenseGradients(dq, dk, dv, dattn_mask)
+
+
+def _rows_before_heads(like: Tensor) -> Tensor:
+    batch, heads, rows, dim = like.shape
+    return like.new_empty((batch, rows, heads, dim)).transpose(1, 2)
 
 
 class FusedVarlen(op.Varlen):
     """(T, H, D): results in the memory order of the inputs."""
 
     name = "aten_varlen"
-    new_out = staticmethod(Fused.new_out)
-    new_gradients = staticmethod(Fused.new_gradients)
+
+    @classmethod
+    def new_out(cls, arguments: Any) -> Tensor:
+        """Allocate the output."""
+        return torch.empty_like(arguments.query)
+
+    @classmethod
+    def new_gradients(cls, arguments: Any, optional: bool) -> op.VarlenGradients:
+        """Allocate dq, dk and dv."""
+        tensors = arguments.query, arguments.key, arguments.value
+        return op.VarlenGradients(*map(torch.empty_like, tensors))
 
 
-class Attended(NamedTuple):
+AtenOperator: TypeAlias = type[Fused] | type[Efficient] | type[FusedVarlen]
+
+
+class Forward(NamedTuple):
     """The results of a forward.
 
     Attributes:
@@ -92,8 +138,8 @@ class Attended(NamedTuple):
     seed: Tensor | None
 
 
-# Signatures of calls that PyTorch computes.
-_left: set[Hashable] = set()
+# In ``route.plans``, stands for calls that PyTorch computes.
+PYTORCHS = "PyTorch's"
 # Kinds of calls with dropout that our forward computed since the operators were replaced.
 _dropped: set[Hashable] = set()
 # The log-sum-exp of calls that only our backward can follow and none has, by address.
@@ -102,7 +148,7 @@ _unfinished: dict[int, StorageWeakRef] = {}
 
 def forget() -> None:
     """Forget which calls were computed by whom, as other operators are in use from now on."""
-    _left.clear()
+    route.plans.clear()
     _dropped.clear()
     _unfinished.clear()
 
@@ -128,13 +174,13 @@ def takes(call: Call, backward: bool) -> bool:
 
     The rule is that of ``attention`` (``dispatch.library_of``), within what our kernels support.
     """
-    query, key, value, mask = call[:4]
+    (query, key, value), mask = call.operands, call.attn_mask
     heads, dim = query.shape[1], query.shape[-1]
-    if any(t.dtype not in HALF or t.dtype != query.dtype for t in call[:3]):
+    if any(t.dtype not in HALF or t.dtype != query.dtype for t in call.operands):
         return False
     if key.shape != value.shape or dim != key.shape[-1] or dim > MAX_HEAD_DIM:
         return False
-    if op.is_empty(call) or call.batch < 1:
+    if op.Dense.is_empty(call) or call.batch < 1:
         return False
     if heads % key.shape[1] or (call.sequences is None and query.shape[0] != key.shape[0]):
         return False
@@ -150,10 +196,10 @@ def takes(call: Call, backward: bool) -> bool:
     gpu = _tiles.capability(query.device)
     if call.dropout_p:
         # Strides may differ between forward and backward: tensors out of reach are copied.
-        return call.dropout_p < 1 and gpu >= dispatch.TUNED
-    if not all(map(_in_reach, call[:3])) or not (mask is None or _mask_in_reach(mask)):
+        return call.dropout_p < 1 and gpu >= TUNED
+    if not all(map(_in_reach, call.operands)) or not (mask is None or _mask_in_reach(mask)):
         return False
-    return gpu >= _tiles.LEAST_CAPABILITY and dispatch.library_of(call, backward) is None
+    return gpu >= LEAST_CAPABILITY and dispatch.library_of(call, backward) is None
 
 
 def _in_reach(t: Tensor) -> bool:
@@ -172,139 +218,164 @@ def _brought_in_reach(tensors: Sequence[Any]) -> tuple[Any, ...]:
     return *(t if _in_reach(t) else t.contiguous() for t in three), mask_or_starts, other
 
 
-def _kind_of(form: Any, query: Tensor, dropout_p: float) -> Hashable:
-    return form.name, query.shape[1], query.shape[-1], dropout_p
+def _kind_of(operator: AtenOperator, query: Tensor, dropout_p: float) -> Hashable:
+    return operator.name, query.shape[1], query.shape[-1], dropout_p
 
 
-def _is_left(
-    signature: Hashable, form: Any, tensors: Sequence[Any], numbers: Sequence[Any], backward: bool
-) -> bool:
-    """Return whether PyTorch computes a forward, and remember it if so."""
-    if signature in _left:
-        return True
-    if takes(form.call(*tensors, None, *numbers), backward):
-        return False
-    _leave(signature)
-    return True
+# --- The log-sum-exp, and the pairs of our kernels ------------------------------------------------
 
 
-def _leave(signature: Hashable) -> None:
-    if len(_left) >= MAX_CACHED:
-        _left.clear()
-    _left.add(signature)
+def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
+    """Return the log-sum-exp of scaled scores.
+
+    Args:
+        max_log_sum: (..., 2) float32, the pairs that a forward writes.
+        factor: multiplies the maximum: the scale, or 1 if the maximum is of scaled scores.
+    """
+    return torch.add(max_log_sum[..., 1], max_log_sum[..., 0], alpha=factor)
+
+
+def rows_of(lse: Tensor, *, hidden: bool, scaled: bool) -> Tensor:
+    """Return what a backward reads of each row.
+
+    This is the log-sum-exp itself, or pairs (..., 2) of 0 and the log-sum-exp, or of these two in
+    the other order: a probability is exp(score - first - second).
+
+    Args:
+        lse: float32, contiguous.
+        hidden: whether a row may see no key. Its log-sum-exp is infinite, of either sign by the
+            kernel that wrote it, and its probabilities must be zero.
+        scaled: whether the first of a pair is in units of scaled scores (``takes_scaled_maxima``).
+    """
+    # Not inf in pairs: its product with 1j has a real part that is not a number.
+    sharing = KERNELS_SHARE_LSE and not scaled
+    largest = math.inf if sharing else torch.finfo(torch.float32).max
+    if hidden:
+        lse = lse.nan_to_num(nan=math.nan, posinf=largest, neginf=largest)
+    if sharing:
+        return lse
+    # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
+    # Kernels take the second to base 2, where that of a row of a mask's lowest numbers overflows.
+    return torch.view_as_real(lse.to(torch.complex64) if scaled else lse * 1j)
 
 
 # --- Both directions ------------------------------------------------------------------------------
 
 
-def attend(
-    form: Any,
+def forward(
+    operator: AtenOperator,
     tensors: Sequence[Any],
-    numbers: Sequence[Any],
+    numbers: Numbers | VarlenNumbers,
     backward: bool,
+    *,
     with_lse: bool = True,
     paired: bool = False,
-) -> Attended | None:
+) -> Forward | None:
     """Launch a forward, or return None if PyTorch computes the call.
 
     Args:
-        form: ``Fused``, ``Efficient`` or ``FusedVarlen``.
-        tensors: those of the form, without the seed.
-        numbers: those of the form.
+        operator: whose layouts the results have.
+        tensors: those of the operator, without the seed.
+        numbers: those of the operator.
         backward: whether a backward is expected; a wrong guess costs time alone.
         with_lse: whether anything reads the log-sum-exp.
         paired: whether PyTorch's backward may want the log-sum-exp in other memory, so that it
             cannot follow this forward.
     """
-    query, dropout_p, scale = tensors[0], numbers[form.dropout], numbers[form.dropout + 2]
+    dropout_p = numbers.dropout_p
     if dropout_p:
         tensors, backward = _brought_in_reach(tensors), True
-    watch = None if form is FusedVarlen else _hooks.operators
-    sample = None if watch is None else watch.sample(*tensors[:2])
-    masked = form is not FusedVarlen and tensors[3] is not None
-    sharing = op.KERNELS_SHARE_LSE and not masked
-    signature, addresses, _ = key_of(tensors, (form.name, backward, sharing, *numbers))
-    plan = op._plans.get(signature)
-    if plan is None and _is_left(signature, form, tensors, numbers, backward):
+    query, key, value, mask, _ = tensors
+    watch = None if operator is FusedVarlen else _hooks.operators
+    sample = None if watch is None else watch.sample(query, key)
+    masked = operator is not FusedVarlen and mask is not None
+    sharing = KERNELS_SHARE_LSE and not masked
+    kind = operator.name, backward, sharing, *numbers
+    signature, addresses, _ = key_of((*tensors, None), kind)
+    plan = route.plans.get(signature)
+    if plan is None and not takes(
+        operator.call(operator.Arguments(*tensors, None, *numbers)), backward
+    ):
+        plan = route.remember(signature, PYTORCHS)
+    if plan is PYTORCHS:
         if watch is not None and sample is not None:
-            watch.recompute(*tensors[:4], *numbers[1:3])
+            watch.recompute(query, key, value, mask, numbers.is_causal, numbers.scale)
         return None
     with _device_of(query):
         seed = None
         if dropout_p:
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
-            _dropped.add(_kind_of(form, query, dropout_p))
+            _dropped.add(_kind_of(operator, query, dropout_p))
         if watch is not None and sample is not None:
             inputs = *tensors, seed, sample, *numbers
-            out, lse, stats, heads, rows = op.attend_cuda(form, True, *inputs)
-            watch.capture(attention_stats(out, lse, stats, heads))
+            results = route.forward_on_gpu(operator, True, *inputs)
+            watch.capture(route.stats_of(results, sample))
             sharing = False
         elif plan is None:
-            inputs = *tensors, seed, *numbers
-            _, (out, rows) = op._launch_first(form, signature, inputs, lse_alone=sharing)
+            new_results = partial(
+                operator.new_results, with_stats=False, sample=None, lse_alone=sharing
+            )
+            arguments = operator.Arguments(*tensors, seed, *numbers)
+            _, results = route.launch_first(operator, signature, arguments, None, new_results)
         else:
-            addresses = [*addresses, 0 if seed is None else seed.data_ptr()]
-            out, rows = op._run(form, plan, addresses, query)
+            results = route.run_plan(plan, query, addresses, seed, None)
+        out, *_, rows = results
         lse = None
         if with_lse:
-            factor = query.shape[-1] ** -0.5 if scale is None else scale
-            lse = rows if sharing else op.lse_of(rows, 1.0 if masked else factor)
+            factor = query.shape[-1] ** -0.5 if numbers.scale is None else numbers.scale
+            lse = rows if sharing else lse_of(rows, 1.0 if masked else factor)
             if dropout_p or paired:
                 _remember(lse)
-        return Attended(out, lse, seed)
+        return Forward(out, lse, seed)
 
 
-def differentiate(
-    form: Any,
+def backward(
+    operator: AtenOperator,
     grad: Tensor,
     tensors: Sequence[Any],
+    numbers: Numbers | VarlenNumbers,
+    *,
     seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
-    numbers: Sequence[Any],
     mask_grad: bool = False,
 ) -> tuple[Tensor, ...] | None:
     """Launch a backward, or return None if PyTorch computes it.
 
     Args:
-        form: ``Fused``, ``Efficient`` or ``FusedVarlen``.
+        operator: whose layouts the gradients have.
         grad: of ``out``.
-        tensors: those of the form, without the seed.
-        seed: int64, that of ``Attended``; None without dropout.
-        out: of ``Attended``, or of PyTorch's forward.
+        tensors: those of the operator, without the seed.
+        numbers: those of the operator.
+        seed: int64, that of ``Forward``; None without dropout.
+        out: of ``Forward``, or of PyTorch's forward.
         lse: likewise.
-        numbers: those of the form.
         mask_grad: whether the gradient of an additive mask is wanted.
 
     Returns:
         dq, dk, dv, and the gradient of the mask if wanted.
     """
-    query, dropout_p = tensors[0], numbers[form.dropout]
-    if dropout_p:
-        if _kind_of(form, query, dropout_p) not in _dropped:
+    query, _, _, mask_or_starts, _ = tensors
+    if numbers.dropout_p:
+        if _kind_of(operator, query, numbers.dropout_p) not in _dropped:
             return None  # the forward was PyTorch's, before the operators were replaced
         tensors = _brought_in_reach(tensors)
     # Launches are cached by the layouts of all tensors below this.
-    signature, *_ = key_of(tensors, (form.name, "backward", *numbers))
-    launches = op._backwards.get(signature)
-    if launches is None:
-        if signature in _left:
-            return None
-        if not takes(form.call(*tensors, seed, *numbers), True):
-            _leave(signature)
-            return None
-        if len(op._backwards) >= MAX_CACHED:
-            op._backwards.clear()
-        launches = op._backwards[signature] = {}
+    signature, *_ = key_of(tensors, (operator.name, "backward", *numbers))
+    cached = route.plans.get(signature)
+    if cached is None:
+        ours = takes(operator.call(operator.Arguments(*tensors, seed, *numbers)), True)
+        cached = route.remember(signature, {} if ours else PYTORCHS)
+    if cached is PYTORCHS:
+        return None
     lse = lse.contiguous()
     _unfinished.pop(lse.data_ptr(), None)
     with _device_of(query):
-        # The fourth tensor is a mask, or the starts of sequences, of which some may have no keys.
-        hidden = tensors[3] is not None
-        rows = op.rows_of(lse, hidden, scaled=hidden and form is not FusedVarlen)
-        saved = *tensors, seed, out, rows
-        grad = rows_contiguous(grad)
-        return op._launch_backward(form, launches, grad, saved, numbers, mask_grad)
+        # Of a varlen batch, some sequences may have no keys.
+        hidden = mask_or_starts is not None
+        rows = rows_of(lse, hidden=hidden, scaled=hidden and operator is not FusedVarlen)
+        inputs, grad = (*tensors, seed, out, rows), rows_contiguous(grad)
+        return tuple(route.launch_backward(operator, cached, grad, inputs, numbers, mask_grad))
 
 
 def _device_of(query: Tensor) -> AbstractContextManager[Any]:

@@ -1,13 +1,13 @@
-"""The operands of a call of softmax attention, and the arguments that kernels share."""
+"""The call of softmax attention that kernels and the reference get, and the kernels' arguments."""
 
-from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, CachedLaunch, View, check_tile
+from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, View, check_tile
 from .._tiles import block_dim
+from ..route import Results
 
 LEAST_SCALE = 1e-30  # smaller and negative scales multiply scores before a maximum is taken
 
@@ -26,8 +26,8 @@ class Call(NamedTuple):
         is_causal: row i sees columns 0 to i.
         scale: multiplies the scores; None for ``D ** -0.5``.
         softcap: bounds the scores; 0 for none.
-        window: (left, right): row i sees columns i + M - N - left to i + M - N + right; -1 is no
-            bound.
+        window_left: row i sees columns from i + M - N - window_left on; -1 is no bound.
+        window_right: row i sees columns to i + M - N + window_right; -1 is no bound.
         sequences: where those of a varlen batch start.
     """
 
@@ -41,8 +41,34 @@ class Call(NamedTuple):
     is_causal: bool
     scale: float | None
     softcap: float = 0.0
-    window: tuple[int, int] = (-1, -1)
+    window_left: int = -1
+    window_right: int = -1
     sequences: "Sequences | None" = None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def visibility(self) -> dict[str, Any]:
+        """Return what hides scores beside the tensors, as ``reference.visible`` takes it."""
+        return {
+            "is_causal": self.is_causal,
+            "window_left": self.window_left,
+            "window_right": self.window_right,
+        }
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether only the scale and a causal mask change the scores, without dropout."""
+        masked = self.attn_mask is not None or self.key_lengths is not None
+        return not (masked or self.hides_by_position or self.dropout_p or self.softcap)
+
+    @property
+    def hides_by_position(self) -> bool:
+        """Return whether a window hides keys; ``is_causal`` apart."""
+        return max(self.window_left, self.window_right) >= 0
 
     @property
     def batch(self) -> int:
@@ -50,37 +76,70 @@ class Call(NamedTuple):
         sequences = self.sequences
         return self.query.shape[0] if sequences is None else sequences.starts.shape[0] - 1
 
+    @property
+    def rows(self) -> int:
+        """Return N, or the upper bound of a varlen batch."""
+        return self.query.shape[2] if self.sequences is None else self.sequences.rows
 
-def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
-    """Return (1,) int64 from PyTorch's generator of the device, or None without dropout."""
-    if dropout_p == 0:
-        return None
-    return torch.randint(torch.iinfo(torch.int64).max, (1,), device=device)
+    @property
+    def cols(self) -> int:
+        """Return M, or the upper bound of a varlen batch."""
+        return self.key.shape[2] if self.sequences is None else self.sequences.cols
+
+    def features(self, *others: Tensor) -> frozenset[str]:
+        """Return the features that a kernel must support, beyond causal or shortened rows.
+
+        ``padded_dim`` is a head dimension that does not fill its tile. ``unaligned`` is a head
+        dimension, or a stride of the operands or ``others``, that is not a multiple of 16: rows may
+        then start where 16 bytes cannot be copied at once. ``scale`` is a scale that is not
+        positive, or that float32 cannot hold: the maximum of a row must then be taken after
+        scaling. ``shared`` are key heads that several query heads share.
+        """
+        dim = self.query.shape[-1]
+        strides = (stride for t in (*self.operands, *others) for stride in t.stride()[:-1])
+        present = {
+            "mask": self.attn_mask is not None,
+            "dropout": self.seed is not None,
+            "softcap": self.softcap != 0,
+            "scale": self.scale is not None and self.scale < LEAST_SCALE,
+            "window": self.hides_by_position,
+            "varlen": self.sequences is not None,
+            "shared": self.query.shape[1] != self.key.shape[1],
+            "padded_dim": dim != block_dim(dim),
+            "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
+        }
+        return frozenset(name for name, is_present in present.items() if is_present)
 
 
-class Results(NamedTuple):
-    """The buffers that a forward fills: ``out``, with the axes of the query, and float32 tensors.
+class PackedArguments(NamedTuple):
+    """The arguments of ``attention_qkvpacked``: ``qkv`` (B, N, 3, H, D), others as in ``Call``."""
 
-    Attributes:
-        out: (B, H, N, D); in a varlen batch (T, H, D).
-        max_log_sum: (B, H, N, 2), (H, T, 2): the largest score of each row, and the log of the sum
-            of exponentials relative to it. For a row with a visible key, probabilities are
-            exp(score - first - second); ``takes_scaled_maxima`` tells whether scores are scaled.
-            The sum of the two would round away the second beside a large first, as in a row of -1e9
-            only. None for calls that save ``lse`` alone.
-        lse: (B, H, N), (H, T), in nats, of scaled scores. For a row without a visible key -inf, or,
-            where it is saved alone, inf: the backward's probabilities are then 0.
-        stats: (STATISTICS, B, H); this and the following only for calls with statistics.
-        heads: (S, N, H * D), of the S entries that ``sample`` names.
-        sample: (S,) int32.
-    """
+    qkv: Tensor
+    key_lengths: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    window_left: int = -1
+    window_right: int = -1
 
-    out: Tensor
-    max_log_sum: Tensor | None
-    lse: Tensor | None = None
-    stats: Tensor | None = None
-    heads: Tensor | None = None
-    sample: Tensor | None = None
+
+class VarlenArguments(NamedTuple):
+    """The arguments of ``attention_varlen``: tensors (T, H, D), starts (S + 1,), bounds."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_k: Tensor
+    seed: Tensor | None
+    max_seqlen: int
+    max_seqlen_k: int
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    window_left: int = -1
+    window_right: int = -1
 
 
 class Gradients(NamedTuple):
@@ -97,31 +156,6 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     ds: Tensor | None = None
-
-
-class Plan(NamedTuple):
-    """The record that repeats a call: its launches and allocations.
-
-    Attributes:
-        forward: fills the output and statistics, or parts of these.
-        capture: fills heads, if some are sampled.
-        out: shape and strides of the output.
-        rows: those of max_log_sum, float32, or of an lse that is saved alone. Allocating with
-            strides is faster.
-        statistics: those of lse, stats and heads, float32; None without statistics.
-        numbers: parameters of the operator.
-        present: the number of its tensors, up to the last that is not None.
-        backward: launches, by the layouts of the arguments of the backward.
-    """
-
-    forward: CachedLaunch
-    capture: CachedLaunch | None
-    out: tuple[torch.Size, tuple[int, ...]]
-    rows: tuple[torch.Size, tuple[int, ...]]
-    statistics: list[tuple[torch.Size, tuple[int, ...]]] | None
-    numbers: Sequence[Any]
-    present: int
-    backward: dict[Hashable, CachedLaunch]
 
 
 # --- Arguments of the kernels ---------------------------------------------------------------------
@@ -174,20 +208,15 @@ def kernel_arguments(
     ``x_view``. ``others`` are more arguments.
     """
     query, key, mask, sequences = call.query, call.key, call.attn_mask, call.sequences
-    heads, dim = query.shape[1], query.shape[-1]
-    if sequences is None:
-        rows, cols = query.shape[2], key.shape[2]
-    else:
-        rows, cols = sequences.rows, sequences.cols
+    heads, dim, rows, cols = query.shape[1], query.shape[-1], call.rows, call.cols
     mask_view, mask_kind = MaskView(None, 0, 0, 0, 0), "none"
     if mask is not None:
         mask = mask.expand(call.batch, heads, rows, cols)
         mask_kind = "boolean" if mask.dtype == torch.bool else "additive"
         mask = mask.view(torch.uint8) if mask_kind == "boolean" else mask
         mask_view = MaskView(mask, *mask.stride())
-    left, right = call.window
+    tensors = {"q": query, "k": key, "v": call.value, **tensors}
     arguments = {
-        **{f"{name}_view": view_of(name, t) for name, t in zip("qkv", call[:3])},
         **{f"{name}_view": view_of(name, t) for name, t in tensors.items()},
         "mask_view": mask_view,
         # No copy unless strided: kernels index it with stride 1.
@@ -204,8 +233,8 @@ def kernel_arguments(
         "KEY_TOKENS": None if sequences is None else key.shape[0],
         "scale": score_factor(call),
         "softcap": call.softcap or None,
-        "window_left": None if left < 0 else left,
-        "window_right": None if right < 0 else right,
+        "window_left": None if call.window_left < 0 else call.window_left,
+        "window_right": None if call.window_right < 0 else call.window_right,
         "keep_scale": 1 / (1 - call.dropout_p),
         "threshold": int(call.dropout_p * 2**31),
         "D": dim,
@@ -225,27 +254,28 @@ def kernel_arguments(
 
 def forward_arguments(kernel: Any, call: Call, results: Results) -> dict[str, Any]:
     """Return the arguments of a forward kernel, by name; see ``kernel_arguments``."""
-    max_log_sum, lse, stats = results[1:4]
-    pointers = {"max_log_sum_ptr": max_log_sum, "lse_ptr": lse, "stats_ptr": stats}
-    return kernel_arguments(kernel, call, {"out": results.out}, **pointers)
+    return kernel_arguments(
+        kernel,
+        call,
+        {"out": results.out},
+        max_log_sum_ptr=results.max_log_sum,
+        lse_ptr=results.lse,
+        stats_ptr=results.stats,
+    )
 
 
 def backward_arguments(
     kernel: Any, grad: Tensor, call: Call, saved: Results, gradients: Gradients
 ) -> dict[str, Any]:
     """Return the arguments of a backward kernel, by name; see ``kernel_arguments``."""
-    dq, dk, dv, ds = gradients
-    tensors = {"do": grad, "out": saved.out, "dq": dq, "dk": dk, "dv": dv}
-    lse = saved.lse if saved.max_log_sum is None else None
-    pointers = {"max_log_sum_ptr": saved.max_log_sum, "lse_ptr": lse, "ds_ptr": ds}
-    return kernel_arguments(kernel, call, tensors, **pointers)
-
-
-# The pointers of every attention kernel: operands of a call, then the starts of a varlen batch.
-CALL_POINTERS = (
-    *("q_view", "k_view", "v_view", "mask_view", "lengths_ptr", "seed_ptr"),
-    *("starts_ptr", "key_starts_ptr"),
-)
+    return kernel_arguments(
+        kernel,
+        call,
+        {"do": grad, "out": saved.out, "dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv},
+        max_log_sum_ptr=saved.max_log_sum,
+        lse_ptr=saved.lse if saved.max_log_sum is None else None,
+        ds_ptr=gradients.ds,
+    )
 
 
 def view_of(name: str, t: Tensor) -> View:

@@ -1,10 +1,9 @@
 """Argument checks of the public functions; each error is one line that shows the offending value.
 
-``checked_dense``, ``checked_packed`` and ``checked_varlen`` return the tensors, less the seed, and
-the numbers that the operator of their form takes.
+``checked_dense``, ``checked_packed`` and ``checked_varlen`` return the arguments of their operator,
+without a seed.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,9 +25,10 @@ from .._checks import (
     described,
     has_values,
     int32_of,
-    moved,
     shown,
+    to_device,
 )
+from .call import Call, PackedArguments, VarlenArguments
 
 # Kernels use 32-bit offsets within a tile of 256 by 128 mask elements.
 MAX_MASK_STRIDE = 2**22 - 1
@@ -37,15 +37,24 @@ MAX_SEQLEN = 2**31 - 1
 _ROWS = {3: 0, 4: 2, 5: 1}  # the axis of rows, by the number of axes
 MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
 
-Checked = tuple[Sequence[Any], Sequence[Any]]
-
 
 def checked_dense(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float,
-    is_causal: bool, scale: float | None, enable_gqa: bool, key_lengths: Any, softcap: float,
-    window_size: tuple[int, int], sample: Tensor | None, max_head_dim: int,
-) -> Checked:  # fmt: skip
-    """Return tensors and numbers; raise ValueError for arguments that kernels cannot compute."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    key_lengths: Any,
+    softcap: float,
+    window_size: tuple[int, int],
+    sample: Tensor | None = None,
+    max_head_dim: int,
+) -> Call:
+    """Return the call, without a seed; raise ValueError for one that kernels cannot compute."""
     attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
     if attn_mask is not None:
         _, attn_mask = autocast(query, attn_mask)
@@ -63,33 +72,74 @@ def checked_dense(
             raise ArgumentError(MASK_AND_CAUSAL)
     if sample is not None:
         check_sample(sample, batch, query.device)
-    lengths = checked_lengths(key_lengths, batch, cols, query.device)
-    numbers = dropout_p, is_causal, check_scale(scale), check_softcap(softcap), *window_size
-    return (query, key, value, attn_mask, lengths), numbers
+    window_left, window_right = window_size
+    return Call(
+        query,
+        key,
+        value,
+        attn_mask,
+        key_lengths=checked_lengths(key_lengths, batch, cols, query.device),
+        seed=None,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=check_scale(scale),
+        softcap=check_softcap(softcap),
+        window_left=window_left,
+        window_right=window_right,
+    )
 
 
 def checked_packed(
-    qkv: Tensor, key_lengths: Any, dropout_p: float, is_causal: bool, scale: float | None,
-    window_size: tuple[int, int], sample: Tensor | None, max_head_dim: int,
-) -> Checked:  # fmt: skip
-    """Return tensors and numbers; raise ValueError unless they agree with qkv (B, N, 3, H, D)."""
+    qkv: Tensor,
+    *,
+    key_lengths: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    window_size: tuple[int, int],
+    sample: Tensor | None = None,
+    max_head_dim: int,
+) -> PackedArguments:
+    """Return the arguments, without a seed; raise ValueError unless qkv is (B, N, 3, H, D)."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     _check_layout("qkv", qkv, max_head_dim)
+    batch, tokens, *_ = qkv.shape
     if sample is not None:
-        check_sample(sample, qkv.shape[0], qkv.device)
-    lengths = checked_lengths(key_lengths, qkv.shape[0], qkv.shape[1], qkv.device)
+        check_sample(sample, batch, qkv.device)
+    lengths = checked_lengths(key_lengths, batch, tokens, qkv.device)
     check_params(dropout_p, is_causal, False, window_size)
-    return (qkv, lengths), (dropout_p, is_causal, check_scale(scale), *window_size)
+    window_left, window_right = window_size
+    return PackedArguments(
+        qkv,
+        key_lengths=lengths,
+        seed=None,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=check_scale(scale),
+        window_left=window_left,
+        window_right=window_right,
+    )
 
 
 def checked_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Any, max_seqlen: int, cu_seqlens_k: Any,
-    max_seqlen_k: int | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool, window_size: tuple[int, int], sample: Tensor | None,
-) -> Checked:  # fmt: skip
-    """Return tensors and numbers; raise ValueError unless tensors and sequences agree."""
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seqlens: Any,
+    max_seqlen: int,
+    cu_seqlens_k: Any,
+    max_seqlen_k: int | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    window_size: tuple[int, int],
+    sample: Tensor | None = None,
+) -> VarlenArguments:
+    """Return the arguments, without a seed; raise ValueError unless they agree."""
     check_params(dropout_p, is_causal, enable_gqa, window_size)
     _check_three(query, key, value, ("T", "H", "D"))
     (rows, heads, dim), (cols, key_heads, key_dim) = query.shape, key.shape
@@ -117,9 +167,22 @@ def checked_varlen(
             )
     if sample is not None:
         check_sample(sample, starts.shape[0] - 1, query.device)
-    lengths = max_seqlen, max_seqlen if max_seqlen_k is None else max_seqlen_k
-    numbers = *lengths, dropout_p, is_causal, check_scale(scale), *window_size
-    return (query, key, value, starts, key_starts), numbers
+    window_left, window_right = window_size
+    return VarlenArguments(
+        query,
+        key,
+        value,
+        starts,
+        key_starts,
+        seed=None,
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen if max_seqlen_k is None else max_seqlen_k,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=check_scale(scale),
+        window_left=window_left,
+        window_right=window_right,
+    )
 
 
 def four_axes(
@@ -253,7 +316,7 @@ def _checked_starts(
             f"max_seqlen{suffix} must be at most {MAX_SEQLEN}, got {shown(longest)}"
         )
     if not has_values(starts):
-        return moved(starts, device)
+        return to_device(starts, device)
     values = starts.tolist()
     lengths = [stop - start for start, stop in pairwise(values)]
     if min(lengths, default=0) < 0:
@@ -267,7 +330,7 @@ def _checked_starts(
             f"max_seqlen{suffix} must be the length of the longest sequence or more, "
             f"got {longest} for {max(lengths)}"
         )
-    return moved(starts, device)
+    return to_device(starts, device)
 
 
 def _check_layout(name: str, t: Tensor, max_head_dim: int = MAX_HEAD_DIM) -> None:

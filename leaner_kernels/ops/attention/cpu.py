@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 
 from ..dispatcher import upcast
+from ..route import Results
 from ..statistics import largest, per_head
 from . import reference
-from .call import Call, Results, Sequences
+from .call import Call, Sequences
 
 
 def forward(call: Call, results: Results) -> None:
     """Fill the results of a call, statistics where they are wanted."""
     out, max_log_sum, lse, stats, heads, sample = results
-    assert max_log_sum is not None  # the backward here computes P again
+    if max_log_sum is None:
+        # The backward here computes P again: calls that save the log-sum-exp alone are empty.
+        assert lse is not None
+        out.zero_()
+        lse.fill_(math.inf)  # no row has a key
+        return
     if call.sequences is None:
         _fill(call, results)
         return
@@ -34,23 +40,27 @@ def forward(call: Call, results: Results) -> None:
         if sample is not None:
             heads[sample >= 0] = 0
     for number, rows, cols in _sequences(call.sequences):
-        filled = Results(_one(out, rows), max_log_sum[None, :, rows])
+        sequence_results = Results(_one(out, rows), max_log_sum[None, :, rows])
         if lse is not None and stats is not None and heads is not None:
             # Slots that name this sequence, the only entry of its call.
             here = None if sample is None else torch.where(sample == number, 0, -1)
-            statistics = lse[None, :, rows], stats[:, number : number + 1]
-            filled = Results(*filled[:2], *statistics, heads[:, : rows.stop - rows.start], here)
-        _fill(_sequence(call, rows, cols), filled, number)
+            sequence_results = sequence_results._replace(
+                lse=lse[None, :, rows],
+                stats=stats[:, number : number + 1],
+                heads=heads[:, : rows.stop - rows.start],
+                sample=here,
+            )
+        _fill(_sequence(call, rows, cols), sequence_results, number)
 
 
 def _fill(call: Call, results: Results, first: int = 0) -> None:
     """Fill the results of a batch whose entries are those from ``first`` on, for dropout."""
     out, max_log_sum, lse, stats, heads, sample = results
     assert max_log_sum is not None
-    q, k, v, mask = _float32(*call[:4])
+    q, k, v, mask = _float32(*call.operands, call.attn_mask)
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, row_lse, s = _probabilities(call, q, k, mask)
-    a = reference.attend(p, v, _keep(call, s, first), call.dropout_p)
+    a = reference.forward(p, v, _keep(call, s, first), call.dropout_p)
     out.copy_(a)
     max_log_sum.copy_(_max_log_sum(p, s))
     if lse is None or stats is None or heads is None:
@@ -69,7 +79,7 @@ def backward(grad: Tensor, call: Call) -> Sequence[Tensor | None]:
     """
     if call.sequences is None:
         return _gradients(grad, call)
-    dq, dk, dv = (torch.zeros_like(t, dtype=upcast(t).dtype) for t in call[:3])
+    dq, dk, dv = (torch.zeros_like(t, dtype=upcast(t).dtype) for t in call.operands)
     for number, rows, cols in _sequences(call.sequences):
         gradients = _gradients(_one(grad, rows), _sequence(call, rows, cols), number)
         for slot, gradient in zip((dq[rows], dk[cols], dv[cols]), gradients):
@@ -78,11 +88,12 @@ def backward(grad: Tensor, call: Call) -> Sequence[Tensor | None]:
 
 
 def _gradients(grad: Tensor, call: Call, first: int = 0) -> tuple[Tensor, ...]:
-    g, q, k, v, mask = _float32(grad, *call[:4])
+    g, q, k, v, mask = _float32(grad, *call.operands, call.attn_mask)
     k, v = (reference.without_padding(t, call.key_lengths) for t in (k, v))
     p, _, s = _probabilities(call, q, k, mask)
-    params = _keep(call, s, first), call.dropout_p, call.scale, call.softcap
-    return reference.backward(g, q, k, v, p, *params)
+    keep = _keep(call, s, first)
+    numbers = {"scale": call.scale, "softcap": call.softcap}
+    return reference.backward(g, q, k, v, p, keep, call.dropout_p, **numbers)
 
 
 def _float32(*tensors: Tensor | None) -> list[Any]:
@@ -91,8 +102,8 @@ def _float32(*tensors: Tensor | None) -> list[Any]:
 
 
 def _probabilities(call: Call, q: Any, k: Any, mask: Any) -> tuple[Tensor, Tensor, Tensor]:
-    params = call.is_causal, call.scale, call.softcap, call.window
-    return reference.probabilities(q, k, mask, call.key_lengths, *params)
+    numbers = {"scale": call.scale, "softcap": call.softcap}
+    return reference.probabilities(q, k, mask, call.key_lengths, **numbers, **call.visibility)
 
 
 def _keep(call: Call, s: Tensor, first: int) -> Tensor | None:

@@ -2,13 +2,15 @@
 
 ``warp_multihead``: a warp owns one or several heads of up to 16 tokens. ``short``, and ``hopper``
 or ``ampere`` by the GPU: a program owns a head of up to a few hundred tokens. ``online``: programs
-own tiles and walk over any length. A table in each kernel's file lists the calls that it supports;
-all but the last are for half precision only. ``library.toml`` lists the lengths at which PyTorch's
-attention is faster, as measured or predicted for each GPU.
+own tiles and walk over any length. The tables in each kernel's file state the calls that it
+supports, by ``Limits`` and rules; all but the last are for half precision only. ``library.toml``
+lists the lengths at which PyTorch's attention is faster, as measured or predicted for each GPU.
 """
 
 import re
 import tomllib
+from collections.abc import Sequence
+from functools import partial
 from importlib import import_module, resources
 from typing import Any, NamedTuple
 
@@ -19,13 +21,26 @@ from torch.autograd import forward_ad
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
 from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
-from .._tiles import Tile, Tiles, block_dim
-from .call import LEAST_SCALE, Call, Sequences
+from .._tiles import Limits, Tile, Tiles, block_dim
+from ..gpus import LEAST_CAPABILITY, TUNED, gpu_of
+from .call import LEAST_SCALE, Call
 
-WARP_TOKENS = 16  # the most tokens of a head that a warp owns
-LEAST_TOKENS = 64  # above this, programs in Gluon own a head
-SHORT_TOKENS = 256  # up to this, they own a head in the backward however few the heads are
-MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a varlen batch
+# Kernels in order of preference.
+FORWARD = "warp_multihead_forward", "hopper_forward", "ampere_forward", "short_forward"
+STATISTICS = (
+    "warp_multihead_forward_statistics",
+    "hopper_forward_statistics",
+    "ampere_forward_statistics",
+    "hopper_long_forward_statistics",
+    "short_forward_statistics",
+)
+BACKWARD = (
+    "warp_multihead_backward",
+    "hopper_resident_backward",
+    "hopper_backward",
+    "ampere_backward",
+    "short_backward",
+)
 
 
 class Choice(NamedTuple):
@@ -37,194 +52,122 @@ class Choice(NamedTuple):
 
 def choose_forward(call: Call, with_stats: bool = False) -> Choice:
     """Return the kernel and tile of a call on a GPU; the first kernel that supports it wins."""
-    if call.sequences is not None or max(call.window) >= 0:
-        return Choice("online_forward", online_tile("online_forward", call))
-    query, key, value, attn_mask = call[:4]
-    wanted = features(
-        attn_mask, call.seed, query, key, value, softcap=call.softcap, scale=call.scale
-    )
-    name, shape = "forward_statistics" if with_stats else "forward", (query, key, wanted)
-    if _pairs_elements(call) and (tile := warp_multihead_tile(f"warp_multihead_{name}", *shape)):
-        return Choice(f"warp_multihead_{name}", tile)
-    if call.batch <= MAX_ENTRIES and _fits_gluon(call):
-        # wgmma, or mma
-        kernels = [f"hopper_{name}" if _is_hopper(query) else f"ampere_{name}"]
-        if with_stats and _is_hopper(query):
-            kernels.append("hopper_long_forward_statistics")
-        for kernel in kernels:
-            if tile := gluon_tile(kernel, *shape):
-                return Choice(kernel, tile)
-    if tile := short_tile(f"short_{name}", *shape):
-        return Choice(f"short_{name}", tile)
-    return Choice("online_forward", online_tile("online_forward", call))
+    # With statistics the kernel for any length has the tiles of a plain call.
+    return _choose(STATISTICS if with_stats else FORWARD, "online_forward", call)
 
 
-def choose_backward(
-    call: Call, grad: Tensor, out: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> Choice:
-    """Return the kernel and tile of the gradients; the first kernel that supports the call wins."""
-    query, key, value, attn_mask, _, seed, *_ = call
-    if max(call.window) >= 0:
-        return Choice("online_backward", online_tile("online_backward", call))
-    wanted = features(
-        attn_mask, seed, query, key, value, grad, softcap=call.softcap, scale=call.scale
-    )
-    varlen = call.sequences is not None
-    if varlen:
-        wanted |= {"varlen"}
-    # Only the kernel for any length sums the gradients of a key head over its query heads.
-    if query.shape[1] == key.shape[1]:
-        shape = query, key, wanted
-        if (
-            not varlen
-            and _pairs_elements(call, grad, dq, dk, dv)
-            and (tile := warp_multihead_tile("warp_multihead_backward", *shape))
-        ):
-            return Choice("warp_multihead_backward", tile)
-        if call.batch <= MAX_ENTRIES and _fits_gluon(call, grad, out, dq, dk, dv):
-            from .. import _gluon
-
-            kernels: tuple[str, ...] = ("ampere_backward",)
-            if _is_hopper(query):
-                fenced = _gluon.KEEPS_FENCES or "dropout" not in wanted
-                kernels = ("hopper_resident_backward", "hopper_backward") if fenced else ()
-            for kernel in kernels:
-                if tile := gluon_tile(kernel, *shape, call.sequences):
-                    return Choice(kernel, tile)
-        if not varlen and (tile := short_tile("short_backward", *shape)):
-            return Choice("short_backward", tile)
-    return Choice("online_backward", online_tile("online_backward", call))
+def choose_capture(call: Call) -> Choice:
+    """Return the kernel and tile that capture the heads of sampled entries."""
+    kernel = "online_forward"
+    return Choice(kernel, online_tile(kernel, call, "capture"))
 
 
-def _pairs_elements(call: Call, *others: Tensor) -> bool:
-    """Return whether a warp can own heads: their rows consist of 32-bit words."""
-    batch, heads, tokens, dim = call.query.shape
-    if tokens > WARP_TOKENS:
+def choose_backward(call: Call, grad: Tensor, out: Tensor, gradients: Sequence[Tensor]) -> Choice:
+    """Return the kernel and tile of the gradients dq, dk and dv."""
+    return _choose(BACKWARD, "online_backward", call, grad, out, *gradients)
+
+
+def _choose(kernels: Sequence[str], online: str, call: Call, *others: Tensor) -> Choice:
+    """Return the first kernel that supports a call; ``others`` are tensors beside its operands."""
+    # Alignment is asked of what the kernels copy to shared memory: the operands and the gradient.
+    grad, *_ = *others, None
+    features = call.features() if grad is None else call.features(grad)
+    for kernel in kernels:
+        if tile := tile_of(kernel, call, features, others):
+            return Choice(kernel, tile)
+    return Choice(online, online_tile(online, call))
+
+
+def tile_of(
+    kernel: str, call: Call, features: frozenset[str], others: Sequence[Tensor]
+) -> Tile | None:
+    """Return the tile of a kernel whose programs own a head, None if it does not support a call."""
+    gpu = gpu_of(_tiles.capability(call.query.device))
+    if gpu.tiles is None or not _is_for(kernel, gpu.kernels):
+        return None
+    table = tiles_of(kernel)
+    if not supports(table.limits, call, features, others):
+        return None
+    tokens = max(call.rows, call.cols)
+    rule = find_rule(table, call.query, tokens, features - table.limits.free)
+    if rule is None:
+        return None
+    return rule.tile.replace(tokens=rule.tokens) if kernel.startswith("short") else rule.tile
+
+
+def _is_for(kernel: str, family: str | None) -> bool:
+    """Return whether a kernel is for a family of GPUs, without an import of its module."""
+    return not kernel.startswith(("hopper", "ampere")) or kernel.startswith(str(family))
+
+
+def supports(
+    limits: Limits, call: Call, features: frozenset[str], others: Sequence[Tensor]
+) -> bool:
+    """Return whether a kernel with these limits supports a call, if a rule of its table does."""
+    rows, cols, heads = call.rows, call.cols, call.query.shape[1]
+    if rows <= limits.more_tokens_than or call.batch > limits.most_entries:
         return False
-    strides = (stride for t in (*call[:3], *others) for stride in t.stride()[:3])
+    if rows != cols and max(rows, cols) >= limits.square_from:
+        return False
+    # With one program per head, a few heads would leave most of a GPU idle. The kernels for any
+    # length spread a head over several programs.
+    if rows >= limits.many_heads_from and call.batch * heads < _tiles.ENOUGH_PROGRAMS:
+        return False
+    if limits.pairs and not _pairs_elements(call, others):
+        return False
+    if limits.fenced_dropout and "dropout" in features:
+        from .. import _gluon
+
+        if not _gluon.KEEPS_FENCES:
+            return False
+    return not limits.gluon or _fits_gluon(call, others)
+
+
+def _pairs_elements(call: Call, others: Sequence[Tensor]) -> bool:
+    """Return whether a warp can own heads: their rows consist of 32-bit words."""
+    if call.sequences is not None:
+        return False
+    batch, heads, _, dim = call.query.shape
+    tensors = *call.operands, *others
+    strides = (stride for t in tensors for stride in t.stride()[:-1])
     words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
-    return words and batch * heads <= LARGEST_OFFSET // 2 and _fits_gluon(call, *others)
+    return words and batch * heads <= LARGEST_OFFSET // 2
 
 
-def _fits_gluon(call: Call, *others: Tensor) -> bool:
+def _fits_gluon(call: Call, others: Sequence[Tensor]) -> bool:
     """Return whether Gluon kernels support the tensors: same dtype, aligned, 32-bit offsets."""
     from .. import _gluon  # which imports Triton
 
     heads, dim = call.query.shape[1], call.query.shape[-1]
     width = heads * dim  # the row stride of the output
-    tokens = call.query.shape[2] if call.sequences is None else call.sequences.rows
-    old = _tiles.capability(call.query.device) < TUNED
-    if old or not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
+    if not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
         return False
-    tensors = *call[:3], *others
+    tensors = *call.operands, *others
     alike = all(t.dtype == call.query.dtype for t in tensors)
     strides = [width, *(t.stride(2 if t.dim() == 4 else 0) for t in tensors)]
     if call.attn_mask is not None:
         strides.append(sum(call.attn_mask.stride()[-2:]))
-    reached = max(strides) * tokens <= LARGEST_OFFSET
+    reached = max(strides) * call.rows <= LARGEST_OFFSET
     return alike and reached and not any(t.data_ptr() % ALIGNMENT for t in tensors)
-
-
-# --- The tile of a kernel, None where no rule takes the call --------------------------------------
-
-
-def short_tile(kernel: str, query: Tensor, key: Tensor, features: frozenset[str]) -> Tile | None:
-    """Return the tile of a short-sequence kernel, with the largest token count of its rule."""
-    rows, cols = query.shape[2], key.shape[2]
-    if _tiles.capability(query.device) < TUNED:
-        return None
-    if rows != cols and max(rows, cols) > LEAST_TOKENS:
-        return None  # such as the row of a class token: most of the tile would be padding
-    rule = find_rule(kernel, query, max(rows, cols), features)
-    return None if rule is None else rule.tile.replace(tokens=rule.tokens)
-
-
-def gluon_tile(
-    kernel: str,
-    query: Tensor,
-    key: Tensor,
-    features: frozenset[str],
-    sequences: Sequences | None = None,
-) -> Tile | None:
-    """Return the tile of a kernel for Hopper or Ampere whose programs own a head."""
-    heads = query.shape[1]
-    if sequences is None:
-        batch, rows, cols = query.shape[0], query.shape[2], key.shape[2]
-    else:
-        batch, rows, cols = len(sequences.starts) - 1, sequences.rows, sequences.cols
-    if rows != cols or rows <= LEAST_TOKENS:
-        return None
-    # With one program per head, a few heads would leave most of a GPU idle. The kernels for any
-    # length spread a head over several programs.
-    spread = rows > SHORT_TOKENS or not kernel.endswith("backward")
-    if spread and batch * heads < _tiles.ENOUGH_PROGRAMS:
-        return None
-    if key.shape[1] != heads:
-        features |= {"shared"}
-    rule = find_rule(kernel, query, rows, features)
-    return None if rule is None else rule.tile
-
-
-def _is_hopper(query: Tensor) -> bool:
-    return _tiles.capability(query.device) == 90
-
-
-def warp_multihead_tile(
-    kernel: str, query: Tensor, key: Tensor, features: frozenset[str]
-) -> Tile | None:
-    """Return the tile of a kernel whose warps own up to ``HEADS`` heads each."""
-    if key.shape != query.shape:
-        return None
-    rule = find_rule(kernel, query, query.shape[2], features)
-    return None if rule is None else rule.tile
-
-
-def online_tile(kernel: str, call: Call, *others: str) -> Tile:
-    """Return the tile of a kernel for any length; ``others`` are additional features."""
-    query, key, value, attn_mask, _, seed, _, _, scale, softcap = call[:10]
-    wanted = features(attn_mask, seed, query, key, value, softcap=softcap, scale=scale)
-    wanted = wanted.union(others, ["varlen"] * (call.sequences is not None))
-    rule = find_rule(kernel, query, 0, wanted)
-    assert rule is not None, (kernel, query.shape, wanted)
-    return rule.tile
 
 
 # --- Tiles: a table in each kernel's file (``ops._tiles``) ----------------------------------------
 
 
-def features(
-    attn_mask: Tensor | None,
-    seed: Tensor | None,
-    query: Tensor,
-    *others: Tensor,
-    softcap: float = 0.0,
-    scale: float | None = None,
-) -> frozenset[str]:
-    """Return the features of a call that need registers, beyond causal or shortened rows.
-
-    ``padded_dim`` is a head dimension that does not fill its tile. ``unaligned`` is a head
-    dimension, or a stride of the ``query`` or ``others``, that is not a multiple of 16: rows may
-    then start where 16 bytes cannot be copied at once. ``scale`` is a scale that is not positive,
-    or that float32 cannot hold: the maximum of a row must then be taken after scaling.
-    """
-    dim = query.shape[-1]
-    strides = (stride for t in (query, *others) for stride in t.stride()[:-1])
-    wanted = {
-        "mask": attn_mask is not None,
-        "dropout": seed is not None,
-        "softcap": softcap != 0,
-        "scale": scale is not None and scale < LEAST_SCALE,
-        "padded_dim": dim != block_dim(dim),
-        "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
-    }
-    return frozenset(name for name, present in wanted.items() if present)
+def online_tile(kernel: str, call: Call, *others: str) -> Tile:
+    """Return the tile of a kernel for any length; ``others`` are additional features."""
+    table = tiles_of(kernel)
+    wanted = (call.features() - table.limits.free).union(others)
+    rule = find_rule(table, call.query, 0, wanted)
+    assert rule is not None, (kernel, call.query.shape, wanted)
+    return rule.tile
 
 
 def find_rule(
-    kernel: str, query: Tensor, tokens: int, features: frozenset[str]
+    table: Tiles, query: Tensor, tokens: int, features: frozenset[str]
 ) -> _tiles.Rule | None:
     """Return the first rule of a kernel's table that supports a call, or None."""
-    return tiles_of(kernel).find(
+    return table.find(
         query.device,
         size=query.element_size(),
         dim=block_dim(query.shape[-1]),
@@ -302,6 +245,7 @@ RULES = read_rules((resources.files(str(__package__)) / "library.toml").read_tex
 
 def find_rule_of_library(
     gpu: int,
+    *,
     varlen: bool,
     causal: bool,
     backward: bool,
@@ -326,7 +270,8 @@ def find_rule_of_library(
         float32: whether the call is in float32.
     """
     by_capability, others = RULES
-    alike = [section for section in by_capability.get(gpu, ()) if section.float32 == float32]
+    sections = by_capability.get(gpu_of(gpu).crossover or 0, ())
+    alike = [section for section in sections if section.float32 == float32]
     alike = alike or [section for section in others if section.float32 == float32]
     for section in alike:
         if section.programs is not None:
@@ -359,7 +304,6 @@ class Library(NamedTuple):
     reason: str
 
 
-TUNED = 80  # the first compute capability that tiles were chosen for
 SPILLS = "predicted: compiled for sm_75 our kernels spill registers inside loops"
 FFMA = "predicted: in float32 our kernels attain a quarter of the multiply-add units' rate or less"
 
@@ -392,33 +336,40 @@ def library_of(call: Call, backward: bool, packed: bool = False) -> Library | No
     if gpu < TUNED:
         ours = 0 in (*query.shape, *key.shape) or beyond_pytorch(call)
         reason = FFMA if query.dtype == torch.float32 else SPILLS
-        if gpu < _tiles.LEAST_CAPABILITY:
-            reason = f"our kernels need compute capability {_tiles.LEAST_CAPABILITY / 10}"
+        if gpu < LEAST_CAPABILITY:
+            reason = f"our kernels need compute capability {LEAST_CAPABILITY / 10}"
         return None if ours else Library("sdpa", reason)
-    if call.attn_mask is not None or call.key_lengths is not None or call.dropout_p:
+    if not call.is_plain or 0 in query.shape or not _suits(call):
         return None
-    if call.softcap or call.window != (-1, -1) or 0 in query.shape or not _suits(call):
-        return None
-    shape = bool(call.is_causal), backward, dim
+    find = partial(
+        find_rule_of_library,
+        gpu,
+        causal=bool(call.is_causal),
+        backward=backward,
+        head_dim=dim,
+    )
     if sequences is None:
         float32 = query.dtype == torch.float32
         # The memory-efficient kernel, which alone is fast in float32, has no shared key heads.
         if query.shape[2] != key.shape[2] or (float32 and query.shape[1] != key.shape[1]):
             return None
         host_bound = packed and not torch.compiler.is_compiling()
-        programs = None if host_bound else query.shape[0] * query.shape[1]
-        rule = find_rule_of_library(gpu, False, *shape, query.shape[2], programs, float32)
+        rule = find(
+            varlen=False,
+            tokens=query.shape[2],
+            programs=None if host_bound else query.shape[0] * query.shape[1],
+            float32=float32,
+        )
         return None if rule is None else Library("sdpa", rule.reason)
     # PyTorch's function supports neither DTensors nor tensors without memory.
     if torch.compiler.is_compiling() or sequences.starts is not sequences.key_starts:
         return None
-    tensors, count = (*call[:3], sequences.starts), sequences.starts.shape[0] - 1
+    tensors, count = (*call.operands, sequences.starts), call.batch
     if count < 1 or query.shape != key.shape or not TENSORS.issuperset(map(type, tensors)):
         return None
     if query.dtype == torch.float32 or not torch.backends.cuda.flash_sdp_enabled():
         return None
-    programs = count * query.shape[1]
-    rule = find_rule_of_library(gpu, True, *shape, query.shape[0] / count, programs)
+    rule = find(varlen=True, tokens=query.shape[0] / count, programs=count * query.shape[1])
     return None if rule is None else Library("varlen_attn", rule.reason)
 
 
@@ -432,7 +383,7 @@ def beyond_pytorch(call: Call) -> str | None:
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return f"PyTorch's attention rounds a mask to {query.dtype}"
     # Where our kernels do not run, PyTorch follows this setting by itself.
-    kernels = _tiles.capability(query.device) >= _tiles.LEAST_CAPABILITY
+    kernels = _tiles.capability(query.device) >= LEAST_CAPABILITY
     if kernels and torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms are enabled"
     return None

@@ -1,56 +1,49 @@
-"""Launch the kernels that were chosen; the caller keeps what repeats a launch."""
+"""Launches of the kernels that were chosen for a call of softmax attention."""
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from .. import _tiles
-from .._launch_cache import CachedLaunch
+from .._launch_cache import Launch, Scratch
+from ..route import Results
 from . import dispatch
-from .call import CALL_POINTERS, Call, Gradients, Results
-
-# Names of pointers, in the order of the addresses that repeat a launch.
-_FORWARD = (
-    *CALL_POINTERS,
-    *("out_view", "max_log_sum_ptr", "lse_ptr", "stats_ptr", "sample_ptr"),
-)
-_BACKWARD = (
-    *CALL_POINTERS,
-    *("do_view", "out_view", "max_log_sum_ptr", "lse_ptr"),
-    *("dq_view", "dk_view", "dv_view", "ds_ptr"),
-)
+from .call import Call, Gradients
 
 
-def forward(call: Call, results: Results) -> tuple[CachedLaunch | None, CachedLaunch | None]:
-    """Fill the results; return what repeats the launch of the output, and that of the capture.
-
-    There is nothing that repeats a launch in Triton's interpreter.
-
-    Raises:
-        ValueError: if Triton does not compile for the GPU.
-    """
-    _tiles.check_capability(call.query.device)
+def prepare_forward(call: Call, results: Results) -> Launch:
+    """Return what fills the output and any statistics."""
     kernel, tile = dispatch.choose_forward(call, with_stats=results.stats is not None)
-    launch = dispatch.module_of(kernel).prepare_forward(tile, call, results)
-    entry, captured = launch.first(_FORWARD, scratch="parts_ptr"), None
-    if results.stats is not None:
-        join_parts(launch.arguments.get("parts_ptr"), results.stats)
-    if results.heads is not None and results.sample is not None and len(results.sample):
-        tile, sample = dispatch.online_tile("online_forward", call, "capture"), results.sample
-        kernels = dispatch.module_of("online_forward")
-        capture = kernels.prepare_capture(tile, call, sample.contiguous(), results.heads)
-        captured = capture.first(_FORWARD)
-    return entry, captured
+    launch: Launch = dispatch.module_of(kernel).prepare_forward(tile, call, results)
+    if launch.arguments.get("parts_ptr") is None:
+        return launch
+    from .._epilogue import join
+
+    return launch._replace(scratch=Scratch("parts_ptr", "stats", join))
 
 
-def backward(grad: Tensor, call: Call, saved: Results, gradients: Gradients) -> CachedLaunch | None:
-    """Fill the gradients; return what repeats the launch."""
-    kernel, tile = dispatch.choose_backward(call, grad, saved.out, *gradients[:3])
-    launch = dispatch.module_of(kernel).prepare_backward(tile, grad, call, saved, gradients)
-    return launch.first(_BACKWARD)
+def prepare_capture(call: Call, results: Results) -> Launch:
+    """Return what fills the heads of sampled entries."""
+    kernel, tile = dispatch.choose_capture(call)
+    prepare = dispatch.module_of(kernel).prepare_capture
+    return prepare(tile, call, results.sample, results.heads)
 
 
-def join_parts(parts: Tensor | None, stats: Tensor) -> None:
-    """Reduce the parts of statistics, where programs left some."""
-    if parts is not None:
-        from .._epilogue import join
+def prepare_backward(grad: Tensor, call: Call, saved: Results, gradients: Any) -> Launch:
+    """Return what fills the gradients."""
+    dq, dk, dv = gradients.separate()
+    kernel, tile = dispatch.choose_backward(call, grad, saved.out, (dq, dk, dv))
+    ds = scratch = None
+    if getattr(gradients, "dattn_mask", None) is not None:
+        # Tiles that no row may see are not visited by every kernel.
+        shape = call.batch, call.query.shape[1], call.rows, call.cols
+        ds = grad.new_zeros(shape, dtype=torch.float32)
+        scratch = Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True)
+    prepare = dispatch.module_of(kernel).prepare_backward
+    launch: Launch = prepare(tile, grad, call, saved, Gradients(dq, dk, dv, ds))
+    return launch._replace(scratch=scratch)
 
-        join(parts, stats)
+
+def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:
+    """Sum the gradient of scores over what a mask was broadcast along."""
+    dattn_mask.copy_(ds.sum_to_size(dattn_mask.shape))

@@ -4,6 +4,8 @@ Letters: B batch, H query heads, N query rows, M key columns, D head dimension. 
 have fewer heads than queries (grouped queries); every function here takes them as they are.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,23 +14,26 @@ def visible(
     rows: int,
     cols: int,
     key_lengths: Tensor | None,
-    is_causal: bool,
     device: torch.device,
-    window: tuple[int, int] = (-1, -1),
+    *,
+    is_causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
 ) -> Tensor | None:
     """Return the boolean (1 or B, 1, N, M) of scores that may be seen, or None when all may.
 
-    ``is_causal`` is aligned top left: row i sees columns 0 to i. A window (left, right) is aligned
-    bottom right, as flash-attention's: row i sees columns i + M - N - left to i + M - N + right,
-    where -1 is no bound. What both hide is hidden; where N = M, ``is_causal`` is a right of 0.
+    ``is_causal`` is aligned top left: row i sees columns 0 to i. A window is aligned bottom right,
+    as flash-attention's: row i sees columns i + M - N - window_left to i + M - N + window_right,
+    where -1 is no bound. A key is visible if both allow it; if N = M, ``is_causal`` equals a
+    ``window_right`` of 0.
     """
-    left, right = window
     seen = None
-    if is_causal or max(window) >= 0:
+    if is_causal or max(window_left, window_right) >= 0:
         seen = torch.ones(rows, cols, dtype=torch.bool, device=device)
         seen = seen.tril() if is_causal else seen
-        seen = seen.tril(cols - rows + right) if right >= 0 else seen
-        seen = (seen.triu(cols - rows - left) if left >= 0 else seen)[None, None]
+        seen = seen.tril(cols - rows + window_right) if window_right >= 0 else seen
+        seen = seen.triu(cols - rows - window_left) if window_left >= 0 else seen
+        seen = seen[None, None]
     if key_lengths is not None:
         inside = torch.arange(cols, device=device) < key_lengths[:, None, None, None]
         seen = inside.expand(-1, -1, rows, -1) if seen is None else seen & inside
@@ -51,12 +56,15 @@ def probabilities(
     key: Tensor,
     attn_mask: Tensor | None,
     key_lengths: Tensor | None,
-    is_causal: bool,
+    *,
     scale: float | None,
     softcap: float = 0.0,
-    window: tuple[int, int] = (-1, -1),
+    **visibility: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden."""
+    """Return P (B, H, N, M), lse (B, H, N) and the scores S, with -inf where a score is hidden.
+
+    ``visibility`` is what ``visible`` takes by name.
+    """
     key = key.repeat_interleave(_group(query, key), dim=1)
     s = _scale(scale, query) * (query @ key.mT)
     if softcap:
@@ -65,7 +73,7 @@ def probabilities(
         s = s + attn_mask
     for seen in (
         attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else None,
-        visible(query.shape[2], key.shape[2], key_lengths, is_causal, query.device, window),
+        visible(query.shape[2], key.shape[2], key_lengths, query.device, **visibility),
     ):
         s = s if seen is None else s.masked_fill(~seen, float("-inf"))
     lse = torch.logsumexp(s, dim=-1)
@@ -75,7 +83,7 @@ def probabilities(
     return p, lse, s
 
 
-def attend(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
+def forward(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
     """Return A = dropout(P) V, (B, H, N, D)."""
     value = value.repeat_interleave(_group(p, value), dim=1)
     return dropped(p, keep, dropout_p) @ value
@@ -94,6 +102,7 @@ def backward(
     p: Tensor,
     keep: Tensor | None,
     dropout_p: float,
+    *,
     scale: float | None,
     softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -17,8 +17,10 @@ from torch.nn.functional import scaled_dot_product_attention as _sdpa
 from ..._ops import ops
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
-from .call import Call, draw_seed
-from .dispatch import TUNED, transformed
+from ..gpus import TUNED
+from ..route import draw_seed
+from .call import Call
+from .dispatch import transformed
 from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
@@ -67,28 +69,30 @@ def library_attention(call: Call, enable_gqa: bool) -> Tensor:
 
 
 def _attend(call: Call, enable_gqa: bool) -> Tensor:
-    query, key, value, attn_mask, key_lengths, _, dropout_p, is_causal, scale, softcap = call[:10]
-    window = call.window
+    query, key, value = call.operands
+    key_lengths, dropout_p, scale = call.key_lengths, call.dropout_p, call.scale
 
     def with_all_scores() -> Tensor:
-        tensors = *call[:5], draw_seed(dropout_p, query.device)
-        return ops.attention(*tensors, dropout_p, is_causal, scale, softcap, *window)[0]
+        *arguments, sequences = call._replace(seed=draw_seed(dropout_p, query.device))
+        assert sequences is None
+        out, *_ = ops.attention(*arguments)
+        return out
 
     on_gpu = query.device.type == "cuda"
-    if softcap:  # which PyTorch's function does not have
+    if call.softcap:  # which PyTorch's function does not have
         return with_all_scores()
     # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
     # On a GPU it takes the maximum of a row before it scales.
-    if scale is not None and scale <= 0 and (is_causal or on_gpu):
+    if scale is not None and scale <= 0 and (call.is_causal or on_gpu):
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
     seen = None
-    if key_lengths is not None or max(window) >= 0:
+    if key_lengths is not None or call.hides_by_position:
         shape = query.shape[2], key.shape[2]
         if key_lengths is not None:  # a GPU's were not checked, and our kernels clamp them
             key_lengths = key_lengths.clamp(1, shape[1])
-        seen = visible(*shape, key_lengths, is_causal, query.device, window)
+        seen = visible(*shape, key_lengths, query.device, **call.visibility)
         key, value = (without_padding(t, key_lengths) for t in (key, value))
-    mask = attn_mask
+    mask = call.attn_mask
     if seen is not None:
         if mask is None:
             mask = seen
@@ -108,7 +112,7 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
         elif mask.dtype != torch.bool:
             mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
     # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
-    causal = True if is_causal and seen is None else False  # noqa: SIM210
+    causal = True if call.is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210
     tensors, options = (query, key, value, mask), {"scale": scale, "enable_gqa": shared}
     out = _below_ours(_sdpa, *tensors, dropout_p, causal, **options)
@@ -121,7 +125,7 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     )
     if composed or once or torch.compiler.is_compiling() or not out.requires_grad:
         return out
-    return _TwiceDifferentiable.apply(call, out, *call[:4])
+    return _TwiceDifferentiable.apply(call, out, *call.operands, call.attn_mask)
 
 
 class _TwiceDifferentiable(torch.autograd.Function):
@@ -131,22 +135,34 @@ class _TwiceDifferentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, out: Tensor, *tensors: Tensor | None) -> Tensor:
+    def forward(ctx: Any, call: Call, out: Tensor, query, key, value, attn_mask) -> Tensor:
         ctx.call = call._replace(query=None, key=None, value=None, attn_mask=None)
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(query, key, value, attn_mask)
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if not torch.is_grad_enabled():
             return None, grad, None, None, None, None
-        saved, call = ctx.saved_tensors, ctx.call
-        tensors = *saved, call.key_lengths, None
-        numbers = 0.0, call.is_causal, call.scale, call.softcap, *call.window
-        results = ops.attention.default(*tensors, *numbers)
-        mask_grad = ctx.needs_input_grad[5]
-        gradients = ops.attention_backward.default(grad, *tensors, *results, *numbers, mask_grad)
-        return None, None, *gradients[:3], gradients[3] if mask_grad else None
+        query, key, value, attn_mask = ctx.saved_tensors
+        call = ctx.call._replace(
+            query=query, key=key, value=value, attn_mask=attn_mask, seed=None, dropout_p=0.0
+        )
+        *_, wants_mask = ctx.needs_input_grad
+        *gradients, dattn_mask = _gradients(call, grad, wants_mask)
+        return None, None, *gradients, dattn_mask if wants_mask else None
+
+
+def _gradients(call: Call, grad: Tensor, wants_mask: bool) -> tuple[Tensor, ...]:
+    """Return the gradients of a call by our operators, which have second derivatives."""
+    named = call._asdict()
+    del named["sequences"]
+    results = ops.attention.default(*named.values())
+    tensors = [named.pop(name) for name in _TENSORS]
+    return ops.attention_backward.default(grad, *tensors, *results, *named.values(), wants_mask)
+
+
+_TENSORS = "query", "key", "value", "attn_mask", "key_lengths", "seed"
 
 
 def _sinks(mask: Tensor) -> bool:
@@ -186,7 +202,7 @@ def varlen_attention(call: Call) -> Tensor:
     So are the gradients. PyTorch leaves what no sequence owns as its memory was, and follows
     ``starts`` wherever they lead: here they are brought into order inside the tensors.
     """
-    query, key, value, sequences = *call[:3], call.sequences
+    (query, key, value), sequences = call.operands, call.sequences
     assert sequences is not None
     starts, max_seqlen = sequences.starts, sequences.rows
     starts = starts.clamp(0, query.shape[0]).cummax(dim=0).values

@@ -5,13 +5,13 @@ stay in registers; the last axis contiguous, because loads are vectors along it.
 raises a ValueError: no silent copy.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._ops import ops
 from .._checks import (
     DTYPES,
     LARGEST,
@@ -22,10 +22,20 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from ..dispatcher import on_cpu, upcast
-from ..operator import Operator, Shapes, register, run_with_stats
+from .._launch_cache import signature_of
+from ..dispatcher import on_cpu
+from ..route import (
+    Operator,
+    Products,
+    Shapes,
+    compute,
+    compute_stats,
+    register,
+    repeat,
+    stats_of,
+    upcast_call,
+)
 from ..statistics import AttentionStats, per_head
-from ..transforms import Products
 from . import reference
 
 __all__ = [
@@ -64,10 +74,14 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     ``qkv.dtype``, before V: Q and K enter their product unchanged, and their lengths divide it.
     Source: El-Nouby et al. 2021, section 3.2 (arXiv:2106.09681).
     """
-    qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
-    if qkv.device.type == "cuda":
-        return ops.cross_covariance_attention(qkv, temperature, eps)[0]
-    return _on_cpu(CrossCovarianceAttention, qkv, temperature, eps)
+    (qkv,) = autocast(qkv)
+    temperature = _one_axis(temperature)
+    signature = signature_of((qkv, temperature, None), ("cross_covariance_attention", eps))
+    if signature and (results := repeat(CrossCovarianceAttention, signature, (qkv, temperature))):
+        out, *_ = results
+        return out
+    call = _checked_cross_covariance(qkv, temperature, eps)
+    return _output(CrossCovarianceAttention, signature, call)
 
 
 def cross_covariance_attention_with_stats(
@@ -87,9 +101,15 @@ def cross_covariance_attention_with_stats(
     Numerics: as ``cross_covariance_attention``; for ``heads`` the probabilities enter the product
     with V as the sum of two float16 or three bfloat16 numbers, and the float32 sum is stored.
     """
-    qkv, temperature, eps = _check_cross_covariance(qkv, temperature, eps)
-    operator = ops.cross_covariance_attention_with_stats
-    return run_with_stats(operator, (qkv, temperature), sample, eps)
+    (qkv,) = autocast(qkv)
+    temperature = _one_axis(temperature)
+    kind = "cross_covariance_attention_with_stats", eps
+    signature = signature_of((qkv, temperature, sample), kind)
+    tensors = qkv, temperature
+    if signature and (results := repeat(CrossCovarianceAttention, signature, tensors, sample)):
+        return stats_of(results, sample)
+    call = _checked_cross_covariance(qkv, temperature, eps)
+    return compute_stats(CrossCovarianceAttention, signature, call, sample)
 
 
 def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
@@ -115,10 +135,12 @@ def channel_attention(qkv: Tensor, *, scale: float | None = None) -> Tensor:
     Source: Ding et al. 2022, section 3.3 (arXiv:2204.03645), with the roles of Q, K and V
     of its published code.
     """
-    qkv, scale = _check_channel(qkv, scale)
-    if qkv.device.type == "cuda":
-        return ops.channel_attention(qkv, scale)[0]
-    return _on_cpu(ChannelAttention, qkv, scale)
+    (qkv,) = autocast(qkv)
+    signature = signature_of((qkv, None), ("channel_attention", scale))
+    if signature and (results := repeat(ChannelAttention, signature, (qkv,))):
+        out, *_ = results
+        return out
+    return _output(ChannelAttention, signature, _checked_channel(qkv, scale))
 
 
 def channel_attention_with_stats(
@@ -129,33 +151,54 @@ def channel_attention_with_stats(
     Arguments and errors are those of ``channel_attention``; ``sample`` and the result are those of
     ``cross_covariance_attention_with_stats``.
     """
-    qkv, scale = _check_channel(qkv, scale)
-    return run_with_stats(ops.channel_attention_with_stats, (qkv,), sample, scale)
+    (qkv,) = autocast(qkv)
+    signature = signature_of((qkv, sample), ("channel_attention_with_stats", scale))
+    if signature and (results := repeat(ChannelAttention, signature, (qkv,), sample)):
+        return stats_of(results, sample)
+    call = _checked_channel(qkv, scale)
+    return compute_stats(ChannelAttention, signature, call, sample)
+
+
+def _output(operator: type[Operator], signature: Any, call: Any) -> Tensor:
+    """Return the output of a checked call."""
+    if call.qkv.device.type != "cuda":
+        return _on_cpu(operator, call)
+    out, *_ = compute(operator, signature, call)
+    return out
 
 
 @on_cpu
-def _on_cpu(operator: type[Operator], qkv: Tensor, *args: Any) -> Tensor:
+def _on_cpu(operator: type[Operator], call: Any) -> Tensor:
     """Return (B, N, H, D) by operations that PyTorch can differentiate."""
-    args = tuple(upcast(t) if isinstance(t, Tensor) else t for t in args)
-    return operator.attend(upcast(qkv), *args)[0].to(qkv.dtype).contiguous()
+    out, *_ = operator.reference_forward(upcast_call(call))
+    return out.to(call.qkv.dtype).contiguous()
 
 
-def _check_channel(qkv: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    (qkv,) = autocast(qkv)
+def _checked_channel(qkv: Tensor, scale: float | None) -> "ChannelCall":
+    """Return the call; raise ValueError if a kernel cannot compute it."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 5 or qkv.shape[2] != 3:
         raise ArgumentError(f"qkv must be (B, N, 3, H, D), got {tuple(qkv.shape)}")
     check_narrow_layout("qkv", qkv, qkv.stride(1))
-    return qkv, scale_or_default(scale, qkv.shape[-1])
+    return ChannelCall(qkv, scale_or_default(scale, qkv.shape[-1]))
 
 
-def _check_cross_covariance(
+def _one_axis(temperature: Any) -> Any:
+    """Return (H, 1, 1) as (H,); anything else unchanged, for the checks."""
+    # A nested tensor has no shape.
+    if not isinstance(temperature, Tensor) or temperature.is_nested:
+        return temperature
+    return temperature.flatten() if temperature.shape[1:] == (1, 1) else temperature
+
+
+def _checked_cross_covariance(
     qkv: Tensor, temperature: Tensor, eps: float
-) -> tuple[Tensor, Tensor, float]:
-    qkv, _ = _check_channel(qkv, None)
+) -> "CrossCovarianceCall":
+    """Return the call; raise ValueError if a kernel cannot compute it."""
+    _checked_channel(qkv, None)
     check_tensor("temperature", temperature)
     heads = qkv.shape[3]
-    if temperature.shape not in ((heads,), (heads, 1, 1)):
+    if temperature.shape != (heads,):
         raise ArgumentError(
             f"temperature must be ({heads},) or ({heads}, 1, 1), got {tuple(temperature.shape)}"
         )
@@ -172,7 +215,7 @@ def _check_cross_covariance(
     # Products do not promote dtypes: convert to that of the sums.
     if temperature.dtype == torch.float64 and qkv.dtype != torch.float64:
         temperature = temperature.float()
-    return qkv, temperature.flatten(), float(eps)
+    return CrossCovarianceCall(qkv, temperature, float(eps))
 
 
 # --- The operator --------------------------------------------------------------------------------
@@ -189,63 +232,110 @@ def _packed(*gradients: Tensor) -> Tensor:
 
 
 def _results(s: Tensor, values: Tensor) -> Any:
-    a, p, lse = reference.attend(s, values)
+    a, p, lse = reference.forward(s, values)
     return a.transpose(1, 2), lse, partial(per_head, p, s, a)
+
+
+class ChannelCall(NamedTuple):
+    """A checked call: a projection (B, N, 3, H, D) and the scale."""
+
+    qkv: Tensor
+    scale: float
+
+
+class ChannelGradients(NamedTuple):
+    """The gradient of a projection."""
+
+    dqkv: Tensor
 
 
 class ChannelAttention(Operator):
     """Attention between the channels of a head; the projection is (B, N, 3, H, D)."""
 
     name, kernels = "channel_attention", "covariance.kernels:channel"
-    inputs, differentiable, cast = "Tensor qkv", 1, 1
-    numbers, gradients = "float scale", "Tensor dqkv"
+    tensors: Mapping[str, str] = {"qkv": "Tensor"}
+    numbers: Mapping[str, str] = {"scale": "float"}
+    Arguments: Any = ChannelCall
+    Gradients: Any = ChannelGradients
+    pointers: Mapping[str, str] = {
+        "qkv_view": "qkv",
+        "temperature_ptr": "temperature",
+        "sample_ptr": "sample",
+        "out_ptr": "out",
+        "lse_ptr": "lse",
+        "stats_ptr": "stats",
+        "do_view": "grad",
+        "dqkv_ptr": "dqkv",
+    }
 
     @staticmethod
-    def shapes(qkv: Tensor, *_: Any) -> Shapes:
-        batch, tokens, _three, heads, dim = qkv.shape
-        out, lse = (batch, tokens, heads, dim), (batch, heads, dim)
-        return Shapes(out, lse, (batch, heads), (tokens, heads * dim))
+    def shapes(arguments: Any) -> Shapes:
+        batch, tokens, _three, heads, dim = arguments.qkv.shape
+        return Shapes(
+            out=(batch, tokens, heads, dim),
+            rows=(batch, heads, dim),
+            per_head=(batch, heads),
+            heads=(tokens, heads * dim),
+        )
 
     @staticmethod
-    def attend(qkv: Tensor, scale: float) -> Any:
-        q, k, v = split_qkv(qkv)
-        return _results(reference.channel_scores(k, v, scale), q)
+    def reference_forward(call: ChannelCall) -> Any:
+        q, k, v = split_qkv(call.qkv)
+        return _results(reference.channel_scores(k, v, call.scale), q)
 
     @staticmethod
-    def differentiate(grad: Tensor, qkv: Tensor, scale: float) -> tuple[Tensor, ...]:
-        q, k, v = split_qkv(qkv)
-        p = torch.softmax(reference.channel_scores(k, v, scale), dim=-1)
-        ds, dq = reference.attend_backward(grad.transpose(1, 2), p, q)
-        dk, dv = reference.channel_backward(ds, k, v, scale)
+    def reference_backward(grad: Tensor, call: ChannelCall) -> tuple[Tensor, ...]:
+        q, k, v = split_qkv(call.qkv)
+        p = torch.softmax(reference.channel_scores(k, v, call.scale), dim=-1)
+        ds, dq = reference.backward(grad.transpose(1, 2), p, q)
+        dk, dv = reference.channel_backward(ds, k, v, call.scale)
         return (_packed(dq, dk, dv),)
 
     @staticmethod
-    def flops(qkv: Tensor, *_: Any) -> Products:
-        batch, tokens, _three, heads, dim = qkv.shape
+    def flops(arguments: Any) -> Products:
+        batch, tokens, _three, heads, dim = arguments.qkv.shape
         product = 2 * batch * heads * dim**2 * tokens
         return Products(product, product)
+
+
+class CrossCovarianceCall(NamedTuple):
+    """A checked call: a projection (B, N, 3, H, D), temperature (H,), the smallest divisor."""
+
+    qkv: Tensor
+    temperature: Tensor
+    eps: float
+
+
+class CrossCovarianceGradients(NamedTuple):
+    """The gradients of a projection and a temperature."""
+
+    dqkv: Tensor
+    dtemperature: Tensor
 
 
 class CrossCovarianceAttention(ChannelAttention):
     """The same of channels of unit length, with a temperature (H,) for each head."""
 
     name, kernels = "cross_covariance_attention", "covariance.kernels:cross_covariance"
-    inputs, differentiable = "Tensor qkv, Tensor temperature", 2
-    numbers, gradients = "float eps", "Tensor dqkv, Tensor dtemperature"
+    tensors: Mapping[str, str] = {"qkv": "Tensor", "temperature": "Tensor"}
+    numbers: Mapping[str, str] = {"eps": "float"}
+    Arguments: Any = CrossCovarianceCall
+    Gradients: Any = CrossCovarianceGradients
 
     @staticmethod
-    def attend(qkv: Tensor, temperature: Tensor, eps: float) -> Any:
-        q, k, v = split_qkv(qkv)
-        return _results(reference.cross_covariance_scores(q, k, temperature, eps), v)
+    def reference_forward(call: CrossCovarianceCall) -> Any:
+        q, k, v = split_qkv(call.qkv)
+        s = reference.cross_covariance_scores(q, k, call.temperature, call.eps)
+        return _results(s, v)
 
     @staticmethod
-    def differentiate(
-        grad: Tensor, qkv: Tensor, temperature: Tensor, eps: float
-    ) -> tuple[Tensor, ...]:
-        q, k, v = split_qkv(qkv)
-        p = torch.softmax(reference.cross_covariance_scores(q, k, temperature, eps), dim=-1)
-        ds, dv = reference.attend_backward(grad.transpose(1, 2), p, v)
-        dq, dk, dtau = reference.cross_covariance_backward(ds, q, k, temperature, eps)
+    def reference_backward(grad: Tensor, call: CrossCovarianceCall) -> tuple[Tensor, ...]:
+        q, k, v = split_qkv(call.qkv)
+        s = reference.cross_covariance_scores(q, k, call.temperature, call.eps)
+        p = torch.softmax(s, dim=-1)
+        ds, dv = reference.backward(grad.transpose(1, 2), p, v)
+        scores = ds, q, k, call.temperature, call.eps
+        dq, dk, dtau = reference.cross_covariance_backward(*scores)
         return _packed(dq, dk, dv), dtau
 
 

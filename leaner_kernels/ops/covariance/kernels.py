@@ -25,8 +25,7 @@ from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
 from .._epilogue import store_statistics, sums_of_entropies
-from .._launch import launch
-from .._launch_cache import View, check_tile
+from .._launch_cache import Launch, Scratch, View, check_tile
 from .._tiles import Tiles, block_dim, rule
 from .._triton import (
     PRECISION,
@@ -40,7 +39,7 @@ from .._triton import (
     scaled,
     store_rows,
 )
-from ..operator import Results
+from ..route import Results
 
 # The D x D products of wider heads do not all fit in registers. By default, ptxas spills some of
 # heads of 32 to fit one more program of a small launch of a capture.
@@ -266,14 +265,13 @@ class QkvView(NamedTuple):
 
 
 class Covariance(NamedTuple):
-    """One of the two operators, on a GPU.
+    """The launches of one of the two operators.
 
     Attributes:
         rows: which part of a packed projection (0 q, 1 k, 2 v) gives the scores' rows.
         cols: which gives their columns.
         values: which is averaged.
-        normalise: divide each channel by its length, and multiply by a temperature; the parameter
-            is then ``eps``, and otherwise ``scale``.
+        normalise: divide each channel by its length, and multiply by a temperature.
     """
 
     rows: int
@@ -281,77 +279,78 @@ class Covariance(NamedTuple):
     values: int
     normalise: bool
 
-    def forward(self, inputs: tuple[Any, ...], params: tuple[Any, ...], results: Results) -> None:
-        """Fill the results."""
-        self._attend(inputs, params, *results[:3])
-        if results.sample is not None:
-            self._attend(inputs, params, results.heads, sample=results.sample)
+    def prepare_forward(self, call: Any, results: Results) -> Launch:
+        """Return what fills the output, ``lse`` (B, H, D) and any statistics."""
+        arguments = self._arguments(FORWARD_TILES, call) | {
+            "out_ptr": results.out,
+            "lse_ptr": results.lse,
+            "stats_ptr": results.stats,
+            "sample_ptr": None,
+            "B": len(call.qkv),
+            "CAPTURE": False,
+        }
+        return Launch(_covariance_fwd_kernel, (len(results.out) * arguments["H"],), arguments)
 
-    def _attend(
-        self,
-        inputs: tuple,
-        params: tuple,
-        out: Tensor,
-        lse: Tensor | None = None,
-        stats: Tensor | None = None,
-        sample: Tensor | None = None,
-    ) -> None:
-        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
-        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
-        tensors |= {"out_ptr": out, "lse_ptr": lse, "stats_ptr": stats, "sample_ptr": sample}
+    def prepare_capture(self, call: Any, results: Results) -> Launch:
+        """Return what fills the heads (S, N, H * D) of sampled entries."""
+        assert results.heads is not None
+        arguments = self._arguments(FORWARD_TILES, call) | {
+            "out_ptr": results.heads,
+            "lse_ptr": None,
+            "stats_ptr": None,
+            "sample_ptr": results.sample,
+            "B": len(call.qkv),
+            "CAPTURE": True,
+        }
+        return Launch(_covariance_fwd_kernel, (len(results.heads) * arguments["H"],), arguments)
 
-        def prepare() -> Any:
-            arguments = self._shared(FORWARD_TILES, qkv, params)
-            arguments |= {"B": len(qkv), "CAPTURE": sample is not None}
-            return (len(out) * qkv.shape[3],), arguments
-
-        launch(_covariance_fwd_kernel, tensors, (self, params), prepare)
-
-    def backward(
-        self, grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list
-    ) -> None:
-        """Fill ``grads``, of qkv and of any temperature, from ``grad`` of the output."""
+    def prepare_backward(self, grad: Tensor, call: Any, saved: Results, gradients: Any) -> Launch:
+        """Return what fills dqkv, and dtemperature if there is a temperature."""
         if grad.stride(1) > MAX_ROW_STRIDE:
             grad = grad.contiguous()
-        dqkv, *dtemperature = grads
-        partial = None
-        if dtemperature:
-            # One for each batch entry, summed below in a fixed order.
-            partial = torch.empty(lse.shape[:2], dtype=torch.float32, device=lse.device)
-        qkv, temperature = inputs[0], inputs[1].contiguous() if self.normalise else None
-        tensors = {"qkv_view": qkv, "temperature_ptr": temperature}
-        tensors |= {"do_view": grad, "dqkv_ptr": dqkv, "dtemperature_ptr": partial}
+        arguments = self._arguments(BACKWARD_TILES, call) | {
+            "do_view": View(grad, grad.stride(0), grad.stride(2), grad.stride(1)),
+            "dqkv_ptr": gradients.dqkv,
+            "dtemperature_ptr": None,
+        }
+        grid, scratch = (len(call.qkv) * arguments["H"],), None
+        if self.normalise:
+            # One for each batch entry, summed in a fixed order.
+            arguments["dtemperature_ptr"] = torch.empty(
+                len(call.qkv), arguments["H"], dtype=torch.float32, device=call.qkv.device
+            )
+            scratch = Scratch("dtemperature_ptr", "dtemperature", _sum_over_batch)
+        return Launch(_covariance_bwd_kernel, grid, arguments, scratch)
 
-        def prepare() -> Any:
-            arguments = self._shared(BACKWARD_TILES, qkv, params)
-            arguments["do_view"] = View(grad, grad.stride(0), grad.stride(2), grad.stride(1))
-            return (len(qkv) * qkv.shape[3],), arguments
-
-        launch(_covariance_bwd_kernel, tensors, (self, params), prepare)
-        if partial is not None:
-            dtemperature[0].copy_(partial.sum(dim=0))
-
-    def _shared(self, tiles: Tiles, qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
-        _, tokens, _, heads, dim = qkv.shape
-        tile = tiles.tile(qkv.device, size=qkv.element_size(), dim=block_dim(dim))
-        (param,) = params
+    def _arguments(self, tiles: Tiles, call: Any) -> dict[str, Any]:
+        """Return the arguments that both kernels take."""
+        _, tokens, _three, heads, dim = call.qkv.shape
+        stride_b, stride_n, stride_part, stride_h, _ = call.qkv.stride()
+        tile = tiles.tile(call.qkv.device, size=call.qkv.element_size(), dim=block_dim(dim))
         # As dqkv has them, which is contiguous whatever qkv is.
         check_tile("rows of qkv's gradient", tokens, 3 * heads * dim)
-        return dict(
+        # A kernel uses one of the two numbers.
+        number = call.eps if self.normalise else call.scale
+        return {
             **tile.arguments,
-            qkv_view=QkvView(qkv, *qkv.stride()[:4]),
-            H=heads,
-            N=tokens,
-            eps=param,
-            scale=param,
-            D=dim,
-            BLOCK_D=block_dim(dim),
-            ROWS=self.rows,
-            COLS=self.cols,
-            VALUES=self.values,
-            NORMALISE=self.normalise,
-        )
+            "qkv_view": QkvView(call.qkv, stride_b, stride_n, stride_part, stride_h),
+            "temperature_ptr": call.temperature.contiguous() if self.normalise else None,
+            "H": heads,
+            "N": tokens,
+            "eps": number,
+            "scale": number,
+            "D": dim,
+            "BLOCK_D": block_dim(dim),
+            "ROWS": self.rows,
+            "COLS": self.cols,
+            "VALUES": self.values,
+            "NORMALISE": self.normalise,
+        }
 
 
-cross_covariance = Covariance(0, 1, 2, normalise=True)
-channel = Covariance(1, 2, 0, normalise=False)
+def _sum_over_batch(partial: Tensor, dtemperature: Tensor) -> None:
+    dtemperature.copy_(partial.sum(dim=0))
+
+
+cross_covariance = Covariance(rows=0, cols=1, values=2, normalise=True)
+channel = Covariance(rows=1, cols=2, values=0, normalise=False)

@@ -25,13 +25,13 @@ def channel_scores(k: Tensor, v: Tensor, scale: float) -> Tensor:
     return (scale * k).mT @ v
 
 
-def attend(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def forward(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return A = values P^T (B, H, N, D), P, and the log-sum-exp (B, H, D) of each row of S."""
     p = torch.softmax(s, dim=-1)
     return values @ p.mT, p, torch.logsumexp(s, dim=-1)
 
 
-def attend_backward(grad: Tensor, p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def backward(grad: Tensor, p: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return dS and the gradient of ``values``.
 
     These derivatives are written out because autograd cannot run inside a dispatcher kernel;

@@ -7,13 +7,13 @@ because offsets inside it are 32-bit. Anything else raises a ValueError: no sile
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
@@ -22,10 +22,19 @@ from .._checks import (
     scale_or_default,
     shown,
 )
+from .._launch_cache import signature_of
 from ..dispatcher import on_cpu, upcast
-from ..operator import Operator, Shapes, register, run_with_stats
+from ..route import (
+    Operator,
+    Products,
+    Shapes,
+    compute,
+    compute_stats,
+    register,
+    repeat,
+    stats_of,
+)
 from ..statistics import AttentionStats, per_head
-from ..transforms import Products
 from . import reference
 from .reference import Window, num_windows
 
@@ -76,11 +85,17 @@ def outlook_attention(
     Source: Yuan et al. 2021, VOLO, section 3.1 (arXiv:2106.13112).
     """
     value, logits = autocast(value, logits)
+    kind = "outlook_attention", kernel_size, stride, padding, scale
+    signature = signature_of((value, logits, None), kind)
+    if signature and (results := repeat(OutlookAttention, signature, (value, logits))):
+        out, *_ = results
+        return out
     window = _check(value, logits, kernel_size, stride, padding)
-    scale = scale_or_default(scale, value.shape[-1])
+    call = OutlookCall(value, logits, *window, scale_or_default(scale, value.shape[-1]))
     if value.device.type != "cuda":
-        return decomposition(value, logits, window, scale)
-    return ops.outlook_attention(value, logits, *window, scale)[0]
+        return decomposition(call)
+    out, *_ = compute(OutlookAttention, signature, call)
+    return out
 
 
 def outlook_attention_with_stats(
@@ -106,10 +121,13 @@ def outlook_attention_with_stats(
         from float32 products and sums throughout.
     """
     value, logits = autocast(value, logits)
+    kind = "outlook_attention_with_stats", kernel_size, stride, padding, scale
+    signature = signature_of((value, logits, sample), kind)
+    if signature and (results := repeat(OutlookAttention, signature, (value, logits), sample)):
+        return stats_of(results, sample)
     window = _check(value, logits, kernel_size, stride, padding)
-    scale = scale_or_default(scale, value.shape[-1])
-    operator = ops.outlook_attention_with_stats
-    return run_with_stats(operator, (value, logits), sample, *window, scale)
+    call = OutlookCall(value, logits, *window, scale_or_default(scale, value.shape[-1]))
+    return compute_stats(OutlookAttention, signature, call, sample)
 
 
 def check_window(kernel_size: int, stride: int, padding: int) -> Window:
@@ -169,43 +187,85 @@ def _check(value: Tensor, logits: Tensor, kernel_size: int, stride: int, padding
 # --- The operator --------------------------------------------------------------------------------
 
 
+class OutlookCall(NamedTuple):
+    """A checked call: a map (B, Y, X, H, D), logits of its windows, and numbers."""
+
+    value: Tensor
+    logits: Tensor
+    kernel_size: int
+    stride: int
+    padding: int
+    scale: float
+
+    @property
+    def window(self) -> Window:
+        """Return kernel size, stride and padding."""
+        return self.kernel_size, self.stride, self.padding
+
+
+class OutlookGradients(NamedTuple):
+    """The gradients of a map and of the logits."""
+
+    dvalue: Tensor
+    dlogits: Tensor
+
+
 class OutlookAttention(Operator):
     """Attention whose weights come from each pixel alone: a map (B, Y, X, H, D) and logits."""
 
-    name, kernels = "outlook_attention", "outlook.kernels"
-    inputs, differentiable, cast = "Tensor value, Tensor logits", 2, 2
-    numbers = "int kernel_size, int stride, int padding, float scale"
-    gradients = "Tensor dvalue, Tensor dlogits"
+    name, kernels, cast = "outlook_attention", "outlook.kernels", 2
+    tensors: Mapping[str, str] = {"value": "Tensor", "logits": "Tensor"}
+    numbers: Mapping[str, str] = {
+        "kernel_size": "int",
+        "stride": "int",
+        "padding": "int",
+        "scale": "float",
+    }
+    Arguments, Gradients = OutlookCall, OutlookGradients
+    pointers: Mapping[str, str] = {
+        "v_view": "value",
+        "logits_view": "logits",
+        "sample_ptr": "sample",
+        "out_ptr": "out",
+        "lse_ptr": "lse",
+        "stats_ptr": "stats",
+        "do_view": "grad",
+        "dv_ptr": "dvalue",
+        "dlogits_ptr": "dlogits",
+    }
 
     @staticmethod
-    def shapes(value: Tensor, logits: Tensor, kernel_size: int, *_: Any) -> Shapes:
-        batch, y, x, heads, dim = value.shape
-        lse = batch, heads, *logits.shape[1:3], kernel_size**2
-        return Shapes((batch, y, x, heads, dim), lse, (batch, heads), (y * x, heads * dim))
+    def shapes(arguments: OutlookCall) -> Shapes:
+        batch, y, x, heads, dim = arguments.value.shape
+        _, windows_y, windows_x, *_ = arguments.logits.shape
+        return Shapes(
+            out=(batch, y, x, heads, dim),
+            rows=(batch, heads, windows_y, windows_x, arguments.kernel_size**2),
+            per_head=(batch, heads),
+            heads=(y * x, heads * dim),
+        )
 
     @staticmethod
-    def attend(value, logits, kernel_size: int, stride: int, padding: int, scale: float) -> Any:
-        p, lse, s = reference.probabilities(logits, scale)
-        a = reference.attend(p, value, (kernel_size, stride, padding))
+    def reference_forward(call: OutlookCall) -> Any:
+        p, lse, s = reference.probabilities(call.logits, call.scale)
+        a = reference.forward(p, call.value, call.window)
         return a, lse, partial(per_head, p, s, a, rows=(1, 2, 4), outputs=(1, 2, 4))
 
     @staticmethod
-    def differentiate(
-        grad: Tensor, value, logits, kernel_size: int, stride: int, padding: int, scale: float
-    ) -> tuple[Tensor, ...]:
-        p, _, _ = reference.probabilities(logits, scale)
-        return reference.backward(grad, value, p, scale, (kernel_size, stride, padding))
+    def reference_backward(grad: Tensor, call: OutlookCall) -> tuple[Tensor, ...]:
+        p, _, _ = reference.probabilities(call.logits, call.scale)
+        return reference.backward(grad, call.value, p, call.scale, call.window)
 
     @staticmethod
-    def flops(value: Tensor, logits: Tensor, *_: Any) -> Products:
-        return Products(2 * logits.numel() * value.shape[-1], 0)
+    def flops(arguments: OutlookCall) -> Products:
+        return Products(2 * arguments.logits.numel() * arguments.value.shape[-1], 0)
 
 
 register(OutlookAttention)
 
 
 @on_cpu
-def decomposition(value: Tensor, logits: Tensor, window: reference.Window, scale: float) -> Tensor:
+def decomposition(call: OutlookCall) -> Tensor:
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
-    p = torch.softmax(scale * upcast(logits), dim=-1)
-    return reference.attend(p, upcast(value), window).to(value.dtype)
+    p = torch.softmax(call.scale * upcast(call.logits), dim=-1)
+    return reference.forward(p, upcast(call.value), call.window).to(call.value.dtype)

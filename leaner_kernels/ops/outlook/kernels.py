@@ -30,11 +30,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .._epilogue import add_sums, no_sums, store_statistics, sums_of_rows, with_output
-from .._launch import launch
-from .._launch_cache import LARGEST_OFFSET, MapView
+from .._launch_cache import LARGEST_OFFSET, Launch, MapView
 from .._tiles import Tile, Tiles, power_of_2, rule
 from .._triton import exponential, head_of, nats, scaled, units
-from ..operator import Results
+from ..route import Results
+from . import OutlookCall
 
 # ELEMENTS counts those of one pixel of each cell, or window, of a program: one vector per thread,
 # so that a thread needs the probabilities of one window only. HELD keeps rows of probabilities, and
@@ -371,87 +371,83 @@ class LogitsView(NamedTuple):
     stride_a: int
 
 
-def forward(inputs: tuple, params: tuple, results: Results) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, y, x, K * K), any ``stats`` and ``heads``."""
-    attend(inputs, params, *results[:3])
-    if results.sample is not None:
-        attend(inputs, params, results.heads, sample=results.sample)
+def prepare_forward(call: OutlookCall, results: Results) -> Launch:
+    """Return what fills the output, ``lse`` (B, H, y, x, K * K) and any statistics."""
+    arguments = shared_arguments(call)
+    arguments |= {"lse_ptr": results.lse, "stats_ptr": results.stats, "sample_ptr": None}
+    # With statistics one program owns a head, so that its sums are complete, in one order.
+    whole_heads = results.stats is not None
+    return _forward(call, results.out, arguments, whole_heads)
 
 
-def attend(
-    inputs: tuple[Tensor, ...],
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor | None = None,
-    stats: Tensor | None = None,
-    sample: Tensor | None = None,
-) -> None:
-    """Fill ``out``, ``lse`` and any ``stats`` (statistics, B, H), or heads (S, Y * X, H * D)."""
-
-    def prepare() -> Any:
-        arguments = shared_arguments(inputs, params)
-        tile = choose(FORWARD_TILES, arguments, inputs[0])
-        # With statistics one program owns a head, so that its sums are complete, in one order.
-        parts = 1 if stats is not None else -(-arguments["CELLS"] // tile["BLOCK"])
-        arguments |= {"PARTS": parts, **tile.arguments}
-        return (len(out) * arguments["H"] * parts,), arguments
-
-    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "out_ptr": out, "lse_ptr": lse}
-    tensors |= {"stats_ptr": stats, "sample_ptr": sample}
-    launch(_outlook_fwd_kernel, tensors, params, prepare)
+def prepare_capture(call: OutlookCall, results: Results) -> Launch:
+    """Return what fills the heads (S, Y * X, H * D) of sampled maps."""
+    assert results.heads is not None
+    arguments = shared_arguments(call)
+    arguments |= {"lse_ptr": None, "stats_ptr": None, "sample_ptr": results.sample}
+    return _forward(call, results.heads, arguments, whole_heads=False)
 
 
-def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
-    """Fill dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K), both contiguous."""
+def _forward(
+    call: OutlookCall, out: Tensor, arguments: dict[str, Any], whole_heads: bool
+) -> Launch:
+    tile = choose(FORWARD_TILES, arguments, call.value)
+    parts = 1 if whole_heads else -(-arguments["CELLS"] // tile["BLOCK"])
+    arguments |= {"out_ptr": out, "PARTS": parts, **tile.arguments}
+    return Launch(_outlook_fwd_kernel, (len(out) * arguments["H"] * parts,), arguments)
+
+
+def prepare_backward(grad: Tensor, call: OutlookCall, saved: Results, gradients: Any) -> Launch:
+    """Return what fills dvalue (B, Y, X, H, D) and dlogits (B, y, x, H, K * K, K * K)."""
     # Inside a batch entry offsets are 32-bit: of a view of something larger they would not fit.
-    extent = sum((size - 1) * stride for size, stride in zip(grad.shape[1:], grad.stride()[1:]))
-    if extent > LARGEST_OFFSET:
+    _, *sizes = grad.shape
+    stride_b, stride_y, stride_x, stride_h, stride_d = grad.stride()
+    strides = stride_y, stride_x, stride_h, stride_d
+    if sum((size - 1) * stride for size, stride in zip(sizes, strides)) > LARGEST_OFFSET:
         grad = grad.contiguous()
-
-    def prepare() -> Any:
-        arguments = shared_arguments(inputs, params)
-        tile = choose(BACKWARD_TILES, arguments, inputs[0], grad)
-        windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
-        window_parts = -(-windows // tile["BLOCK"])
-        parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
-        arguments |= {
-            "do_view": MapView(grad, *grad.stride()[:4]),
-            "WINDOW_PARTS": window_parts,
-            "PARTS": parts,
-            "BLOCK_COLS": power_of_2(arguments["K"] ** 2),
-            **tile.arguments,
-        }
-        return (len(grad) * arguments["H"] * parts,), arguments
-
-    tensors = {"v_view": inputs[0], "logits_view": inputs[1], "do_view": grad, "lse_ptr": lse}
-    tensors |= dict(zip(("dv_ptr", "dlogits_ptr"), grads))
-    launch(_outlook_bwd_kernel, tensors, params, prepare)
+        stride_b, stride_y, stride_x, stride_h, _ = grad.stride()
+    arguments = shared_arguments(call)
+    tile = choose(BACKWARD_TILES, arguments, call.value, grad)
+    windows = arguments["WINDOWS_Y"] * arguments["WINDOWS_X"]
+    window_parts = -(-windows // tile["BLOCK"])
+    parts = window_parts + -(-arguments["CELLS"] // tile["BLOCK"])
+    arguments |= {
+        "do_view": MapView(grad, stride_b, stride_y, stride_x, stride_h),
+        "lse_ptr": saved.lse,
+        "dv_ptr": gradients.dvalue,
+        "dlogits_ptr": gradients.dlogits,
+        "WINDOW_PARTS": window_parts,
+        "PARTS": parts,
+        "BLOCK_COLS": power_of_2(call.kernel_size**2),
+        **tile.arguments,
+    }
+    return Launch(_outlook_bwd_kernel, (len(grad) * arguments["H"] * parts,), arguments)
 
 
-def shared_arguments(inputs: tuple[Tensor, ...], params: tuple[Any, ...]) -> dict[str, Any]:
+def shared_arguments(call: OutlookCall) -> dict[str, Any]:
     """Return the arguments by name that both kernels take."""
-    value, logits = inputs
-    kernel_size, stride, padding, scale = params
-    _, y, x, heads, dim = value.shape
-    windows = logits.shape[1:3]
+    batch, y, x, heads, dim = call.value.shape
+    _, windows_y, windows_x, *_ = call.logits.shape
+    kernel_size, stride, padding = call.window
     # Cells start where the first window starts, and hold the map and all windows.
-    ends = [
-        max(size, (count - 1) * stride - padding + kernel_size)
-        for size, count in zip((y, x), windows)
-    ]
-    cells = [-(-(end + padding) // stride) for end in ends]
+    cells_y, cells_x = (
+        -(-(max(size, (count - 1) * stride - padding + kernel_size) + padding) // stride)
+        for size, count in ((y, windows_y), (x, windows_x))
+    )
+    value_b, value_y, value_x, value_h, _ = call.value.stride()
+    logits_b, logits_y, logits_x, logits_h, logits_a, _ = call.logits.stride()
     return {
-        "v_view": MapView(value, *value.stride()[:4]),
-        "logits_view": LogitsView(logits, *logits.stride()[:5]),
-        "B": value.shape[0],
+        "v_view": MapView(call.value, value_b, value_y, value_x, value_h),
+        "logits_view": LogitsView(call.logits, logits_b, logits_y, logits_x, logits_h, logits_a),
+        "B": batch,
         "H": heads,
         "Y": y,
         "X": x,
-        "WINDOWS_Y": windows[0],
-        "WINDOWS_X": windows[1],
-        "CELLS_X": cells[1],
-        "CELLS": cells[0] * cells[1],
-        "scale": scale,
+        "WINDOWS_Y": windows_y,
+        "WINDOWS_X": windows_x,
+        "CELLS_X": cells_x,
+        "CELLS": cells_y * cells_x,
+        "scale": call.scale,
         "K": kernel_size,
         "STRIDE": stride,
         "PADDING": padding,

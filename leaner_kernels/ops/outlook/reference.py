@@ -45,7 +45,7 @@ def probabilities(logits: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]
     return torch.softmax(s, dim=-1), lse.permute(0, 3, 1, 2, 4), s
 
 
-def attend(p: Tensor, value: Tensor, window: Window) -> Tensor:
+def forward(p: Tensor, value: Tensor, window: Window) -> Tensor:
     """Return A (B, Y, X, H, D): each window's pixels are P times its values, windows are summed."""
     return fold(p @ unfold(value, window), (value.shape[1], value.shape[2]), window)
 

@@ -5,13 +5,13 @@ contiguous, because loads are vectors along it; the windows fill the map, becaus
 every window would have no output. Anything else raises a ValueError: no silent copy.
 """
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..._ops import ops
 from .._checks import (
     ArgumentError,
     autocast,
@@ -20,10 +20,20 @@ from .._checks import (
     scale_or_default,
     shown,
 )
-from ..dispatcher import on_cpu, upcast
-from ..operator import Operator, Shapes, register, run_with_stats
+from .._launch_cache import signature_of
+from ..dispatcher import on_cpu
+from ..route import (
+    Operator,
+    Products,
+    Shapes,
+    compute,
+    compute_stats,
+    register,
+    repeat,
+    stats_of,
+    upcast_call,
+)
 from ..statistics import AttentionStats, per_head
-from ..transforms import Products
 from . import reference
 
 __all__ = ["check_window", "window_attention", "window_attention_with_stats"]
@@ -57,11 +67,15 @@ def window_attention(
     without shift and position bias.
     """
     (qkv,) = autocast(qkv)
-    window = _check(qkv, window_size)
-    scale = scale_or_default(scale, qkv.shape[-1])
+    signature = signature_of((qkv, None), ("window_attention", scale, window_size))
+    if signature and (results := repeat(WindowAttention, signature, (qkv,))):
+        out, *_ = results
+        return out
+    call = _checked(qkv, window_size, scale)
     if qkv.device.type != "cuda":
-        return _on_cpu(qkv, window, scale)
-    return ops.window_attention(qkv, *window, scale)[0]
+        return _on_cpu(call)
+    out, *_ = compute(WindowAttention, signature, call)
+    return out
 
 
 def window_attention_with_stats(
@@ -84,9 +98,12 @@ def window_attention_with_stats(
     Numerics of ``heads``: as in ``attention_with_stats``.
     """
     (qkv,) = autocast(qkv)
-    window = _check(qkv, window_size)
-    scale = scale_or_default(scale, qkv.shape[-1])
-    return run_with_stats(ops.window_attention_with_stats, (qkv,), sample, *window, scale)
+    kind = "window_attention_with_stats", scale, window_size
+    signature = signature_of((qkv, sample), kind)
+    if signature and (results := repeat(WindowAttention, signature, (qkv,), sample)):
+        return stats_of(results, sample)
+    call = _checked(qkv, window_size, scale)
+    return compute_stats(WindowAttention, signature, call, sample)
 
 
 def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
@@ -99,68 +116,102 @@ def check_window(window_size: int | tuple[int, int]) -> tuple[int, int]:
     return both[0], both[1]
 
 
-def _check(qkv: Tensor, window_size: int | tuple[int, int]) -> tuple[int, int]:
-    """Return rows and columns of a window; raise ValueError if a kernel cannot compute it."""
+def _checked(qkv: Tensor, window_size: int | tuple[int, int], scale: float | None) -> "WindowCall":
+    """Return the call; raise ValueError if a kernel cannot compute it."""
     check_tensor("qkv", qkv)
     if qkv.dim() != 6 or qkv.shape[3] != 3:
         raise ArgumentError(f"qkv must be (B, Y, X, 3, H, D), got {tuple(qkv.shape)}")
     check_layout("qkv", qkv)
-    window, size = check_window(window_size), qkv.shape[1:3]
-    if min(size) < 1 or size[0] % window[0] or size[1] % window[1]:
-        raise ArgumentError(
-            f"windows of {window[0]} x {window[1]} must fill the map, got {size[0]} x {size[1]}"
-        )
-    return window
+    window_y, window_x = check_window(window_size)
+    _, y, x, _three, _, dim = qkv.shape
+    if min(y, x) < 1 or y % window_y or x % window_x:
+        raise ArgumentError(f"windows of {window_y} x {window_x} must fill the map, got {y} x {x}")
+    return WindowCall(qkv, window_y, window_x, scale_or_default(scale, dim))
 
 
 @on_cpu
-def _on_cpu(qkv: Tensor, window: tuple[int, int], scale: float) -> Tensor:
+def _on_cpu(call: "WindowCall") -> Tensor:
     """Return (B, Y, X, H, D) by operations that PyTorch can differentiate."""
-    return WindowAttention.attend(upcast(qkv), *window, scale)[0].to(qkv.dtype).contiguous()
+    out, *_ = WindowAttention.reference_forward(upcast_call(call))
+    return out.to(call.qkv.dtype).contiguous()
 
 
 # --- The operator --------------------------------------------------------------------------------
+
+
+class WindowCall(NamedTuple):
+    """A checked call: a packed map (B, Y, X, 3, H, D), the sides of a window, and the scale."""
+
+    qkv: Tensor
+    window_y: int
+    window_x: int
+    scale: float
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Return rows and columns of a window."""
+        return self.window_y, self.window_x
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return rows and columns of the map."""
+        return self.qkv.shape[1], self.qkv.shape[2]
+
+
+class WindowGradients(NamedTuple):
+    """The gradient of a packed map."""
+
+    dqkv: Tensor
 
 
 class WindowAttention(Operator):
     """Attention inside the windows of a packed map (B, Y, X, 3, H, D)."""
 
     name, kernels = "window_attention", "window.kernels"
-    inputs, differentiable, cast = "Tensor qkv", 1, 1
-    numbers = "int window_y, int window_x, float scale"
-    gradients = "Tensor dqkv"
+    tensors: Mapping[str, str] = {"qkv": "Tensor"}
+    numbers: Mapping[str, str] = {"window_y": "int", "window_x": "int", "scale": "float"}
+    Arguments, Gradients = WindowCall, WindowGradients
+    pointers: Mapping[str, str] = {
+        "qkv_view": "qkv",
+        "sample_ptr": "sample",
+        "out_ptr": "out",
+        "lse_ptr": "lse",
+        "do_view": "grad",
+        "dqkv_ptr": "dqkv",
+    }
 
     @staticmethod
-    def shapes(qkv: Tensor, *_: Any) -> Shapes:
-        batch, y, x, _three, heads, dim = qkv.shape
-        out = batch, y, x, heads, dim
-        return Shapes(out, (batch, heads, y, x), (batch, heads), (y * x, heads * dim))
+    def shapes(arguments: WindowCall) -> Shapes:
+        batch, y, x, _three, heads, dim = arguments.qkv.shape
+        return Shapes(
+            out=(batch, y, x, heads, dim),
+            rows=(batch, heads, y, x),
+            per_head=(batch, heads),
+            heads=(y * x, heads * dim),
+        )
 
     @staticmethod
-    def attend(qkv: Tensor, window_y: int, window_x: int, scale: float) -> Any:
-        window, size = (window_y, window_x), (qkv.shape[1], qkv.shape[2])
-        q, k, v = (reference.partition(t, window) for t in qkv.unbind(3))
-        p, lse, s = reference.probabilities(q, k, scale)
+    def reference_forward(call: WindowCall) -> Any:
+        q, k, v = (reference.partition(t, call.window) for t in call.qkv.unbind(3))
+        p, lse, s = reference.probabilities(q, k, call.scale)
         a = p @ v
-        lse = reference.reverse(lse[..., None], size, window)[..., 0].permute(0, 3, 1, 2)
+        lse = reference.reverse(lse[..., None], call.size, call.window)[..., 0].permute(0, 3, 1, 2)
         statistics = partial(per_head, p, s, a, rows=(1, 3), outputs=(1, 3, 4))
-        return reference.reverse(a, size, window), lse, statistics
+        return reference.reverse(a, call.size, call.window), lse, statistics
 
     @staticmethod
-    def differentiate(
-        grad: Tensor, qkv: Tensor, window_y: int, window_x: int, scale: float
-    ) -> tuple[Tensor, ...]:
-        window, size = (window_y, window_x), (qkv.shape[1], qkv.shape[2])
-        g, q, k, v = (reference.partition(t, window) for t in (grad, *qkv.unbind(3)))
-        p, _, _ = reference.probabilities(q, k, scale)
-        gradients = reference.backward(g, q, k, v, p, scale)
-        return (torch.stack([reference.reverse(t, size, window) for t in gradients], dim=3),)
+    def reference_backward(grad: Tensor, call: WindowCall) -> tuple[Tensor, ...]:
+        g, q, k, v = (reference.partition(t, call.window) for t in (grad, *call.qkv.unbind(3)))
+        p, _, _ = reference.probabilities(q, k, call.scale)
+        gradients = reference.backward(g, q, k, v, p, call.scale)
+        maps = [reference.reverse(t, call.size, call.window) for t in gradients]
+        return (torch.stack(maps, dim=3),)
 
     @staticmethod
-    def flops(qkv: Tensor, *others: Any) -> Products:
-        batch, y, x, _, heads, dim = qkv.shape
-        rows, cols, _ = others[-3:]
-        product = 2 * batch * heads * y * x * rows * cols * dim
+    def flops(arguments: WindowCall) -> Products:
+        batch, y, x, _three, heads, dim = arguments.qkv.shape
+        keys = arguments.window_y * arguments.window_x
+        product = 2 * batch * heads * y * x * keys * dim
         return Products(product, product)
 
 

@@ -12,15 +12,16 @@ that fit no tile, which are in float32 or have more than 64 tokens or dimensions
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # The bodies of kernels are Triton's language.
 
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .._epilogue import NUM_SUMS, join, store_part, sums_of_rows
-from .._launch import launch
-from .._launch_cache import MapView, check_tile
+from .._launch_cache import Launch, MapView, Scratch, check_tile
 from .._tiles import Tile, Tiles, block_dim, rule
 from .._triton import (
     PRECISION,
@@ -34,9 +35,8 @@ from .._triton import (
     softmax_step,
     units,
 )
-from ..dispatcher import without_autocast
-from ..operator import Results
-from . import WindowAttention
+from ..route import Results
+from . import WindowCall
 
 # ROWS and COLS are the size of a tile of scores, reduced to the window. In half precision, a window
 # of up to 64 tokens is one tile. A program has one head: with several, Triton assigns whole heads
@@ -248,100 +248,107 @@ class QkvView(NamedTuple):
     stride_h: int
 
 
-def forward(inputs: tuple, params: tuple, results: Results) -> None:
-    """Fill ``out`` (B, Y, X, H, D), ``lse`` (B, H, Y, X) and any ``stats`` (STATISTICS, B, H)."""
-    (qkv,), (out, lse, stats, heads, sample) = inputs, results
-    if stats is None:
-        attend(qkv, params, out, lse)
-        return
-    batch, y, x, _, num_heads, _ = qkv.shape
-    tile: Any = choose(FORWARD_TILES, qkv, params[:2])
-    parts = _programs(qkv, params, 1, tile["ROWS"]) // num_heads
-    of_tiles = lse.new_empty(batch, num_heads, parts, NUM_SUMS)
-    attend(qkv, params, out, lse, of_tiles)
-    join(of_tiles, stats, y * x)
-    if sample is not None:
-        attend(qkv, params, heads, sample=sample)
+def prepare_forward(call: WindowCall, results: Results) -> Launch:
+    """Return what fills the output, ``lse`` (B, H, Y, X) and any statistics."""
+    arguments, tile = _arguments(call), _tile(FORWARD_TILES, call)
+    programs = _programs(call, len(call.qkv), tile["ROWS"])
+    parts = scratch = None
+    if results.stats is not None:
+        heads, (y, x) = arguments["H"], call.size
+        shape = len(call.qkv), heads, programs // (len(call.qkv) * heads), NUM_SUMS
+        parts = results.out.new_empty(shape, dtype=torch.float32)
+        scratch = Scratch("parts_ptr", "stats", partial(join, num_rows=y * x))
+    arguments |= {
+        "B": len(call.qkv),
+        "out_ptr": results.out,
+        "lse_ptr": results.lse,
+        "parts_ptr": parts,
+        "sample_ptr": None,
+        "STATS": parts is not None,
+        "CAPTURE": False,
+    }
+    return Launch(window_fwd_kernel, (programs,), arguments | tile.arguments, scratch)
 
 
-def attend(
-    qkv: Tensor,
-    params: tuple[Any, ...],
-    out: Tensor,
-    lse: Tensor | None = None,
-    parts: Tensor | None = None,
-    sample: Tensor | None = None,
-) -> None:
-    """Fill ``out``, ``lse`` and any ``parts``, or heads (S, Y * X, H * D) of sampled maps."""
-
-    def prepare() -> Any:
-        tiles = FORWARD_TILES if sample is None else CAPTURE_TILES
-        tile: Any = choose(tiles, qkv, params[:2])
-        arguments = _shared(qkv, params) | {
-            "B": qkv.shape[0],
-            "STATS": parts is not None,
-            "CAPTURE": sample is not None,
-            **tile.arguments,
-        }
-        return (_programs(qkv, params, len(out), tile["ROWS"]),), arguments
-
-    tensors = {"qkv_view": qkv, "out_ptr": out, "lse_ptr": lse}
-    tensors |= {"parts_ptr": parts, "sample_ptr": sample}
-    launch(window_fwd_kernel, tensors, params, prepare)
+def prepare_capture(call: WindowCall, results: Results) -> Launch:
+    """Return what fills the heads (S, Y * X, H * D) of sampled maps."""
+    assert results.heads is not None
+    tile = _tile(CAPTURE_TILES, call)
+    programs = _programs(call, len(results.heads), tile["ROWS"])
+    arguments = {
+        "B": len(call.qkv),
+        "out_ptr": results.heads,
+        "lse_ptr": None,
+        "parts_ptr": None,
+        "sample_ptr": results.sample,
+        "STATS": False,
+        "CAPTURE": True,
+    }
+    arguments |= _arguments(call) | tile.arguments
+    return Launch(window_fwd_kernel, (programs,), arguments)
 
 
-def backward(grad: Tensor, inputs: tuple, params: tuple, lse: Tensor, grads: list) -> None:
-    """Fill dqkv (B, Y, X, 3, H, D)."""
-    (qkv,), (dqkv,) = inputs, grads
-    whole = choose(BACKWARD_TILES, qkv, params[:2])
-    if whole is None:
-        # A region of autocast around the backward would round the products.
-        wide = grad.float(), qkv.float(), *params
-        gradients = without_autocast(WindowAttention.differentiate, wide)
-        dqkv.copy_(gradients[0])
-        return
-
-    def prepare() -> Any:
-        arguments = _shared(qkv, params) | {"do_view": MapView(grad, *grad.stride()[:4])}
-        arguments |= {"BLOCK": whole["ROWS"], **whole.options}
-        return (_programs(qkv, params, len(qkv), whole["ROWS"]),), arguments
-
-    tensors = {"qkv_view": qkv, "do_view": grad, "dqkv_ptr": dqkv}
-    launch(window_bwd_kernel, tensors, params, prepare)
+def prepare_backward(
+    grad: Tensor, call: WindowCall, saved: Results, gradients: Any
+) -> Launch | None:
+    """Return what fills dqkv (B, Y, X, 3, H, D); None where the kernel does not take the call."""
+    tile = choose(BACKWARD_TILES, call)
+    if tile is None:
+        return None
+    arguments = _arguments(call) | tile.options
+    arguments |= {
+        "do_view": MapView(grad, *_map_strides(grad)),
+        "dqkv_ptr": gradients.dqkv,
+        "BLOCK": tile["ROWS"],
+    }
+    programs = _programs(call, len(call.qkv), tile["ROWS"])
+    return Launch(window_bwd_kernel, (programs,), arguments)
 
 
-def choose(tiles: Tiles, qkv: Tensor, window: tuple[int, int]) -> Tile | None:
+def choose(tiles: Tiles, call: WindowCall) -> Tile | None:
     """Return a kernel's tile, cut to the window; None where the kernel does not take the call."""
-    tokens = window[0] * window[1]
-    size, dim = qkv.element_size(), block_dim(qkv.shape[-1])
-    rule = tiles.find(qkv.device, size=size, dim=dim, tokens=tokens)
+    tokens = call.window_y * call.window_x
+    size, dim = call.qkv.element_size(), block_dim(call.qkv.shape[-1])
+    rule = tiles.find(call.qkv.device, size=size, dim=dim, tokens=tokens)
     block = block_dim(tokens)
     return None if rule is None else rule.tile.at_most(ROWS=block, COLS=block)
 
 
-def _shared(qkv: Tensor, params: tuple[Any, ...]) -> dict[str, Any]:
+def _tile(tiles: Tiles, call: WindowCall) -> Tile:
+    tile = choose(tiles, call)
+    assert tile is not None  # these tables have a rule for every call
+    return tile
+
+
+def _arguments(call: WindowCall) -> dict[str, Any]:
     """Return the arguments that every kernel takes."""
-    _, y, x, _, heads, dim = qkv.shape
-    rows, cols, scale = params
-    stride_b, stride_y, stride_x, part, stride_h, _ = qkv.stride()
+    _, y, x, _three, heads, dim = call.qkv.shape
+    stride_b, stride_y, stride_x, part, stride_h, _ = call.qkv.stride()
     # Offsets are 64-bit, but for that of the next pixel of dqkv.
     check_tile("pixels of qkv's gradient", 2, 3 * heads * dim)
     return {
         # Doubled here, and not in the kernels, where it might not fit 32 bits.
-        "qkv_view": QkvView(qkv, stride_b, stride_y, stride_x, part, 2 * part, stride_h),
+        "qkv_view": QkvView(call.qkv, stride_b, stride_y, stride_x, part, 2 * part, stride_h),
         "H": heads,
-        "windows_y": y // rows,
-        "windows_x": x // cols,
-        "scale": scale,
-        "WINDOW_Y": rows,
-        "WINDOW_X": cols,
+        "windows_y": y // call.window_y,
+        "windows_x": x // call.window_x,
+        "scale": call.scale,
+        "WINDOW_Y": call.window_y,
+        "WINDOW_X": call.window_x,
         "D": dim,
         "BLOCK_D": block_dim(dim),
     }
 
 
-def _programs(qkv: Tensor, params: tuple[Any, ...], maps: int, rows: int) -> int:
+def _map_strides(grad: Tensor) -> tuple[int, int, int, int]:
+    """Return the strides of entry, row, column and head of (B, Y, X, H, D)."""
+    stride_b, stride_y, stride_x, stride_h, _ = grad.stride()
+    return stride_b, stride_y, stride_x, stride_h
+
+
+def _programs(call: WindowCall, maps: int, rows: int) -> int:
     """Return how many programs the heads of all windows of so many maps have, of ``rows`` each."""
-    _, y, x, _, heads, _ = qkv.shape
-    window_y, window_x, _ = params
-    return maps * (y // window_y) * (x // window_x) * heads * -(-window_y * window_x // rows)
+    _, y, x, _three, heads, _ = call.qkv.shape
+    tokens = call.window_y * call.window_x
+    windows = (y // call.window_y) * (x // call.window_x)
+    return maps * windows * heads * -(-tokens // rows)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
 from ..._launch_cache import Launch, check_tile
-from ..._tiles import ARCHITECTURES, Tile, Tiles, rule
+from ..._tiles import Limits, Tile, Tiles, rule
 from ..._triton import (
     PRECISION,
     add_product,
@@ -34,7 +34,9 @@ from ..._triton import (
     product_of_parts,
     store_rows,
 )
-from ..call import Call, Gradients, Results, backward_arguments, forward_arguments, kernel_arguments
+from ...gpus import TUNED_GPUS
+from ...route import Results
+from ..call import Call, Gradients, backward_arguments, forward_arguments, kernel_arguments
 from .scores import (
     FILL,
     SPARE_PROGRAMS,
@@ -109,6 +111,7 @@ FORWARD_TILES = Tiles(
     rule(
         dim=128, size=4, takes=_ALL, BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1, maxnreg=255
     ),
+    limits=Limits(free=frozenset({"shared", "window"})),
 )
 
 
@@ -300,7 +303,7 @@ BACKWARD_TILES = Tiles(
     rule(
         dim=32,
         takes=("varlen",),
-        gpus=ARCHITECTURES,
+        gpus=TUNED_GPUS,
         BLOCK_M=64,
         BLOCK_N=64,
         num_warps=4,
@@ -325,6 +328,7 @@ BACKWARD_TILES = Tiles(
     rule(dim=64, size=4, takes=_EVERY, BLOCK_M=16, BLOCK_N=32, num_warps=8, maxnreg=255),
     rule(dim=128, size=4, takes=_EVERY, BLOCK_M=16, BLOCK_N=16, num_warps=8, maxnreg=255),
     num_stages=1,
+    limits=Limits(free=frozenset({"shared", "window"})),
 )
 
 

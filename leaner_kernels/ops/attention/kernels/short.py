@@ -26,9 +26,10 @@ from torch import Tensor
 from ... import _tiles
 from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
-from ..._tiles import Tile, Tiles, rule
+from ..._tiles import Limits, Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
-from ..call import Call, Gradients, Results, backward_arguments, forward_arguments
+from ...route import Results
+from ..call import Call, Gradients, backward_arguments, forward_arguments
 from .scores import (
     exponent_factor,
     load_row_statistics,
@@ -112,6 +113,8 @@ _FEW = (
     rule(dim=64, tokens=32, BLOCK=32, num_warps=2),
     rule(dim=64, tokens=32, takes=_ALL, BLOCK=32, num_warps=4),
 )
+# Beyond 64 tokens, the row of a class token would leave most of a tile to padding.
+_FORWARD_LIMITS = Limits(free=frozenset({"shared"}), square_from=65)
 FORWARD_TILES = Tiles(
     "short_forward",
     *_FEW,
@@ -123,6 +126,7 @@ FORWARD_TILES = Tiles(
     rule(dim=128, tokens=64, BLOCK=64, num_warps=4),
     rule(dim=64, tokens=208, takes=("padded_dim",), gpus=_AMPERE, BLOCK=64, num_warps=4),
     num_stages=1,
+    limits=_FORWARD_LIMITS,
 )
 STATISTICS_TILES = Tiles(
     "short_forward_statistics",
@@ -131,6 +135,7 @@ STATISTICS_TILES = Tiles(
     rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, num_warps=8, maxnreg=255),
     rule(dim=128, tokens=64, BLOCK=64, num_warps=8),
     num_stages=1,
+    limits=_FORWARD_LIMITS,
 )
 
 
@@ -264,6 +269,7 @@ BACKWARD_TILES = Tiles(
     ),
     rule(dim=64, tokens=208, takes=("padded_dim",), gpus=(80,), BLOCK=32, num_warps=8, maxnreg=255),
     num_stages=1,
+    limits=Limits(square_from=65),
 )
 
 
