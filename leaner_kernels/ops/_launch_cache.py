@@ -200,9 +200,8 @@ class CachedLaunch:
         for place, name in enumerate(names, start=len(before)):
             value = self._arguments[place]
             if scratch is not None and name == scratch.pointer:
-                allocate = torch.zeros if scratch.zero else torch.empty
-                self._scratch = place, allocate, value.shape, value.dtype, value.device
-                self._reduce, self._target = scratch.reduce, target
+                self._scratch = place, value.shape, value.dtype
+                self._zero, self._reduce, self._target = scratch.zero, scratch.reduce, target
             elif isinstance(value, Tensor):
                 self._pointers.append((place, *places[name]))
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
@@ -222,10 +221,12 @@ class CachedLaunch:
         if self._scratch is None:
             self._start(arguments)
             return
-        place, allocate, shape, dtype, device = self._scratch
-        scratch = arguments[place] = allocate(shape, dtype=dtype, device=device)
+        place, shape, dtype = self._scratch
+        target = results[self._target]
+        allocate = target.new_zeros if self._zero else target.new_empty
+        scratch = arguments[place] = allocate(shape, dtype=dtype)
         self._start(arguments)
-        self._reduce(scratch, results[self._target])
+        self._reduce(scratch, target)
 
 
 def _starter(

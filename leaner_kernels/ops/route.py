@@ -241,6 +241,7 @@ class _Plan(NamedTuple):
         forward: fills the output and statistics, or parts of these.
         capture: fills the heads, if some are sampled.
         layouts: shape, strides and dtype of each result. Allocating with strides is faster.
+        takes_seed: whether the operator has dropout.
         dropout_p: probability for which each call draws a seed.
         numbers: those of the operator.
         backward: launches, by the layouts of what a backward gets.
@@ -249,6 +250,7 @@ class _Plan(NamedTuple):
     forward: CachedLaunch
     capture: CachedLaunch | None
     layouts: Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    takes_seed: bool
     dropout_p: float
     numbers: Sequence[Any]
     backward: dict[Hashable, Any]
@@ -341,10 +343,16 @@ def launch_first(
             forward = None
     plan = None
     if forward is not None:
-        dropout_p = named.get("dropout_p", 0.0)
-        numbers = tuple(named[name] for name in operator.numbers)
-        layouts = _layouts(list(buffers.values()))
-        plan = remember(key, _Plan(forward, capture, layouts, dropout_p, numbers, {}))
+        plan = _Plan(
+            forward,
+            capture,
+            layouts=_layouts(list(buffers.values())),
+            takes_seed="seed" in operator.tensors,
+            dropout_p=named.get("dropout_p", 0.0),
+            numbers=tuple(named[name] for name in operator.numbers),
+            backward={},
+        )
+        remember(key, plan)
     return plan, list(buffers.values())
 
 
@@ -624,7 +632,8 @@ def repeat(
     seed = draw_seed(plan.dropout_p, first.device) if plan.dropout_p else None
     results = run_plan(plan, first, addresses, seed, sample)
     if recorded:
-        return _recorded(operator, plan, plan.numbers, results, (*tensors, seed))
+        tensors = (*tensors, seed) if plan.takes_seed else tensors
+        return _recorded(operator, plan, plan.numbers, results, tensors)
     return results
 
 

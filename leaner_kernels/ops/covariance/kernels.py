@@ -316,9 +316,8 @@ class Covariance(NamedTuple):
         grid, scratch = (len(call.qkv) * arguments["H"],), None
         if self.normalise:
             # One for each batch entry, summed in a fixed order.
-            arguments["dtemperature_ptr"] = torch.empty(
-                len(call.qkv), arguments["H"], dtype=torch.float32, device=call.qkv.device
-            )
+            shape = len(call.qkv), arguments["H"]
+            arguments["dtemperature_ptr"] = call.qkv.new_empty(shape, dtype=torch.float32)
             scratch = Scratch("dtemperature_ptr", "dtemperature", _sum_over_batch)
         return Launch(_covariance_bwd_kernel, grid, arguments, scratch)
 
