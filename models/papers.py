@@ -10,7 +10,6 @@ Paper: "Leaner Transformers: More Heads, Less Depth" (arXiv:2505.20802).
 
 import argparse
 import itertools
-import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leaner_kernels import removed
+from models.json_rows import json_rows
 
 # The class of each architecture, in the module of its name.
 MODELS = {
@@ -234,7 +234,7 @@ def main() -> None:
     wanted = parser.parse_args()
     records = [record(row) for row in ROWS.values()]
     if wanted.json:
-        sys.stdout.write("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+        sys.stdout.write(json_rows(records))
     else:
         listed = [r for r in records if r["audited_params"] is not None or not wanted.markdown]
         sys.stdout.write(markdown(listed))

@@ -122,7 +122,7 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
     """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
     used = compile_launch(execution.launch, capability)
     code: MachineCode = used.code
-    runs = machine_code.runs(code, machine_code.counted(execution))
+    runs = machine_code.runs(code, replay.counted(execution))
 
     def on(gpu: units.GPU) -> Prediction:
         if not runs.known:

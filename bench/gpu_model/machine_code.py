@@ -7,16 +7,17 @@ every instruction, those too that PTX does not have: spills above all.
 """
 
 import re
+import subprocess
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import PurePath
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 import numpy as np
 
 from bench.gpu_model import ptx
-from bench.gpu_model.compile_ahead import dump
-from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.
 KEPT = {
@@ -91,6 +92,23 @@ class MachineCode(NamedTuple):
         return sum(
             self._replace(instructions=self.instructions[slice(*b)]).spills() for b in inside
         )
+
+
+@cache
+def cuda_tools() -> Path:
+    """Return the folder of ptxas, cuobjdump and nvdisasm that come with Triton."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def dump(cubin: bytes, tool: str, *flags: str) -> str:
+    """Return what cuobjdump or nvdisasm prints of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuda_tools() / tool, *flags, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def disassemble(cubin: bytes) -> MachineCode:
@@ -175,26 +193,6 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
         if one.name not in ENDS or not _always(one):
             left.append(number + 1)
     return False
-
-
-def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
-    """Yield the counts of each instruction that ptxas keeps."""
-    program = execution.program
-    for instruction, statement, counts in zip(
-        program.code, program.kernel.statements, execution.counts, strict=True
-    ):
-        if name := kept(program.operation_names[instruction.operation]):
-            file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            yield key_of(name, file, statement.line), counts
-
-
-def counted(execution: Execution) -> dict[Key, float]:
-    """Return how often a warp ran each of what ptxas keeps, by file and line."""
-    warps = execution.programs * execution.warps
-    found: Counter[Key] = Counter()
-    for key, counts in kept_counts(execution):
-        found[key] += counts.executed
-    return {key: n / warps for key, n in found.items()}
 
 
 def key_of(name: str, file: str, line: int) -> Key:

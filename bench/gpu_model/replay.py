@@ -7,8 +7,9 @@ L2 and memory for all four, barriers, cp.async and wgmma, with as many programs 
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -149,10 +150,30 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     return Timing(seconds, busy, waited, list(waited_at))
 
 
+def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
+    """Yield the counts of each instruction that ptxas keeps."""
+    program = execution.program
+    for instruction, statement, counts in zip(
+        program.code, program.kernel.statements, execution.counts, strict=True
+    ):
+        if name := machine_code.kept(program.operation_names[instruction.operation]):
+            file = PurePath(program.kernel.files.get(statement.file, "?")).name
+            yield machine_code.key_of(name, file, statement.line), counts
+
+
+def counted(execution: Execution) -> dict[Key, float]:
+    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+    warps = execution.programs * execution.warps
+    found: Counter[Key] = Counter()
+    for key, counts in kept_counts(execution):
+        found[key] += counts.executed
+    return {key: n / warps for key, n in found.items()}
+
+
 def accesses(execution: Execution) -> dict[Key, Access]:
     """Return what instructions of each kind and line moved, on average."""
     totals: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for key, n in machine_code.kept_counts(execution):
+    for key, n in kept_counts(execution):
         if n.executed and (n.wavefronts or n.sectors):
             total = totals[key]
             total[0] += n.executed
