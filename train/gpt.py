@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import plain
+from train.data.files import plain
 from models.gpt import generate
 from train.checkpoint.run_folder import begun_run
 from train.config import architecture, flags

@@ -157,7 +157,7 @@ class OperatorCalls:
             self.unfit = True
         self._results[call.kind] = out.grad_fn
 
-    def settle(self, learn: bool) -> list[NamedStats]:
+    def take_calls(self, learn: bool) -> list[NamedStats]:
         """Return what was captured in a step, or else learn the order of its calls."""
         if not self.capturing:
             if self._alone:  # else some calls may be another model's

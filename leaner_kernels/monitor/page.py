@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import removed
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import one_line, take_every_character, words
-from .files import write_file
-from .rows import Row, newest, read_summary, read_thinned
+from .run_files import Row, newest, read_summary, read_thinned, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

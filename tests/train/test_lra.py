@@ -210,7 +210,7 @@ def test_each_task_trains_resumes_and_predicts(task, tmp_path, monkeypatch, caps
         (["--landmarks", "12"], "--landmarks must divide the 16 tokens"),
         (["--data", "lists"], "--data must be a folder or hf:NAME, got lists"),
         (["--model", "vit_base"], "must be one of nystromformer_small"),
-        (["--heads", "2,2,2", "--depth", "2"], "--heads must be one value or one per layer, got 3"),
+        (["--heads", "2,2,2", "--depth", "2"], r"one value or 2 \(one per layer\), got 3"),
         (["--batch-size", "9", "--accum", "2"], "--batch-size must be .* got 9"),
         (["--kappa-penalty", "0.1"], "--kappa-penalty needs sequences without padding"),
     ],

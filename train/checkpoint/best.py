@@ -11,7 +11,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from leaner_kernels.monitor.files import check_own, new_file, open_own
+from leaner_kernels.monitor.run_files import check_own, new_file, open_own
 from train.checkpoint.weights import BEST, export_weights, open_weights
 from train.loop.parallel import World
 

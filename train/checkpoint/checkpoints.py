@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import open_own, read_own, sync
-from leaner_kernels.monitor.rows import is_row
+from leaner_kernels.monitor.run_files import is_row, open_own, read_own, sync
 from train.checkpoint.shards import (
     Part,
     cause,

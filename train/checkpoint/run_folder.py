@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import open_own
+from leaner_kernels.monitor.run_files import open_own
 from train.checkpoint.checkpoints import newest_first
 from train.config.flags import Settings
 from train.loop.parallel import World

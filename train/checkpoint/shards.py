@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import sync
+from leaner_kernels.monitor.run_files import sync
 
 # By their names in safetensors.
 DTYPES = {

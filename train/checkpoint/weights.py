@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own, sync
-from leaner_kernels.monitor.rows import read_summary
+from leaner_kernels.monitor.run_files import new_file, open_own, read_own, read_summary, sync
 from models import papers
 from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
 from train.checkpoint.shards import (
@@ -33,6 +32,7 @@ from train.checkpoint.shards import (
     saved_tensors,
     whole_of,
 )
+from train.data.files import open_file
 from train.loop import Task
 
 # The file of a run's folder with the weights that scored best on its held-out items.

@@ -477,19 +477,6 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
     return f" ({'; '.join(parts)})"
 
 
-def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
-    """Return one value for each of ``depth`` layers from one value, or from exactly ``depth``.
-
-    Raises:
-        ValueError: neither one value nor ``depth`` of them.
-    """
-    if len(values) not in (1, depth):
-        raise ValueError(
-            f"{name} must be one value or one per layer, got {len(values)} for --depth {depth}"
-        )
-    return list(values) * (depth if len(values) == 1 else 1)
-
-
 # What every recipe starts from.
 PLAIN: dict[str, Any] = {
     "dropout": 0.0,

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from leaner_kernels.monitor import reshard
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
-from leaner_kernels.monitor.writers import finite
+from leaner_kernels.monitor.run_files import finite
 from train.checkpoint.weights import about, export_weights, metadata
 from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of

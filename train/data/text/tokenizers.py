@@ -19,7 +19,7 @@ import tokenizers as library
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import check_own
+from leaner_kernels.monitor.run_files import check_own
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 
