@@ -166,10 +166,10 @@ def model(name: str, **overrides: Any) -> nn.Module:
     Raises:
         ValueError: a name that is not in ``names()``.
     """
-    known = names()
-    if name not in known:
-        raise ValueError(f"model must be one of {', '.join(known)}, got {name!r}")
-    return build(known[name].row, known[name].variant, **overrides)
+    models = names()
+    if name not in models:
+        raise ValueError(f"model must be one of {', '.join(models)}, got {name!r}")
+    return build(models[name].row, models[name].variant, **overrides)
 
 
 def count_params(row: PaperRow) -> int:
@@ -226,9 +226,9 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """List every row on standard output."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print a JSON list, one row per line")
-    form.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print a JSON list, one row per line")
+    output.add_argument(
         "--markdown", action="store_true", help="print the table of docs/models.md, without figures"
     )
     wanted = parser.parse_args()

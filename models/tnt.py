@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from leaner_kernels import attention_qkvpacked
 from leaner_kernels.nn import Capturing
 from models.layers import (
-    Fill,
     HeadDim,
+    Initializer,
     Mlp,
     VisionModel,
     drop_path,
@@ -271,7 +271,7 @@ class TNT(VisionModel):
             pixels, x = block(pixels, x)
         return self.head(self.head_drop(self.norm(x[:, 0])))
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.cls_token, nn.init.normal_, std=0.02)
-        fill(self.patch_pos, nn.init.normal_, std=self.position_std)
-        fill(self.pixel_pos, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.cls_token, nn.init.normal_, std=0.02)
+        initialize(self.patch_pos, nn.init.normal_, std=self.position_std)
+        initialize(self.pixel_pos, nn.init.normal_, std=0.02)

@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _device(text: str) -> str:
     gpus = torch.cuda.device_count()
-    known = ["cpu", *(f"cuda:{place}" for place in range(gpus)), *["cuda"][:gpus]]
-    if text not in known:
+    devices = ["cpu", *(f"cuda:{place}" for place in range(gpus)), *["cuda"][:gpus]]
+    if text not in devices:
         raise argparse.ArgumentTypeError(f"must be cpu or one of the {gpus} GPUs, got {text!r}")
     return text
 

@@ -151,8 +151,10 @@ def parse(text: str) -> MachineCode:
         if _returns(instructions, targets, targets[number]):
             del targets[number]
     ends = {n for n, one in enumerate(instructions) if n in targets or one.name in ENDS}
-    cut = ptx.cut(len(instructions), targets, ends, lambda n: _always(instructions[n]))
-    return MachineCode(instructions, *cut)
+    blocks, edges = ptx.basic_blocks(
+        len(instructions), targets, ends, lambda n: _always(instructions[n])
+    )
+    return MachineCode(instructions, blocks, edges)
 
 
 def innermost_loops(code: MachineCode) -> set[int]:
@@ -208,7 +210,7 @@ def kept(operation: str) -> str | None:
 
 
 class Runs(NamedTuple):
-    """``of_block``: how often a warp runs each block; ``off``: by how much what is known differs.
+    """``of_block``: how often a warp runs each block; ``off``: by how much counts differ.
 
     ``of_edge`` holds the same of each of the code's ``edges``. ``off`` is the sum of differences
     over the sum of counts: 0 where every count is met.
@@ -219,13 +221,13 @@ class Runs(NamedTuple):
     off: float
 
     @property
-    def known(self) -> bool:
+    def usable(self) -> bool:
         """Whether counts are met well enough to be used."""
         return self.off <= MAX_OFF
 
 
-def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
-    """Return how often each block runs, so that flow is kept and ``known`` is met best."""
+def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
+    """Return how often each block runs, so that flow is kept and ``counts`` is met best."""
     from scipy.optimize import nnls
 
     end = len(code.blocks)
@@ -251,10 +253,10 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     for block, (start, stop) in enumerate(code.blocks):
         for one in code.instructions[start:stop]:
             static[key_of(one.name, one.file, one.line)][block] += 1
-    met = [key for key in known if key in static]
+    met = [key for key in counts if key in static]
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
-        equation(terms, known[key], 1.0 / sum(static[key].values()))
+        equation(terms, counts[key], 1.0 / sum(static[key].values()))
     found, _ = nnls(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
@@ -266,12 +268,12 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
         found, _ = nnls(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
-        abs(known[key] - sum(of_block[b] * times for b, times in static[key].items()))
+        abs(counts[key] - sum(of_block[b] * times for b, times in static[key].items()))
         for key in met
     )
-    missing = sum(n for key, n in known.items() if key not in static)
+    missing = sum(n for key, n in counts.items() if key not in static)
     of_edge = list(map(float, found[1:]))
-    return Runs(of_block, of_edge, (differences + missing) / (sum(known.values()) or 1.0))
+    return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
 
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:

@@ -100,8 +100,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
     sizes = np.array([access.bytes for access in accessed])
-    moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
-    from_memory = min(1.0, work.memory_bytes / moved) if moved else 0.0
+    bytes_moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
+    from_memory = min(1.0, work.memory_bytes / bytes_moved) if bytes_moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
     for step, one, access in zip(steps, work.code.instructions, accessed, strict=True):
         _fill(step, one, access, access.bytes * from_memory, executor, gpu)
@@ -190,8 +190,8 @@ def _width(opcode: str) -> int:
     return 4
 
 
-def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
-    found = known.get(machine_code.key_of(one.name, one.file, one.line))
+def _access(one: MachineInstruction, accesses: Mapping[Key, Access]) -> Access:
+    found = accesses.get(machine_code.key_of(one.name, one.file, one.line))
     if one.name in units.GLOBAL:
         size = found.bytes if found else WARP * _width(one.opcode)
         # Through the first cache, by 128 bytes; a copy writes shared memory besides.

@@ -306,9 +306,9 @@ class KappaMonitor:
             module.capture_samples, module.captured = self.samples, None
             _samplers[module] = self._capturing
         others = {name.partition("#")[0] for name in self._layers.keys() - self.modules.keys()}
-        known = not others.isdisjoint(self._trace.names.values())
-        unknown = not self._agreed and (not _compiles() or self._has_foreign_attention())
-        if known or unknown:
+        has_foreign_layers = not others.isdisjoint(self._trace.names.values())
+        may_find_layers = not self._agreed and (not _compiles() or self._has_foreign_attention())
+        if has_foreign_layers or may_find_layers:
             self._traces = True
             self._trace.start()
 
@@ -413,8 +413,8 @@ class KappaMonitor:
                 raise RuntimeError(f"step {step}{where}: {problem}")
         everywhere = set.intersection(*(names for *_, names in ranks))
         for name, sizes in (item for _, theirs, _ in ranks for item in theirs.items()):
-            known = name.partition("#")[0] in everywhere
-            if not known or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
+            is_everywhere = name.partition("#")[0] in everywhere
+            if not is_everywhere or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
                 raise RuntimeError(
                     "all ranks must trace the same layers, but in the first sampled step, "
                     f"{step}, they differ in {name}"

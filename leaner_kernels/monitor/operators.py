@@ -98,9 +98,9 @@ class OperatorCalls:
         """Begin a step, ``alone`` if no other trace is active, and decide if calls are captured."""
         self.clear()
         self._modules, self._thread = modules, threading.get_ident()
-        known = self._order and self._modules_then == modules and not self._only_eager
+        learnt = self._order and self._modules_then == modules and not self._only_eager
         in_force = _hooks.replacements and not _replays_graphs()
-        self._alone, self.capturing = alone, bool(alone and known and in_force)
+        self._alone, self.capturing = alone, bool(alone and learnt and in_force)
 
     def clear(self) -> None:
         """Forget the calls of a step."""

@@ -55,7 +55,9 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     few, tmp_path, monkeypatch
 ):
     offered = []
-    monkeypatch.setattr(loop, "offer", lambda _, scores: offered.append(scores["held_out_loss"]))
+    monkeypatch.setattr(
+        loop, "save_if_best", lambda _, scores: offered.append(scores["held_out_loss"])
+    )
     step = loop.optimizer_step
 
     def stopped_in_the_second(run, *args):

@@ -99,7 +99,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def fill(part: Part, whole: Tensor) -> None:
+def copy_part(part: Part, whole: Tensor) -> None:
     """Copy from a whole tensor what a process holds of it."""
     ends = map(sum, zip(part.offsets, part.local.shape))
     part.local.copy_(whole[tuple(map(slice, part.offsets, ends))])

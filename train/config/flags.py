@@ -2,7 +2,7 @@
 
 A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
 place. A default of None follows the data and model: each script fills it in from its recipe, values
-of flags by name (``fill``). A script with flags of its own makes a subclass.
+of flags by name (``apply_recipe``). A script with flags of its own makes a subclass.
 """
 
 import argparse
@@ -398,7 +398,7 @@ def parse(
         description: of the script, its examples after the first line; None under ``python -OO``.
         argv: arguments instead of the process's own; None for these.
         kind: ``Settings``, or a subclass with the script's own flags.
-        recipes: by name, as ``fill`` takes them; the help shows their values.
+        recipes: by name, as ``apply_recipe`` takes them; the help shows their values.
 
     Returns:
         The settings, None where a value follows the data.
@@ -497,7 +497,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def fill(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
+def apply_recipe(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
     """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
 
     Args:

@@ -21,7 +21,7 @@ def seed_of(*keys: int) -> int:
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """How one optimizer step's ``batch_size`` items divide among ranks and passes.
 
     Raises:
@@ -67,7 +67,7 @@ class BatchSampler:
     def __init__(
         self,
         length: int,
-        split: Split,
+        split: BatchSplit,
         *,
         seed: int,
         rank: int,
