@@ -1,6 +1,12 @@
-"""JSON with one record a line, so that a diff of results can be read."""
+"""JSON with one record a line, so that a diff of results can be read.
 
+``python -m models.json_rows FILE...`` rewrites files in this format, with the same values.
+"""
+
+import argparse
 import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 WIDTH = 200  # characters of a short object
@@ -42,3 +48,19 @@ def _nests(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(isinstance(item, dict | list | tuple) for item in value)
     return isinstance(value, dict) and any(map(_nests, value.values()))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Rewrite JSON files with one record a line; their values stay the same."""
+    parser = argparse.ArgumentParser(prog="python -m models.json_rows", description=main.__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="JSON files to rewrite in place")
+    for path in parser.parse_args(arguments).files:
+        try:
+            value = json.loads(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            parser.error(f"{path} cannot be read as JSON: {error}")
+        path.write_text(json_rows(value), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ from typing import IO, Any
 from ..ops.statistics import COLUMNS
 
 Row = Mapping[str, Any]
-# What is needed of the row of a step, and of one of ``KappaMonitor`` by alarms and by tables.
+# Keys that a row of metrics must have, and a row of ``KappaMonitor`` for alarms and for tables.
 METRICS_ROW = ("loss",)
 ALARM_ROW = "layer", "kappa", "sigma_max", "entropy", "columns"
 KAPPA_ROW = *ALARM_ROW, "reason", "heads", "head_dim", "kappa_gaussian", "tokens"
@@ -143,7 +143,7 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-# What is calculated with or drawn, if a row has it.
+# Checks of the values that are drawn or enter a calculation, if a row has them.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
     "layer": _is_text,
@@ -159,7 +159,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 def is_row(value: Any, keys: Iterable[str] = ()) -> bool:
     """Return whether a value of JSON is a row: an object with a step and ``keys``.
 
-    What is calculated with must be a number, and what is shown must be text.
+    Values of calculations must be numbers, and values that are shown must be text.
     """
     if not isinstance(value, dict) or not value.keys() >= {"step", *keys}:
         return False
@@ -245,7 +245,7 @@ def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the means of kappa over the layers of each step, in the order of the rows.
 
     They are of the ``layers`` with a kappa, and None without any. Layers that are ``not_resolved``
-    have a larger one than can be told: where there are some, both means are lower bounds.
+    have a larger one than can be told: if a step has such layers, both means are lower bounds.
     """
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -277,7 +277,7 @@ class JsonLines:
         first: lines of this step and later ones are removed, and damaged ones; None keeps all.
         log: shows, once, that lines could not be written; they wait for the next call. Without it
             ``append`` raises OSError.
-        keys: what a line must have, beside a step.
+        keys: that a line must have, besides a step.
 
     Raises:
         OSError: the path is a link, a pipe or another thing that is no regular file.
@@ -309,7 +309,7 @@ class JsonLines:
                 try:
                     row = parse_row(line, keys)
                 except ValueError:
-                    # What a power cut left where nothing was written yet.
+                    # A power cut leaves such a line at the end of a write.
                     if self.log is not None:
                         self.log(f"line {number} of {self.path.name} cannot be read: dropped")
                     continue

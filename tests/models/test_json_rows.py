@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from models.json_rows import json_rows
+from models.json_rows import json_rows, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,6 +41,18 @@ def test_a_long_object_has_a_line_for_each_entry_and_a_list_of_numbers_one():
     assert json.loads("{" + lines[-2] + "}") == {"numbers": numbers}
 
 
+def test_the_command_rewrites_files_and_refuses_others_in_one_line(tmp_path, capsys):
+    value = {"rows": [{"a": 1.5}, {"a": None}]}
+    (tmp_path / "whole.json").write_text(json.dumps(value, indent=4))
+    (tmp_path / "half.json").write_text('{"rows": [')
+    main([str(tmp_path / "whole.json")])
+    assert (tmp_path / "whole.json").read_text() == json_rows(value)
+    for name in ("half.json", "none.json"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / name)])
+        assert "cannot be read as JSON" in capsys.readouterr().err.splitlines()[-1]
+
+
 def committed() -> list[str]:
     listed = subprocess.run(
         ["git", "ls-files", "*.json"], cwd=ROOT, capture_output=True, text=True, check=False
@@ -51,4 +63,4 @@ def committed() -> list[str]:
 @pytest.mark.parametrize("path", committed())
 def test_a_committed_result_has_a_record_a_line(path):
     text = (ROOT / path).read_text("utf-8")
-    assert text == json_rows(json.loads(text)), f"write {path} by models/json_rows.py"
+    assert text == json_rows(json.loads(text)), f"run python -m models.json_rows {path}"
