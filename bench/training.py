@@ -169,9 +169,9 @@ def _of_ours(folder: Path, policy: str | None) -> Iterator[Any]:
 
     augment = Augment(rand_augment=policy)
     found = open_images(str(folder), size=SIDE, channels=3, seed=0, augment=augment)
-    split = BatchSplit(BATCH, 1, 1)
+    batch_split = BatchSplit(BATCH, 1, 1)
     last = PICTURES // BATCH
-    sampler = BatchSampler(len(found.train), split, seed=0, rank=0, first=0, last=last)
+    sampler = BatchSampler(len(found.train), batch_split, seed=0, rank=0, first=0, last=last)
     with loading(found.train, sampler, workers=0, device=torch.device("cpu")) as batches:
         yield (batch.tensors for batch in batches)
 

@@ -342,14 +342,14 @@ class Parser(argparse.ArgumentParser):
             # Behind an unknown flag stand its values.
             flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
             for flag in flags[:1]:
-                known = nearest(flag, self._option_string_actions)
-                message = line_for("flags", flag) or message + known
+                suggestion = nearest(flag, self._option_string_actions)
+                message = line_for("flags", flag) or message + suggestion
         stop(self.prog, message)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
-    bare = {other.lstrip("-"): other for other in known}
+    bare = {other.lstrip("-"): other for other in names}
     matches = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.7)
     return f", did you mean {bare[matches[0]]}?" if matches else ""
 

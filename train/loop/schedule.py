@@ -120,9 +120,9 @@ class Schedule:
         one_pass = BatchSplit(self.batch_split.micro_batch * self.world.size, self.world.size, 1)
         return self._sampler(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _sampler(self, split: BatchSplit, first: int, last: int) -> BatchSampler:
+    def _sampler(self, batch_split: BatchSplit, first: int, last: int) -> BatchSampler:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
-        return BatchSampler(len(self.task.train), split, first=first, last=last, **own)
+        return BatchSampler(len(self.task.train), batch_split, first=first, last=last, **own)
 
     def items(self, step: int) -> int:
         """Return the items of a step, over all ranks."""

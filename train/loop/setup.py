@@ -213,14 +213,14 @@ def _take_up(
 def _plan(
     task: Task, settings: Settings, world: DistributedContext, schedule: Schedule
 ) -> dict[str, Any]:
-    split, steps = schedule.batch_split, schedule.steps
+    batch_split, steps = schedule.batch_split, schedule.steps
     return {
         **task.facts,
         "data": settings.data,
         f"training_{task.unit}": len(task.train),
         f"held-out_{task.unit}": 0 if task.held_out is None else len(task.held_out),
-        "batch_size": f"{settings.batch_size} = {world.size} ranks x {split.accum} passes x "
-        f"{split.micro_batch}",
+        "batch_size": f"{settings.batch_size} = {world.size} ranks x {batch_split.accum} passes x "
+        f"{batch_split.micro_batch}",
         "steps": f"{steps:,} = {steps / schedule.steps_per_epoch:.4g} epochs",
         "device": parallel.device_name(world),
         "precision": "bf16" if parallel.uses_bf16(settings.precision, world) else "fp32",
