@@ -186,7 +186,7 @@ class OperatorCalls:
         ]
 
 
-class Watch:
+class OperatorHook:
     """The hook of the operators: it has each trace note a call, and one at most capture it."""
 
     def __init__(self, traces: Sequence[OperatorCalls]) -> None:

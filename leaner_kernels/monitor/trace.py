@@ -37,7 +37,7 @@ from ..ops.statistics import (
     per_head,
     statistic_of,
 )
-from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, Watch
+from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, OperatorHook
 
 _SIGNATURE = inspect.signature(_multi_head)
 # Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
@@ -397,7 +397,7 @@ def _set_hooks() -> None:
     eager = [trace for trace in _ACTIVE if not trace.operators.capturing]
     # Compiled code reads ``current``, and would be compiled again.
     _hooks.current = eager[-1] if eager else None
-    _hooks.operators = Watch([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
+    _hooks.operators = OperatorHook([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
     # Where the compiler was never imported, which takes seconds, nothing is compiled.
     if eager and not _stance and "torch._dynamo" in sys.modules:
         _stance.append(torch.compiler.set_stance("force_eager"))
