@@ -151,7 +151,7 @@ def _energy(
     return {"joules": None if over else joules, "over_limit": float(over)}
 
 
-def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
+def ranking(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     """Return our fastest row of every comparison, and how it stands against the others.
 
     Both times of a ratio come from one run. Ours is of the newest run that ran today's kernels or
@@ -167,23 +167,23 @@ def standings(frame: pd.DataFrame, key: Sequence[str] = KEY) -> pd.DataFrame:
     Returns:
         A row for each comparison, without ``median`` where ours was not timed. Columns that end in
         ``_default`` and ``_best`` are those of what everybody has, and of the fastest row that is
-        not ours. ``beside_`` and one of these ends is our time in their run, ``times_`` says how
+        not ours. ``own_time_`` and one of these ends is our time in their run, ``times_`` says how
         many times less time ours took there, and ``versus_`` also names the peer, with an asterisk
         if that run is not the one of our row.
     """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for row in frame[frame["median"].notna()].to_dict("records"):
         groups.setdefault(tuple(row[name] for name in key), []).append(row)
-    table = [_standing(rows) for rows in groups.values()]
+    table = [_rank(rows) for rows in groups.values()]
     ends = "default", "best"
     columns = [*frame, *(f"{name}_{end}" for end in ends for name in frame)]
-    columns += [f"{name}_{end}" for end in ends for name in ("beside", "times", "versus")]
+    columns += [f"{name}_{end}" for end in ends for name in ("own_time", "times", "versus")]
     flags = dict.fromkeys(("ours", "cpu", "earlier"), bool)
     return pd.DataFrame(table, columns=columns).astype(flags)
 
 
-def _standing(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of ``standings`` of one comparison, whose newest run comes last."""
+def _rank(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of ``ranking`` of one comparison, whose newest run comes last."""
     ours = [row for row in rows if row["ours"]]
     others = [row for row in rows if not row["ours"] and not row["error_hard"] > RIGHT]
     usual = [row for row in rows if row["peer"] in DEFAULTS]
@@ -203,11 +203,11 @@ def _standing(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for end, theirs in (("default", default), ("best", best)):
         if not theirs:
             continue
-        beside = _fastest(_of(theirs["run"], ours)).get("median")
-        times = theirs["median"] / beside if beside else None
+        own_time = _fastest(_of(theirs["run"], ours)).get("median")
+        times = theirs["median"] / own_time if own_time else None
         elsewhere = "*" if theirs["run"] != run else ""
         found |= {f"{name}_{end}": value for name, value in theirs.items()}
-        found |= {f"beside_{end}": beside, f"times_{end}": times}
+        found |= {f"own_time_{end}": own_time, f"times_{end}": times}
         found[f"versus_{end}"] = f"{number(times)} {theirs['peer']}{elsewhere}".strip()
     return found
 

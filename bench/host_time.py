@@ -40,7 +40,7 @@ class HostCase(NamedTuple):
 
 def cases() -> list[HostCase]:
     """Return what is timed."""
-    split = [(BATCH, HEADS, TOKENS, DIM)] * 3
+    separate = [(BATCH, HEADS, TOKENS, DIM)] * 3
     packed = [(BATCH, TOKENS, 3, HEADS, DIM)]
     lengths = torch.full((BATCH,), TOKENS, dtype=torch.int32)
     seen = torch.ones(BATCH, 1, 1, TOKENS, dtype=torch.bool)
@@ -59,9 +59,9 @@ def cases() -> list[HostCase]:
     with_mask = partial(sdpa, attn_mask=seen)
     return [
         HostCase("`attention_qkvpacked`", ours_packed, packed_torch, packed, packed),
-        HostCase("`attention`", ours, sdpa, split, split),
-        HostCase("`attention`, key_lengths", with_lengths, with_mask, split, split),
-        HostCase("`attention_varlen`", varlen, sdpa, tokens, split),
+        HostCase("`attention`", ours, sdpa, separate, separate),
+        HostCase("`attention`, key_lengths", with_lengths, with_mask, separate, separate),
+        HostCase("`attention_varlen`", varlen, sdpa, tokens, separate),
     ]
 
 

@@ -9,7 +9,6 @@ precision, so what compares is the ratio of the lean model to the original.
 """
 
 import gc
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from torch.optim import AdamW
 
 from bench.harness import command
 from models import memory, papers
+from models.json_rows import json_rows
 
 GB = 1e9
 
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--batch must be at least 1, got {flags.batch}")
     found = list(records(flags.row or table_rows(), flags.batch, flags.precision))
     if flags.json:
-        sys.stdout.write("[\n" + ",\n".join(map(json.dumps, found)) + "\n]\n")
+        sys.stdout.write(json_rows(found))
     else:
         sys.stdout.write(table(found))
 

@@ -58,7 +58,7 @@ BLOCK = re.compile(
 )
 
 
-def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataFrame:
+def pivot(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataFrame:
     """Put cells of rows that differ in ``by`` alone next to each other.
 
     Args:
@@ -79,7 +79,7 @@ def beside(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataF
     return wide.reset_index()
 
 
-def front(timed: pd.DataFrame) -> pd.DataFrame:
+def peer_comparison(timed: pd.DataFrame) -> pd.DataFrame:
     """Return attention on a GPU as a user meets it: forward and backward, then forward alone.
 
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
@@ -88,11 +88,11 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
     rows = rows[rows["stage"].isin(["both", "forward"]) & (rows["mode"] == "graph")]
     rows = rows[(rows["start"] == "") & (rows["peer"].isin(OWN_KERNELS) | ~rows["ours"])]
     calls = ["on", "case", "stage"]
-    kernels = frames.standings(rows).set_index(calls)
-    called = frames.standings(_as_called(rows)).set_index(calls)
+    kernels = frames.ranking(rows).set_index(calls)
+    called = frames.ranking(_as_called(rows)).set_index(calls)
     called = called[called["median_best"].notna() & called["ours"]]
     # An operator that only one has.
-    for name in ("median", "run", "beside", "times", "joules", "peer"):
+    for name in ("median", "run", "own_time", "times", "joules", "peer"):
         default, best = called[f"{name}_default"], called[f"{name}_best"]
         called[f"{name}_default"] = default.astype(best.dtype).fillna(best)
     called = called.sort_index(
@@ -107,9 +107,9 @@ def front(timed: pd.DataFrame) -> pd.DataFrame:
             .str.replace(",(?! w)", "", regex=True)
             .str.replace(" bfloat16", ""),
             "ours, µs": times.where(~dispatched, "PyTorch's (" + times + ")"),
-            "PyTorch or timm, µs": _beside(called, "default"),
+            "PyTorch or timm, µs": _microseconds(called, "default"),
             "× as fast": _times(called, "default"),
-            "fastest other, µs": _beside(called, "best"),
+            "fastest other, µs": _microseconds(called, "best"),
             "× the fastest": _times(called, "best"),
             "ours, mJ": _two_digits(1e3 * called["joules"]),
             "PyTorch or timm, mJ": _two_digits(1e3 * called["joules_default"]),
@@ -169,11 +169,11 @@ def _is_dispatched(row: Mapping[str, Any]) -> bool:
     return rule is not None
 
 
-def _beside(rows: pd.DataFrame, end: str) -> list[str]:
+def _microseconds(rows: pd.DataFrame, end: str) -> list[str]:
     """Return microseconds of the default or the best, with ours where their run is another."""
     cells = []
     for row in rows.to_dict("records"):
-        time, run, ours = (row[f"{name}_{end}"] for name in ("median", "run", "beside"))
+        time, run, ours = (row[f"{name}_{end}"] for name in ("median", "run", "own_time"))
         words = frames.number(1e6 * time)
         peer = row[f"peer_{end}"]
         words += f" {peer}" if end == "best" or peer not in frames.DEFAULTS else ""
@@ -189,7 +189,7 @@ def _times(rows: pd.DataFrame, end: str) -> pd.Series:
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows and columns of ``front``'s table that the first page shows, of one GPU."""
+    """Return the rows and columns of ``peer_comparison`` that the first page shows, of one GPU."""
     notes = table.attrs
     table = _of_one_gpu(table, table.index.get_level_values("on")).drop(
         columns="on", errors="ignore"
@@ -224,7 +224,7 @@ def _two_digits(values: pd.Series) -> pd.Series:
 
 def steps(timed: pd.DataFrame) -> pd.DataFrame:
     """Return whole training steps on a GPU in every mode that any side was measured in."""
-    rows = frames.standings(_steps(timed))
+    rows = frames.ranking(_steps(timed))
     rows = rows.sort_values("variant", key=lambda names: names != "original", kind="stable")
     rows = rows.sort_values("row", key=lambda names: names.map([*STEPS].index), kind="stable")
     rate, other = _rate(rows), _rate(rows, "_best")
@@ -391,9 +391,9 @@ def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["file", "date", "commit", "source", "hardware", "versions"])
 
 
-def attention(standing: pd.DataFrame) -> pd.DataFrame:
+def attention(ranked: pd.DataFrame) -> pd.DataFrame:
     """Return our best row of each pass of attention, from q, k and v or from one projection."""
-    rows = standing[(standing["kind"] == "attention") & standing["ours"]]
+    rows = ranked[(ranked["kind"] == "attention") & ranked["ours"]]
     cells = pd.DataFrame(
         {
             "on": rows["on"],
@@ -408,7 +408,7 @@ def attention(standing: pd.DataFrame) -> pd.DataFrame:
             "× best peer": rows["versus_best"],
         }
     )
-    return _noted(beside(cells, [rows["stage"]], 5), rows)
+    return _noted(pivot(cells, [rows["stage"]], 5), rows)
 
 
 def _marked(rows: pd.DataFrame, end: str) -> pd.Series:
@@ -417,9 +417,9 @@ def _marked(rows: pd.DataFrame, end: str) -> pd.Series:
     return frames.words(rows[f"times_{end}"]) + elsewhere.map({True: "*", False: ""})
 
 
-def kappa(standing: pd.DataFrame) -> pd.DataFrame:
+def kappa(ranked: pd.DataFrame) -> pd.DataFrame:
     """Return condition numbers beside libraries' singular values."""
-    rows = standing[(standing["kind"] == "kappa") & standing["ours"]]
+    rows = ranked[(ranked["kind"] == "kappa") & ranked["ours"]]
     table = pd.DataFrame(
         {
             "on": rows["on"],
@@ -437,9 +437,9 @@ def kappa(standing: pd.DataFrame) -> pd.DataFrame:
     return _noted(table, rows)
 
 
-def monitor(standing: pd.DataFrame) -> pd.DataFrame:
+def monitor(ranked: pd.DataFrame) -> pd.DataFrame:
     """Return training steps with and without the monitor."""
-    rows = standing[standing["kind"] == "step"]
+    rows = ranked[ranked["kind"] == "step"]
     cells = pd.DataFrame(
         {
             "on": rows["on"],
@@ -451,12 +451,12 @@ def monitor(standing: pd.DataFrame) -> pd.DataFrame:
             "IQR, %": 100 * rows["overhead_iqr"],
         }
     )
-    return _noted(beside(cells, [rows["stage"]], 3), rows)
+    return _noted(pivot(cells, [rows["stage"]], 3), rows)
 
 
-def models(standing: pd.DataFrame) -> pd.DataFrame:
+def models(ranked: pd.DataFrame) -> pd.DataFrame:
     """Return training and inference of rows of the paper beside timm's and transformers'."""
-    rows = standing[standing["kind"].isin(["model", "language"]) & standing["ours"]]
+    rows = ranked[ranked["kind"].isin(["model", "language"]) & ranked["ours"]]
     cells = pd.DataFrame(
         {
             "on": rows["on"],
@@ -470,7 +470,7 @@ def models(standing: pd.DataFrame) -> pd.DataFrame:
             "peak, GB": rows["peak_memory_bytes"] / 1e9,
         }
     )
-    return _noted(beside(cells, [rows["variant"], rows["stage"]], 4), rows)
+    return _noted(pivot(cells, [rows["variant"], rows["stage"]], 4), rows)
 
 
 def lean(timed: pd.DataFrame) -> pd.DataFrame:
@@ -547,15 +547,15 @@ def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     own = own_kernels(timed)
     passes = own[own["stage"] != "both"]
     both = own[own["stage"] == "both"].set_index(by[:2])["median"]
-    known = rows[rows["stage"].isin(["forward", "backward"])]
-    error = known.groupby(by[:2])["predicted"].sum(min_count=2) / both
+    passes_predicted = rows[rows["stage"].isin(["forward", "backward"])]
+    error = passes_predicted.groupby(by[:2])["predicted"].sum(min_count=2) / both
     off = error[(error > OUTSIDE) | (error < 1 / OUTSIDE)].index.get_level_values("case")
     measured = pd.MultiIndex.from_frame(passes[by])
     left = rows[rows["case"].isin(LABELS) & ~rows["case"].isin(off)]
     left = left[~pd.MultiIndex.from_frame(left[by]).isin(measured)]
     times = frames.words(1e6 * left["predicted"]).replace("", "unknown")
     cells = pd.DataFrame({"case": left["case"], "": times})
-    return beside(cells, [left["gpu"], left["stage"]], 1)
+    return pivot(cells, [left["gpu"], left["stage"]], 1)
 
 
 def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
@@ -568,32 +568,32 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
     timed = frames.timed(results)
     if timed.empty:
         raise SystemExit("no measured rows in " + ", ".join(map(str, paths)))
-    standing = frames.standings(timed)
+    ranked = frames.ranking(timed)
     tables = {
         "runs": runs(results),
-        "attention": attention(standing),
-        "kappa": kappa(standing),
-        "monitor": monitor(standing),
-        "models": models(standing),
+        "attention": attention(ranked),
+        "kappa": kappa(ranked),
+        "monitor": monitor(ranked),
+        "models": models(ranked),
         "lean": lean(timed),
         "unmeasured": unmeasured(results),
     }
     faster = {
         "steps": steps(timed),
-        "front": front(timed),
+        "front": peer_comparison(timed),
         "statistics": statistics_cost(timed),
     }
     first = {"headline": headline(faster["front"]), "fastest": fastest_steps(timed)}
     pages = {"README": first, "faster": faster, "results": tables}
     if not paths:
-        beside_model, lengths, calls = (
+        training_parts, lengths, calls = (
             json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
             for name in ("training-cpu", "crossover-h200", "host-h200")
         )
         faster["host"] = host(calls["rows"])
         tables |= {
             "crossover": crossover(lengths),
-            "training": training(beside_model["rows"]),
+            "training": training(training_parts["rows"]),
             "predicted": predicted(timed, predictions("predictions")),
         }
     return pages
@@ -607,7 +607,7 @@ def render(table: pd.DataFrame) -> str:
     return f"{text}\n\n> {table.attrs['note']}" if "note" in table.attrs else text
 
 
-def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
+def insert_tables(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
     """Return a page with the table below each marker rendered anew."""
 
     def block(marker: re.Match[str]) -> str:
@@ -620,8 +620,8 @@ def fill(text: str, tables: Mapping[str, pd.DataFrame]) -> str:
 def draw(path: Path) -> None:
     """Draw how many times as fast as PyTorch's default attention is, forward and backward."""
     results = [frames.read(result) for result in sorted(RESULTS.glob("20*.json"))]
-    standing = frames.standings(frames.timed(results))
-    rows = standing[(standing["kind"] == "attention") & (standing["stage"] == "both")]
+    ranked = frames.ranking(frames.timed(results))
+    rows = ranked[(ranked["kind"] == "attention") & (ranked["stage"] == "both")]
     rows = rows[(rows["mode"] == "graph") & ~rows["cpu"] & rows["ours"]]
     rows = rows.dropna(subset="times_default")
     names = rows["case"] + rows["start"].map(lambda start: f", {start}" if start else "")
@@ -658,7 +658,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     for page, path in PAGES.items():
         text = path.read_text("utf-8")
-        filled = fill(text, pages[page])
+        filled = insert_tables(text, pages[page])
         if options.check and filled != text:
             raise SystemExit(f"{path.name} is out of date: run python -m bench.report")
         if not options.check:

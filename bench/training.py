@@ -92,7 +92,7 @@ def loop(folder: Path) -> Iterator[Row]:
     images, labels = torch.randn(1024, 1, 8, 8), torch.randint(0, 10, (1024,))
 
     def bare(sharded: bool) -> float:
-        with parallel.world() as world:
+        with parallel.init_distributed() as world:
             way = "fsdp" if sharded else "one"
             model = parallel.make_model(build, world, seed=0, bf16=False, way=way)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -165,13 +165,13 @@ def _of_ours(folder: Path, policy: str | None) -> Iterator[Any]:
     from train.data.images import open_images
     from train.data.images.augment import Augment
     from train.data.loader import loading
-    from train.data.sampler import BatchSampler, Split
+    from train.data.sampler import BatchSampler, BatchSplit
 
     augment = Augment(rand_augment=policy)
     found = open_images(str(folder), size=SIDE, channels=3, seed=0, augment=augment)
-    split = Split(BATCH, 1, 1)
+    batch_split = BatchSplit(BATCH, 1, 1)
     last = PICTURES // BATCH
-    sampler = BatchSampler(len(found.train), split, seed=0, rank=0, first=0, last=last)
+    sampler = BatchSampler(len(found.train), batch_split, seed=0, rank=0, first=0, last=last)
     with loading(found.train, sampler, workers=0, device=torch.device("cpu")) as batches:
         yield (batch.tensors for batch in batches)
 
@@ -203,11 +203,11 @@ def checkpoints(folder: Path) -> Iterator[Row]:
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     from models.vit import VisionTransformer
-    from train.checkpoint.checkpoints import Checkpoints
+    from train.checkpoint.checkpointer import Checkpointer
     from train.loop import parallel
     from train.loop.optimizer import make_optimizer
 
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         build = partial(VisionTransformer, **MILLIONS)
         model = parallel.make_model(build, world, seed=0, bf16=False)
         optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.05)
@@ -218,7 +218,7 @@ def checkpoints(folder: Path) -> Iterator[Row]:
 
         def ours() -> dict[str, float]:
             to = folder / "ours"
-            with Checkpoints(to, world, keep=1, log=sys.stderr.write) as found:
+            with Checkpointer(to, world, keep=1, log=sys.stderr.write) as found:
                 return _watched(
                     lambda: found.save(1, model, optimizer, {}, {"settings": {}}), found.wait, to
                 )

@@ -54,9 +54,13 @@ def main() -> None:
     if options.checkpoint is None:
         tokenizer = hf.BertTokenizer().train_new_from_iterator([text for text, _ in texts], 2000)
         config = hf.BertConfig(
-            vocab_size=len(tokenizer), num_labels=len(PACKAGES), hidden_size=64,
-            num_hidden_layers=4, num_attention_heads=8, intermediate_size=256,
-        )  # fmt: skip
+            vocab_size=len(tokenizer),
+            num_labels=len(PACKAGES),
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            intermediate_size=256,
+        )
         model = hf.AutoModelForSequenceClassification.from_config(config)
     else:
         tokenizer = hf.AutoTokenizer.from_pretrained(options.checkpoint, trust_remote_code=False)
@@ -75,15 +79,27 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         args = hf.TrainingArguments(
-            folder, num_train_epochs=options.epochs, learning_rate=options.lr, warmup_steps=0.1,
-            per_device_train_batch_size=32, logging_strategy="epoch", eval_strategy="epoch",
-            save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
-        )  # fmt: skip
+            folder,
+            num_train_epochs=options.epochs,
+            learning_rate=options.lr,
+            warmup_steps=0.1,
+            per_device_train_batch_size=32,
+            logging_strategy="epoch",
+            eval_strategy="epoch",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
         trainer = hf.Trainer(
-            model, args, train_dataset=data[200:], eval_dataset=data[:200],
-            processing_class=tokenizer, callbacks=[KappaCallback(every=25, page=False)],
+            model,
+            args,
+            train_dataset=data[200:],
+            eval_dataset=data[:200],
+            processing_class=tokenizer,
+            callbacks=[KappaCallback(every=25, page=False)],
             compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(1) == p.label_ids).mean()},
-        )  # fmt: skip
+        )
         trainer.train()
         rows = [json.loads(line) for line in Path(folder, "kappa.jsonl").read_text().splitlines()]
     for step in (rows[0]["step"], rows[-1]["step"]):

@@ -99,9 +99,12 @@ def tokenizer_of(text: str) -> hf.PreTrainedTokenizerFast:
         special_tokens=[(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
     )
     return hf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]",
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
         model_input_names=["input_ids", "attention_mask"],
-    )  # fmt: skip
+    )
 
 
 def splits_of(source: str, name: str) -> dict[str, datasets.Dataset]:
@@ -133,18 +136,32 @@ def finetune(name: str, encoder: nn.Module, info: Info, options: argparse.Namesp
         for split in ("train", *held_out)
     }
     args = hf.TrainingArguments(
-        str(Path(options.out, name)), num_train_epochs=options.epochs, learning_rate=4e-5,
-        per_device_train_batch_size=16, lr_scheduler_type="cosine", warmup_steps=0.1,
-        adam_beta2=0.98, adam_epsilon=1e-6, weight_decay=0.0, max_grad_norm=0.0, seed=options.seed,
-        bf16=torch.cuda.is_available(), dataloader_pin_memory=torch.cuda.is_available(),
-        save_strategy="no", report_to="none", logging_strategy="epoch", disable_tqdm=True,
-    )  # fmt: skip
+        str(Path(options.out, name)),
+        num_train_epochs=options.epochs,
+        learning_rate=4e-5,
+        per_device_train_batch_size=16,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        adam_beta2=0.98,
+        adam_epsilon=1e-6,
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        seed=options.seed,
+        bf16=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.cuda.is_available(),
+        save_strategy="no",
+        report_to="none",
+        logging_strategy="epoch",
+        disable_tqdm=True,
+    )
     hf.set_seed(options.seed)
     trainer = hf.Trainer(
-        Classifier(encoder, info.arguments, task.classes), args, train_dataset=data["train"],
+        Classifier(encoder, info.arguments, task.classes),
+        args,
+        train_dataset=data["train"],
         data_collator=hf.DataCollatorWithPadding(tokenizer, pad_to_multiple_of=width),
         callbacks=[KappaCallback(every=100, page=False)],
-    )  # fmt: skip
+    )
     trainer.train()
     scores = []
     for split in held_out:

@@ -135,13 +135,13 @@ class RiseDetector:
 
         ``floor`` is how far above the median it must be in any case.
         """
-        known, least = list(self.newest), self.window / 2
+        recent, least = list(self.newest), self.window / 2
         self.newest.append(value)
         self._since += 1
-        if len(known) < least:
+        if len(recent) < least:
             return None
-        usual = median(known)
-        spread = 1.48 * median(abs(value - usual) for value in known)
+        usual = median(recent)
+        spread = 1.48 * median(abs(value - usual) for value in recent)
         above = max(self.deviations * spread, floor)
         if value <= usual + above / 2:
             self._armed = True

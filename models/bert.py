@@ -23,8 +23,8 @@ from leaner_kernels.ops._checks import has_values
 from models.cross_entropy import linear_cross_entropy
 from models.layers import (
     Block,
-    Fill,
     HeadDim,
+    Initializer,
     LanguageModel,
     head_layout,
     require,
@@ -216,10 +216,10 @@ class BERT(LanguageModel):
         losses = found.new_full((len(flat),), math.nan).scatter(0, first, found)
         return losses.view(targets.shape).masked_fill(targets == IGNORED, 0)
 
-    def _init_own(self, fill: Fill) -> None:
+    def _init_own(self, initialize: Initializer) -> None:
         nn.init.constant_(self.pos_scale, self.embed_dim**-0.5)
         self.positions.copy_(sinusoids(*self.positions.shape))
-        fill(self.token_embed.weight, nn.init.normal_, std=0.02)
+        initialize(self.token_embed.weight, nn.init.normal_, std=0.02)
 
 
 def sinusoids(tokens: int, dim: int) -> Tensor:

@@ -22,8 +22,8 @@ from leaner_kernels.nn import ManyHeadAttention
 from models.cross_entropy import linear_cross_entropy
 from models.layers import (
     Block,
-    Fill,
     HeadDim,
+    Initializer,
     LanguageModel,
     Mlp,
     head_layout,
@@ -226,9 +226,9 @@ class GPT(LanguageModel):
             return self.head(x)
         return linear_cross_entropy(x, self.head.weight, targets, self.head.bias)
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.pos_embed, nn.init.normal_, std=0.02)
-        fill(self.token_embed.weight, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.pos_embed, nn.init.normal_, std=0.02)
+        initialize(self.token_embed.weight, nn.init.normal_, std=0.02)
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from leaner_kernels.nn import Capturing
 from leaner_kernels.ops._checks import MAX_HEAD_DIM_CUDA
 
 HeadDim = int | Literal["split"]
-Fill = Callable[..., None]  # ``draw`` with its generator
+Initializer = Callable[..., None]  # ``draw`` with its generator
 
 # The widest heads that a GPU has kernels for, where they are less than any other's.
 _WIDEST = dict.fromkeys(("channels", "landmarks"), MAX_HEAD_DIM_CUDA)
@@ -144,24 +144,24 @@ class Model(nn.Module):
                 are drawn whole in float32 on the generator's device, then copied: one seed gives
                 one model, whatever device, dtype or FSDP sharding it ends in.
         """
-        fill = partial(draw, generator=generator)
-        self._init_own(fill)
+        initialize = partial(draw, generator=generator)
+        self._init_own(initialize)
         for name, module in self.named_modules():
             if isinstance(module, nn.LayerNorm | BatchNorm2d):
                 module.reset_parameters()
             elif isinstance(module, nn.Conv2d | nn.Linear):
-                self._init_layer(name, module, fill)
+                self._init_layer(name, module, initialize)
 
-    def _init_own(self, fill: Fill) -> None:
+    def _init_own(self, initialize: Initializer) -> None:
         """Fill what is in no norm, convolution or linear layer, such as positions."""
 
-    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, initialize: Initializer) -> None:
         """Fill a layer; ``name`` is its place in the model."""
         if isinstance(layer, nn.Conv2d):
-            draw_conv_default(layer, fill)
+            draw_conv_default(layer, initialize)
             return
         # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
-        fill(layer.weight, nn.init.normal_, std=0.02)
+        initialize(layer.weight, nn.init.normal_, std=0.02)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
 
@@ -373,7 +373,7 @@ def lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def draw(
     param: nn.Parameter,
-    fill: Callable[..., Tensor],
+    initialize: Callable[..., Tensor],
     *,
     generator: torch.Generator | None,
     **law: float,
@@ -384,13 +384,13 @@ def draw(
 
     Args:
         param: any shape; may be a DTensor.
-        fill: one of ``nn.init``'s, called with the tensor, ``generator`` and ``law``.
+        initialize: one of ``nn.init``'s, called with the tensor, ``generator`` and ``law``.
         generator: source of randomness; PyTorch's global CPU generator for None.
-        **law: further arguments of ``fill``, such as ``std``.
+        **law: further arguments of ``initialize``, such as ``std``.
     """
     device = "cpu" if generator is None else generator.device
     value = torch.empty(param.shape, dtype=torch.float32, device=device)
-    value = fill(value, generator=generator, **law).to(param.device, param.dtype)
+    value = initialize(value, generator=generator, **law).to(param.device, param.dtype)
     # There is no DTensor where nobody imported its module, which takes a second.
     sharding = sys.modules.get("torch.distributed.tensor")
     if sharding is not None and isinstance(param, sharding.DTensor):
@@ -400,9 +400,9 @@ def draw(
     param.copy_(value)
 
 
-def draw_conv_default(layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+def draw_conv_default(layer: nn.Conv2d | nn.Linear, initialize: Initializer) -> None:
     """Fill a layer as PyTorch does: uniform up to 1 / sqrt(fan_in), the bias too."""
     bound = math.prod(layer.weight.shape[1:]) ** -0.5
     for param in (layer.weight, layer.bias):
         if param is not None:
-            fill(param, nn.init.uniform_, a=-bound, b=bound)
+            initialize(param, nn.init.uniform_, a=-bound, b=bound)

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from leaner_kernels.nn import ManyHeadAttention, NystromAttention
 from models.layers import (
     Block,
-    Fill,
     HeadDim,
+    Initializer,
     LanguageModel,
     Mlp,
     draw_conv_default,
@@ -210,13 +210,13 @@ class Nystromformer(LanguageModel):
         else:
             super().check_tokens(tokens.flatten(0, 1))
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.embed.weight, nn.init.normal_, std=0.02)
-        fill(self.pos_embed, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.embed.weight, nn.init.normal_, std=0.02)
+        initialize(self.pos_embed, nn.init.normal_, std=0.02)
 
-    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, initialize: Initializer) -> None:
         """Fill a layer as PyTorch does."""
-        draw_conv_default(layer, fill)
+        draw_conv_default(layer, initialize)
 
     def flops_per_sequence(self, tokens: int | None = None) -> int:
         """Return the FLOPs of one sample's forward, as ``LanguageModel``: of both of a pair.

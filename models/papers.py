@@ -10,7 +10,6 @@ Paper: "Leaner Transformers: More Heads, Less Depth" (arXiv:2505.20802).
 
 import argparse
 import itertools
-import json
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leaner_kernels import removed
+from models.json_rows import json_rows
 
 # The class of each architecture, in the module of its name.
 MODELS = {
@@ -166,10 +166,10 @@ def model(name: str, **overrides: Any) -> nn.Module:
     Raises:
         ValueError: a name that is not in ``names()``.
     """
-    known = names()
-    if name not in known:
-        raise ValueError(f"model must be one of {', '.join(known)}, got {name!r}")
-    return build(known[name].row, known[name].variant, **overrides)
+    models = names()
+    if name not in models:
+        raise ValueError(f"model must be one of {', '.join(models)}, got {name!r}")
+    return build(models[name].row, models[name].variant, **overrides)
 
 
 def count_params(row: PaperRow) -> int:
@@ -226,15 +226,15 @@ def markdown(records: list[dict[str, Any]]) -> str:
 def main() -> None:
     """List every row on standard output."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print a JSON list, one row per line")
-    form.add_argument(
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print a JSON list, one row per line")
+    output.add_argument(
         "--markdown", action="store_true", help="print the table of docs/models.md, without figures"
     )
     wanted = parser.parse_args()
     records = [record(row) for row in ROWS.values()]
     if wanted.json:
-        sys.stdout.write("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n")
+        sys.stdout.write(json_rows(records))
     else:
         listed = [r for r in records if r["audited_params"] is not None or not wanted.markdown]
         sys.stdout.write(markdown(listed))

@@ -39,8 +39,8 @@ def resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor]
 
 def _resized_tokens(whole: Tensor, first: int, side: int, to: int) -> Tensor:
     grid = whole[:, first:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-    moved = _resized(grid, (to, to)).permute(0, 2, 3, 1).flatten(1, 2)
-    return torch.cat([whole[:, :first], moved], dim=1)
+    resized = _resized(grid, (to, to)).permute(0, 2, 3, 1).flatten(1, 2)
+    return torch.cat([whole[:, :first], resized], dim=1)
 
 
 def _resized(grid: Tensor, size: tuple[int, int]) -> Tensor:

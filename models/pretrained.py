@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.command_line import first_line
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
@@ -227,3 +226,8 @@ def _sizes_of(model: nn.Module) -> dict[str, Any]:
         "in_chans": model.patch_embed.proj.in_channels,
         "width": model.embed_dim,
     }
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error of a library, or its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leaner_kernels import attention_qkvpacked, attention_qkvpacked_with_stats
+from leaner_kernels import attention_qkvpacked
 from leaner_kernels.nn import Capturing
 from models.layers import (
-    Fill,
     HeadDim,
+    Initializer,
     Mlp,
     VisionModel,
     drop_path,
@@ -70,13 +70,12 @@ class OuterAttention(Capturing):
 
     def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
         """Return the projected heads; ``skip``, as ``x``, is the stream they are added to."""
-        sample, measured = self._select_sample(len(x), x.device)
-        if not measured:
-            return self.proj(attention_qkvpacked(_qkv(self, x)).flatten(2))
-        stats = attention_qkvpacked_with_stats(_qkv(self, x), sample=sample)
-        output = self.proj(stats.out.flatten(2))
-        self._store_capture(stats, sample, output, skip)
-        return output
+
+        def finish(heads: Tensor) -> Tensor:
+            return self.proj(heads.flatten(2))
+
+        operators = attention_qkvpacked, self._qkvpacked_with_stats
+        return self._run(finish, *operators, _qkv(self, x), store={"skip": skip})
 
 
 def _qkv(attention: InnerAttention | OuterAttention, x: Tensor) -> Tensor:
@@ -272,7 +271,7 @@ class TNT(VisionModel):
             pixels, x = block(pixels, x)
         return self.head(self.head_drop(self.norm(x[:, 0])))
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.cls_token, nn.init.normal_, std=0.02)
-        fill(self.patch_pos, nn.init.normal_, std=self.position_std)
-        fill(self.pixel_pos, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.cls_token, nn.init.normal_, std=0.02)
+        initialize(self.patch_pos, nn.init.normal_, std=self.position_std)
+        initialize(self.pixel_pos, nn.init.normal_, std=0.02)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from leaner_kernels.nn import ManyHeadAttention
 from models.layers import (
     Block,
-    Fill,
     HeadDim,
+    Initializer,
     Mlp,
     VisionModel,
     head_layout,
@@ -161,29 +161,29 @@ class VisionTransformer(VisionModel):
         x = x[:, 0] if self.pool == "token" else x.mean(dim=1)
         return self.head(self.head_drop(self.fc_norm(x)))
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.pos_embed, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.pos_embed, nn.init.normal_, std=0.02)
         if self.pool == "token":
-            fill(self.cls_token, nn.init.normal_, std=1e-6)
+            initialize(self.cls_token, nn.init.normal_, std=1e-6)
 
-    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, fill: Fill) -> None:
+    def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, initialize: Initializer) -> None:
         """Fill a layer as timm does.
 
         ``"trunc_normal"`` is its default; ``"xavier"`` its ``weight_init="jax"``, after ViT's own
         code: Xavier-uniform weights, the patch projection LeCun-normal, the classifier 0.
         """
         if self.init == "trunc_normal":
-            super()._init_layer(name, layer, fill)
+            super()._init_layer(name, layer, initialize)
             return
         nn.init.zeros_(layer.bias)
         if isinstance(layer, nn.Conv2d):
-            fill(layer.weight, lecun_normal_)
+            initialize(layer.weight, lecun_normal_)
         elif layer is self.head:
             nn.init.zeros_(layer.weight)
         else:
-            fill(layer.weight, nn.init.xavier_uniform_)
+            initialize(layer.weight, nn.init.xavier_uniform_)
             if ".mlp." in name:
-                fill(layer.bias, nn.init.normal_, std=1e-6)
+                initialize(layer.bias, nn.init.normal_, std=1e-6)
 
 
 class SmallTransformer(VisionTransformer):

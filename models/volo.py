@@ -22,8 +22,8 @@ from leaner_kernels.nn import ManyHeadAttention, OutlookAttention
 from models.layers import (
     BatchNorm2d,
     Block,
-    Fill,
     HeadDim,
+    Initializer,
     Mlp,
     VisionModel,
     head_layout,
@@ -259,6 +259,6 @@ class VOLO(VisionModel):
         # One more draw for all tokens, the class token among them, is timm's order.
         return logits + 0.5 * self.aux_head(self.head_drop(x)[:, 1:]).max(dim=1).values
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.pos_embed, nn.init.normal_, std=0.02)
-        fill(self.cls_token, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.pos_embed, nn.init.normal_, std=0.02)
+        initialize(self.cls_token, nn.init.normal_, std=0.02)

@@ -23,8 +23,8 @@ from leaner_kernels import attention
 from leaner_kernels.nn import CrossCovarianceAttention
 from models.layers import (
     BatchNorm2d,
-    Fill,
     HeadDim,
+    Initializer,
     Mlp,
     VisionModel,
     drop_path,
@@ -300,8 +300,8 @@ class XCiT(VisionModel):
             x = block(x)
         return self.head(self.head_drop(self.norm(x[:, 0])))
 
-    def _init_own(self, fill: Fill) -> None:
-        fill(self.cls_token, nn.init.normal_, std=0.02)
+    def _init_own(self, initialize: Initializer) -> None:
+        initialize(self.cls_token, nn.init.normal_, std=0.02)
         for module in self.modules():
             if isinstance(module, CrossCovarianceAttention):
                 nn.init.ones_(module.temperature)

@@ -225,8 +225,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if found := read(study.name):
             draw(study, found, figure_of(study))
     parts = {part: read(study.name) for part, study in depth_for_heads.STUDIES.items()}
-    if known := {part: found for part, found in parts.items() if found}:
-        draw_costs(known, figure_of(ON_DEPTH[0]))
+    if measured := {part: found for part, found in parts.items() if found}:
+        draw_costs(measured, figure_of(ON_DEPTH[0]))
     PAGE.write_text(text(), encoding="utf-8")
 
 

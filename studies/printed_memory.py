@@ -4,7 +4,6 @@ python -m studies.printed_memory [--record]
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +13,7 @@ import torch
 from tabulate import tabulate
 
 from models import memory, papers
+from models.json_rows import json_rows
 from studies.runner import RESULTS
 
 NAME = "printed_memory"
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     found = predictions()
     if args.record:
-        (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"{NAME}.json").write_text(json_rows(found))
     sys.stdout.write(section(found))
 
 

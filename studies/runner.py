@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from tabulate import tabulate
 
 from leaner_kernels.alarms import UNRESOLVED
+from models.json_rows import json_rows
 from studies.study import Arm, Claim, Scale, Study, judged
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,10 +86,10 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
         "commit": commit,
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "jobs": jobs},
         "versions": {"python": platform.python_version(), **measured[0]["versions"]},
-        "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
         "claims": [asdict(claim) for claim in claims],
+        "runs": [{k: v for k, v in run.items() if k != "versions"} for run in measured],
     }
-    text = as_json(found)
+    text = json_rows(found)
     (out / "results.json").write_text(text)
     if args.record:
         (RESULTS / f"{name}.json").write_text(text)
@@ -117,13 +118,6 @@ def table(claims: Sequence[Claim], kind: str = "simple", again: Sequence[Claim] 
 
 def _effect(claim: Claim) -> str:
     return f"{claim.effect:.3g} [{claim.low:.3g}, {claim.high:.3g}] {claim.unit}"
-
-
-def as_json(found: Mapping[str, Any]) -> str:
-    """Return a study's results as JSON, a line for each run."""
-    head = json.dumps({name: of for name, of in found.items() if name != "runs"}, indent=1)
-    runs = ",\n".join(f"  {json.dumps(run)}" for run in found["runs"])
-    return f'{head[:-2]},\n "runs": [\n{runs}\n ]\n}}\n'
 
 
 def recorded(name: str) -> list[dict[str, Any]]:

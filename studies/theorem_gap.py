@@ -19,6 +19,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from leaner_kernels import condition_number, gaussian_condition_number, head_report
+from models.json_rows import json_rows
 from studies import stats
 from studies.kappa_against_heads import STUDY, TOKENS
 from studies.runner import RESULTS, ROOT, table
@@ -197,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     claims = decide(measured, [arm.name for arm in wide])
     found = {"runs": measured, "claims": [dataclasses.asdict(claim) for claim in claims]}
     if args.record:
-        (RESULTS / f"{NAME}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"{NAME}.json").write_text(json_rows(found))
     sys.stdout.write(table(claims) + "\n")
 
 

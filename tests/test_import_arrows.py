@@ -217,6 +217,25 @@ def checkout() -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in sorted(paths)}
 
 
+def circles(files: dict[str, str]) -> list[list[str]]:
+    """Return the modules that import each other, imports inside of functions included."""
+    modules = {module_name(path): path for path in files}
+    reached: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        imported = (targets(one, modules) for one in imports_of(path, files[path]))
+        reached[name] = {target for some in imported for target in some} & modules.keys() - {name}
+    for middle in modules:  # all that leads to it leads to what it reaches
+        for name in modules:
+            if middle in reached[name]:
+                reached[name] |= reached[middle]
+    circular = [name for name in modules if name in reached[name]]
+    alike = {
+        name: sorted(other for other in reached[name] if name in reached[other])
+        for name in circular
+    }
+    return sorted(map(list, {tuple(members) for members in alike.values()}))
+
+
 KERNEL = "\n\n@triton.jit(noinline=True)\ndef f(): pass"
 
 
@@ -224,6 +243,20 @@ def test_the_checkout_keeps_every_arrow():
     files = checkout()
     assert "leaner_kernels/__init__.py" in files
     assert violations(files) == []
+
+
+def test_no_modules_import_each_other():
+    assert circles(checkout()) == []
+
+
+def test_a_circle_of_imports_is_reported():
+    files = {
+        "bench/a.py": "from bench import b",
+        "bench/b.py": "def f():\n    from bench.c import g",
+        "bench/c.py": "import bench.a",
+        "bench/d.py": "import bench.a",
+    }
+    assert circles(files) == [["bench.a", "bench.b", "bench.c"]]
 
 
 @pytest.mark.parametrize(

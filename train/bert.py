@@ -149,12 +149,12 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
     small = settings.recipe == "small"
     model = architecture.find(settings.model, SMALL, ("bert",))
     settings = architecture.sized(settings, model)
-    known = settings.vocab_size or model.sizes.get("vocab_size")
+    model_vocab = settings.vocab_size or model.sizes.get("vocab_size")
     name = settings.data if settings.data in ("pydoc", "synthetic") else "text"
     name = f"{settings.model}-{name}"
     identity: dict[str, str] = {}
     if settings.data == "synthetic":
-        vocab_size = known or 32_768
+        vocab_size = model_vocab or 32_768
         source, about, files = NoiseTokens(vocab_size, settings.context), {}, {}
         items, held_out = _masked(source, settings, vocab_size, _SPECIALS, settings.seed), None
     else:
@@ -170,7 +170,7 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
             most_held_out=MOST_HELD_OUT if small else None,
             run=begun_run(name, settings),
         )
-        vocab_size = text.tokenizer.model_size(known)
+        vocab_size = text.tokenizer.model_size(model_vocab)
         about = text.facts(without=text.tokenizer.specials.values())
         files, identity = text.tokenizer.files(), text.identity
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
@@ -217,7 +217,7 @@ def _filled(settings: BertSettings) -> BertSettings:
     if name is None:
         small = is_own(data) and settings.model in (None, *SMALL)
         name = "small" if small else data if data in ("pydoc", "synthetic") else "cramming"
-    return flags.fill(settings, name, {"data": data} | RECIPES[name])
+    return flags.apply_recipe(settings, name, {"data": data} | RECIPES[name])
 
 
 def _masked(

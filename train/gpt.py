@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from leaner_kernels.monitor.files import plain
+from train.data.files import plain
 from models.gpt import generate
 from train.checkpoint.run_folder import begun_run
 from train.config import architecture, flags
@@ -170,11 +170,11 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
     settings = dataclasses.replace(settings, context=context)
     bundled = settings.data in ("pydoc", "tinystories", "synthetic")
     name = f"{settings.model}-{settings.data if bundled else 'text'}"
-    known = settings.vocab_size or model.sizes.get("vocab_size")
+    model_vocab = settings.vocab_size or model.sizes.get("vocab_size")
     text = per_byte = None
     about: dict[str, Any] = {}
     if settings.data == "synthetic":
-        vocab_size = known or 257
+        vocab_size = model_vocab or 257
         training, held_out = NoiseTokens(vocab_size, context + 1), None
     else:
         text = open_text(
@@ -188,7 +188,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
             most_held_out=MOST_HELD_OUT if small else None,
             run=begun_run(name, settings),
         )
-        vocab_size = text.tokenizer.model_size(known)
+        vocab_size = text.tokenizer.model_size(model_vocab)
         training, held_out = _windows(settings, text)
         per_byte, about = _tokens_per_byte(text), text.facts()
         # What always predicting the frequencies of the training text would reach.
@@ -238,7 +238,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     if is_own(data) and recipe["tokenizer"] == "gpt2":
         # It comes from the Hub, and nothing is fetched that was not named.
         recipe["tokenizer"] = "bpe"
-    return flags.fill(settings, name, recipe)
+    return flags.apply_recipe(settings, name, recipe)
 
 
 def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:

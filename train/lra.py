@@ -29,7 +29,7 @@ from train.config.architecture import Architecture
 from train.config.flags import flag
 from train.data.listops import SPLITS, ListLimits, baseline, open_lists
 from train.data.longrange import DIGITS, TASKS, Kind, LongRange, open_task, padded
-from train.data.sampler import Split
+from train.data.sampler import BatchSplit
 
 PROGRAM = "lra.py"
 GENERATED = "generated"
@@ -316,7 +316,7 @@ def _filled(settings: LraSettings) -> tuple[LraSettings, int]:
     if not generated:
         recipe.pop("sizes", None)
         recipe |= {"label_column": kind.label_column, "text_column": kind.text_columns}
-    settings = flags.fill(settings, name, recipe)
+    settings = flags.apply_recipe(settings, name, recipe)
     columns = 0 if generated else len(kind.text_columns or ())
     if len(settings.text_column or ()) != columns:
         raise ValueError(
@@ -357,7 +357,7 @@ def _check(settings: LraSettings, kind: Kind, length: int, sizes: Mapping[str, A
         raise ValueError(
             f"--landmarks must divide the {length} tokens of a sequence, got {landmarks}"
         )
-    Split(settings.batch_size, parallel.place_in_launch().size, settings.accum)
+    BatchSplit(settings.batch_size, parallel.place_in_launch().size, settings.accum)
 
 
 def _logits(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

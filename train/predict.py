@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from leaner_kernels.monitor.command_line import one_line, take_every_character
-from leaner_kernels.monitor.files import files_below, plain, read_file
-from leaner_kernels.monitor.pictures import PICTURES
+from train.data.files import files_below, plain, read_file
+from train.data.pictures import PICTURES
 from models.gpt import generate
 from train.checkpoint.weights import LONGEST_NAME, Info, printable
 from train.config.flags import Parser, count, number, one_line_errors, positive
@@ -96,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _device(text: str) -> str:
     gpus = torch.cuda.device_count()
-    known = ["cpu", *(f"cuda:{place}" for place in range(gpus)), *["cuda"][:gpus]]
-    if text not in known:
+    devices = ["cpu", *(f"cuda:{place}" for place in range(gpus)), *["cuda"][:gpus]]
+    if text not in devices:
         raise argparse.ArgumentTypeError(f"must be cpu or one of the {gpus} GPUs, got {text!r}")
     return text
 

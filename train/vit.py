@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from models import papers
-from train.checkpoint.shards import fill, part_of
+from train.checkpoint.shards import copy_part, part_of
 from train.config import architecture, flags
 from train.config.flags import Settings, flag, number, positive
 from train.loop import engine
@@ -290,7 +290,7 @@ def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
     if name == "small" and count is not None:
         epochs = min(100, max(20, 12_000 // count))
         recipe["epochs"] = float(epochs // 5 if settings.pretrained else epochs)
-    return flags.fill(settings, name, recipe)
+    return flags.apply_recipe(settings, name, recipe)
 
 
 def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
@@ -308,8 +308,8 @@ def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
     if not same_classes(weights.classes, names):
         return weights.with_rows(None), f"its classes are {shown(weights.classes)}"
     rows = class_numbers(names, weights.classes)
-    moved = rows != [*range(len(rows))]
-    return weights.with_rows(rows), "classes reordered by their names" if moved else ""
+    reordered = rows != [*range(len(rows))]
+    return weights.with_rows(rows), "classes reordered by their names" if reordered else ""
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
@@ -317,7 +317,7 @@ def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     own = model.state_dict()
     with torch.no_grad():
         for name, whole in tensors.items():
-            fill(part_of(own[name]), whole)
+            copy_part(part_of(own[name]), whole)
 
 
 def _paper_batch_size(model: str) -> int:

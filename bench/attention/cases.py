@@ -19,7 +19,7 @@ class Case:
     """What cases of every kind of attention share; counts are of useful work.
 
     Attributes:
-        moved: least bytes of the forward and of the backward: each tensor read or written once; a
+        least_bytes: of the forward and of the backward: each tensor read or written once; a
             backward may recompute the rest.
         computed: operations of the products of the forward and of the backward.
     """
@@ -27,12 +27,12 @@ class Case:
     device: str
     head_dim: int
     dtype: torch.dtype
-    moved: tuple[int, int]
+    least_bytes: tuple[int, int]
     computed: tuple[int, int]
 
     def bytes(self, direction: str) -> int:
         """Return the least bytes that one of ``DIRECTIONS`` moves."""
-        return sum(self.moved[_PASSES[direction]])
+        return sum(self.least_bytes[_PASSES[direction]])
 
     def flops(self, direction: str) -> int:
         """Return the operations of one of ``DIRECTIONS``."""
@@ -150,7 +150,7 @@ class AttentionCase(Case):
         return self.heads * (sum(_seen(r, k, self.causal) for r, k in pairs) - before)
 
     @property
-    def moved(self) -> tuple[int, int]:
+    def least_bytes(self) -> tuple[int, int]:
         """Bytes of the forward and of the backward."""
         rows, keys = (n * self.heads for n in (self.query_rows, self.key_rows))
         queries, keys = (n * self.head_dim * self.dtype.itemsize for n in (rows, keys))

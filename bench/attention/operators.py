@@ -144,7 +144,7 @@ class OperatorCase(Case):
         return self.batch * self.heads * of_head
 
     @property
-    def moved(self) -> tuple[int, int]:
+    def least_bytes(self) -> tuple[int, int]:
         """Bytes of the forward and of the backward."""
         size = self.batch * self.tokens * self.width * self.dtype.itemsize
         if self.op != "outlook":
@@ -193,14 +193,14 @@ class OperatorCase(Case):
 # ---- the papers' code ----
 
 
-def cut(case: OperatorCase, t: Tensor) -> Tensor:
+def window_partition(case: OperatorCase, t: Tensor) -> Tensor:
     """Return (B, Y, X, ...) as windows, (B W, N, ...)."""
     side, count = case.window, case.size // case.window
     t = t.unflatten(2, (count, side)).unflatten(1, (count, side))
     return t.transpose(2, 3).flatten(3, 4).flatten(0, 2)
 
 
-def join(case: OperatorCase, t: Tensor) -> Tensor:
+def window_reverse(case: OperatorCase, t: Tensor) -> Tensor:
     """Return windows (B W, N, ...) as the map (B, Y, X, ...)."""
     side, count = case.window, case.size // case.window
     t = t.unflatten(1, (side, side)).unflatten(0, (case.batch, count, count))
@@ -222,9 +222,9 @@ def _channel(case: OperatorCase, qkv: Tensor) -> Tensor:
 
 
 def _window(case: OperatorCase, qkv: Tensor) -> Tensor:
-    q, k, v = cut(case, qkv).permute(2, 0, 3, 1, 4)
+    q, k, v = window_partition(case, qkv).permute(2, 0, 3, 1, 4)
     p = torch.softmax((q * case.scale) @ k.mT, dim=-1)
-    return join(case, (p @ v).transpose(1, 2))
+    return window_reverse(case, (p @ v).transpose(1, 2))
 
 
 def _outlook(case: OperatorCase, value: Tensor, logits: Tensor) -> Tensor:
@@ -445,7 +445,7 @@ class OperatorProblem(Problem):
 
     def _lay_out(self, tensors: Sequence[Tensor], layout: str) -> Inputs:
         if layout == "windows":
-            tensors = [cut(self.case, t).contiguous() for t in tensors]
+            tensors = [window_partition(self.case, t).contiguous() for t in tensors]
         return super()._lay_out(tensors, layout)
 
     def _reference(self, *leaves: Tensor) -> Tensor:
@@ -453,7 +453,7 @@ class OperatorProblem(Problem):
 
     def _results(self, layout: str, out: Tensor, grads: Sequence[Tensor]) -> list[Tensor]:
         if layout == "windows":
-            out, *grads = (join(self.case, t) for t in (out, *grads))
+            out, *grads = (window_reverse(self.case, t) for t in (out, *grads))
         return super()._results(layout, out, grads)
 
 

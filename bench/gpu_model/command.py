@@ -122,10 +122,10 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
     """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
     used = compile_launch(execution.launch, capability)
     code: MachineCode = used.code
-    runs = machine_code.runs(code, machine_code.counted(execution))
+    runs = machine_code.runs(code, replay.counted(execution))
 
     def on(gpu: units.GPU) -> Prediction:
-        if not runs.known:
+        if not runs.usable:
             return Prediction(
                 {}, None, f"its machine code is unknown, counts differ by {runs.off:.0%}"
             )
@@ -170,7 +170,7 @@ def describe(launch: Predicted, lines: int) -> Iterator[str]:
         f"once on an SM; {used.registers} registers, {used.shared} bytes shared, "
         f"{used.stack} of stack"
     )
-    for moved, actual, least in (
+    for unit, actual, least in (
         ("wavefronts of shared memory", "wavefronts", "min_wavefronts"),
         ("sectors of global memory", "sectors", "min_sectors"),
     ):
@@ -178,7 +178,7 @@ def describe(launch: Predicted, lines: int) -> Iterator[str]:
         fewest = sum(getattr(n, least) for n in execution.counts)
         if fewest:
             mean = total / execution.programs
-            yield f"  {mean:,.0f} {moved}, {total / fewest:.2f} times the fewest"
+            yield f"  {mean:,.0f} {unit}, {total / fewest:.2f} times the fewest"
     if predicted.floors:
         sizes = [end - start for start, end in code.blocks]
         of_each = [
@@ -203,10 +203,10 @@ def describe(launch: Predicted, lines: int) -> Iterator[str]:
         yield f"    {finding}"
 
 
-def _ranked(amounts: Mapping[str, float], form: str, least: float = 0.0) -> str:
+def _ranked(amounts: Mapping[str, float], template: str, least: float = 0.0) -> str:
     """Return amounts and their names, the largest first."""
     ranked = sorted(amounts.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {form.format(n)}" for name, n in ranked if n > least)
+    return ", ".join(f"{name} {template.format(n)}" for name, n in ranked if n > least)
 
 
 def _hottest(code: MachineCode, amounts: Iterable[float], lines: int) -> str:
@@ -239,21 +239,21 @@ def row(
         predictions: of each launch.
         programs: how many an SM holds at once, the fewest of any launch.
     """
-    moved = floor_of_bytes(case, direction, units.GPUS[name])
+    copied = floor_of_bytes(case, direction, units.GPUS[name])
     busiest = [max(one.floors.values(), default=0.0) for one in predictions]
     floors = predictions[busiest.index(max(busiest))].floors
     computed = sum(busiest)
     limit = BYTES if all(one.floors for one in predictions) else f"{BYTES}, units {UNKNOWN}"
     timings = [one.timing for one in predictions if one.timing is not None]
-    known = len(timings) == len(predictions)
+    complete = len(timings) == len(predictions)
     return {
         "gpu": name,
         "case": case.name,
         "stage": direction,
-        "predicted": float(f"{sum(t.seconds for t in timings):.4g}") if known else None,
-        "floor": float(f"{max(moved, computed):.4g}"),
-        "limit": limit if moved >= computed else max(floors, key=floors.__getitem__),
-        "binds": ", ".join(dict.fromkeys(t.binds for t in timings)) if known else UNKNOWN,
+        "predicted": float(f"{sum(t.seconds for t in timings):.4g}") if complete else None,
+        "floor": float(f"{max(copied, computed):.4g}"),
+        "limit": limit if copied >= computed else max(floors, key=floors.__getitem__),
+        "binds": ", ".join(dict.fromkeys(t.binds for t in timings)) if complete else UNKNOWN,
         "programs": programs,
     }
 

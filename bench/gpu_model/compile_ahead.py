@@ -7,17 +7,15 @@ first use: the benchmarks themselves also run without it.
 """
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+from bench.gpu_model.machine_code import MachineCode, disassemble, dump
 from leaner_kernels.ops import gpus
 from leaner_kernels.ops.gpus import GPU
 
@@ -75,11 +73,9 @@ class Resources:
     cubin: bytes = field(repr=False)
 
     @cached_property
-    def code(self) -> Any:
+    def code(self) -> MachineCode:
         """The machine code, read."""
-        from bench.gpu_model import machine_code
-
-        return machine_code.disassemble(self.cubin)
+        return disassemble(self.cubin)
 
     @property
     def spills(self) -> int:
@@ -200,15 +196,6 @@ def _flat(bound: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[st
             yield name, bound[name]
 
 
-def dump(cubin: bytes, tool: str, *flags: str) -> str:
-    """Return what cuobjdump or nvdisasm prints of a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [cuda_tools() / tool, *flags, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
 def _read(compiled: Any, gpu: GPU) -> Resources:
     cubin, metadata = compiled.asm["cubin"], compiled.metadata
     usage = {
@@ -247,11 +234,3 @@ def programs_per_sm(
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
-
-
-@cache
-def cuda_tools() -> Path:
-    """Return the folder of ptxas, cuobjdump and nvdisasm that come with Triton."""
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

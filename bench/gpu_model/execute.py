@@ -242,17 +242,17 @@ def _registers(program: decode.Program, arguments: list[Any], warps: int) -> np.
     start = -found.ctypes.data % decode.SLOT_BYTES[1]
     registers = found[start : start + warps * size].reshape(warps, size)
 
-    def fill(slot: decode.Slot, value: int) -> None:
+    def write_slot(slot: decode.Slot, value: int) -> None:
         width, lanes = (4, 1) if slot.bits == 1 else (slot.bits // 8, WARP)
         raw = np.frombuffer(value.to_bytes(8, "little")[:width] * lanes, dtype=np.uint8)
         registers[:, slot.offset : slot.offset + len(raw)] = raw
 
     for (_, value), slot in program.constants.items():
-        fill(slot, value)
+        write_slot(slot, value)
     for (place, _), slot in program.parameters.items():
         # Behind the arguments come pointers to scratch memory, which no kernel here has.
         value = arguments[place] if place < len(arguments) else 0
-        fill(slot, _bits(value))
+        write_slot(slot, _bits(value))
     return registers
 
 

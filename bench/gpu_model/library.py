@@ -38,21 +38,21 @@ def structures(file: str, *names: str) -> Iterator[Any]:
     sizes: dict[str, int] = {}  # enumerations end with their length
     for enumeration in re.findall(r"enum \w+ \{([^}]*)\}", text):
         sizes |= {name.strip(): number for number, name in enumerate(enumeration.split(","))}
-    known: dict[str, Any] = dict(TYPES)
+    types: dict[str, Any] = dict(TYPES)
     for name in names:
         (body,) = re.findall(rf"struct {name} \{{([^}}]*)\}}", text)
         fields = []
         for kind, star, declared in re.findall(r"(?:const )?(\w+)(\*?) ([^;]*);", body):
             for star_of_one, field, size in re.findall(r"(\*?)(\w+)(?:\[(\w+)\])?", declared):
-                one = known.get(kind)
+                one = types.get(kind)
                 if star or star_of_one:
                     fields_of = one is not None and issubclass(one, ctypes.Structure)
                     one = ctypes.POINTER(one) if fields_of else ctypes.c_void_p
                 elif size:
                     one *= sizes.get(size) or int(size)
                 fields.append((field, one))
-        known[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
-        yield known[name]
+        types[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+        yield types[name]
 
 
 Instruction, Region, Counts, Report, Job = structures(

@@ -7,16 +7,17 @@ every instruction, those too that PTX does not have: spills above all.
 """
 
 import re
+import subprocess
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from pathlib import PurePath
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 import numpy as np
 
 from bench.gpu_model import ptx
-from bench.gpu_model.compile_ahead import dump
-from bench.gpu_model.execute import Execution
 
 # Machine instructions that PTX's become, one for one, by how the executor's operations begin.
 KEPT = {
@@ -93,6 +94,23 @@ class MachineCode(NamedTuple):
         )
 
 
+@cache
+def cuda_tools() -> Path:
+    """Return the folder of ptxas, cuobjdump and nvdisasm that come with Triton."""
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def dump(cubin: bytes, tool: str, *flags: str) -> str:
+    """Return what cuobjdump or nvdisasm prints of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [cuda_tools() / tool, *flags, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def disassemble(cubin: bytes) -> MachineCode:
     """Return the machine code of a kernel.
 
@@ -133,8 +151,10 @@ def parse(text: str) -> MachineCode:
         if _returns(instructions, targets, targets[number]):
             del targets[number]
     ends = {n for n, one in enumerate(instructions) if n in targets or one.name in ENDS}
-    cut = ptx.cut(len(instructions), targets, ends, lambda n: _always(instructions[n]))
-    return MachineCode(instructions, *cut)
+    blocks, edges = ptx.basic_blocks(
+        len(instructions), targets, ends, lambda n: _always(instructions[n])
+    )
+    return MachineCode(instructions, blocks, edges)
 
 
 def innermost_loops(code: MachineCode) -> set[int]:
@@ -177,26 +197,6 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
     return False
 
 
-def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
-    """Yield the counts of each instruction that ptxas keeps."""
-    program = execution.program
-    for instruction, statement, counts in zip(
-        program.code, program.kernel.statements, execution.counts, strict=True
-    ):
-        if name := kept(program.operation_names[instruction.operation]):
-            file = PurePath(program.kernel.files.get(statement.file, "?")).name
-            yield key_of(name, file, statement.line), counts
-
-
-def counted(execution: Execution) -> dict[Key, float]:
-    """Return how often a warp ran each of what ptxas keeps, by file and line."""
-    warps = execution.programs * execution.warps
-    found: Counter[Key] = Counter()
-    for key, counts in kept_counts(execution):
-        found[key] += counts.executed
-    return {key: n / warps for key, n in found.items()}
-
-
 def key_of(name: str, file: str, line: int) -> Key:
     """Return under what machine instructions and what PTX became are compared."""
     return (name, "", 0) if name in WITHOUT_LINE else (name, file, line)
@@ -210,7 +210,7 @@ def kept(operation: str) -> str | None:
 
 
 class Runs(NamedTuple):
-    """``of_block``: how often a warp runs each block; ``off``: by how much what is known differs.
+    """``of_block``: how often a warp runs each block; ``off``: by how much counts differ.
 
     ``of_edge`` holds the same of each of the code's ``edges``. ``off`` is the sum of differences
     over the sum of counts: 0 where every count is met.
@@ -221,13 +221,13 @@ class Runs(NamedTuple):
     off: float
 
     @property
-    def known(self) -> bool:
+    def usable(self) -> bool:
         """Whether counts are met well enough to be used."""
         return self.off <= MAX_OFF
 
 
-def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
-    """Return how often each block runs, so that flow is kept and ``known`` is met best."""
+def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
+    """Return how often each block runs, so that flow is kept and ``counts`` is met best."""
     from scipy.optimize import nnls
 
     end = len(code.blocks)
@@ -253,10 +253,10 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
     for block, (start, stop) in enumerate(code.blocks):
         for one in code.instructions[start:stop]:
             static[key_of(one.name, one.file, one.line)][block] += 1
-    met = [key for key in known if key in static]
+    met = [key for key in counts if key in static]
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
-        equation(terms, known[key], 1.0 / sum(static[key].values()))
+        equation(terms, counts[key], 1.0 / sum(static[key].values()))
     found, _ = nnls(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
@@ -268,12 +268,12 @@ def runs(code: MachineCode, known: dict[Key, float]) -> Runs:
         found, _ = nnls(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
-        abs(known[key] - sum(of_block[b] * times for b, times in static[key].items()))
+        abs(counts[key] - sum(of_block[b] * times for b, times in static[key].items()))
         for key in met
     )
-    missing = sum(n for key, n in known.items() if key not in static)
+    missing = sum(n for key, n in counts.items() if key not in static)
     of_edge = list(map(float, found[1:]))
-    return Runs(of_block, of_edge, (differences + missing) / (sum(known.values()) or 1.0))
+    return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
 
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:

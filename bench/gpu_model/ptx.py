@@ -96,10 +96,10 @@ def _statement(text: str, file: int, line: int) -> Statement:
     )
 
 
-def cut(
+def basic_blocks(
     count: int, targets: Mapping[int, int], ends: Collection[int], always: Callable[[int], bool]
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Cut instructions into blocks; return (start, end) of each block, and edges (from, to).
+    """Divide instructions into basic blocks; return (start, end) of each, and edges (from, to).
 
     The edges are between numbers of blocks; the end of the kernel is the last number + 1.
 
@@ -134,7 +134,7 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
     statements = kernel.statements
     ends = {n for n, s in enumerate(statements) if s.opcode.startswith(("bra", "ret", "exit"))}
     targets = {n: kernel.labels[statements[n].operands[0]] for n in ends if statements[n].operands}
-    blocks, edges = cut(len(statements), targets, ends, lambda n: not statements[n].guard)
+    blocks, edges = basic_blocks(len(statements), targets, ends, lambda n: not statements[n].guard)
     leave = len(blocks)
     reversed_flow = networkx.DiGraph((to, start) for start, to in edges)
     reversed_flow.add_node(leave)

@@ -7,8 +7,9 @@ L2 and memory for all four, barriers, cp.async and wgmma, with as many programs 
 """
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,8 +100,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
     starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
     sizes = np.array([access.bytes for access in accessed])
-    moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
-    from_memory = min(1.0, work.memory_bytes / moved) if moved else 0.0
+    bytes_moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
+    from_memory = min(1.0, work.memory_bytes / bytes_moved) if bytes_moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
     for step, one, access in zip(steps, work.code.instructions, accessed, strict=True):
         _fill(step, one, access, access.bytes * from_memory, executor, gpu)
@@ -149,10 +150,30 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     return Timing(seconds, busy, waited, list(waited_at))
 
 
+def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
+    """Yield the counts of each instruction that ptxas keeps."""
+    program = execution.program
+    for instruction, statement, counts in zip(
+        program.code, program.kernel.statements, execution.counts, strict=True
+    ):
+        if name := machine_code.kept(program.operation_names[instruction.operation]):
+            file = PurePath(program.kernel.files.get(statement.file, "?")).name
+            yield machine_code.key_of(name, file, statement.line), counts
+
+
+def counted(execution: Execution) -> dict[Key, float]:
+    """Return how often a warp ran each of what ptxas keeps, by file and line."""
+    warps = execution.programs * execution.warps
+    found: Counter[Key] = Counter()
+    for key, counts in kept_counts(execution):
+        found[key] += counts.executed
+    return {key: n / warps for key, n in found.items()}
+
+
 def accesses(execution: Execution) -> dict[Key, Access]:
     """Return what instructions of each kind and line moved, on average."""
     totals: dict[Key, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
-    for key, n in machine_code.kept_counts(execution):
+    for key, n in kept_counts(execution):
         if n.executed and (n.wavefronts or n.sectors):
             total = totals[key]
             total[0] += n.executed
@@ -169,8 +190,8 @@ def _width(opcode: str) -> int:
     return 4
 
 
-def _access(one: MachineInstruction, known: Mapping[Key, Access]) -> Access:
-    found = known.get(machine_code.key_of(one.name, one.file, one.line))
+def _access(one: MachineInstruction, accesses: Mapping[Key, Access]) -> Access:
+    found = accesses.get(machine_code.key_of(one.name, one.file, one.line))
     if one.name in units.GLOBAL:
         size = found.bytes if found else WARP * _width(one.opcode)
         # Through the first cache, by 128 bytes; a copy writes shared memory besides.

@@ -12,6 +12,7 @@ import torch
 from torch.nn.attention import current_flash_attention_impl
 
 from bench.harness import machine
+from models.json_rows import json_rows
 
 
 def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
@@ -49,9 +50,8 @@ def origin() -> dict[str, Any]:
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]], name: str = "rows", **head: Any) -> None:
-    """Write a result as JSON: the head in one line, then a line for each row, under ``name``."""
-    lines = ",\n".join(map(json.dumps, rows))
-    path.write_text(f'{json.dumps(head)[:-1]},\n"{name}": [\n{lines}\n]}}\n', "utf-8")
+    """Write a result as JSON: what it is of, then a line for each row, under ``name``."""
+    path.write_text(json_rows({**head, name: list(rows)}), "utf-8")
 
 
 def rounded(result: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench.harness.gate import WrongError, away_from_the_start, budget, share_of
 from bench.harness.peers import AbsentError, compiled, found
 from bench.harness.steps import Training, classifying, mixed
 from bench.networks.cases import Batch, LanguageCase, ModelCase, PaperCase, losses, mean_loss
-from bench.networks.modes import modes_of, replays_graphs, split, whose
+from bench.networks.modes import model_and_suffix, modes_of, replays_graphs, whose
 from bench.networks.peers import timm_model, transformers_model
 
 # ``timm_leaner`` is timm's model after ``leaner_kernels.adapters.timm.use``.
@@ -72,7 +72,7 @@ class Models:
             AbsentError: its library is not installed, or it is to be compiled where that is not
                 measured.
         """
-        (owner, suffix), training = split(name), stage == "training"
+        (owner, suffix), training = model_and_suffix(name), stage == "training"
         if owner not in self.models:
             self.models[owner] = self.build(owner)
         model = self.models[owner]

@@ -39,7 +39,7 @@ MODES = {
 INFERENCE_MODES = {"_compiled": Mode("compiled", GRAPHS)}
 
 
-def split(name: str) -> tuple[str, str]:
+def model_and_suffix(name: str) -> tuple[str, str]:
     """Return a row's model and its suffix, which is empty where the model is eager."""
     model, compiled, rest = name.partition("_compiled")
     return model, compiled + rest
@@ -47,12 +47,12 @@ def split(name: str) -> tuple[str, str]:
 
 def whose(name: str) -> str:
     """Return a row's model."""
-    return split(name)[0]
+    return model_and_suffix(name)[0]
 
 
 def mode_of(name: str) -> str:
     """Return a row's mode in words: ``eager``, or those of a mode of ``MODES``."""
-    suffix = split(name)[1]
+    suffix = model_and_suffix(name)[1]
     return MODES[suffix].words if suffix else "eager"
 
 
@@ -63,5 +63,5 @@ def modes_of(stage: str) -> dict[str, Mode]:
 
 def replays_graphs(name: str, stage: str) -> bool:
     """Return whether a row replays CUDA graphs, whose memory PyTorch's counters do not show."""
-    mode = modes_of(stage).get(split(name)[1])
+    mode = modes_of(stage).get(model_and_suffix(name)[1])
     return mode is not None and mode.option == GRAPHS

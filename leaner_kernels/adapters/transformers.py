@@ -355,7 +355,7 @@ def _refuse(module: nn.Module, keywords: dict[str, Any], where: str = "attention
 @cache
 def _unknown_keywords(cls: type) -> list[str]:
     """Return the keywords of the attention call of a class that may change the result."""
-    known = {*inspect.signature(attention_forward).parameters, *HARMLESS, *INSTEAD}
+    supported = {*inspect.signature(attention_forward).parameters, *HARMLESS, *INSTEAD}
     functions = (f for f in vars(cls).values() if isinstance(f, FunctionType))
     calls = (
         names
@@ -364,7 +364,7 @@ def _unknown_keywords(cls: type) -> list[str]:
         # Every call of the interface has one of these keywords.
         if isinstance(names, tuple) and not {"dropout", "scaling"}.isdisjoint(names)
     )
-    return sorted({name for names in calls for name in names if isinstance(name, str)} - known)
+    return sorted({name for names in calls for name in names if isinstance(name, str)} - supported)
 
 
 # Constants to torch.compile, which would warn of the cache and trace through every class.

@@ -47,9 +47,9 @@ from .measurement import (
     row,
 )
 from .measurement import measure as measure_layers
-from .rows import layer_means
+from .run_files import JsonLines, layer_means
 from .trace import IN_TRANSFORM, SAME_PASS, CallTrace, looks_like_attention
-from .writers import JsonLines, TensorBoard, WandbRun
+from .writers import TensorBoard, WandbRun
 
 if TYPE_CHECKING:
     from .page import plot
@@ -209,6 +209,7 @@ class KappaMonitor:
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
         self._pending_rows: deque[_PendingRows] = deque()
         self._step: int | None = None
+        self._traces = False  # whether calls of the step are traced
         self._begun = False
 
     def _find_modules(self) -> None:
@@ -218,12 +219,7 @@ class KappaMonitor:
         self.modules = {names[m]: m for m in names if can_capture(m)}
         self._layers |= {n: LayerSizes(m.num_heads, m.head_dim) for n, m in self.modules.items()}
         excluded = {m for m in names if can_capture(m) or not getattr(m, "monitored", True)}
-        inside = {part for module in excluded for part in module.modules()}
         self._trace.names, self._trace.excluded = names, excluded
-        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
-        self._trace_despite_compile = not self.modules or any(
-            looks_like_attention(m) for m in names.keys() - inside
-        )
 
     @property
     def sampling(self) -> bool:
@@ -310,10 +306,18 @@ class KappaMonitor:
             module.capture_samples, module.captured = self.samples, None
             _samplers[module] = self._capturing
         others = {name.partition("#")[0] for name in self._layers.keys() - self.modules.keys()}
-        known = not others.isdisjoint(self._trace.names.values())
-        unknown = not self._agreed and (self._trace_despite_compile or not _compiles())
-        if known or unknown:
+        has_foreign_layers = not others.isdisjoint(self._trace.names.values())
+        may_find_layers = not self._agreed and (not _compiles() or self._has_foreign_attention())
+        if has_foreign_layers or may_find_layers:
+            self._traces = True
             self._trace.start()
+
+    def _has_foreign_attention(self) -> bool:
+        """Return whether a module that is none of ours seems to attend, or nothing is ours."""
+        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
+        names, excluded = self._trace.names, self._trace.excluded
+        inside = {part for module in excluded for part in module.modules()}
+        return not self.modules or any(looks_like_attention(m) for m in names.keys() - inside)
 
     def end(self) -> list[dict[str, Any]]:
         """Stop the capture, measure what it has, and return the rows that have arrived.
@@ -336,23 +340,27 @@ class KappaMonitor:
         if self._step is None:
             return
         step, self._step = self._step, None
-        self._trace.stop()
-        trace, calls = self._trace, dict[str, Any]()
+        calls, refused = dict[str, Any](), dict[str, str]()
+        if self._traces:
+            self._trace.stop()
+            refused |= self._trace.refused
         for name, module in self.modules.items():
             if _samplers.get(module) is not self._capturing:
                 continue
             calls[name] = vars(module).get("captured")
             if calls[name] is not None and is_mapped(calls[name].heads):
-                trace.refused[name] = IN_TRANSFORM
+                refused[name] = IN_TRANSFORM
         _stop_capture(self._capturing)
         try:
             if not self._agreed:
-                self._agree_on_layers(step)
-            trace.settle()
-            calls |= trace.calls
-            captured, status = self._select(calls, trace.refused)
+                self._agree_on_layers(step, refused)
+            if self._traces:
+                self._trace.take_operator_calls()
+                calls |= self._trace.calls
+            captured, status = self._select(calls, refused)
         finally:
-            trace.clear()
+            if self._traces:
+                self._clear_trace()
         host_copy = self._measure(captured, status)
         for name, c in zip(self._layers, captured):
             if c is not None:
@@ -368,20 +376,25 @@ class KappaMonitor:
         """
         self._step = None
         _stop_capture(self._capturing)
-        self._trace.stop()
-        self._trace.clear()
+        if self._traces:
+            self._trace.stop()
+            self._clear_trace()
 
     def flush(self) -> list[dict[str, Any]]:
         """Wait for the rows that ``end`` has not returned yet, and return them."""
         return self._arrived(wait=True)
 
-    def _agree_on_layers(self, step: int) -> None:
+    def _clear_trace(self) -> None:
+        self._trace.clear()
+        self._traces = False
+
+    def _agree_on_layers(self, step: int, refused: Mapping[str, str]) -> None:
         """Take the layers that any rank traced in the first sampled step."""
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
             layers[name] = LayerSizes(call.num_heads, call.head_dim)
-        refused = self._trace.refused.items()
-        reasons = (f"{n or 'the model'} cannot be measured: {why}" for n, why in refused)
+        named = refused.items()
+        reasons = (f"{n or 'the model'} cannot be measured: {why}" for n, why in named)
         problem = next(reasons, None)
         if problem is None and not layers:
             problem = self._trace.no_calls_message()
@@ -400,8 +413,8 @@ class KappaMonitor:
                 raise RuntimeError(f"step {step}{where}: {problem}")
         everywhere = set.intersection(*(names for *_, names in ranks))
         for name, sizes in (item for _, theirs, _ in ranks for item in theirs.items()):
-            known = name.partition("#")[0] in everywhere
-            if not known or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
+            is_everywhere = name.partition("#")[0] in everywhere
+            if not is_everywhere or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
                 raise RuntimeError(
                     "all ranks must trace the same layers, but in the first sampled step, "
                     f"{step}, they differ in {name}"
@@ -418,7 +431,14 @@ class KappaMonitor:
             )
 
     def _sorted(self, layers: dict[str, LayerSizes]) -> dict[str, LayerSizes]:
-        return {name: layers[name] for name in sorted(layers, key=self._trace.order)}
+        """Return layers in the model's order, those that are gone last."""
+        places = {name: place for place, name in enumerate(self._trace.names.values())}
+
+        def order(layer: str) -> tuple[int, int]:
+            name, _, number = layer.partition("#")
+            return places.get(name, len(places)), int(number or 0)
+
+        return {name: layers[name] for name in sorted(layers, key=order)}
 
     def _select(
         self, calls: dict[str, Any], refused: Mapping[str, str]

@@ -22,11 +22,6 @@ def one_line(message: object) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or its kind where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-
-
 def words(text: str) -> str:
     """Read the text of a flag, which may not be empty."""
     if not text.strip():

@@ -316,9 +316,13 @@ def row(
 
     report = {name: _finite(values[name][0]) for name in _OF_PAIRS if name in values}
     if report:
-        known = tokens is not None
-        report["head_correlation_gaussian"] = head_dim / (tokens + head_dim) if known else None
-        report["isotropy_gaussian"] = (tokens - 1) / (tokens + head_dim) if known else None
+        measured_tokens = tokens is not None
+        report["head_correlation_gaussian"] = (
+            head_dim / (tokens + head_dim) if measured_tokens else None
+        )
+        report["isotropy_gaussian"] = (
+            (tokens - 1) / (tokens + head_dim) if measured_tokens else None
+        )
     return {
         "step": step,
         "layer": name,

@@ -98,9 +98,9 @@ class OperatorCalls:
         """Begin a step, ``alone`` if no other trace is active, and decide if calls are captured."""
         self.clear()
         self._modules, self._thread = modules, threading.get_ident()
-        known = self._order and self._modules_then == modules and not self._only_eager
+        learnt = self._order and self._modules_then == modules and not self._only_eager
         in_force = _hooks.replacements and not _replays_graphs()
-        self._alone, self.capturing = alone, bool(alone and known and in_force)
+        self._alone, self.capturing = alone, bool(alone and learnt and in_force)
 
     def clear(self) -> None:
         """Forget the calls of a step."""
@@ -157,7 +157,7 @@ class OperatorCalls:
             self.unfit = True
         self._results[call.kind] = out.grad_fn
 
-    def settle(self, learn: bool) -> list[NamedStats]:
+    def take_calls(self, learn: bool) -> list[NamedStats]:
         """Return what was captured in a step, or else learn the order of its calls."""
         if not self.capturing:
             if self._alone:  # else some calls may be another model's
@@ -186,7 +186,7 @@ class OperatorCalls:
         ]
 
 
-class Watch:
+class OperatorHook:
     """The hook of the operators: it has each trace note a call, and one at most capture it."""
 
     def __init__(self, traces: Sequence[OperatorCalls]) -> None:

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import removed
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import one_line, take_every_character, words
-from .files import write_file
-from .rows import Row, newest, read_summary, read_thinned
+from .run_files import Row, newest, read_summary, read_thinned, write_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,13 +168,13 @@ def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]
 
 def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
     """Return the newest step with norms of heads, and those of each layer, nan if not finite."""
-    known = [row for row in rows if row.get("head_norms")]
-    step = max((row["step"] for row in known), default=0)
-    known = [row for row in known if row["step"] == step]
-    names = short_names(known)
+    with_norms = [row for row in rows if row.get("head_norms")]
+    step = max((row["step"] for row in with_norms), default=0)
+    with_norms = [row for row in with_norms if row["step"] == step]
+    names = short_names(with_norms)
     return step, {
         names[row["layer"]]: [math.nan if number(v) is None else v for v in row["head_norms"]]
-        for row in known
+        for row in with_norms
     }
 
 
@@ -199,8 +198,8 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
 
 def axis_scale(values: Iterable[float | None]) -> str:
     """Return the scale of an axis: logarithmic where positive values span a decade."""
-    known = [value for value in map(number, values) if value is not None]
-    return "log" if known and 0 < 10 * min(known) <= max(known) else "linear"
+    numbers = [value for value in map(number, values) if value is not None]
+    return "log" if numbers and 0 < 10 * min(numbers) <= max(numbers) else "linear"
 
 
 def spread(values: Iterable[float]) -> str:

@@ -14,9 +14,7 @@ from torch import nn
 from ..alarms import EntropyAlarm, KappaAlarm
 from . import KappaMonitor
 from .command_line import one_line
-from .files import set_aside, write_file
-from .rows import ALARM_ROW, layer_means
-from .writers import JsonLines
+from .run_files import ALARM_ROW, JsonLines, layer_means, set_aside, write_file
 
 _FILES = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl", "summary.json", "page.html"
 

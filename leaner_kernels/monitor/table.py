@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..ops.statistics import COLUMNS
-from .rows import layer_means
+from .run_files import layer_means
 
 _COLUMNS = {
     "κ": "kappa",

@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from ..ops import _hooks
 from ..ops._checks import autocast
 from ..ops.attention import reference
-from ..ops.attention.beside import attention_beside_stats
 from ..ops.attention.checks import plain_mask
+from ..ops.attention.sampled import sampled_attention
 from ..ops.statistics import (
     STATISTICS,
     AttentionStats,
@@ -37,7 +37,7 @@ from ..ops.statistics import (
     per_head,
     statistic_of,
 )
-from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, Watch
+from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, OperatorHook
 
 _SIGNATURE = inspect.signature(_multi_head)
 # Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
@@ -141,11 +141,11 @@ class CallTrace:
             _ACTIVE.remove(self)
         _set_hooks()
 
-    def settle(self) -> None:
+    def take_operator_calls(self) -> None:
         """Name what operators captured, or learn the order of their calls, after ``stop``."""
         # Modules of ours may be compiled to calls that they do not make in eager mode.
         learn = not self.refused and not self.excluded
-        for call in self.operators.settle(learn):
+        for call in self.operators.take_calls(learn):
             described = call.source, call.dtype, call.columns, call.head_dim
             self._record(call.layer, call.stats, None, *described)
 
@@ -153,12 +153,6 @@ class CallTrace:
         """Drop what was traced."""
         self.calls, self.refused, self.ran = {}, {}, False
         self.operators.clear()
-
-    def order(self, layer: str) -> tuple[int, int]:
-        """Return a key that sorts layers in the model's order, those that are gone last."""
-        name, _, number = layer.partition("#")
-        names = list(self.names.values())
-        return names.index(name) if name in names else len(names), int(number or 0)
 
     def no_calls_message(self) -> str:
         """Return in one line that no call was traced, and which calls can be."""
@@ -234,7 +228,7 @@ class CallTrace:
         # What it calls itself is not traced again.
         with _hooks.untraced():
             named |= {"key_lengths": key_lengths, "sample": sample}
-            stats = attention_beside_stats(query, key, value, *params, **named)
+            stats = sampled_attention(query, key, value, *params, **named)
         assert stats.heads is not None
         # As many queries as keys are self-attention, where what is no key is no token either.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
@@ -403,7 +397,7 @@ def _set_hooks() -> None:
     eager = [trace for trace in _ACTIVE if not trace.operators.capturing]
     # Compiled code reads ``current``, and would be compiled again.
     _hooks.current = eager[-1] if eager else None
-    _hooks.operators = Watch([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
+    _hooks.operators = OperatorHook([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
     # Where the compiler was never imported, which takes seconds, nothing is compiled.
     if eager and not _stance and "torch._dynamo" in sys.modules:
         _stance.append(torch.compiler.set_stance("force_eager"))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops._checks import ArgumentError, check_tensor, int32_of, is_mapped, shown, to_device
 from ..ops.attention import attention_qkvpacked_with_stats, attention_with_stats
-from ..ops.attention.beside import attention_beside_stats, attention_qkvpacked_beside_stats
+from ..ops.attention.sampled import sampled_attention, sampled_attention_qkvpacked
 from ..ops.statistics import AttentionStats, evenly_spaced, newest_statistics, statistic_of
 
 MAX_SIZE = 2**31 - 1
@@ -159,17 +159,17 @@ class Capturing(nn.Module):
     def _attention_with_stats(
         self, *args: Any, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
-        """Call ``attention_with_stats``, or ``attention_beside_stats`` for a separate pass."""
+        """Call ``attention_with_stats``, or ``sampled_attention`` to keep the output's bits."""
         if self._separate_stats(sample):
-            return attention_beside_stats(*args, sample=sample, **params)
+            return sampled_attention(*args, sample=sample, **params)
         return attention_with_stats(*args, sample=sample, **params)
 
     def _qkvpacked_with_stats(
         self, qkv: Tensor, *, sample: Tensor | None, **params: Any
     ) -> AttentionStats:
-        """Call ``attention_qkvpacked_with_stats``, or its counterpart for a separate pass."""
+        """Call ``attention_qkvpacked_with_stats``, or its counterpart likewise."""
         if self._separate_stats(sample):
-            return attention_qkvpacked_beside_stats(qkv, sample=sample, **params)
+            return sampled_attention_qkvpacked(qkv, sample=sample, **params)
         return attention_qkvpacked_with_stats(qkv, sample=sample, **params)
 
     def _project(self: Any, heads: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class NystromAttention(Capturing):
         if tokens <= self.num_landmarks:
             operators = attention_qkvpacked, self._qkvpacked_with_stats
             return self._run(finish, *operators, qkv, **params)
-        return self._run_operator(
+        return self._run(
             lambda out: finish(out.transpose(1, 2)),
             *(nystrom_attention, nystrom_attention_with_stats, q, k, v, self.num_landmarks),
             iterations=self.iterations,

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 current: Any = None
-# A ``monitor.operators.Watch``.
+# A ``monitor.operators.OperatorHook``.
 operators: Any = None
 # Replacements of PyTorch's operators that are in force.
 replacements: weakref.WeakSet[Any] = weakref.WeakSet()

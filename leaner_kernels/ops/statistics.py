@@ -167,7 +167,7 @@ def per_head(
         outputs: axes of ``a`` along which a head's output lies.
     """
     keys = (*rows, p.dim() - 1)
-    count = max(math.prod(p.shape[axis] for axis in rows), 1)
+    count = max(math.prod([p.shape[axis] for axis in rows]), 1)
     row_max = largest(s, (p.dim() - 1,))
     return torch.stack(
         (

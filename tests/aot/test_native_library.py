@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_model.compile_ahead import GPUS, cuda_tools, programs_per_sm
+from bench.gpu_model.compile_ahead import GPUS, programs_per_sm
+from bench.gpu_model.machine_code import cuda_tools
 from leaner_kernels.kappa import native
 
 ROOT = Path(__file__).resolve().parents[2]

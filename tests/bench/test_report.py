@@ -423,7 +423,7 @@ def rates(row):
 def test_every_ratio_of_the_committed_results_is_of_one_run():
     timed = frames.timed([frames.read(path) for path in frames.RESULTS.glob("20*.json")])
     ours = timed[timed["ours"]].groupby([*frames.KEY, "run"])["median"].min()
-    table = frames.standings(timed)
+    table = frames.ranking(timed)
     compared = 0
     for row in table.to_dict("records"):
         for end in ("default", "best"):

@@ -17,8 +17,8 @@ import torch
 
 from tests.train.launch import ROOT, SHARD, TINY, assert_same_run
 from train import vit
-from train.checkpoint import checkpoints
-from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
+from train.checkpoint import checkpointer
+from train.checkpoint.checkpointer import Checkpointer, find_damage, newest_first
 from train.logs.report import Report
 from train.loop import parallel
 
@@ -107,12 +107,12 @@ DAMAGES = {
 def test_damage_to_any_file_is_found_and_named(damage, killed, tmp_path):
     sound = killed / "checkpoints" / NEWEST
     said: list[str] = []
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         for name in FILES:
             shutil.copytree(sound, tmp_path / "sound")
             DAMAGES[damage](sound / name)
-            checkpoints = Checkpoints(killed / "checkpoints", world, keep=9, log=said.append)
-            assert checkpoints.find("auto") == sound.with_name(BEFORE)
+            checkpointer = Checkpointer(killed / "checkpoints", world, keep=9, log=said.append)
+            assert checkpointer.find("auto") == sound.with_name(BEFORE)
             shutil.rmtree(sound)
             (tmp_path / "sound").rename(sound)
     assert len(said) == len(FILES)
@@ -161,7 +161,7 @@ def test_when_no_checkpoint_is_intact_one_line_says_so_and_nothing_is_touched(ki
 def test_a_signal_during_a_save_waits_for_it_and_nothing_is_lost(
     whole, tmp_path, capsys, monkeypatch
 ):
-    write = checkpoints.pieces_of_shard
+    write = checkpointer.pieces_of_shard
     writes = []
 
     def interrupted(parts):
@@ -171,7 +171,7 @@ def test_a_signal_during_a_save_waits_for_it_and_nothing_is_lost(
             time.sleep(0.2)
         return write(parts)
 
-    monkeypatch.setattr(checkpoints, "pieces_of_shard", interrupted)
+    monkeypatch.setattr(checkpointer, "pieces_of_shard", interrupted)
     train_here("--keep", 9, "--out", tmp_path)
     assert ".step-00000004" in writes
     assert "by SIGTERM; --resume auto continues" in capsys.readouterr().out
@@ -200,18 +200,18 @@ def kill_before(change: int, out: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         seen[0] += 1
 
-    save = Checkpoints.save
+    save = Checkpointer.save
 
-    def save_counted(checkpoints: Checkpoints, step: int, *args: object) -> None:
-        checkpoints.wait()
+    def save_counted(checkpointer: Checkpointer, step: int, *args: object) -> None:
+        checkpointer.wait()
         if step == 4:
             seen[0] = 1
-        save(checkpoints, step, *args)
+        save(checkpointer, step, *args)
         if step == 4:
-            checkpoints.wait()
+            checkpointer.wait()
             seen[0] = 0
 
-    Checkpoints.save = save_counted
+    Checkpointer.save = save_counted
     sys.addaudithook(count)
     train_here("--keep", 1, "--out", out)
 

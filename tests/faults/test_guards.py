@@ -64,7 +64,7 @@ class Faults:
     hang: int | None = None
 
 
-def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> None:
+def train_with_faults(args: list[str], world: parallel.DistributedContext, **which: Any) -> None:
     """Train with these flags and ``Faults``, without evaluations and plots, which take longer."""
     faults = Faults(**which)
     task, settings = vit.make_task(flags.parse("vit.py", "", args, ImageSettings))
@@ -84,12 +84,12 @@ def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> N
         loss = task.loss(model, (pixels, labels), seed)
         return 10 * loss if step in faults.tenfold else loss
 
-    def optimizer_step(run: Run, batches: Any, *more: Any) -> loop.Pending:
+    def optimizer_step(run: Run, batches: Any, *more: Any) -> loop.PendingMetrics:
         step = run.progress.step
         if step != faults.idle:
             return whole_step(run, batches, *more)
         next(batches)
-        return loop.Pending({"step": step}, HostCopy(torch.zeros(5), None), set())
+        return loop.PendingMetrics({"step": step}, HostCopy(torch.zeros(5), None), set())
 
     with (
         mock.patch.object(Schedule, "evaluation_is_due", return_value=False),
@@ -103,7 +103,7 @@ def train_with_faults(args: list[str], world: parallel.World, **which: Any) -> N
 
 def work(folder: Path) -> None:
     """Do all runs but the one that hangs, on this rank."""
-    with parallel.world(300) as world:
+    with parallel.init_distributed(300) as world:
 
         def train(name: str, args: list[str], **faults: Any) -> None:
             train_with_faults([*args, "--out", str(folder / name)], world, **faults)
@@ -132,7 +132,7 @@ def work_until_it_hangs(folder: Path) -> None:
     """Hang in a step; when torchrun starts this once more, go on."""
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     # A busy machine takes seconds for a step.
-    with parallel.world(15 if first else 300) as world:
+    with parallel.init_distributed(15 if first else 300) as world:
         args = [*SHORT, "--out", str(folder / "hung")]
         train_with_faults(args, world, hang=5 if first else None)
 

@@ -23,7 +23,7 @@ from tests.train.launch import (
     torchrun,
     wait_for,
 )
-from train.checkpoint.checkpoints import find_damage
+from train.checkpoint.checkpointer import find_damage
 
 # With an evaluation every 4.4 steps, which is not where checkpoints are.
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--steps", 40, "--ckpt-every", 4, "--keep", 99]
@@ -62,7 +62,7 @@ def witnessed(tmp_path, monkeypatch) -> Path:
         import os, runpy, sys, time
         from pathlib import Path
         import train
-        from train.checkpoint import checkpoints as checkpoint
+        from train.checkpoint import checkpointer as checkpoint
         from train.loop import train as loop
         marks = Path({str(marks)!r})
 
@@ -74,7 +74,7 @@ def witnessed(tmp_path, monkeypatch) -> Path:
                 return function(*args, **kwargs)
             setattr(owner, name, wrapped)
 
-        slowly(checkpoint.Checkpoints, "_seal", "saving", 0.1)
+        slowly(checkpoint.Checkpointer, "_seal", "saving", 0.1)
         slowly(loop, "raise_if_stopped", "evaluating", 0.02)
         sys.argv[0] = {SCRIPT!r}
         rank = marks / ("rank" + os.environ.get("RANK", "0"))
@@ -152,7 +152,7 @@ def test_ranks_that_start_again_meet_also_where_one_is_late(full, tmp_path):
         again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
         if again and os.environ["RANK"] == "1":
             time.sleep(5)
-        with parallel.world(60):
+        with parallel.init_distributed(60):
             torch.distributed.all_reduce(torch.ones(1))
             if not again:
                 os._exit(9)

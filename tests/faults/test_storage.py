@@ -16,7 +16,7 @@ import pytest
 
 from tests.train.launch import TINY, assert_same_run, rows
 from train import vit
-from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
+from train.checkpoint.checkpointer import Checkpointer, find_damage, newest_first
 from train.logs.report import Report
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2, "--keep", 9, "--steps", 8]
@@ -71,15 +71,15 @@ def mounted(tmp_path) -> Iterator[Callable[..., Path]]:
 def at(monkeypatch) -> Callable[[int, Callable[[], None]], None]:
     """Does something when a checkpoint of some step is about to be saved."""
     actions: dict[int, Callable[[], None]] = {}
-    save = Checkpoints.save
+    save = Checkpointer.save
 
-    def save_after(checkpoints: Checkpoints, step: int, *args: object) -> None:
+    def save_after(checkpointer: Checkpointer, step: int, *args: object) -> None:
         if step in actions:
-            checkpoints.wait()
+            checkpointer.wait()
             actions.pop(step)()
-        save(checkpoints, step, *args)
+        save(checkpointer, step, *args)
 
-    monkeypatch.setattr(Checkpoints, "save", save_after)
+    monkeypatch.setattr(Checkpointer, "save", save_after)
     return actions.__setitem__
 
 

@@ -20,7 +20,7 @@ from tests.train.launch import (
     rows,
     wait_for,
 )
-from train.checkpoint.checkpoints import find_damage
+from train.checkpoint.checkpointer import find_damage
 
 # Without clipping: its factor would follow from a norm that the layouts sum in another order.
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--clip-grad", 0, "--steps", 40, "--ckpt-every", 4]

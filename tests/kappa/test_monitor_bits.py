@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from leaner_kernels import KappaMonitor, attention
@@ -99,6 +100,38 @@ def test_a_sampled_step_changes_no_bit_of_training(name: str, precision: str) ->
     model = MODULES[name]().to(dtype)
     x = torch.randn(6, 12, 12).to(dtype)
     assert len(assert_sampling_changes_no_bit(model, x, precision == "autocast")) == 1
+
+
+class AttentionCalls(TorchDispatchMode):
+    """Count the operators that compute attention."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        self.count += "attention" in name and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dropout_p", "more"),
+    [(torch.float32, 0.0, 0), (torch.float32, 0.3, 1), (torch.bfloat16, 0.0, 1)],
+)
+def test_a_sampled_step_attends_once_if_its_output_has_the_precision_of_kappa(
+    dtype: torch.dtype, dropout_p: float, more: int
+) -> None:
+    model = ManyHeadAttention(12, 4, 8, attn_drop=dropout_p, dtype=dtype)
+    monitor = KappaMonitor(model, every=2)
+    x = torch.randn(6, 12, 12, dtype=dtype)
+    counts = []
+    for number in (1, 2):
+        monitor.begin(number)
+        with AttentionCalls() as calls:
+            model(x)
+        assert len(monitor.end()) == number - 1
+        counts.append(calls.count)
+    plain, sampled = counts
+    assert sampled == plain + more
 
 
 @pytest.mark.parametrize("causal", [False, True])

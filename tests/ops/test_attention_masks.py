@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels import attention, attention_qkvpacked, attention_with_stats
 from leaner_kernels.ops.attention import attention_qkvpacked_with_stats
-from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.reference import visible
+from leaner_kernels.ops.attention.sampled import sampled_attention
 from tests.error_budget import assert_within_budget
 
 
@@ -47,8 +47,8 @@ def statistics(*args: Tensor, **options: Any) -> Tensor:
     return torch.cat([t.flatten() for t in attention_with_stats(*args, sample=SAMPLE, **options)])
 
 
-def beside(*args: Tensor, **options: Any) -> Tensor:
-    stats = attention_beside_stats(*args, sample=SAMPLE, **options)
+def sampled(*args: Tensor, **options: Any) -> Tensor:
+    stats = sampled_attention(*args, sample=SAMPLE, **options)
     return torch.cat([t.flatten() for t in stats])
 
 
@@ -80,8 +80,8 @@ PADDED_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "dropout, softcap": (attention, {"dropout_p": 0.3, "softcap": 2.0}),
     "statistics": (statistics, {}),
     "statistics, softcap": (statistics, {"softcap": 2.0}),
-    "monitored": (beside, {}),
-    "monitored, dropout": (beside, {"dropout_p": 0.3}),
+    "monitored": (sampled, {}),
+    "monitored, dropout": (sampled, {"dropout_p": 0.3}),
     "second derivatives": (second, {}),
 }
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from leaner_kernels.monitor import page
-from leaner_kernels.monitor.files import open_own, read_own, write_file
+from leaner_kernels.monitor.run_files import open_own, read_own, write_file
 from leaner_kernels.monitor.run_log import RunLog
 from tests.security.refusals import refusal
 from tests.train.launch import TINY
@@ -224,7 +224,7 @@ def test_one_function_opens_what_is_regular_and_nothing_else(tmp_path, precious)
 def test_a_link_made_after_the_check_is_not_followed_either(tmp_path, precious, monkeypatch):
     (tmp_path / "link").symlink_to(precious)
     os.mkfifo(tmp_path / "pipe")
-    monkeypatch.setattr("leaner_kernels.monitor.files.check_own", lambda path: None)
+    monkeypatch.setattr("leaner_kernels.monitor.run_files.check_own", lambda path: None)
     for name in ("link", "pipe"):
         for mode in ("rb", "ab"):
             with pytest.raises(OSError, match=name):
@@ -234,7 +234,7 @@ def test_a_link_made_after_the_check_is_not_followed_either(tmp_path, precious, 
 
 def test_without_the_flags_of_linux_a_link_is_refused_too(tmp_path, precious, monkeypatch):
     (tmp_path / "link").symlink_to(precious)
-    monkeypatch.setattr("leaner_kernels.monitor.files._NO_LINK_NO_WAIT", 0)
+    monkeypatch.setattr("leaner_kernels.monitor.run_files._NO_LINK_NO_WAIT", 0)
     with pytest.raises(OSError, match="is a link"):
         open_own(tmp_path / "link", "ab")
 

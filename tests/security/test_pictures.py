@@ -107,5 +107,5 @@ def test_no_other_place_opens_pictures():
         if opens.search(line)
     ]
     assert len(places) == 1, places
-    assert "leaner_kernels/monitor/pictures.py" in places[0]
+    assert "train/data/pictures.py" in places[0]
     assert "formats=FORMATS" in places[0]

@@ -14,9 +14,9 @@ PROGRAM = """
 import json, os, re, sys
 from pathlib import Path
 from torch import distributed as dist
-from train.loop.parallel import world
+from train.loop.parallel import init_distributed
 
-with world() as joined:
+with init_distributed() as joined:
     dist.barrier()
     dist.broadcast_object_list([1], src=0, group=joined.host_group)
     files = Path("/proc/self/fd").iterdir()
@@ -51,8 +51,8 @@ def joined(**given: str) -> dict[str, str]:
     """Return the interfaces that the libraries use after a process alone has joined."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     program = (
-        "import os; from train.loop.parallel import world\n"
-        f"with world(): print(*(os.environ.get(n, '') for n in {names!r}), sep=',')"
+        "import os; from train.loop.parallel import init_distributed\n"
+        f"with init_distributed(): print(*(os.environ.get(n, '') for n in {names!r}), sep=',')"
     )
     environment = {k: v for k, v in os.environ.items() if k not in names}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | given

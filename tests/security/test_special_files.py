@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from leaner_kernels.monitor.files import read_file
 from tests.security.refusals import refusal
 from tests.train.trained import bert, gpt, letters, train_text, train_vit
 from train import vit
+from train.data.files import read_file
 from train.export import load
 
 SMALL = ["--depth", 1, "--batch-size", 2, "--steps", 1, "--eval-every", 0]

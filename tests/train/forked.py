@@ -14,7 +14,7 @@ from tests.train.launch import ROOT, free_port
 
 
 def on_two_ranks(module: str, folder: Path) -> list[Any]:
-    """Run ``module.work(rank, folder)`` on two ranks, on the CPU, with what ``world()`` needs.
+    """Run ``module.work(rank, folder)`` on two ranks, on the CPU, as ``init_distributed`` needs it.
 
     Returns:
         What both return, as JSON, by rank.

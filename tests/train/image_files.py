@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from leaner_kernels.monitor.pictures import decoded, opened
+from train.data.pictures import decoded, opened
 
 CLASSES = ("n01440764", "n02102040", "n03445777")
 

@@ -15,7 +15,7 @@ from torch import nn
 from tests.train.forked import on_two_ranks
 from tests.train.launch import SHARD, TINY, whole_tensors
 from train import export, vit
-from train.checkpoint.checkpoints import Checkpoints, find_damage, newest_first
+from train.checkpoint.checkpointer import Checkpointer, find_damage, newest_first
 from train.checkpoint.weights import export_weights, metadata
 from train.config import flags
 from train.loop import parallel
@@ -32,11 +32,11 @@ def task_of(*args: object):
     return vit.make_task(settings)[0]
 
 
-def sharded(world: parallel.World, seed: int) -> nn.Module:
+def sharded(world: parallel.DistributedContext, seed: int) -> nn.Module:
     return parallel.make_model(task_of().build, world, seed=seed, bf16=False)
 
 
-def trained(world: parallel.World, seed: int) -> tuple[nn.Module, ShardAdamW]:
+def trained(world: parallel.DistributedContext, seed: int) -> tuple[nn.Module, ShardAdamW]:
     """A sharded model with the moments of one step, each gradient one: the same on any ranks."""
     model = sharded(world, seed)
     optimizer = make_optimizer(model, lr=0.1, weight_decay=0.1)
@@ -49,7 +49,7 @@ def trained(world: parallel.World, seed: int) -> tuple[nn.Module, ShardAdamW]:
 
 @pytest.fixture
 def world():
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         yield world
 
 
@@ -143,13 +143,13 @@ def state_of(model: nn.Module, optimizer: ShardAdamW) -> dict[str, torch.Tensor]
 
 def work(rank: int, folder: Path) -> dict[str, Any]:
     """Export and save on two ranks, and load there what one rank saved."""
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         model, optimizer = trained(world, seed=1)
         export_weights(model, folder / "two.safetensors", ABOUT)
-        with Checkpoints(folder / "by two", world, keep=1, log=print) as checkpoints:
-            checkpoints.save(1, model, optimizer, {}, DETAILS)
+        with Checkpointer(folder / "by two", world, keep=1, log=print) as checkpointer:
+            checkpointer.save(1, model, optimizer, {}, DETAILS)
         other, fresh = trained(world, seed=2)
-        found = Checkpoints(folder / "by one", world, keep=1, log=print)
+        found = Checkpointer(folder / "by one", world, keep=1, log=print)
         found.load(found.find("auto"), other, fresh, {})
         state = state_of(other, fresh)
         same = state.keys() == state_of(model, optimizer).keys()
@@ -161,8 +161,8 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
 def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(world, tmp_path):
     model, optimizer = trained(world, seed=1)
     export_weights(model, tmp_path / "one.safetensors", ABOUT)
-    with Checkpoints(tmp_path / "by one", world, keep=1, log=print) as checkpoints:
-        checkpoints.save(1, model, optimizer, {}, DETAILS)
+    with Checkpointer(tmp_path / "by one", world, keep=1, log=print) as checkpointer:
+        checkpointer.save(1, model, optimizer, {}, DETAILS)
 
     for rank, found in enumerate(on_two_ranks(__name__, tmp_path)):
         assert found == {"rank": rank, "same names": True, "differ": []}
@@ -172,7 +172,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     before = state_of(model, optimizer)
     other, fresh = trained(world, seed=2)
     said: list[str] = []
-    found = Checkpoints(tmp_path / "by two", world, keep=1, log=said.append)
+    found = Checkpointer(tmp_path / "by two", world, keep=1, log=said.append)
     path = found.find("auto")
     assert find_damage(path) is None
     assert len([*path.glob("shard-*.safetensors")]) == 2

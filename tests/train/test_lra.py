@@ -55,7 +55,9 @@ def test_a_signal_before_an_evaluation_does_not_change_which_weights_are_tested(
     few, tmp_path, monkeypatch
 ):
     offered = []
-    monkeypatch.setattr(loop, "offer", lambda _, scores: offered.append(scores["held_out_loss"]))
+    monkeypatch.setattr(
+        loop, "save_if_best", lambda _, scores: offered.append(scores["held_out_loss"])
+    )
     step = loop.optimizer_step
 
     def stopped_in_the_second(run, *args):
@@ -210,7 +212,7 @@ def test_each_task_trains_resumes_and_predicts(task, tmp_path, monkeypatch, caps
         (["--landmarks", "12"], "--landmarks must divide the 16 tokens"),
         (["--data", "lists"], "--data must be a folder or hf:NAME, got lists"),
         (["--model", "vit_base"], "must be one of nystromformer_small"),
-        (["--heads", "2,2,2", "--depth", "2"], "--heads must be one value or one per layer, got 3"),
+        (["--heads", "2,2,2", "--depth", "2"], r"one value or 2 \(one per layer\), got 3"),
         (["--batch-size", "9", "--accum", "2"], "--batch-size must be .* got 9"),
         (["--kappa-penalty", "0.1"], "--kappa-penalty needs sequences without padding"),
     ],

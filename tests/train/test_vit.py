@@ -149,7 +149,7 @@ def tensors_of(out: Path, step: int) -> dict[str, dict[str, torch.Tensor]]:
             r"--model must be one of vit_digits, .* row of the paper .* got 'vit_huge'",
         ),
         (["--heads", "0"], r"--heads: must be a whole number at least 1, got '0'"),
-        (["--heads", "4,4,4", "--depth", "2"], r"--heads must be one value .* got 3 for --depth 2"),
+        (["--heads", "4,4,4", "--depth", "2"], r"--heads must be one value or 2 .* got 3"),
         (["--head-dim", "129"], r"--head-dim: must be a whole number in \[1, 128\], got '129'"),
         (["--heads", "300", "--head-dim", "split"], r"heads must be at most 192 .* got 300"),
         (["--accum", "3"], r"must be a multiple of ranks x --accum = 1 x 3 = 3, got 64"),

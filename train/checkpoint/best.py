@@ -11,9 +11,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from leaner_kernels.monitor.files import check_own, new_file, open_own
+from leaner_kernels.monitor.run_files import check_own, new_file, open_own
 from train.checkpoint.weights import BEST, export_weights, open_weights
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 
 class BestWeights:
@@ -35,7 +35,12 @@ class BestWeights:
     """
 
     def __init__(
-        self, model: nn.Module, folder: Path, world: World, score: str, log: Callable[[str], None]
+        self,
+        model: nn.Module,
+        folder: Path,
+        world: DistributedContext,
+        score: str,
+        log: Callable[[str], None],
     ):
         self.model, self.path, self.world, self.log = model, folder / BEST, world, log
         self.score = f"held_out_{score}"
@@ -54,7 +59,7 @@ class BestWeights:
             checkpoint: from which the run is resumed.
             steps: of the checkpoint; newer weights in another folder are left out.
         """
-        known: list[Any] = [None, {}, None]
+        shared: list[Any] = [None, {}, None]
         if self.world.rank == 0:
             source = checkpoint.resolve().parent.parent / BEST
             try:
@@ -64,11 +69,11 @@ class BestWeights:
                 if self.path.exists():
                     weights = open_weights(self.path, "--resume")
                     scores = {k: v for k, v in weights.scores.items() if k.startswith("held_out_")}
-                    known[:2] = weights.step, scores
+                    shared[:2] = weights.step, scores
             except (ValueError, OSError) as error:
-                known[2] = str(error)
-        dist.broadcast_object_list(known, src=0, group=self.world.host_group)
-        step_of_best, scores, error = known
+                shared[2] = str(error)
+        dist.broadcast_object_list(shared, src=0, group=self.world.host_group)
+        step_of_best, scores, error = shared
         if error is not None:
             self.log(f"best weights not taken up: {error}")
         elif self.score in scores:

@@ -14,10 +14,10 @@ from typing import IO, Any
 
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import open_own
-from train.checkpoint.checkpoints import newest_first
+from leaner_kernels.monitor.run_files import open_own
+from train.checkpoint.checkpointer import newest_first
 from train.config.flags import Settings
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 # What both must share: the tensors' shapes, and which items a step takes.
 _SAME = (
@@ -30,7 +30,7 @@ _WHERE = ("data", "validation", "tokenizer")
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
 
 
-def choose_folder(name: str, settings: Settings, world: World) -> Path:
+def choose_folder(name: str, settings: Settings, world: DistributedContext) -> Path:
     """Return the folder of a run, made by rank 0, which must not hold another run.
 
     Args:
@@ -53,7 +53,7 @@ def choose_folder(name: str, settings: Settings, world: World) -> Path:
     return _from_main_process(world, choose)
 
 
-def _from_main_process(world: World, make: Callable[[], Any]) -> Any:
+def _from_main_process(world: DistributedContext, make: Callable[[], Any]) -> Any:
     """Return on every rank what rank 0 makes; raise ValueError on every rank where it does."""
     answer: list[Any] = [None, None]
     if world.rank == 0:
@@ -69,7 +69,7 @@ def _from_main_process(world: World, make: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def lock_folder(folder: Path, world: World) -> Iterator[None]:
+def lock_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
     """Keep other launches out of a run's folder.
 
     Args:
@@ -109,7 +109,7 @@ def _cannot_be_used(folder: Path, error: OSError) -> str:
     return f"--out {folder} cannot be used: {error.strerror}: {error.filename}"
 
 
-def check_ranks_agree(identity: Mapping[str, str], world: World) -> None:
+def check_ranks_agree(identity: Mapping[str, str], world: DistributedContext) -> None:
     """Check that all ranks found the same data; each must call this.
 
     Raises:
@@ -139,25 +139,25 @@ def begun_run(name: str, settings: Settings) -> Path | None:
 
 
 def check_compatible(
-    path: Path, details: Mapping[str, Any], settings: Settings, identity: Mapping[str, str]
+    path: Path, train_state: Mapping[str, Any], settings: Settings, identity: Mapping[str, str]
 ) -> None:
     """Check that a run with these settings can go on from a checkpoint.
 
     Args:
         path: of the checkpoint, for the message.
-        details: of it, with the settings and the identity that it was saved with.
+        train_state: of it, with the settings and the identity that it was saved with.
         settings: of now.
         identity: of now, as ``Task`` has it.
 
     Raises:
         ValueError: a setting differs that must not, or the data has changed.
     """
-    saved = details["settings"]
+    saved = train_state["settings"]
     now = json.loads(json.dumps(settings.as_json()))
     same = _SAME + settings.SAME_AFTER_RESUME
     if settings.batch_size_warmup:
         same += _SAME_IN_A_BATCH_SIZE_WARMUP
-    before = details.get("identity")
+    before = train_state.get("identity")
     if not isinstance(before, dict):  # of a version without an identity
         before = {}
     compared = bool(identity) and before.keys() == identity.keys()

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import sync
+from leaner_kernels.monitor.run_files import sync
 
 # By their names in safetensors.
 DTYPES = {
@@ -99,7 +99,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if _is_sharded(tensor) else tensor
 
 
-def fill(part: Part, whole: Tensor) -> None:
+def copy_part(part: Part, whole: Tensor) -> None:
     """Copy from a whole tensor what a process holds of it."""
     ends = map(sum, zip(part.offsets, part.local.shape))
     part.local.copy_(whole[tuple(map(slice, part.offsets, ends))])

@@ -18,14 +18,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import new_file, open_file, open_own, read_own, sync
-from leaner_kernels.monitor.rows import read_summary
+from leaner_kernels.monitor.run_files import new_file, open_own, read_own, read_summary, sync
 from models import papers
-from train.checkpoint.checkpoints import newest_first, newest_intact, read_details
+from train.checkpoint.checkpointer import newest_first, newest_intact, read_train_state
 from train.checkpoint.shards import (
     DTYPES,
     cause,
-    fill,
+    copy_part,
     in_order,
     load_tensors,
     part_of,
@@ -33,6 +32,7 @@ from train.checkpoint.shards import (
     saved_tensors,
     whole_of,
 )
+from train.data.files import open_file
 from train.loop import Task
 
 # The file of a run's folder with the weights that scored best on its held-out items.
@@ -234,7 +234,7 @@ class Weights:
         self.check(own)
         with torch.no_grad():
             for name, weight in own.items():
-                fill(part_of(weight), self.read([name])[name])
+                copy_part(part_of(weight), self.read([name])[name])
 
 
 def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
@@ -266,21 +266,21 @@ def _has_checkpoints(run: Path) -> bool:
 
 
 def _of_checkpoint(path: Path, flag: str) -> Weights:
-    details = read_details(path)
+    train_state = read_train_state(path)
     run = path.parent.parent
     saved = saved_tensors(path)
     own = {k.removeprefix("model."): v for k, v in saved.items() if k.startswith("model.")}
     tokenizer = run / "tokenizer.json"
     kept = tokenizer.is_file()
-    about = details.get("about")
+    about = train_state.get("about")
     return Weights(
         path=path,
         flag=flag,
-        settings=details["settings"],
-        step=details["step"] - 1,
+        settings=train_state["settings"],
+        step=train_state["step"] - 1,
         about=about if isinstance(about, dict) else {},
         tokenizer=_text(tokenizer) if kept else None,
-        scores=_scores(run / "summary.json", details["step"]),
+        scores=_scores(run / "summary.json", train_state["step"]),
         shapes={name: tensor.size for name, tensor in own.items()},
         dtypes={name: tensor.dtype for name, tensor in own.items()},
     )

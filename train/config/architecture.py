@@ -12,7 +12,7 @@ from torch import nn
 
 from models import papers
 from models.allocation import allocate
-from models.layers import Model
+from models.layers import Model, per_layer
 from train.config import flags
 from train.config.flags import Settings
 
@@ -195,8 +195,8 @@ def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settin
         settings,
         allocation=None,  # what it made is in the heads of each layer
         depth=depth,
-        heads=flags.per_layer("--heads", heads, depth),
-        head_dim=flags.per_layer("--head-dim", head_dim, depth),
+        heads=per_layer("--heads", _unlisted(heads), depth),
+        head_dim=per_layer("--head-dim", _unlisted(head_dim), depth),
     )
 
 
@@ -233,9 +233,13 @@ def arguments(settings: Settings, architecture: Architecture) -> dict[str, Any]:
     chosen: dict[str, Any] = {"mlp_ratio": settings.mlp_ratio}
     chosen["depth" if architecture.stages is None else "depths"] = settings.depth
     for name in ("heads", "head_dim"):
-        values = getattr(settings, name)
-        chosen[name] = values[0] if len(values) == 1 else values
+        chosen[name] = _unlisted(getattr(settings, name))
     return architecture.sizes | chosen
+
+
+def _unlisted(values: Sequence[Any]) -> Any:
+    """Return the value of a list of one, or the list of several."""
+    return values[0] if len(values) == 1 else values
 
 
 def _shown(values: Sequence[Any]) -> str:

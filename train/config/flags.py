@@ -2,7 +2,7 @@
 
 A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
 place. A default of None follows the data and model: each script fills it in from its recipe, values
-of flags by name (``fill``). A script with flags of its own makes a subclass.
+of flags by name (``apply_recipe``). A script with flags of its own makes a subclass.
 """
 
 import argparse
@@ -342,14 +342,14 @@ class Parser(argparse.ArgumentParser):
             # Behind an unknown flag stand its values.
             flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
             for flag in flags[:1]:
-                known = nearest(flag, self._option_string_actions)
-                message = line_for("flags", flag) or message + known
+                suggestion = nearest(flag, self._option_string_actions)
+                message = line_for("flags", flag) or message + suggestion
         stop(self.prog, message)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
-    bare = {other.lstrip("-"): other for other in known}
+    bare = {other.lstrip("-"): other for other in names}
     matches = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.7)
     return f", did you mean {bare[matches[0]]}?" if matches else ""
 
@@ -398,7 +398,7 @@ def parse(
         description: of the script, its examples after the first line; None under ``python -OO``.
         argv: arguments instead of the process's own; None for these.
         kind: ``Settings``, or a subclass with the script's own flags.
-        recipes: by name, as ``fill`` takes them; the help shows their values.
+        recipes: by name, as ``apply_recipe`` takes them; the help shows their values.
 
     Returns:
         The settings, None where a value follows the data.
@@ -477,19 +477,6 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
     return f" ({'; '.join(parts)})"
 
 
-def per_layer(name: str, values: Sequence[Any], depth: int) -> list[Any]:
-    """Return one value for each of ``depth`` layers from one value, or from exactly ``depth``.
-
-    Raises:
-        ValueError: neither one value nor ``depth`` of them.
-    """
-    if len(values) not in (1, depth):
-        raise ValueError(
-            f"{name} must be one value or one per layer, got {len(values)} for --depth {depth}"
-        )
-    return list(values) * (depth if len(values) == 1 else 1)
-
-
 # What every recipe starts from.
 PLAIN: dict[str, Any] = {
     "dropout": 0.0,
@@ -510,7 +497,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def fill(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
+def apply_recipe(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
     """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
 
     Args:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.command_line import first_line
-from leaner_kernels.monitor.files import files_below, open_file, read_file
-from leaner_kernels.monitor.pictures import PICTURES
+from models.pretrained import first_line
 from train.data.classes import shown
+from train.data.files import files_below, open_file, read_file
+from train.data.pictures import PICTURES
 from train.data.splits import split_in, splits_of
 
 # Endings of tables of pictures, and of all tables, with the names of their readers in `datasets`.

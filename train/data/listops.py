@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import open_file
+from train.data.files import open_file
 from train.data.loader import Key
 from train.data.text.cache import build_once
 

@@ -89,17 +89,17 @@ class BadSamples:
         on_new: called with the message of each new one, in order.
 
     Attributes:
-        known: their messages, equal on all ranks after ``share``.
+        messages: of those that cannot be read, equal on all ranks after ``share``.
     """
 
     def __init__(self, limit: int, group: dist.ProcessGroup, on_new: Callable[[str], None]):
         self.limit, self.group, self.on_new = limit, group, on_new
-        self.known: set[str] = set()
+        self.messages: set[str] = set()
         self._new: set[str] = set()
 
     def note(self, bad_samples: Iterable[BadSample]) -> None:
         """Add what this rank found."""
-        self._new.update(bad.message for bad in bad_samples if bad.message not in self.known)
+        self._new.update(bad.message for bad in bad_samples if bad.message not in self.messages)
 
     def take(self) -> set[str]:
         """Return what this rank found since the last call."""
@@ -120,12 +120,12 @@ class BadSamples:
             return
         by_rank: list[set[str]] = [set()] * dist.get_world_size(self.group)
         dist.all_gather_object(by_rank, own, group=self.group)
-        for message in sorted(set().union(*by_rank) - self.known):
-            self.known.add(message)
+        for message in sorted(set().union(*by_rank) - self.messages):
+            self.messages.add(message)
             self.on_new(message)
-        if len(self.known) > self.limit:
+        if len(self.messages) > self.limit:
             raise TooManyBadSamplesError(
-                f"--bad-data-limit allows {self.limit} unreadable items, got {len(self.known)}, "
+                f"--bad-data-limit allows {self.limit} unreadable items, got {len(self.messages)}, "
                 f"named above; the last is {max(set().union(*by_rank))}"
             )
 

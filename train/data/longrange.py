@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import open_file
-from leaner_kernels.monitor.pictures import decoded, opened
 from train.data import hub, listops
 from train.data.classes import class_numbers
+from train.data.files import open_file
 from train.data.images.files import ImageFiles, class_folders, in_classes, open_folder
 from train.data.images.hub import HubTable
 from train.data.images.sources import Part
 from train.data.loader import Key
+from train.data.pictures import decoded, opened
 from train.data.splits import splits_of
 
 SIDE = 32  # pixels of a picture

@@ -21,7 +21,7 @@ def seed_of(*keys: int) -> int:
 
 
 @dataclass(frozen=True)
-class Split:
+class BatchSplit:
     """How one optimizer step's ``batch_size`` items divide among ranks and passes.
 
     Raises:
@@ -52,7 +52,7 @@ class BatchSampler:
 
     Args:
         length: items of the data set.
-        split: how a batch is divided.
+        batch_split: how a batch is divided.
         seed: of the order.
         rank: whose share.
         first: optimizer step to start with.
@@ -67,7 +67,7 @@ class BatchSampler:
     def __init__(
         self,
         length: int,
-        split: Split,
+        batch_split: BatchSplit,
         *,
         seed: int,
         rank: int,
@@ -75,30 +75,33 @@ class BatchSampler:
         last: int,
         repeats: int = 1,
     ):
-        if length < split.batch_size:
+        if length < batch_split.batch_size:
             raise ValueError(
-                f"--batch-size must be at most the {length} training items, got {split.batch_size}"
+                f"--batch-size must be at most the {length} training items, got "
+                f"{batch_split.batch_size}"
             )
-        self.length, self.split, self.seed, self.rank = length, split, seed, rank
+        self.length, self.batch_split, self.seed, self.rank = length, batch_split, seed, rank
         self.first, self.last, self.repeats = first, last, repeats
-        self.steps_per_epoch = length // split.batch_size
+        self.steps_per_epoch = length // batch_split.batch_size
 
     def __iter__(self) -> Iterator[list[Key]]:
         """Yield ``accum`` lists of keys for each step from ``first`` up to ``last``."""
-        split, repeats, order, ordered_epoch = self.split, self.repeats, [], None
+        batch_split, repeats, order, ordered_epoch = self.batch_split, self.repeats, [], None
         for step in range(self.first, self.last):
             epoch, position = divmod(step, self.steps_per_epoch)
             if epoch != ordered_epoch:
                 generator = torch.Generator().manual_seed(seed_of(self.seed, epoch))
                 order = torch.randperm(self.length, generator=generator).tolist()
                 ordered_epoch = epoch
-            places = range(position * split.batch_size, (position + 1) * split.batch_size)
+            places = range(
+                position * batch_split.batch_size, (position + 1) * batch_split.batch_size
+            )
             keys = [(epoch * repeats + p % repeats, order[p // repeats]) for p in places]
             keys = _apart(keys, repeats)
-            mine = self.rank * split.micro_batch * split.accum
-            for micro in range(split.accum):
-                begin = mine + micro * split.micro_batch
-                yield keys[begin : begin + split.micro_batch]
+            mine = self.rank * batch_split.micro_batch * batch_split.accum
+            for micro in range(batch_split.accum):
+                begin = mine + micro * batch_split.micro_batch
+                yield keys[begin : begin + batch_split.micro_batch]
 
 
 def _apart(keys: list[Key], repeats: int) -> list[Key]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 # Dense bfloat16 matrix products per second on the data sheet, by a part of the device's name; the
 # first that fits. Two operations per multiply-add, as MFU counts them.
@@ -47,7 +47,7 @@ class Meter:
         waiting: the share of the newest steps that this rank waited for data; 0 for the first few.
     """
 
-    def __init__(self, world: World, *, flops_per_item: int, bf16: bool):
+    def __init__(self, world: DistributedContext, *, flops_per_item: int, bf16: bool):
         self.world, self.flops_per_item = world, flops_per_item
         self.peak = _peak(world.device) if bf16 else None
         self._energy = _energy_reader(world.device)
@@ -92,12 +92,12 @@ class Meter:
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.world.host_group)
         joules, waited, seconds = sums.tolist()
         throughput = self._items / self._seconds if self._seconds else None
-        known = throughput is not None and self.peak is not None
+        has_mfu = throughput is not None and self.peak is not None
         return {
             "seconds": time.perf_counter() - self._started,
             "throughput": throughput,
             "mfu": throughput * self.flops_per_item / (self.peak * self.world.size)
-            if known
+            if has_mfu
             else None,
             "peak_memory_bytes": int(most.item()),
             "peak_memory_kind": kind,

@@ -21,10 +21,19 @@ from rich.table import Table
 from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
-from leaner_kernels.monitor.files import check_own, read_own, set_aside, write_file
 from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
-from leaner_kernels.monitor.rows import KAPPA_ROW, METRICS_ROW, read_thinned
-from leaner_kernels.monitor.writers import AXIS, JsonLines, WandbRun, finite
+from leaner_kernels.monitor.run_files import (
+    KAPPA_ROW,
+    METRICS_ROW,
+    JsonLines,
+    check_own,
+    finite,
+    read_own,
+    read_thinned,
+    set_aside,
+    write_file,
+)
+from leaner_kernels.monitor.writers import AXIS, WandbRun
 from train.checkpoint.weights import BEST
 from train.config.flags import Settings
 

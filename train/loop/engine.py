@@ -90,7 +90,7 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
     """
     with ExitStack() as last, ExitStack() as closing:
         with flags.one_line_errors(program):
-            world = closing.enter_context(parallel.world(settings.timeout))
+            world = closing.enter_context(parallel.init_distributed(settings.timeout))
             task, settings = make_task(settings)
             run = set_up(task, settings, world, closing)
         try:

@@ -10,7 +10,7 @@ from leaner_kernels.monitor import reshard
 from train.data.loader import BadSamples, DataSet, TooManyBadSamplesError, loading
 from train.data.sampler import held_out_share
 from train.loop import Task
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 
 @torch.no_grad()
@@ -18,7 +18,7 @@ def score(
     task: Task,
     model: nn.Module,
     data: DataSet,
-    world: World,
+    world: DistributedContext,
     *,
     batch: int,
     workers: int,

@@ -11,7 +11,7 @@ from train.data.sampler import held_out_share
 from train.logs.alarms import Alarms
 from train.logs.report import Report
 from train.loop import Task
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 # Entries of a batch in a sample, on each rank; held-out items of a probe, over all ranks.
 SAMPLES, PROBED = 4, 16
@@ -39,7 +39,7 @@ class Kappa:
         model: nn.Module,
         task: Task,
         settings: Settings,
-        world: World,
+        world: DistributedContext,
         report: Report,
         alarms: Alarms,
         last: int,

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import (
 from leaner_kernels.monitor.command_line import one_line
 from leaner_kernels.nn import Capturing
 
-Way = Literal["one", "fsdp", "ddp"]
+DataParallelMode = Literal["one", "fsdp", "ddp"]
 
 # Variables that torchrun sets, and those by which launchers say how many processes they started.
 _LAUNCHED = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
@@ -47,7 +47,7 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
-class World:
+class DistributedContext:
     """This process among all of them.
 
     Attributes:
@@ -124,7 +124,7 @@ def _say_that_it_is_alone() -> None:
 
 
 @contextmanager
-def world(timeout: float = 0) -> Iterator[World]:
+def init_distributed(timeout: float = 0) -> Iterator[DistributedContext]:
     """Join the processes that torchrun started, or be the only one; leave at the end.
 
     Args:
@@ -132,7 +132,7 @@ def world(timeout: float = 0) -> Iterator[World]:
             before it gives up; 0 leaves PyTorch's own.
 
     Yields:
-        The ``World``.
+        This process among all of them.
 
     Raises:
         ValueError: more processes on this machine than GPUs.
@@ -166,7 +166,7 @@ def world(timeout: float = 0) -> Iterator[World]:
         sys.excepthook = hook  # of PyTorch's: it names the rank, and stays
     try:
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
-        yield World(rank, size, local_size, device, *groups)
+        yield DistributedContext(rank, size, local_size, device, *groups)
     finally:
         dist.destroy_process_group()
 
@@ -201,19 +201,19 @@ def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None
         ) from error
 
 
-def uses_bf16(precision: str, world: World) -> bool:
+def uses_bf16(precision: str, world: DistributedContext) -> bool:
     """Return whether to compute in bfloat16: "auto" does on a GPU."""
     return precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
 
 
-def device_name(world: World) -> str:
+def device_name(world: DistributedContext) -> str:
     """Return what computes, for people."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"CPU, {torch.get_num_threads()} threads per rank"
 
 
-def way_of(shard: str, world: World) -> Way:
+def data_parallel_mode(shard: str, world: DistributedContext) -> DataParallelMode:
     """Return how ``--shard`` spreads a model over the processes."""
     if shard == "fsdp" or (shard == "auto" and world.size > 1):
         return "fsdp"
@@ -222,11 +222,11 @@ def way_of(shard: str, world: World) -> Way:
 
 def make_model(
     build: Callable[[], nn.Module],
-    world: World,
+    world: DistributedContext,
     *,
     seed: int,
     bf16: bool,
-    way: Way | None = None,
+    mode: DataParallelMode | None = None,
     activation_checkpointing: Literal["none", "full", "selective"] = "none",
     compile: bool = False,
 ) -> nn.Module:
@@ -240,7 +240,7 @@ def make_model(
         bf16: compute in bfloat16, norms included. Gradients are still added up over passes and
             ranks in float32, and the weights that the optimizer sees are float32, as are batch
             norms' statistics.
-        way: as ``way_of`` returns it; that of ``--shard auto`` when omitted.
+        mode: as ``data_parallel_mode`` returns it; that of ``--shard auto`` when omitted.
         activation_checkpointing: "full" keeps only the inputs of each block for the backward,
             "selective" also what attention operators return.
         compile: compile each block; ``all_blocks_compiled`` is for its training.
@@ -257,7 +257,7 @@ def make_model(
             block.forward = _checkpointed_forward(block, selective=selective, compile=compile)
         if compile:
             block.forward = torch.compile(block.forward)
-    if (way or way_of("auto", world)) == "fsdp":
+    if (mode or data_parallel_mode("auto", world)) == "fsdp":
         _fully_shard(model, world, bf16)
     elif bf16:
         from train.loop.rounding import round_weights
@@ -278,7 +278,7 @@ def all_blocks_compiled(model: nn.Module) -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
-def _fully_shard(model: nn.Module, world: World, bf16: bool) -> None:
+def _fully_shard(model: nn.Module, world: DistributedContext, bf16: bool) -> None:
     # Late: one process needs none of it, and it takes a second to import.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -298,21 +298,21 @@ class Passes:
     Args:
         model: of ``make_model``; with DDP equal on all ranks, and no parameter of it is frozen or
             thawed from here on.
-        way: as for ``make_model``.
+        mode: as for ``make_model``.
         world: the processes.
 
     Attributes:
         called: what the loss calls: the model, or it in DDP.
     """
 
-    def __init__(self, model: nn.Module, way: Way, world: World):
+    def __init__(self, model: nn.Module, mode: DataParallelMode, world: DistributedContext):
         self.model = self.called = model
         self.sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self.last: bool | None = None
         # Ranks that hold the same gradients.
-        self.copies = world.size if way == "ddp" else math.prod(world.shape[:-1])
+        self.copies = world.size if mode == "ddp" else math.prod(world.shape[:-1])
         self.no_flags = torch.zeros(2, device=world.device)
-        if way == "ddp":
+        if mode == "ddp":
             ddp = nn.parallel.DistributedDataParallel
             # Statistics of batch norms are averaged once a step. The name of that changed.
             names = inspect.signature(ddp).parameters
@@ -443,7 +443,7 @@ class BatchNorms:
             torch.where(skipped, copy, buffer, out=buffer)
 
     @torch.no_grad()
-    def share(self, world: World) -> None:
+    def share(self, world: DistributedContext) -> None:
         """Average the statistics over ranks, each of which saw a part of the batch.
 
         After every step: a resume and an evaluation then do not depend on which rank saves.

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from train.config.flags import Settings
-from train.data.sampler import BatchSampler, Split
+from train.data.sampler import BatchSampler, BatchSplit
 from train.loop import Task
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 
 class Budget:
@@ -94,7 +94,7 @@ class Schedule:
         world: the processes.
 
     Attributes:
-        split: how the items of a full batch divide among ranks and passes.
+        batch_split: how the items of a full batch divide among ranks and passes.
         steps_per_epoch: full batches in an epoch.
         budget: the passes of each step.
         steps: of the whole run.
@@ -103,10 +103,10 @@ class Schedule:
         ValueError: settings that do not fit each other or the data.
     """
 
-    def __init__(self, task: Task, settings: Settings, world: World):
+    def __init__(self, task: Task, settings: Settings, world: DistributedContext):
         self.task, self.settings, self.world = task, settings, world
-        self.split = Split(settings.batch_size, world.size, settings.accum)
-        self.steps_per_epoch = self._sampler(self.split, 0, 0).steps_per_epoch
+        self.batch_split = BatchSplit(settings.batch_size, world.size, settings.accum)
+        self.steps_per_epoch = self._sampler(self.batch_split, 0, 0).steps_per_epoch
         self.budget = budget_of(
             settings, steps_per_epoch=self.steps_per_epoch, tokens_per_item=task.tokens_per_item
         )
@@ -115,22 +115,22 @@ class Schedule:
     def sampler(self, first: int, last: int) -> BatchSampler:
         """Return the micro-batches of steps ``first`` to ``last`` for this rank."""
         if not self.settings.batch_size_warmup:
-            return self._sampler(self.split, first, last)
+            return self._sampler(self.batch_split, first, last)
         # Steps of different sizes: the epoch is cut into passes, and a step takes some of them.
-        one_pass = Split(self.split.micro_batch * self.world.size, self.world.size, 1)
+        one_pass = BatchSplit(self.batch_split.micro_batch * self.world.size, self.world.size, 1)
         return self._sampler(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
-    def _sampler(self, split: Split, first: int, last: int) -> BatchSampler:
+    def _sampler(self, batch_split: BatchSplit, first: int, last: int) -> BatchSampler:
         own = {"seed": self.settings.seed, "rank": self.world.rank, "repeats": self.task.repeats}
-        return BatchSampler(len(self.task.train), split, first=first, last=last, **own)
+        return BatchSampler(len(self.task.train), batch_split, first=first, last=last, **own)
 
     def items(self, step: int) -> int:
         """Return the items of a step, over all ranks."""
-        return self.budget.passes_of(step) * self.split.micro_batch * self.world.size
+        return self.budget.passes_of(step) * self.batch_split.micro_batch * self.world.size
 
     def epochs_before(self, step: int) -> float:
         """Return how many epochs are over before a step."""
-        return self.budget.passes_before[step] / (self.split.accum * self.steps_per_epoch)
+        return self.budget.passes_before[step] / (self.batch_split.accum * self.steps_per_epoch)
 
     def evaluation_is_due(self, done: int) -> bool:
         """Return whether an evaluation follows when so many steps are done."""

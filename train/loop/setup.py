@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from train.checkpoint.best import BestWeights
-from train.checkpoint.checkpoints import Checkpoints, read_details
+from train.checkpoint.checkpointer import Checkpointer, read_train_state
 from train.checkpoint.run_folder import (
     check_compatible,
     check_ranks_agree,
@@ -28,7 +28,7 @@ from train.loop import Task, parallel
 from train.loop.interrupt import Interrupt
 from train.loop.kappa import Kappa
 from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
-from train.loop.parallel import BatchNorms, Passes, World
+from train.loop.parallel import BatchNorms, DistributedContext, Passes
 from train.loop.schedule import Schedule
 
 # What a dry run predicts the memory of: how many GPUs share the weights. Several machines of eight
@@ -43,14 +43,14 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        settling: the step whose values were read last, or are read now.
+        metrics_step: the step whose values were read last, or are read now.
         skipped: steps without a break until now that were skipped.
         resumed_at: steps done whenever the run was resumed.
         unfinished: the row of the newest step where its evaluation is still to be done.
     """
 
     step: int = 0
-    settling: int = 0
+    metrics_step: int = 0
     skipped: int = 0
     resumed_at: list[int] = field(default_factory=list)
     unfinished: dict[str, Any] | None = None
@@ -62,7 +62,7 @@ class Run:
 
     task: Task
     settings: Settings
-    world: World
+    world: DistributedContext
     schedule: Schedule
     model: nn.Module
     norms: BatchNorms
@@ -70,7 +70,7 @@ class Run:
     optimizer: ShardAdamW
     average: WeightAverage
     best: BestWeights
-    checkpoints: Checkpoints
+    checkpointer: Checkpointer
     report: Report
     alarms: Alarms
     kappa: Kappa
@@ -79,7 +79,9 @@ class Run:
     progress: Progress
 
 
-def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> Run | None:
+def set_up(
+    task: Task, settings: Settings, world: DistributedContext, closing: ExitStack
+) -> Run | None:
     """Show the plan, and make what it needs; None for a dry run, which ends with the plan.
 
     Args:
@@ -99,7 +101,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     report = Report(folder, settings, is_main_process=world.rank == 0)
     plan = _plan(task, settings, world, schedule)
     if settings.dry_run and world.rank == 0:
-        plan |= _memory(task, settings, world, schedule.split.micro_batch)
+        plan |= _memory(task, settings, world, schedule.batch_split.micro_batch)
     report.plan(plan | {"folder": folder})
     if settings.dry_run:
         filled = replace(settings, dry_run=False)
@@ -109,13 +111,13 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     if world.device.type == "cuda":
         # Of an earlier run in this process.
         torch.cuda.reset_peak_memory_stats()
-    way = parallel.way_of(settings.shard, world)
+    mode = parallel.data_parallel_mode(settings.shard, world)
     model = parallel.make_model(
         task.build,
         world,
         seed=settings.seed,
         bf16=parallel.uses_bf16(settings.precision, world),
-        way=way,
+        mode=mode,
         activation_checkpointing=settings.ac,
         compile=settings.compile,
     )
@@ -131,16 +133,16 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     norms = BatchNorms(model)
     average = WeightAverage(model, norms, settings.ema)
     best = BestWeights(model, folder, world, task.best_of, report.log)
-    checkpoints = Checkpoints(folder / "checkpoints", world, keep=settings.keep, log=report.log)
+    checkpointer = Checkpointer(folder / "checkpoints", world, keep=settings.keep, log=report.log)
     progress = Progress()
 
     def report_bad_sample(message: str) -> None:
-        report.alarm([{"step": progress.settling, "kind": "data", "message": message}])
+        report.alarm([{"step": progress.metrics_step, "kind": "data", "message": message}])
 
     bad_samples = BadSamples(settings.bad_data_limit, world.agreement, report_bad_sample)
     alarms = Alarms(settings)
     interrupt = Interrupt()
-    path = checkpoints.find(settings.resume)
+    path = checkpointer.find(settings.resume)
     if path is None:
         if task.start is not None:
             task.start(model)
@@ -149,16 +151,16 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         best.forget()
         report.begin_anew()
     else:
-        saved = read_details(path)
+        saved = read_train_state(path)
         check_compatible(path, saved, settings, task.identity)
         if saved["step"] > schedule.steps:
             raise ValueError(
                 f"--resume {path} must have at most the {schedule.steps} steps of this run, got "
                 f"{saved['step']}"
             )
-        checkpoints.load(path, model, optimizer, average.weights)
+        checkpointer.load(path, model, optimizer, average.weights)
         best.take_up(path, saved["step"])
-        bad_samples.known = set(saved.get("bad_samples", ()))
+        bad_samples.messages = set(saved.get("bad_samples", ()))
         progress.step, progress.skipped = saved["step"], saved.get("skipped", 0)
         progress.resumed_at = [*saved.get("resumed_at", ()), progress.step]
         _take_up(saved.get("unfinished"), progress, schedule, report, alarms)
@@ -167,7 +169,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
     last = schedule.steps - 1
     kappa = Kappa(model, task, settings, world, report, alarms, last)
     return Run(
-        passes=Passes(model, way, world),
+        passes=Passes(model, mode, world),
         norms=norms,
         task=task,
         settings=settings,
@@ -177,7 +179,7 @@ def set_up(task: Task, settings: Settings, world: World, closing: ExitStack) -> 
         optimizer=optimizer,
         average=average,
         best=best,
-        checkpoints=checkpoints,
+        checkpointer=checkpointer,
         report=report,
         alarms=alarms,
         kappa=kappa,
@@ -208,15 +210,17 @@ def _take_up(
         report.begin_anew()
 
 
-def _plan(task: Task, settings: Settings, world: World, schedule: Schedule) -> dict[str, Any]:
-    split, steps = schedule.split, schedule.steps
+def _plan(
+    task: Task, settings: Settings, world: DistributedContext, schedule: Schedule
+) -> dict[str, Any]:
+    batch_split, steps = schedule.batch_split, schedule.steps
     return {
         **task.facts,
         "data": settings.data,
         f"training_{task.unit}": len(task.train),
         f"held-out_{task.unit}": 0 if task.held_out is None else len(task.held_out),
-        "batch_size": f"{settings.batch_size} = {world.size} ranks x {split.accum} passes x "
-        f"{split.micro_batch}",
+        "batch_size": f"{settings.batch_size} = {world.size} ranks x {batch_split.accum} passes x "
+        f"{batch_split.micro_batch}",
         "steps": f"{steps:,} = {steps / schedule.steps_per_epoch:.4g} epochs",
         "device": parallel.device_name(world),
         "precision": "bf16" if parallel.uses_bf16(settings.precision, world) else "fp32",
@@ -224,14 +228,14 @@ def _plan(task: Task, settings: Settings, world: World, schedule: Schedule) -> d
     }
 
 
-def _spread(settings: Settings, world: World, params: int) -> dict[str, Any]:
+def _spread(settings: Settings, world: DistributedContext, params: int) -> dict[str, Any]:
     """Return how the model is spread over the ranks and why, and what a rank holds of it."""
-    way = parallel.way_of(settings.shard, world)
+    mode = parallel.data_parallel_mode(settings.shard, world)
     plain = "each rank has the whole model (DDP)" if world.size > 1 else "plain parameters"
-    shown = f"FSDP2, {world.shape[-1]} shards" if way == "fsdp" else plain
+    shown = f"FSDP2, {world.shape[-1]} shards" if mode == "fsdp" else plain
     asked = settings.shard != "auto"
     why = f"--shard {settings.shard}" if asked else f"{world.size} rank{'s'[: world.size > 1]}"
-    shares = world.shape[-1] if way == "fsdp" else 1
+    shares = world.shape[-1] if mode == "fsdp" else 1
     return {
         "sharding": f"{shown}: {why}",
         # Weight, gradient and two moments in float32; activations come on top.
@@ -239,7 +243,9 @@ def _spread(settings: Settings, world: World, params: int) -> dict[str, Any]:
     }
 
 
-def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[str, Any]:
+def _memory(
+    task: Task, settings: Settings, world: DistributedContext, batch: int
+) -> dict[str, Any]:
     """Return the memory that a step is predicted to take on GPUs, and whether it fits."""
     from models import memory  # late: no run needs it
 
@@ -260,7 +266,7 @@ def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[st
     on_gpu = world.device.type == "cuda"
     room = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else ROOM
     found = {}
-    # On several machines each holds a whole model, as ``World.shape`` has it.
+    # On several machines each holds a whole model, as ``DistributedContext.shape`` has it.
     for gpus, shards in GPUS.items():
         shards = 1 if settings.shard == "none" else shards
         taken = memory.sharded(peak, model, shards, bf16=bf16)
@@ -272,7 +278,7 @@ def _memory(task: Task, settings: Settings, world: World, batch: int) -> dict[st
     return found
 
 
-def _seed(settings: Settings, world: World) -> None:
+def _seed(settings: Settings, world: DistributedContext) -> None:
     """Seed the global generators, and request deterministic kernels if the settings do."""
     if settings.deterministic:
         # cuBLAS reads this when it is first used.

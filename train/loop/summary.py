@@ -50,7 +50,7 @@ def summary_of(
         **best_of(run),
         **test,
         **finished,
-        "bad_samples": len(run.bad_samples.known),
+        "bad_samples": len(run.bad_samples.messages),
         "resumed_at": run.progress.resumed_at,
     }
 

@@ -18,7 +18,7 @@ from torch import distributed as dist
 
 from leaner_kernels.monitor import reshard
 from leaner_kernels.monitor.measurement import HostCopy, copy_to_host
-from leaner_kernels.monitor.writers import finite
+from leaner_kernels.monitor.run_files import finite
 from train.checkpoint.weights import about, export_weights, metadata
 from train.data.loader import DataSet, Fetched, default_workers, loading
 from train.data.sampler import seed_of
@@ -61,7 +61,7 @@ def train(run: Run) -> None:
 
 
 @dataclass
-class Pending:
+class PendingMetrics:
     """A step whose values are on their way from the device.
 
     Attributes:
@@ -86,7 +86,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
     """
     settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
     held_out: dict[str, float] = {}
-    before: Pending | None = None
+    before: PendingMetrics | None = None
     loader = loading(
         run.task.train,
         schedule.sampler(progress.step, schedule.steps),
@@ -94,7 +94,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
         device=run.world.device,
     )
     bar = report.progress(progress.step, schedule.steps, run.task.unit)
-    with run.checkpoints, loader as batches, bar:
+    with run.checkpointer, loader as batches, bar:
         if progress.unfinished is not None:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
@@ -103,7 +103,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
                 newest = optimizer_step(run, batches, timing)
-                stop = before is not None and settle(run, before)
+                stop = before is not None and log_metrics(run, before)
                 run.kappa.end()
             progress.step = done = step + 1
             newest.row |= timing
@@ -120,7 +120,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
                 before = newest
                 continue
             before = None
-            stop |= settle(run, newest, unfinished=evaluation_is_due)
+            stop |= log_metrics(run, newest, unfinished=evaluation_is_due)
             # While steps are skipped the weights are those of the checkpoint before, which may be
             # the last one that is any good.
             good = not progress.skipped or done == schedule.steps
@@ -133,7 +133,9 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
     return held_out
 
 
-def optimizer_step(run: Run, batches: Iterator[Fetched], timing: dict[str, float]) -> Pending:
+def optimizer_step(
+    run: Run, batches: Iterator[Fetched], timing: dict[str, float]
+) -> PendingMetrics:
     """Do one optimizer step; the host waits for data at most, never for the device.
 
     With a loss or gradient that is not finite on any rank it changes nothing on all of them.
@@ -192,10 +194,10 @@ def optimizer_step(run: Run, batches: Iterator[Fetched], timing: dict[str, float
     optimizer.zero_grad()
     row = {"step": step, "epoch": run.schedule.epochs_before(step), "loss": math.nan, "lr": rate}
     row["grad_norm"] = math.nan
-    return Pending(row, copy_to_host(values), bad_samples)
+    return PendingMetrics(row, copy_to_host(values), bad_samples)
 
 
-def settle(run: Run, pending: Pending, *, unfinished: bool = False) -> bool:
+def log_metrics(run: Run, pending: PendingMetrics, *, unfinished: bool = False) -> bool:
     """Read what a step gave, complete its row, and write that unless it is ``unfinished``.
 
     Collective.
@@ -211,7 +213,7 @@ def settle(run: Run, pending: Pending, *, unfinished: bool = False) -> bool:
     pending.values.wait()
     loss, norm, penalty, *flags = pending.values.host.tolist()
     stop, new = flags or (0.0, float(len(pending.bad_samples)))
-    run.progress.settling = row["step"]
+    run.progress.metrics_step = row["step"]
     run.bad_samples.share(new, pending.bad_samples)
     row |= {"loss": loss / size, "grad_norm": norm}
     if run.settings.kappa_penalty:
@@ -271,7 +273,7 @@ def evaluate_and_report(run: Run, row: dict[str, Any]) -> dict[str, float]:
     try:
         held_out = evaluate(run)
     except StoppedError:
-        if run.checkpoints.begun_step != run.progress.step:
+        if run.checkpointer.begun_step != run.progress.step:
             save(run, row)
         raise
     run.report.step(row | held_out)
@@ -283,18 +285,20 @@ def evaluate(run: Run) -> dict[str, float]:
     data = run.task.held_out
     if data is None:
         return {}
-    run.progress.settling = run.progress.step
+    run.progress.metrics_step = run.progress.step
     own = score(run, data)
     scores = {f"held_out_{name}": value for name, value in own.items()}
     if run.average.weights:
         with run.average.in_place():
             averaged = score(run, data)
         scores |= {f"held_out_ema_{name}": value for name, value in averaged.items()}
-    offer(run, {name: value for name, value in scores.items() if not name.startswith(_AVERAGED)})
+    save_if_best(
+        run, {name: value for name, value in scores.items() if not name.startswith(_AVERAGED)}
+    )
     return scores
 
 
-def offer(run: Run, scores: dict[str, float]) -> None:
+def save_if_best(run: Run, scores: dict[str, float]) -> None:
     """Write the weights as the best ones so far, if their scores are."""
     if run.best.is_beaten_by(scores):
         step = run.progress.step - 1  # of the row that has these scores
@@ -308,7 +312,7 @@ def score(run: Run, data: DataSet) -> dict[str, float]:
         run.model,
         data,
         run.world,
-        batch=run.schedule.split.micro_batch,
+        batch=run.schedule.batch_split.micro_batch,
         workers=data_workers(run),
         bad_samples=run.bad_samples,
         before_batch=partial(raise_if_stopped, run),
@@ -334,10 +338,10 @@ def any_rank_must_stop(run: Run) -> bool:
 def save(run: Run, unfinished: dict[str, Any] | None) -> None:
     """Save a checkpoint; ``unfinished`` is the row of a step that is yet to be evaluated."""
     progress = run.progress
-    details: dict[str, Any] = {
+    train_state: dict[str, Any] = {
         "settings": run.settings.as_json(),
         "skipped": progress.skipped,
-        "bad_samples": sorted(run.bad_samples.known),
+        "bad_samples": sorted(run.bad_samples.messages),
         "resumed_at": progress.resumed_at,
         "unfinished": None if unfinished is None else finite(unfinished),
         "about": about(run.task),
@@ -346,14 +350,14 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
     # A resume starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
-    run.checkpoints.save(progress.step, run.model, run.optimizer, run.average.weights, details)
+    run.checkpointer.save(progress.step, run.model, run.optimizer, run.average.weights, train_state)
 
 
 def report_stop(run: Run) -> None:
     """Print where a signal stopped the run, and raise SystemExit where nothing of it is saved."""
     step = run.progress.step
     cause = run.interrupt.received or "another rank's signal"
-    if run.report.is_main_process and run.checkpoints.saved_step != step:
+    if run.report.is_main_process and run.checkpointer.saved_step != step:
         raise SystemExit(f"stopped at step {step} by {cause}, not saved")
     run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
 
@@ -379,7 +383,7 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
                 best.keep(best.step, best.scores, metadata_of(run, best.step, best.scores | test))
     summary = summary_of(run, totals, held_out, test, finished)
     exported = export(run, held_out, test)
-    is_saved = exported or run.checkpoints.saved_step == run.progress.step
+    is_saved = exported or run.checkpointer.saved_step == run.progress.step
     if is_saved:
         run.report.summarize(summary)
         if run.best.step is not None:

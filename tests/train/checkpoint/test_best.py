@@ -28,7 +28,7 @@ ARGS = [*TINY, "--batch-size", 352, "--eval-every", 1, "--ckpt-every", EPOCH, "-
 
 @pytest.fixture
 def world():
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         yield world
 
 

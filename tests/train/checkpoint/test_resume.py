@@ -23,7 +23,7 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.checkpoints import find_damage
+from train.checkpoint.checkpointer import find_damage
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 

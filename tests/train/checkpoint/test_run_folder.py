@@ -16,7 +16,7 @@ from tests.train.image_files import photographs, write_folder
 from tests.train.launch import TINY, rows
 from tests.train.trained import gpt, train_text, train_vit
 from train import vit
-from train.checkpoint.checkpoints import find_damage
+from train.checkpoint.checkpointer import find_damage
 from train.checkpoint.run_folder import choose_folder
 from train.config.flags import Settings
 from train.loop import parallel
@@ -24,7 +24,7 @@ from train.loop import parallel
 
 @pytest.fixture
 def world():
-    with parallel.world() as alone:
+    with parallel.init_distributed() as alone:
         yield alone
 
 

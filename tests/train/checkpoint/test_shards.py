@@ -31,7 +31,7 @@ TENSORS = {
 @pytest.fixture
 def group():
     """One process that PyTorch's own checkpoints can work with."""
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         yield world.host_group
 
 
@@ -75,7 +75,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     said: dict[str, Any] = {}
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         for mesh_name, shape in MESHES.items():
             mesh = init_device_mesh("cpu", shape)
             placements = [Replicate()] * (len(shape) - 1) + [Shard(0)]
@@ -97,7 +97,7 @@ def work(rank: int, folder: Path) -> dict[str, Any]:
             load_tensors(path, own, world.host_group)
             for name, tensor in tensors.items():
                 assert torch.equal(whole_of(read[name]), whole_of(tensor)), name
-                shards.fill(own[name], torch.zeros(own[name].size))
+                shards.copy_part(own[name], torch.zeros(own[name].size))
                 assert not whole_of(read[name]).any()
         missing = path if rank == 0 else folder / "nowhere"
         with pytest.raises(ValueError, match="cannot load") as refused:

@@ -61,7 +61,7 @@ def of_one_step(name: str, recompute: str) -> tuple[dict[str, torch.Tensor], int
     found, entry = {}, architecture.DIGITS[name]
     # A scale of 1, the small model's, would hide that it was applied twice.
     scale = {"eta": 0.5} if "eta" in entry.sizes else {}
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         model = parallel.make_model(
             lambda: entry.build(**entry.sizes | scale, num_classes=10, drop_path=0.5),
             world,
@@ -97,7 +97,7 @@ def test_recomputation_changes_nothing_and_selective_computes_no_attention_twice
 
 def test_batch_norms_compute_in_bf16_with_statistics_in_float32():
     model = architecture.DIGITS["xcit_digits"]
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         build = {bf16: lambda: model.build(**model.sizes, num_classes=10) for bf16 in (False, True)}
         seen = {}
         for bf16 in (False, True):
@@ -113,7 +113,7 @@ def test_batch_norms_compute_in_bf16_with_statistics_in_float32():
 
 def test_the_average_of_the_weights_includes_the_statistics():
     entry = architecture.DIGITS["xcit_digits"]
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         build = partial(entry.build, **entry.sizes, num_classes=10)
         model = parallel.make_model(build, world, seed=0, bf16=False)
         norms = parallel.BatchNorms(model)

@@ -16,7 +16,7 @@ from train import vit
 from train.data.images import open_images
 from train.data.images.augment import Augment, EvaluationView
 from train.data.loader import Fetched, loading
-from train.data.sampler import BatchSampler, Split
+from train.data.sampler import BatchSampler, BatchSplit
 
 CPU = torch.device("cpu")
 TRAIN, HELD_OUT = photographs("train", 12), photographs("val", 5)
@@ -96,7 +96,7 @@ def test_tables_hold_what_the_folder_holds(root, hub, tars, parquet, tmp_path):
 def test_repeats_take_an_image_several_times_each_changed_otherwise(tars):
     train = opened(tars).train
     which = {"seed": 0, "rank": 0, "first": 0, "last": 4, "repeats": 3}
-    steps = list(BatchSampler(12, Split(6, 1, 1), **which))
+    steps = list(BatchSampler(12, BatchSplit(6, 1, 1), **which))
     assert [len({index for _, index in keys}) for keys in steps] == [2] * 4
     draws = [key for keys in steps for key in keys]
     assert len(set(draws)) == len(draws)
@@ -104,7 +104,9 @@ def test_repeats_take_an_image_several_times_each_changed_otherwise(tars):
     # The second epoch starts at step 2; copies are spread over the batch, and over ranks.
     assert {draw for draw, _ in steps[2]} == {3, 4, 5}
     assert [index for _, index in steps[0]] == [index for _, index in steps[0][:2]] * 3
-    ranks = [next(iter(BatchSampler(12, Split(6, 3, 1), **which | {"rank": r}))) for r in range(3)]
+    ranks = [
+        next(iter(BatchSampler(12, BatchSplit(6, 3, 1), **which | {"rank": r}))) for r in range(3)
+    ]
     assert [*chain(*ranks)] == steps[0]
     pixels, _ = train.__getitems__(steps[0])
     assert len(np.unique(pixels.flatten(1), axis=0)) == 6
@@ -248,7 +250,7 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     write(tmp_path, "val" if source in ("folder", "tars") else "validation", HELD_OUT)
     name = tmp_path if source in ("folder", "tars") else f"{source}:{tmp_path}"
     train = opened(name).train
-    order = BatchSampler(len(train), Split(6, 1, 1), seed=0, rank=0, first=0, last=4)
+    order = BatchSampler(len(train), BatchSplit(6, 1, 1), seed=0, rank=0, first=0, last=4)
     runs = [fetched(train, order, workers) for workers in (0, 2)]
     assert_same(*([batch.tensors for batch in run] for run in runs))
     bad_samples = [[batch.bad_samples for batch in run] for run in runs]

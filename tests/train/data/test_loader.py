@@ -17,7 +17,7 @@ from train.data.loader import (
     default_workers,
     loading,
 )
-from train.data.sampler import BatchSampler, Split
+from train.data.sampler import BatchSampler, BatchSplit
 from train.data.text.stream import TokenStream, Windows
 
 CPU = torch.device("cpu")
@@ -47,7 +47,7 @@ class Numbers:
 
 def order(steps: int = 8, first: int = 0, **split: int) -> BatchSampler:
     split = {"batch_size": 6, "ranks": 1, "accum": 1} | split
-    return BatchSampler(24, Split(**split), seed=0, rank=0, first=first, last=steps)
+    return BatchSampler(24, BatchSplit(**split), seed=0, rank=0, first=first, last=steps)
 
 
 def fetch(data, batches, workers: int = 0) -> list[Fetched]:
@@ -78,7 +78,7 @@ def test_stand_ins_depend_neither_on_workers_nor_on_ranks_nor_on_a_resume():
     assert values(fetch(data, order(), workers=2)) == values(whole)
     assert values(fetch(data, order(first=5), workers=1)) == values(whole[5:])
     halves = [
-        fetch(data, BatchSampler(24, Split(6, 2, 1), seed=0, rank=r, first=0, last=8))
+        fetch(data, BatchSampler(24, BatchSplit(6, 2, 1), seed=0, rank=r, first=0, last=8))
         for r in (0, 1)
     ]
     for batch, *shares in zip(whole, *halves, strict=True):

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image, ImageFilter
 from torchvision.transforms import InterpolationMode, v2
 
-from leaner_kernels.monitor.pictures import opened
 from tests.train.image_files import decode
 from train import vit
 from train.data.images import photographs
 from train.data.images.augment import Augment, EvaluationView, Region, TrainingView, seeded
 from train.data.images.photographs import pixels_of
+from train.data.pictures import opened
 
 BICUBIC = InterpolationMode.BICUBIC
 

@@ -9,14 +9,14 @@ from PIL import Image
 
 from train.data.images import open_images
 from train.data.loader import loading
-from train.data.sampler import BatchSampler, Split, held_out_share
+from train.data.sampler import BatchSampler, BatchSplit, held_out_share
 
 CPU = torch.device("cpu")
 
 
 def keys_of_steps(ranks: int, accum: int, first: int = 0, last: int = 5) -> list[set]:
     """The items of every step, over all ranks and passes."""
-    split = Split(24, ranks, accum)
+    split = BatchSplit(24, ranks, accum)
     orders = [
         list(BatchSampler(100, split, seed=3, rank=rank, first=first, last=last))
         for rank in range(ranks)
@@ -82,7 +82,7 @@ def test_held_out_digits_are_fixed_stratified_and_not_trained_on():
 
 
 def test_workers_are_gone_after_loading_even_when_it_is_cut_short():
-    order = BatchSampler(1000, Split(10, 1, 1), seed=0, rank=0, first=0, last=50)
+    order = BatchSampler(1000, BatchSplit(10, 1, 1), seed=0, rank=0, first=0, last=50)
     with loading(digits().train, order, workers=2, device=CPU) as batches:
         next(batches)
         workers = multiprocessing.active_children()
@@ -92,7 +92,7 @@ def test_workers_are_gone_after_loading_even_when_it_is_cut_short():
 
 def test_loading_leaves_the_global_generator_alone(folder):
     images = open_images(str(folder), size=16, channels=3, seed=0)
-    order = BatchSampler(len(images.train), Split(2, 1, 1), seed=0, rank=0, first=0, last=2)
+    order = BatchSampler(len(images.train), BatchSplit(2, 1, 1), seed=0, rank=0, first=0, last=2)
     torch.manual_seed(5)
     before = torch.get_rng_state()
     with loading(images.train, order, workers=0, device=CPU) as batches:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from rich.console import Console
 
-from leaner_kernels.monitor.writers import JsonLines
+from leaner_kernels.monitor.run_files import JsonLines
 from tests.train.launch import TINY, rows
 from train import vit
 

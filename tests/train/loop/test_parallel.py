@@ -121,14 +121,16 @@ def build() -> VisionTransformer:
     )
 
 
-def gradients(way: str, world: parallel.World, *, freeze: str = "") -> dict[str, torch.Tensor]:
+def gradients(
+    mode: str, world: parallel.DistributedContext, *, freeze: str = ""
+) -> dict[str, torch.Tensor]:
     """Return the gradients of two passes in bfloat16, with what the middle of a block computes."""
-    model = parallel.make_model(build, world, seed=0, bf16=True, way=way)
+    model = parallel.make_model(build, world, seed=0, bf16=True, mode=mode)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not freeze or not name.startswith(freeze))
     seen = []
     model.blocks[0].mlp.register_forward_hook(lambda _m, _i, out: seen.append(out.detach()))
-    passes = parallel.Passes(model, way, world)
+    passes = parallel.Passes(model, mode, world)
     generator = torch.Generator().manual_seed(0)
     for last in (False, True):
         with passes.one(last=last):
@@ -146,8 +148,10 @@ def gradients(way: str, world: parallel.World, *, freeze: str = "") -> dict[str,
 
 @pytest.mark.parametrize("freeze", ["", "blocks.0", "pos_embed"])
 def test_bf16_without_sharding_has_the_bits_of_fsdp(freeze):
-    with parallel.world() as world:
-        plain, ddp, fsdp = (gradients(way, world, freeze=freeze) for way in ("one", "ddp", "fsdp"))
+    with parallel.init_distributed() as world:
+        plain, ddp, fsdp = (
+            gradients(mode, world, freeze=freeze) for mode in ("one", "ddp", "fsdp")
+        )
     assert plain.keys() == ddp.keys() == fsdp.keys()
     for name, expected in fsdp.items():
         assert torch.equal(plain[name], expected), name
@@ -155,7 +159,7 @@ def test_bf16_without_sharding_has_the_bits_of_fsdp(freeze):
 
 
 def test_a_forward_that_no_backward_follows_leaves_float32_weights():
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         model = parallel.make_model(build, world, seed=0, bf16=True)
         passes = parallel.Passes(model, "one", world)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -170,16 +174,16 @@ def test_a_forward_that_no_backward_follows_leaves_float32_weights():
 
 
 def test_each_rank_decays_matrices_and_spares_norms_biases_and_positions():
-    with parallel.world() as world:
-        for way in ("one", "fsdp"):
-            model = parallel.make_model(build, world, seed=0, bf16=False, way=way)
+    with parallel.init_distributed() as world:
+        for mode in ("one", "fsdp"):
+            model = parallel.make_model(build, world, seed=0, bf16=False, mode=mode)
             optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.3)
             names = {id(share): name for name, share in optimizer.shares.items()}
             decay = {
                 names[id(p)]: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]
             }
             sharded = [isinstance(p, DTensor) for p in model.parameters()]
-            assert all(sharded) if way == "fsdp" else not any(sharded)
+            assert all(sharded) if mode == "fsdp" else not any(sharded)
             assert set(decay) == {name for name, _ in model.named_parameters()}
             for name, value in decay.items():
                 spared = name.endswith("bias") or "norm" in name

@@ -22,7 +22,7 @@ from train.loop import parallel
 from train.loop import train as loop
 from train.loop.kappa import Kappa
 from train.loop.optimizer import WeightAverage, make_optimizer
-from train.loop.parallel import BatchNorms, Passes, World
+from train.loop.parallel import BatchNorms, DistributedContext, Passes
 from train.loop.schedule import Schedule
 
 pytestmark = pytest.mark.slow
@@ -56,9 +56,9 @@ def run_of(name: str, precision: str, size: int) -> Any:
     words = [str(word) for word in [*STEPS, "--precision", precision, *more]]
     parsed = flags.parse(script.PROGRAM, "", words, kind, recipes=script.RECIPES)
     task, settings = script.make_task(parsed)
-    world = World(0, size, size, torch.device("meta"), None, None)
+    world = DistributedContext(0, size, size, torch.device("meta"), None, None)
     bf16 = settings.precision == "bf16"
-    model = parallel.make_model(task.build, world, seed=0, bf16=bf16, way="one")
+    model = parallel.make_model(task.build, world, seed=0, bf16=bf16, mode="one")
     norms, report = BatchNorms(model), mock.MagicMock()
     schedule = Schedule(task, settings, world)
     kappa = Kappa(model, task, settings, world, report, None, 99)

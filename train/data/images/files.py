@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from leaner_kernels.monitor.files import files_below, is_hidden, read_file
-from leaner_kernels.monitor.pictures import PICTURES
 from train.data.classes import composed
+from train.data.files import files_below, is_hidden, read_file
+from train.data.pictures import PICTURES
 from train.data.splits import HELD_OUT, split_in, splits_of
 
 # Up to so many files their sizes distinguish a data set from another.

@@ -10,9 +10,9 @@ import json
 import os
 from typing import Any
 
-from leaner_kernels.monitor.files import read_file
 from train.data import hub
 from train.data.classes import class_numbers, composed
+from train.data.files import read_file
 from train.data.images.files import size_of
 
 # Classes of a data set: neither memory nor time may follow from a label alone.

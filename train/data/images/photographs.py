@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.pictures import decoded, opened, turn_of, upright
 from train.data.images.augment import EvaluationView, Region, TrainingView, seeded
 from train.data.loader import Key
+from train.data.pictures import decoded, opened, turn_of, upright
 from train.data.sampler import seed_of
 
 

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.pictures import decoded, opened
 from train.data.images import DigitsToInput
 from train.data.images.augment import EvaluationView
 from train.data.images.photographs import pixels_of
+from train.data.pictures import decoded, opened
 
 if TYPE_CHECKING:
     from train.checkpoint.weights import Info

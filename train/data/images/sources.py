@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from leaner_kernels.monitor.command_line import one_line
-from leaner_kernels.monitor.files import is_hidden
+from train.data.files import is_hidden
 from train.data.hub import OF_PICTURES, tables_below
 from train.data.images import KINDS, hub
 from train.data.images.files import in_classes, open_folder

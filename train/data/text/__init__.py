@@ -131,10 +131,10 @@ def open_text(
         train, held_out = whole.tokens, part.tokens
     else:
         part, size = whole, len(whole.tokens)
-        cut = int(size * TRAIN)
+        boundary = int(size * TRAIN)
         if most_held_out is not None:
-            cut = max(cut, size - most_held_out)
-        train, held_out = whole.tokens.part(0, cut), whole.tokens.part(cut, size)
+            boundary = max(boundary, size - most_held_out)
+        train, held_out = whole.tokens.part(0, boundary), whole.tokens.part(boundary, size)
         which = f"the last {len(held_out):,} of {size:,} tokens"
     read = [whole] if part is whole else [whole, part]
     return Text(

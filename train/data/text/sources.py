@@ -13,9 +13,9 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
 
-from leaner_kernels.monitor.files import files_below, open_file, plain
 from train.data import hub
 from train.data.classes import composed
+from train.data.files import files_below, open_file, plain
 from train.data.splits import HELD_OUT, splits_of
 
 KINDS = (

@@ -19,7 +19,7 @@ import tokenizers as library
 import torch
 from torch import Tensor
 
-from leaner_kernels.monitor.files import check_own
+from leaner_kernels.monitor.run_files import check_own
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 
@@ -131,25 +131,27 @@ class Tokenizer:
             size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
             if self._lengths[torch.tensor([*chain(*encodings)], dtype=torch.long)].sum() == size:
                 return 0
-        known = [[token for token in tokens if token != self.unknown] for tokens in encodings]
+        in_vocabulary = [
+            [token for token in tokens if token != self.unknown] for tokens in encodings
+        ]
         with _errors_of_library(self.name):
-            decoded = self.tokenizer.decode_batch(known, skip_special_tokens=False)
+            decoded = self.tokenizer.decode_batch(in_vocabulary, skip_special_tokens=False)
         folds = self.tokenizer.normalizer is not None
         missing = _letters("".join(texts), folds) - _letters("".join(decoded), folds)
         return sum(n * len(c.encode("utf-8", "surrogatepass")) for c, n in missing.items())
 
-    def model_size(self, known: int | None) -> int:
-        """Return how many tokens a model has: ``known``, or as many as there are here.
+    def model_size(self, vocab_size: int | None) -> int:
+        """Return how many tokens a model has: ``vocab_size``, or as many as there are here.
 
         Raises:
-            ValueError: fewer are known than there are.
+            ValueError: ``vocab_size`` is less than the number of tokens here.
         """
-        if known is not None and known < self.vocab_size:
+        if vocab_size is not None and vocab_size < self.vocab_size:
             raise ValueError(
                 f"--vocab-size must be at least the {self.vocab_size} tokens of --tokenizer "
-                f"{self.name}, got {known}"
+                f"{self.name}, got {vocab_size}"
             )
-        return known or self.vocab_size
+        return vocab_size or self.vocab_size
 
 
 def _letters(text: str, folds: bool) -> Counter[str]:

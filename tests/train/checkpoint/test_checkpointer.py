@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from tests.train.launch import SHARD, manifest_of, whole_tensors
-from train.checkpoint.checkpoints import (
-    Checkpoints,
+from train.checkpoint.checkpointer import (
+    Checkpointer,
     find_damage,
-    read_details,
+    read_train_state,
 )
 from train.checkpoint.weights import open_weights
 from train.loop import parallel
@@ -48,18 +48,18 @@ class Model(nn.Module):
 
 @pytest.fixture
 def world():
-    with parallel.world() as world:
+    with parallel.init_distributed() as world:
         yield world
 
 
 @pytest.fixture(params=["one", "fsdp"])
 def made(world, tmp_path, request):
     """A model after one step, its optimizer, and a place for checkpoints."""
-    model = parallel.make_model(Model, world, seed=0, bf16=False, way=request.param)
+    model = parallel.make_model(Model, world, seed=0, bf16=False, mode=request.param)
     optimizer = make_optimizer(model, lr=1e-3, weight_decay=0.01)
     step(model, optimizer)
     said: list[str] = []
-    return model, optimizer, Checkpoints(tmp_path / "c", world, keep=2, log=said.append), said
+    return model, optimizer, Checkpointer(tmp_path / "c", world, keep=2, log=said.append), said
 
 
 def step(model: nn.Module, optimizer: ShardAdamW) -> None:
@@ -68,9 +68,9 @@ def step(model: nn.Module, optimizer: ShardAdamW) -> None:
     optimizer.zero_grad()
 
 
-def names(checkpoints: Checkpoints) -> list[str]:
+def names(checkpointer: Checkpointer) -> list[str]:
     """What is in the folder of checkpoints."""
-    return sorted(path.name for path in checkpoints.folder.iterdir())
+    return sorted(path.name for path in checkpointer.folder.iterdir())
 
 
 def state(model: nn.Module, optimizer: ShardAdamW) -> list[torch.Tensor]:
@@ -81,64 +81,64 @@ def state(model: nn.Module, optimizer: ShardAdamW) -> list[torch.Tensor]:
 
 
 def test_a_checkpoint_holds_the_moment_of_its_call_and_training_goes_on(made):
-    model, optimizer, checkpoints, said = made
+    model, optimizer, checkpointer, said = made
     before = state(model, optimizer)
-    with checkpoints:
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
         with torch.no_grad():
             for p in model.parameters():
                 local(p).fill_(7.0)
         step(model, optimizer)
-    assert (said, checkpoints.saved_step) == ([], 1)
-    path = checkpoints.find("auto")
+    assert (said, checkpointer.saved_step) == ([], 1)
+    path = checkpointer.find("auto")
     assert path is not None
-    checkpoints.load(path, model, optimizer, {})
+    checkpointer.load(path, model, optimizer, {})
     for now, then in zip(state(model, optimizer), before, strict=True):
         assert torch.equal(now, then)
 
 
 def test_the_global_generator_continues(made):
-    model, optimizer, checkpoints, _ = made
-    with checkpoints:
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    model, optimizer, checkpointer, _ = made
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
     first = torch.rand(9)
-    checkpoints.load(checkpoints.find("auto"), model, optimizer, {})
+    checkpointer.load(checkpointer.find("auto"), model, optimizer, {})
     assert torch.equal(torch.rand(9), first)
 
 
 def test_a_checkpoint_that_lost_a_file_does_not_push_out_a_whole_one(made):
-    model, optimizer, checkpoints, _ = made
-    with checkpoints:
+    model, optimizer, checkpointer, _ = made
+    with checkpointer:
         for number in (1, 2):
-            checkpoints.save(number, model, optimizer, {}, SETTINGS)
-        checkpoints.wait()
-        (checkpoints.folder / "step-00000002" / SHARD).unlink()
-        checkpoints.save(3, model, optimizer, {}, SETTINGS)
-        checkpoints.wait()
-        assert names(checkpoints) == [*(f"step-0000000{n}" for n in (1, 2, 3))]
-        checkpoints.save(4, model, optimizer, {}, SETTINGS)
-    assert names(checkpoints) == ["step-00000003", "step-00000004"]
+            checkpointer.save(number, model, optimizer, {}, SETTINGS)
+        checkpointer.wait()
+        (checkpointer.folder / "step-00000002" / SHARD).unlink()
+        checkpointer.save(3, model, optimizer, {}, SETTINGS)
+        checkpointer.wait()
+        assert names(checkpointer) == [*(f"step-0000000{n}" for n in (1, 2, 3))]
+        checkpointer.save(4, model, optimizer, {}, SETTINGS)
+    assert names(checkpointer) == ["step-00000003", "step-00000004"]
 
 
 def test_a_failed_save_leaves_the_others_and_a_later_one_works_again(made, monkeypatch):
-    model, optimizer, checkpoints, said = made
+    model, optimizer, checkpointer, said = made
 
     def full(_descriptor):
         raise OSError(28, "No space left on device")
 
-    with checkpoints:
+    with checkpointer:
         for number in (1, 2):
-            checkpoints.save(number, model, optimizer, {}, SETTINGS)
-        checkpoints.wait()
+            checkpointer.save(number, model, optimizer, {}, SETTINGS)
+        checkpointer.wait()
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", full)
             for number in (3, 4, 5):
-                checkpoints.save(number, model, optimizer, {}, SETTINGS)
-            checkpoints.wait()
-        assert names(checkpoints) == ["step-00000001", "step-00000002"]
-        assert checkpoints.saved_step == 2
-        checkpoints.save(6, model, optimizer, {}, SETTINGS)
-    assert names(checkpoints) == ["step-00000002", "step-00000006"]
+                checkpointer.save(number, model, optimizer, {}, SETTINGS)
+            checkpointer.wait()
+        assert names(checkpointer) == ["step-00000001", "step-00000002"]
+        assert checkpointer.saved_step == 2
+        checkpointer.save(6, model, optimizer, {}, SETTINGS)
+    assert names(checkpointer) == ["step-00000002", "step-00000006"]
     assert said == [
         f"checkpoint of step {number} not saved, training goes on: "
         "[Errno 28] No space left on device"
@@ -147,11 +147,11 @@ def test_a_failed_save_leaves_the_others_and_a_later_one_works_again(made, monke
 
 
 def test_one_that_cannot_take_the_place_of_another_leaves_it_there(made, monkeypatch):
-    model, optimizer, checkpoints, said = made
-    with checkpoints:
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
-        checkpoints.wait()
-        before = manifest_of(checkpoints.folder / "step-00000001")
+    model, optimizer, checkpointer, said = made
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
+        checkpointer.wait()
+        before = manifest_of(checkpointer.folder / "step-00000001")
         rename = Path.rename
 
         def refuse(path, target):
@@ -160,18 +160,18 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(made, monkeyp
             return rename(path, target)
 
         monkeypatch.setattr(Path, "rename", refuse)
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
-    assert manifest_of(checkpoints.folder / "step-00000001") == before
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
+    assert manifest_of(checkpointer.folder / "step-00000001") == before
     assert len(said) == 1
 
 
 @pytest.fixture
 def saved(made):
     """A checkpoint to tamper with."""
-    model, optimizer, checkpoints, _ = made
-    with checkpoints:
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
-    return checkpoints.folder / "step-00000001"
+    model, optimizer, checkpointer, _ = made
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
+    return checkpointer.folder / "step-00000001"
 
 
 def seal(checkpoint: Path) -> None:
@@ -236,12 +236,12 @@ def test_a_manifest_that_no_run_writes_is_damage(tmp_path, manifest):
     ids=lambda value: str(value)[:20],
 )
 def test_a_state_that_no_run_writes_is_refused_in_one_line(saved, made, state, message):
-    model, optimizer, checkpoints, _ = made
+    model, optimizer, checkpointer, _ = made
     if isinstance(state, dict):
-        state = json.dumps(read_details(saved) | state)
+        state = json.dumps(read_train_state(saved) | state)
     (saved / "state.json").write_text(state)
     seal(saved)
-    for read in (read_details, lambda path: checkpoints.load(path, model, optimizer, {})):
+    for read in (read_train_state, lambda path: checkpointer.load(path, model, optimizer, {})):
         with pytest.raises(ValueError, match=rf"state\.json {message}") as caught:
             read(saved)
         assert "\n" not in str(caught.value)
@@ -301,11 +301,11 @@ SHARDS = {
 def test_a_shard_that_no_run_writes_is_refused_in_one_line_and_no_code_runs(
     saved, made, here, content
 ):
-    model, optimizer, checkpoints, _ = made
+    model, optimizer, checkpointer, _ = made
     (saved / SHARD).write_bytes(SHARDS[content])
     seal(saved)
     for read in (
-        lambda: checkpoints.load(saved, model, optimizer, {}),
+        lambda: checkpointer.load(saved, model, optimizer, {}),
         lambda: open_weights(saved, "--checkpoint").load(model, set()),
         lambda: whole_tensors(saved),
     ):
@@ -317,9 +317,9 @@ def test_a_shard_that_no_run_writes_is_refused_in_one_line_and_no_code_runs(
 
 
 def test_another_model_is_refused_with_what_differs(made, world):
-    model, optimizer, checkpoints, _ = made
-    with checkpoints:
-        checkpoints.save(1, model, optimizer, {}, SETTINGS)
+    model, optimizer, checkpointer, _ = made
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
     average = {"blocks.0.weight": model.blocks[0].weight.detach().clone()}
     with pytest.raises(ValueError, match=r"cannot load .*average\.blocks\.0\.weight"):
-        checkpoints.load(checkpoints.folder / "step-00000001", model, optimizer, average)
+        checkpointer.load(checkpointer.folder / "step-00000001", model, optimizer, average)

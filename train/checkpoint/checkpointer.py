@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from leaner_kernels.monitor.files import open_own, read_own, sync
-from leaner_kernels.monitor.rows import is_row
+from leaner_kernels.monitor.run_files import is_row, open_own, read_own, sync
 from train.checkpoint.shards import (
     Part,
     cause,
@@ -37,7 +36,7 @@ from train.checkpoint.shards import (
     write_synced,
 )
 from train.loop.optimizer import ShardAdamW, moments
-from train.loop.parallel import World
+from train.loop.parallel import DistributedContext
 
 
 def checkpoint_name(step: int) -> str:
@@ -130,7 +129,7 @@ _OPTIONAL = {
 }
 
 
-def read_details(path: Path) -> dict[str, Any]:
+def read_train_state(path: Path) -> dict[str, Any]:
     """Return what a checkpoint was saved with beside its tensors: step, settings, ranks, ...
 
     Raises:
@@ -138,26 +137,26 @@ def read_details(path: Path) -> dict[str, Any]:
         OSError: it cannot be read.
     """
     try:
-        details = json.loads(read_own(path / "state.json"))
+        train_state = json.loads(read_own(path / "state.json"))
     except (ValueError, RecursionError):
         raise ValueError(f"{path / 'state.json'} is not JSON") from None
-    if not isinstance(details, dict):
-        raise ValueError(f"{path / 'state.json'} must be an object, got {short(details)}")
-    optional = {name: fits for name, fits in _OPTIONAL.items() if name in details}
+    if not isinstance(train_state, dict):
+        raise ValueError(f"{path / 'state.json'} must be an object, got {short(train_state)}")
+    optional = {name: fits for name, fits in _OPTIONAL.items() if name in train_state}
     for name, fits in (_DETAILS | optional).items():
-        if not fits(details.get(name)):
+        if not fits(train_state.get(name)):
             raise ValueError(
-                f"{path / 'state.json'} has an invalid {name}, got {short(details.get(name))}: "
+                f"{path / 'state.json'} has an invalid {name}, got {short(train_state.get(name))}: "
                 "resume from another checkpoint"
             )
-    return details
+    return train_state
 
 
 # What a checkpoint is called while the next one of the same step takes its place.
 _REPLACED = ".replaced-"
 
 
-class Checkpoints:
+class Checkpointer:
     """The checkpoints of one run; leaving it as a context waits for the one being written.
 
     Every rank calls every method, in the same order.
@@ -174,7 +173,9 @@ class Checkpoints:
         saved_step: the same of those that are whole on disk, on rank 0 alone.
     """
 
-    def __init__(self, folder: Path, world: World, *, keep: int, log: Callable[[str], None]):
+    def __init__(
+        self, folder: Path, world: DistributedContext, *, keep: int, log: Callable[[str], None]
+    ):
         self.folder, self.world, self.keep, self.log = folder, world, keep, log
         self.begun_step: int | None = None
         self.saved_step: int | None = None
@@ -196,7 +197,7 @@ class Checkpoints:
         model: nn.Module,
         optimizer: ShardAdamW,
         average: dict[str, Tensor],
-        details: dict[str, Any],
+        train_state: dict[str, Any],
     ) -> None:
         """Copy the state now and write it in the background.
 
@@ -207,14 +208,18 @@ class Checkpoints:
             model: sharded by FSDP2, or not.
             optimizer: of its parameters.
             average: the running average of the weights, by name; or empty.
-            details: what else to keep, as JSON types.
+            train_state: what else to keep, as JSON types.
         """
         self.wait()
         if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
             self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
-        details = details | {"step": step, "ranks": self.world.size, "torch": torch.__version__}
+        train_state = train_state | {
+            "step": step,
+            "ranks": self.world.size,
+            "torch": torch.__version__,
+        }
         parts = self._copy(self._parts(model, optimizer, average) | self._random_parts())
-        self._pending = self._writer.submit(self._write, step, parts, details)
+        self._pending = self._writer.submit(self._write, step, parts, train_state)
         self.begun_step = step
 
     def wait(self) -> None:
@@ -256,7 +261,7 @@ class Checkpoints:
             torch.cuda.synchronize(self.world.device)
         return {name: part._replace(local=self._copies[name]) for name, part in owned.items()}
 
-    def _write(self, step: int, parts: dict[str, Part], details: dict[str, Any]) -> None:
+    def _write(self, step: int, parts: dict[str, Part], train_state: dict[str, Any]) -> None:
         """Write this rank's file; on rank 0 put the checkpoint in place when all have."""
         partial, group = self.folder / f".{checkpoint_name(step)}", self.world.host_group
         name = f"shard-{self.world.rank + 1:05}-model-00001-of-00001.safetensors"
@@ -273,16 +278,18 @@ class Checkpoints:
         written: list[Any] = [None] * self.world.size
         dist.all_gather_object(written, (files, error), group=group)
         if self.world.rank == 0:
-            self._seal(partial, step, details, written)
+            self._seal(partial, step, train_state, written)
 
-    def _seal(self, partial: Path, step: int, details: dict[str, Any], written: list[Any]) -> None:
+    def _seal(
+        self, partial: Path, step: int, train_state: dict[str, Any], written: list[Any]
+    ) -> None:
         try:
             files: dict[str, Any] = {}
             for of_rank, error in written:
                 if error is not None:
                     raise OSError(error)
                 files |= of_rank
-            files["state.json"] = _write_new(partial / "state.json", _json(details))
+            files["state.json"] = _write_new(partial / "state.json", _json(train_state))
             _write_new(partial / "manifest.json", _json({"files": files}))
             _sync(partial)
             self._put_in_place(partial, self.folder / checkpoint_name(step))
@@ -414,13 +421,13 @@ class Checkpoints:
         Raises:
             ValueError: it was saved from another model, or is not as a run writes it.
         """
-        details = read_details(path)
+        train_state = read_train_state(path)
         parts = self._parts(model, optimizer, average)
         random_parts: dict[str, Part] = {}
-        if details["ranks"] == self.world.size:
+        if train_state["ranks"] == self.world.size:
             random_parts = self._random_parts()
         elif self.world.rank == 0:
-            self.log(f"resuming on {self.world.size} ranks what {details['ranks']} ranks saved")
+            self.log(f"resuming on {self.world.size} ranks what {train_state['ranks']} ranks saved")
         load_tensors(path, parts | random_parts, self.world.host_group)
         if random_parts:
             _set_random_state(
