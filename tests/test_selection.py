@@ -33,21 +33,35 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("path", "environment", "command", "workers"),
     [
-        (INTERPRETED, {}, "TRITON_INTERPRET=1 pytest tests/interpreter -k 'not nothing'", "2"),
-        (COMPILED, {}, "LEANER_EXECUTE=1 pytest tests/compiled -k 'not nothing'", "0"),
-        (AOT, {"TRITON_INTERPRET": "1"}, "pytest tests/aot -k 'not nothing'", "0"),
+        (INTERPRETED, {}, "pytest tests/interpreter --backend interpreter -k 'not nothing'", "2"),
+        (COMPILED, {}, "pytest tests/compiled --backend executed -k 'not nothing'", "0"),
+        (AOT, {"TRITON_INTERPRET": "1"}, "pytest tests/aot --backend cpu -k 'not nothing'", "0"),
     ],
     ids=["interpreter", "compiled", "aot"],
 )
 def test_a_folder_that_needs_another_process_fails_the_run(path, environment, command, workers):
-    others = "tests/test_names.py"
-    status, line = run(path, others, "-k", "not nothing", "-n", workers, **environment)
+    others = [] if "TRITON_INTERPRET" in environment else ["tests/test_names.py"]
+    status, line = run(path, *others, "-k", "not nothing", "-n", workers, **environment)
     assert status == 1
     assert line.startswith("FAILED: no test of tests/")
     assert line.endswith(f": {command}")
 
 
-def test_a_folder_whose_tests_run_is_green():
-    status, line = run(INTERPRETED, TRITON_INTERPRET="1")
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [(("--backend", "interpreter"), {}), ((), {"TRITON_INTERPRET": "1"})],
+    ids=["option", "environment"],
+)
+def test_a_folder_whose_tests_run_is_green(options, environment):
+    status, line = run(INTERPRETED, *options, **environment)
     assert status == 0
     assert " passed" in line
+
+
+@pytest.mark.parametrize(
+    ("backend", "environment"),
+    [("gpu", {"CUDA_VISIBLE_DEVICES": ""}), ("cpu", {"LEANER_EXECUTE": "1"})],
+)
+def test_a_backend_that_the_process_cannot_have_is_refused(backend, environment):
+    status, _ = run(INTERPRETED, "--backend", backend, **environment)
+    assert status == pytest.ExitCode.USAGE_ERROR
