@@ -1,4 +1,4 @@
-"""Where a test computes: the CPU, Triton's interpreter, compiled kernels executed in software, a GPU.
+"""Where a test computes: the CPU, Triton's interpreter, compiled code in software, or a GPU.
 
 A process serves one backend, ``pytest --backend NAME``: Triton decides when it is imported whether
 kernels are interpreted or compiled. A test runs on the backends that ``@pytest.mark.backends``
@@ -26,7 +26,7 @@ class Target(NamedTuple):
 
     Attributes:
         backend: one of ``BACKENDS``.
-        dtype: of the tensors of a test.
+        dtype: of a test's tensors.
         rounding: of the interpreter: "exact" to nearest, "gpu" as tensor cores do.
         capability: of the GPU whose code is executed, such as 90.
     """
@@ -71,10 +71,11 @@ def check_findings(executions: list[Any]) -> None:
     assert not findings, "\n".join([f"{total} findings, the first of them:", *findings[:5]])
 
 
-# --- Parameters ("case", "target") of a test --------------------------------------------------------
+# --- Parameters ("case", "target") of a test ------------------------------------------------------
 
 
-def _parameter(case: Any, target: Target, *marks: pytest.MarkDecorator) -> Any:
+def one(case: Any, target: Target, *marks: pytest.MarkDecorator) -> Any:
+    """Return a case on a target."""
     marks = pytest.mark.backends(target.backend), *marks
     return pytest.param(case, target, marks=marks, id=f"{case.name}-{target}")
 
@@ -83,7 +84,7 @@ def on_cpu(
     cases: Iterable[Any], dtypes: Iterable[torch.dtype] = (FLOAT32, FLOAT16, BFLOAT16)
 ) -> list[Any]:
     """Return every case in each dtype on the CPU."""
-    return [_parameter(case, Target(CPU, dtype)) for case in cases for dtype in dtypes]
+    return [one(case, Target(CPU, dtype)) for case in cases for dtype in dtypes]
 
 
 def in_interpreter(cases: Iterable[Any], half_first: bool = False) -> list[Any]:
@@ -103,7 +104,7 @@ def in_interpreter(cases: Iterable[Any], half_first: bool = False) -> list[Any]:
         ]
     arithmetic += [(FLOAT16, "gpu", nightly), (BFLOAT16, "gpu", nightly)]
     return [
-        _parameter(case, Target(INTERPRETER, dtype, rounding), *marks)
+        one(case, Target(INTERPRETER, dtype, rounding), *marks)
         for case in cases
         for dtype, rounding, *marks in arithmetic
     ]
@@ -124,10 +125,10 @@ def executed(cases: Iterable[Any], each_commit: set[tuple[str, torch.dtype, int]
                 row = case.name, dtype, capability
                 left.discard(row)
                 if row in each_commit:
-                    rows.append(_parameter(case, Target(EXECUTED, dtype, capability=capability)))
+                    rows.append(one(case, Target(EXECUTED, dtype, capability=capability)))
                 elif capability in (80, 90):
                     target = Target(EXECUTED, dtype, capability=capability)
-                    rows.append(_parameter(case, target, pytest.mark.nightly))
+                    rows.append(one(case, target, pytest.mark.nightly))
     assert not left, f"no such case: {left}"
     return rows
 
@@ -136,10 +137,10 @@ def on_gpu(
     cases: Iterable[Any], dtypes: Iterable[torch.dtype] = (BFLOAT16, FLOAT16, FLOAT32)
 ) -> list[Any]:
     """Return every case in each dtype on a GPU."""
-    return [_parameter(case, Target(GPU, dtype)) for case in cases for dtype in dtypes]
+    return [one(case, Target(GPU, dtype)) for case in cases for dtype in dtypes]
 
 
-# --- The backend of a process -----------------------------------------------------------------------
+# --- The backend of a process ---------------------------------------------------------------------
 
 
 def prepare(backend: str | None, rehearse: str | None) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from tests import backends, selection
 
-# On a GPU, where time is limited: what none has run yet, then few and quick tests of others' models.
-ORDER = {"test_compile_gpu.py": -2, "test_transformers_gpu.py": -1}
+# Where a GPU's time is limited: what none has run yet, then few and quick tests of others' models.
+ORDER = {"test_compile.py": -2, "test_transformers_gpu.py": -1}
 NOT_REHEARSED = Path(__file__).parent / "gpu/not_rehearsed.toml"
 
 
@@ -95,7 +95,7 @@ def poison_uninitialised_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-# --- Triton's interpreter ---------------------------------------------------------------------------
+# --- Triton's interpreter -------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +138,7 @@ def gpu_rounding(rounding: None) -> Iterator[None]:
         yield
 
 
-# --- The executor of compiled kernels ---------------------------------------------------------------
+# --- The executor of compiled kernels -------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -154,7 +154,7 @@ def executor(pytestconfig: pytest.Config) -> None:
         pytest.skip(str(error))
 
 
-# --- A GPU ------------------------------------------------------------------------------------------
+# --- A GPU ----------------------------------------------------------------------------------------
 
 
 class ReplaceLostWorkers:

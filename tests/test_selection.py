@@ -27,7 +27,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     done = subprocess.run(
         command, cwd=ROOT, env=inherited | environment, capture_output=True, text=True, check=False
     )
-    return done.returncode, done.stdout.splitlines()[-1]
+    return done.returncode, (done.stdout.splitlines() or [done.stderr])[-1]
 
 
 @pytest.mark.parametrize(

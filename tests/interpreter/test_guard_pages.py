@@ -17,16 +17,10 @@ import torch
 from torch import Tensor
 
 from tests import attention_cases, varlen_cases
-from tests.operator_cases import (
-    CHANNEL,
-    CROSS,
-    CovarianceTestCase,
-    OperatorTestCase,
-    OutlookTestCase,
-    WindowTestCase,
-    make_inputs,
-    run_kernels,
-)
+from tests.operators import CHANNEL, CROSS, Case, make_inputs, run_kernels
+from tests.ops.test_covariance import CovarianceTestCase
+from tests.ops.test_outlook import OutlookTestCase
+from tests.ops.test_windows import WindowTestCase
 from tests.placement import behind_guards, in_a_process
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -36,8 +30,8 @@ import triton
 import triton.language as tl
 
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.attention.kernels import online
-from tests.interpreter import test_attention_kernels, test_short_kernels
+from leaner_kernels.ops.attention.kernels import online as kernels
+from tests.interpreter import online, test_short_kernels
 
 Results = dict[str, Tensor]
 HALF, SINGLE = torch.float16, torch.float32
@@ -52,7 +46,7 @@ EVERYTHING = {"lengths": (3, 19), "mask": "additive", "dropout_p": 0.3}
 
 
 def any_length(**sizes: Any) -> Results:
-    return test_attention_kernels.run_kernels(attention(**sizes))
+    return online.run(attention(**sizes))
 
 
 def whole_heads(**sizes: Any) -> Results:
@@ -61,7 +55,7 @@ def whole_heads(**sizes: Any) -> Results:
 
 def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
-    with mock.patch.object(online, "SPARE_PROGRAMS", 3):
+    with mock.patch.object(kernels, "SPARE_PROGRAMS", 3):
         out, *rest, max_log_sum = op.attend_cuda(
             op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
         )
@@ -73,7 +67,7 @@ def packed(**sizes: Any) -> Results:
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
 
-def operator(case: OperatorTestCase, dtype: torch.dtype = HALF) -> Results:
+def operator(case: Case, dtype: torch.dtype = HALF) -> Results:
     return run_kernels(make_inputs(case, dtype))
 
 
