@@ -53,7 +53,23 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--backend gpu needs a CUDA device, none is visible: --rehearse")
     elif backends.GPU in selected and hasattr(config, "workerinput"):
         config.pluginmanager.register(ReplaceLostWorkers())
-    config.pluginmanager.register(selection.Unrun(config), "unrun")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"backend: {', '.join(backends.selected(config))}; others: --backend NAME"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+) -> None:
+    """Say why no test ran, which fails the run."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        others = ", ".join(b for b in backends.BACKENDS if b not in backends.selected(config))
+        terminalreporter.write_line(
+            f"no selected test runs on {', '.join(backends.selected(config))}; "
+            f"--backend names another: {others}",
+            red=True,
+        )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -70,7 +86,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     selected = set(backends.selected(config))
     chosen = [item for item in items if selected & set(backends.backends_of(item))]
-    config.pluginmanager.get_plugin("unrun").note(set(items) - set(chosen))
     if config.getoption("rehearse"):
         chosen = selection.rehearsed(chosen, tomllib.loads(NOT_REHEARSED.read_text("utf-8")))
     if config.getoption("first_case") or config.getoption("rehearse") == "bodies":

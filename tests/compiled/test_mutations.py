@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
-    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench.gpu_model import decode
 from bench.gpu_model.execute import Execution, ExecutionError, executing

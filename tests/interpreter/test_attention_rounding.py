@@ -18,7 +18,7 @@ from tests.attention_cases import (
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.attention import reference

@@ -24,7 +24,7 @@ from tests.ops.test_windows import WindowTestCase
 from tests.placement import behind_guards, in_a_process
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 import triton
 import triton.language as tl

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops.attention.kernels import online as kernels
 from tests.attention_cases import CASES, NAMES, make_inputs, peers_of, reference_results

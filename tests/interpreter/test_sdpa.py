@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops.attention import op
 from tests import varlen_cases

@@ -26,7 +26,7 @@ from tests.error_budget import assert_all_within_budget
 from tests.interpreter.rounding import in_half_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
