@@ -301,9 +301,16 @@ def reference_results(
 
 
 def _fused_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, p: Tensor, keep: Tensor | None, dropout_p: float,
-    scale: float, softcap: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Tensor,
+    keep: Tensor | None,
+    dropout_p: float,
+    scale: float,
+    softcap: float,
+) -> tuple[Tensor, ...]:
     """Return what ``reference.backward`` does, delta taken from the output."""
     delta = (grad * reference.attend(p, v, keep, dropout_p)).sum(dim=-1, keepdim=True)
     groups = k.shape[1], q.shape[1] // k.shape[1]

@@ -186,9 +186,10 @@ def test_sequences_side_by_side_stay_within_the_error_budget(name: str, case_nam
         results = getattr(aten, f"{name}_forward")(*forward, **kwargs)
         out, lse, *_, state, offset, _ = results
         backward = inputs.grad, *tensors, out, lse
-        backward += (*ends, *dropout, state, offset) if not extra else (
-            state, offset, None, *ends, *dropout,
-        )  # fmt: skip
+        if extra:
+            backward += state, offset, None, *ends, *dropout
+        else:
+            backward += *ends, *dropout, state, offset
         gradients = getattr(aten, f"{name}_backward")(*backward, **kwargs)
     assert not below
     if name == FLASH_VARLEN:  # PyTorch has no fake kernels of cuDNN's

@@ -52,8 +52,11 @@ def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) 
     assert shapes_of(attention, tensors, **PARAMS[name]) == [out.shape]
     per_head = [(batch, heads)] * 5
     assert shapes_of(attention_with_stats, tensors, **PARAMS[name]) == [
-        out.shape, (batch, heads, rows), *per_head, None
-    ]  # fmt: skip
+        out.shape,
+        (batch, heads, rows),
+        *per_head,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 3, 2, 8), (2, 0, 3, 2, 8), (2, 7, 3, 0, 8)], ids=str)

@@ -54,9 +54,12 @@ class SdpaCase(NamedTuple):
 _Q, _K = (2, 3, 7, 8), (2, 3, 11, 8)
 # Every way of PyTorch's table in which a mask of four axes is broadcast.
 _BROADCAST = [
-    (batch, heads, rows, cols) for batch in (2, 1) for heads in (3, 1) for rows in (7, 1)
+    (batch, heads, rows, cols)
+    for batch in (2, 1)
+    for heads in (3, 1)
+    for rows in (7, 1)
     for cols in (11, 1)
-]  # fmt: skip
+]
 
 CASES = (
     SdpaCase("two axes", (7, 8), (11, 8)),
