@@ -75,10 +75,10 @@ def pytest_terminal_summary(
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Do not import tests of the CPU alone in a process of another backend."""
     selected = set(backends.selected(config))
-    if backends.CPU in selected or collection_path.is_dir():
-        return None
     folder = backends.folder_of(collection_path, config)
-    return None if folder == "tests/ops" or backends.FOLDERS.get(folder) in selected else True
+    if backends.CPU in selected or folder in ("tests", "tests/ops"):
+        return None
+    return None if backends.FOLDERS.get(folder) in selected else True
 
 
 # After -k and -m have chosen.
