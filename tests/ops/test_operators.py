@@ -1,4 +1,4 @@
-"""What holds for every operator beside softmax attention, whatever it computes."""
+"""Registration, empty batches and launches of every operator other than softmax attention."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
 """Softmax attention: error budget on every backend, truths, dropout, statistics, errors.
 
-Beside it: masks and lengths in ``test_softmax_masks.py``, fused projections in
-``test_qkvpacked.py``, sequences side by side in ``test_varlen.py``.
+Masks and lengths are in ``test_softmax_masks.py``, fused projections in ``test_qkvpacked.py`` and
+sequences side by side in ``test_varlen.py``.
 """
 
 import functools
