@@ -12,7 +12,7 @@
 #   first      the native library; one shape of each operator against float64, end to end
 #   memory     tensors of more than 2**31 elements, one test at a time, then compute-sanitizer: the native library,
 #              and every Triton kernel on a few small shapes (no GPU has run either yet)
-#   attention  tests/gpu of softmax attention, and of models of transformers on it
+#   attention  tests of a GPU (pytest --backend gpu): softmax attention, and models of transformers on it
 #   bench      attention, other operators and condition numbers, timed: -k "both-graph and leaner" has statistics and
 #              captures of every case beside plain calls
 #   peers      attention of every library beside ours: the textbook formula (eager), FlexAttention, flash-attn, xformers
@@ -20,7 +20,7 @@
 #   crossover  from which length on PyTorch's attention is faster (python -m bench.crossover reads it)
 #   rows       two steps of every row of the paper at its batch: peak memory, beside the ratio that the paper prints
 #   run        three minutes of train/vit.py at ViT-B's size: NCCL, compiled, kappa on, killed once and resumed
-#   operators  the rest of tests/gpu: other operators, transforms, fuzzing, torch.compile, training
+#   operators  the rest of them: other operators, transforms, fuzzing, torch.compile, training
 #   profile    Nsight Compute of attention: with -k "CASE ..." of the cases named (vit_base bert davit_stage1)
 #   models     the other models, timed
 #   compiled   what is slow to compile: formulas of operators, and the other models, through torch.compile
@@ -207,10 +207,10 @@ export PATH=$PATH:/usr/local/cuda/bin
 
 attention_tests=() operator_tests=()
 large=tests/gpu/test_large_tensors_gpu.py
-for file in tests/gpu/test_*.py; do
+for file in tests/gpu/test_*.py tests/ops/test_*.py; do
   case $file in
     $large) ;;
-    *_attention_gpu.py | *_varlen_gpu.py | *_sdpa_cases_gpu.py | *_kappa_gpu.py | *_transformers_gpu.py)
+    */test_softmax*.py | */test_qkvpacked.py | */test_varlen.py | */test_sdpa_cases.py | *_kappa_gpu.py | *_transformers_gpu.py)
       attention_tests+=("$file") ;;
     *) operator_tests+=("$file") ;;
   esac
@@ -242,7 +242,7 @@ case $stage in
     pytest "one shape of each" 150 one_of_each bench --benchmark-disable
     ;;
   attention)
-    parallel "tests/gpu, attention" $total "" "${attention_tests[@]}"
+    parallel "tests of a GPU, attention" $total "" --backend gpu "${attention_tests[@]}"
     ;;
   bench)
     native_library
@@ -272,11 +272,11 @@ case $stage in
     ;;
   operators)
     native_library
-    parallel "tests/gpu, operators" $total "" "${operator_tests[@]}"
+    parallel "tests of a GPU, operators" $total "" --backend gpu "${operator_tests[@]}"
     ;;
   memory)
     native_library
-    pytest "tests/gpu, large tensors" 90 "" $large -v -rs --durations=15
+    pytest "tests of a GPU, large tensors" 90 "" $large -v -rs --durations=15
     if ! command -v compute-sanitizer >/dev/null; then
       echo "compute-sanitizer: not run, it is not on PATH" | tee -a "$found"
     else

@@ -1,9 +1,9 @@
 """Awkward shapes of softmax attention, and what the reference makes of them.
 
-One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
+One table serves every backend; ``tests/ops/test_softmax.py`` runs it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -107,6 +107,41 @@ WINDOW_CASES = (
         window=(12, 3),
     ),
 )
+# Shapes of models, whose rows are aligned.
+MODELS = (
+    AttentionTestCase("ViT-B", 1, 2, 2, 197, 197, 64),
+    AttentionTestCase("ViT-B, lengths", 2, 2, 2, 197, 197, 64, lengths=(50, 197)),
+    AttentionTestCase("ViT-B, dropout", 1, 2, 2, 197, 197, 64, dropout_p=0.1),
+    AttentionTestCase("ViT-B, additive mask", 1, 2, 2, 197, 197, 64, mask="additive"),
+    AttentionTestCase("ViT-B, boolean mask", 1, 2, 2, 197, 197, 64, mask="boolean"),
+    AttentionTestCase("ViT-B, head_dim 48", 1, 2, 2, 197, 197, 48),
+    AttentionTestCase("ViT-B, grouped queries", 1, 4, 2, 197, 197, 64),
+    AttentionTestCase("ViT-H", 1, 1, 1, 257, 257, 80),
+    AttentionTestCase("ViT-B, 384 pixels", 1, 1, 1, 577, 577, 64),
+    AttentionTestCase("256 tokens", 1, 2, 2, 256, 256, 64),
+    AttentionTestCase("BERT", 1, 2, 2, 128, 128, 32),
+    AttentionTestCase("BERT, dropout", 1, 2, 2, 128, 128, 32, dropout_p=0.2),
+    AttentionTestCase("128 tokens, causal", 1, 2, 2, 128, 128, 64, causal=True),
+    AttentionTestCase("64 tokens", 1, 2, 2, 64, 64, 64),
+    AttentionTestCase("GPT-2, 64 tokens", 1, 2, 2, 64, 64, 32, causal=True),
+    AttentionTestCase("GPT-2, 512 tokens", 1, 2, 2, 512, 512, 32, causal=True),
+    AttentionTestCase("64 tokens, additive mask", 1, 2, 2, 64, 64, 32, mask="additive"),
+    AttentionTestCase("a window of DaViT", 2, 3, 3, 49, 49, 32),
+    AttentionTestCase("inner tokens of TNT", 3, 4, 4, 16, 16, 10),
+    AttentionTestCase("inner tokens of TNT, dropout", 3, 4, 4, 16, 16, 10, dropout_p=0.1),
+    AttentionTestCase("32 tokens, additive mask", 2, 2, 2, 32, 32, 64, mask="additive"),
+    AttentionTestCase("16 tokens, boolean mask", 2, 2, 2, 16, 16, 16, mask="boolean"),
+    AttentionTestCase("class attention", 2, 2, 2, 1, 197, 32),
+    AttentionTestCase("head_dim 128, causal", 1, 1, 1, 300, 300, 128, causal=True),
+)
+
+
+def case_named(name: str) -> AttentionTestCase:
+    """Return the case of ``CASES`` or ``WINDOW_CASES`` that has this name."""
+    (case,) = (case for case in (*CASES, *WINDOW_CASES) if case.name == name)
+    return case
+
+
 STATISTICS = AttentionStats._fields[2:-1]
 FLOAT32_RESULTS = "lse", *(name for name in STATISTICS if name != "head_norm"), "heads"
 
@@ -156,7 +191,31 @@ def poisoned(
     return inside.copy_(torch.randn(shape, device="cpu").to(dtype))
 
 
-def make_inputs(case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def aligned(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random numbers inside a block of NaN whose rows start at multiples of 16 elements.
+
+    Kernels for short rows copy 16 bytes at a time, which strides that are no such multiples forbid.
+    """
+    return poisoned(shape, dtype, device, width=-(-shape[-1] // 16) * 16 + 16)
+
+
+def side_by_side(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Return random numbers (B, H, N, D) whose heads lie side by side, as projections leave them.
+
+    They lie inside a block of NaN.
+    """
+    batch, heads, rows, dim = shape
+    numbers = aligned((batch, rows, heads * dim), dtype, device)
+    return numbers.unflatten(2, (heads, dim)).transpose(1, 2)
+
+
+def make_inputs(
+    case: AttentionTestCase,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    layout: Callable[..., Tensor] = poisoned,
+) -> Inputs:
+    """Return the same numbers at every call; query, key, value and gradient as ``layout`` does."""
     torch.manual_seed(0)
     shape = case.batch, case.heads, case.rows, case.dim
     kv_shape = case.batch, case.kv_heads, case.cols, case.dim
@@ -166,10 +225,10 @@ def make_inputs(case: AttentionTestCase, dtype: torch.dtype, device: str = "cpu"
     if case.dropout_p:
         seed = torch.tensor([0x123456789ABCDEF], device=device)
     return Inputs(
-        poisoned(shape, dtype, device),
-        poisoned(kv_shape, dtype, device),
-        poisoned(kv_shape, dtype, device),
-        poisoned(shape, dtype, device),
+        layout(shape, dtype, device),
+        layout(kv_shape, dtype, device),
+        layout(kv_shape, dtype, device),
+        layout(shape, dtype, device),
         make_mask(case, dtype, device),
         lengths,
         seed,
@@ -250,7 +309,6 @@ def _fused_backward(
     p: Tensor,
     keep: Tensor | None,
     dropout_p: float,
-    *,
     scale: float,
     softcap: float,
 ) -> tuple[Tensor, ...]:

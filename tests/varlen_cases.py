@@ -1,6 +1,6 @@
 """Packed batches of awkward lengths, and what the reference makes of each sequence alone.
 
-One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU.
+One table serves every backend; ``tests/ops/test_varlen.py`` runs it.
 """
 
 from functools import partial

@@ -54,15 +54,24 @@ def trainer_of_transformers(
     torch.manual_seed(0)
     if model is None:
         config = transformers.BertConfig(
-            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=32, num_labels=2, attn_implementation="sdpa",
-        )  # fmt: skip
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=32,
+            num_labels=2,
+            attn_implementation="sdpa",
+        )
         model = transformers.BertForSequenceClassification(config)
     options = {"max_steps": 6, "logging_steps": 2, "report_to": [], "save_strategy": "no"} | options
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=4, use_cpu=True, seed=1, disable_tqdm=True,
+        str(folder),
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        seed=1,
+        disable_tqdm=True,
         **options,
-    )  # fmt: skip
+    )
     return transformers.Trainer(
         model, args, train_dataset=Tokens(), eval_dataset=eval_dataset, callbacks=callbacks
     )
@@ -201,9 +210,14 @@ def fit(folder: Path, module: Any, *, every: int = 2, ckpt_path: Any = None, **o
     callbacks = [KappaCallback(every=every, page=False), *options.pop("callbacks", ())]
     options = {"max_epochs": 1, "enable_checkpointing": False} | options
     trainer = lightning.Trainer(
-        accelerator="cpu", callbacks=callbacks, logger=False, default_root_dir=folder,
-        enable_progress_bar=False, enable_model_summary=False, **options,
-    )  # fmt: skip
+        accelerator="cpu",
+        callbacks=callbacks,
+        logger=False,
+        default_root_dir=folder,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
     if "validation_step" not in vars(type(module)):
         held_out = None
     trainer.fit(module, batches, held_out, ckpt_path=ckpt_path)
@@ -308,9 +322,15 @@ def test_a_lightning_run_that_goes_on_has_each_row_once(tmp_path, accumulated):
     def train(folder: Path, until: int, ckpt_path: Any = None) -> None:
         saved = ModelCheckpoint(folder, "at", every_n_train_steps=3, save_top_k=1)
         fit(
-            folder, fitted(validates=True), max_epochs=-1, max_steps=until, ckpt_path=ckpt_path,
-            callbacks=[saved], enable_checkpointing=True, accumulate_grad_batches=accumulated,
-        )  # fmt: skip
+            folder,
+            fitted(validates=True),
+            max_epochs=-1,
+            max_steps=until,
+            ckpt_path=ckpt_path,
+            callbacks=[saved],
+            enable_checkpointing=True,
+            accumulate_grad_batches=accumulated,
+        )
 
     train(tmp_path / "whole", 8)
     folder = tmp_path / "in parts"

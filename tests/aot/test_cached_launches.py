@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("unset TRITON_INTERPRET, in a process of its own", allow_module_level=True)
+    pytest.skip("runs without TRITON_INTERPRET=1, on backend cpu", allow_module_level=True)
 
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs

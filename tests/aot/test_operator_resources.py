@@ -11,7 +11,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("unset TRITON_INTERPRET, in a process of its own", allow_module_level=True)
+    pytest.skip("runs without TRITON_INTERPRET=1, on backend cpu", allow_module_level=True)
 
 from bench.attention.operators import OperatorCase
 from bench.gpu_model.compile_ahead import GPUS, compile_launch

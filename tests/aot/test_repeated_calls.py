@@ -33,7 +33,7 @@ from leaner_kernels.ops.attention import dispatch
 from tests.aot import pretended_gpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    pytest.skip("unset TRITON_INTERPRET, in a process of its own", allow_module_level=True)
+    pytest.skip("runs without TRITON_INTERPRET=1, on backend cpu", allow_module_level=True)
 
 pytest.importorskip("triton")
 STARTS = torch.tensor([0, 5, 64], dtype=torch.int32)

@@ -76,20 +76,20 @@ def test_without_a_folder_and_a_stage_it_refuses(arguments, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-ATTENTION = "test_attention_gpu.py", "test_kappa_gpu.py"
-OPERATORS = "test_guard_pages_gpu.py", "test_native_kappa.py", "test_operators_gpu.py"
-LARGE = "test_large_tensors_gpu.py"
+ATTENTION = "gpu/test_kappa_gpu.py", "ops/test_softmax.py", "ops/test_softmax_masks.py"
+OPERATORS = "gpu/test_guard_pages_gpu.py", "gpu/test_native_kappa.py", "ops/test_windows.py"
+LARGE = "gpu/test_large_tensors_gpu.py"
 
 
 @pytest.fixture
 def checkout(tmp_path):
     """A copy without git, with tests of a GPU and with python3 that pretends."""
     copy = tmp_path / "checkout"
-    for folder in ("bench", "tests/gpu", "leaner_kernels/csrc", "bin"):
+    for folder in ("bench", "tests/gpu", "tests/ops", "leaner_kernels/csrc", "bin"):
         (copy / folder).mkdir(parents=True)
     shutil.copy(SCRIPT, copy / "bench")
     for tests in (*ATTENTION, *OPERATORS, LARGE):
-        (copy / "tests/gpu" / tests).touch()
+        (copy / "tests" / tests).touch()
     (copy / "bin/python3").write_text(PRETEND)
     (copy / "bin/python3").chmod(0o755)
     for tool in TOOLS:
@@ -129,7 +129,7 @@ def test_stages_name_the_next_one_end_in_four_minutes_and_run_every_test_once(ch
         limits = [int(n) for n in re.findall(r"\(at most (\d+) s\)", done.stdout)]
         assert 0 < max(limits) <= 205
         for line in calls_of(tmp_path):
-            for name in re.findall(r"tests/gpu/(test_\w+\.py)", line):
+            for name in re.findall(r"tests/((?:gpu|ops)/test_\w+\.py)", line):
                 ran.setdefault(name, []).append((stage, " -n " in line))
     assert ran == {
         **{name: [("attention", True)] for name in ATTENTION},
@@ -226,7 +226,7 @@ def test_an_expression_narrows_a_stage(checkout, tmp_path):
 def test_a_failed_test_is_the_exit_status_and_the_summary_is_written(checkout, tmp_path):
     done = pretend(checkout, tmp_path, "attention", TESTS="3")
     assert done.returncode == 1
-    assert "tests/gpu, attention: FAILED with status 3" in done.stdout
+    assert "tests of a GPU, attention: FAILED with status 3" in done.stdout
     summary = (tmp_path / "out/summary.txt").read_text()
-    assert "tests/gpu, attention: FAILED with status 3" in summary
+    assert "tests of a GPU, attention: FAILED with status 3" in summary
     assert "next: bench/gpu.sh" in done.stdout

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
-    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench.gpu_model import decode, library, ptx
 from bench.gpu_model.execute import Execution, ExecutionError, execute

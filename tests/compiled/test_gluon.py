@@ -1,8 +1,7 @@
 """The kernels in Gluon, executed: how they cut a head, masks, dropout, shared keys."""
 
 import os
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -11,20 +10,54 @@ import torch
 from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
-    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench.gpu_model.execute import Execution, executing
 from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
 from leaner_kernels.ops.attention.call import Call
-from tests import varlen_cases
-from tests.attention_cases import AttentionTestCase, Inputs, run_operators
-from tests.compiled.cases import BF16, HALF, OPERATORS, check_findings, make_aligned, make_beside
+from tests import attention_cases, varlen_cases
+from tests.attention_cases import (
+    AttentionTestCase,
+    Inputs,
+    aligned,
+    make_inputs,
+    run_operators,
+    side_by_side,
+)
+from tests.backends import check_findings
+from tests.error_budget import assert_all_within_budget
 from tests.varlen_cases import VarlenTestCase
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
+
+BF16, HALF = torch.bfloat16, torch.float16
+Results = dict[str, Tensor]
+
+
+def judge(
+    case: AttentionTestCase,
+    dtype: torch.dtype,
+    run: Callable[[Inputs], Results],
+    layout: Callable[..., Tensor] = aligned,
+    change: Callable[[Inputs], None] = lambda inputs: None,
+) -> None:
+    """Assert that what ``run`` returns is within the error budget, gradients included.
+
+    Args:
+        case: sizes.
+        dtype: of the tensors.
+        run: computes results of inputs on the pretended GPU.
+        layout: of the tensors, as models have them.
+        change: called on the inputs before they are used.
+    """
+    on_cpu, on_gpu = (make_inputs(case, dtype, device, layout) for device in ("cpu", "cuda"))
+    for inputs in (on_cpu, on_gpu):
+        change(inputs)
+    attention_cases.check(on_cpu, run(on_gpu))
+
 
 # Whole tiles alone; with a tail of 16, 32 or 48; a last tile that is not full.
 LENGTHS = {
@@ -70,7 +103,7 @@ SHORT = {
         "everything", 2, 8, 8, 15, 15, 12, causal=True, lengths=(15, 4)
     ),
 }
-LAYOUTS = {"beside": make_beside, "apart": make_aligned}
+LAYOUTS = {"beside": side_by_side, "apart": aligned}
 CHOSEN_SHORT = {
     ("TNT", BF16, 90, "plain", "beside"),
     ("TNT", HALF, 80, "plain", "apart"),
@@ -138,7 +171,7 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     launched = {}
     for name, run in RUNS.items():
         with executing(gpu) as executions:
-            OPERATORS["attention"]._replace(run=run).check(case, dtype)
+            judge(case, dtype, run)
         check_findings([e for e in executions if not lacks_fence(e)])
         launched[name] = {execution.name for execution in executions}
     query = torch.empty(case.batch, case.heads, case.rows, case.dim, dtype=dtype, device="meta")
@@ -166,7 +199,7 @@ def test_keys_pass_by_128_rows_of_a_long_head(
 ) -> None:
     monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
     with executing(90) as executions:
-        OPERATORS["attention"].check(LONG[name], dtype)
+        judge(LONG[name], dtype, run_operators)
     check_findings([e for e in executions if e.name.startswith("_hopper")])
     assert executions[0].name == "_hopper_long_fwd_kernel"
 
@@ -182,8 +215,7 @@ def test_a_warp_owns_heads_of_up_to_16_tokens(
     name: str, dtype: torch.dtype, gpu: int, run: str, layout: str
 ) -> None:
     with executing(gpu) as executions:
-        options = {"make_inputs": LAYOUTS[layout], "run": RUNS[run]}
-        OPERATORS["attention"]._replace(**options).check(SHORT[name], dtype)
+        judge(SHORT[name], dtype, RUNS[run], LAYOUTS[layout])
     check_findings(executions)
     names = {execution.name for execution in executions}
     capture = {"_attention_fwd_kernel"} if run == "statistics" else set()
@@ -192,7 +224,7 @@ def test_a_warp_owns_heads_of_up_to_16_tokens(
 
 def test_a_head_that_is_no_number_leaves_its_neighbours_alone() -> None:
     with executing(90):
-        inputs = make_beside(SHORT["TNT"], BF16, "cuda")
+        inputs = make_inputs(SHORT["TNT"], BF16, "cuda", side_by_side)
         for t in (*inputs[:3], inputs.grad):
             t[:, 1] = float("nan")
         results = run_without_statistics(inputs)
@@ -245,10 +277,11 @@ def test_programs_own_a_head_of_a_sequence(
     name: str, dtype: torch.dtype, run: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
-    aligned = partial(varlen_cases.make_inputs, gap=16)
-    operator = OPERATORS["varlen"]._replace(make_inputs=aligned, run=RAGGED_RUNS[run])
+    inputs = varlen_cases.make_inputs(RAGGED[name], dtype, gap=16)
+    exact = varlen_cases.assemble(inputs, torch.float64)
     with executing(90) as executions:
-        operator.check(RAGGED[name], dtype)
+        results = RAGGED_RUNS[run](varlen_cases.make_inputs(RAGGED[name], dtype, "cuda", gap=16))
+    assert_all_within_budget(results, varlen_cases.peers_of(inputs, dtype), exact)
     check_findings([e for e in executions if e.name.startswith("_hopper")])
     fenced = _gluon.KEEPS_FENCES or not RAGGED[name].dropout_p
     assert (executions[-1].name == "_hopper_bwd_kernel") == fenced
@@ -325,7 +358,7 @@ def test_masks_dropout_and_shared_keys_on_hopper(
 ) -> None:
     monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
     with executing(90) as executions:
-        OPERATORS["attention"]._replace(run=RUNS[run]).check(ON_HOPPER[name], dtype)
+        judge(ON_HOPPER[name], dtype, RUNS[run])
     check_findings(executions)
     names = {execution.name for execution in executions}
     no_rule = name == "wide" and run == "statistics"
@@ -379,7 +412,7 @@ def test_masks_dropout_and_shared_key_heads_on_ampere(
         expected |= {"_ampere_bwd_kernel"}
     for run in RUNS.values():
         with executing(gpu) as executions:
-            OPERATORS["attention"]._replace(run=run).check(ON_AMPERE[name], dtype)
+            judge(ON_AMPERE[name], dtype, run)
         check_findings(executions)
         assert expected <= {execution.name for execution in executions}
 
@@ -392,15 +425,13 @@ def test_a_row_may_be_hidden_by_large_numbers(
     """Beside them scores are lost: a row of nothing else sees every key alike."""
     monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
 
-    def make_inputs(*arguments: Any) -> Inputs:
-        inputs = OPERATORS["attention"].make_inputs(*arguments)
+    def hide_a_row(inputs: Inputs) -> None:
         assert inputs.attn_mask is not None
         inputs.attn_mask[..., 5, :] = number
-        return inputs
 
     with executing(gpu) as executions:
-        options = {"run": run_without_statistics, "make_inputs": make_inputs}
-        OPERATORS["attention"]._replace(**options).check(ON_AMPERE["additive mask"], BF16)
+        case = ON_AMPERE["additive mask"]
+        judge(case, BF16, run_without_statistics, change=hide_a_row)
     check_findings(executions)
     forward, backward = (execution.name for execution in executions)
     assert forward == f"_{GPUS[gpu]}_fwd_kernel"
@@ -411,7 +442,7 @@ def test_a_row_may_be_hidden_by_large_numbers(
 @pytest.mark.parametrize("tokens", [100, 197])
 def test_an_additive_mask_gets_its_gradient(tokens: int, gpu: int) -> None:
     case = ON_AMPERE["additive mask"]._replace(rows=tokens, cols=tokens)
-    inputs = OPERATORS["attention"].make_inputs(case, BF16)
+    inputs = make_inputs(case, BF16, layout=aligned)
     assert inputs.attn_mask is not None
     exact = [t.detach().double().requires_grad_() for t in (*inputs[:3], inputs.attn_mask)]
     p = (exact[0] @ exact[1].mT * inputs.scale + exact[3]).softmax(-1)

@@ -8,6 +8,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,13 +17,22 @@ import triton
 from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
-    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench.gpu_model import decode
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from leaner_kernels.ops import _gluon, _tiles
-from tests.compiled.cases import BF16, OPERATORS
+from tests import attention_cases, operators, varlen_cases
+from tests.attention_cases import MODELS, aligned, run_operators
+from tests.ops import test_covariance, test_windows
 
+# Of an operator, its cases, what makes inputs of one, and what runs them.
+OPERATORS = {
+    "attention": (MODELS, partial(attention_cases.make_inputs, layout=aligned), run_operators),
+    "varlen": (varlen_cases.CASES, varlen_cases.make_inputs, varlen_cases.run_operators),
+    "window": (test_windows.CASES, operators.make_inputs, operators.run_operator),
+    "covariance": (test_covariance.CASES, operators.make_inputs, operators.run_operator),
+}
 MANY_HEADS = "attention of many heads"
 SYNCHRONISING = (
     "bar",
@@ -83,8 +93,8 @@ def guarded_accesses(execution: Execution) -> Iterator[Mutation]:
 def results_of(
     operator: str, case: str, gpu: int, **options: bool
 ) -> tuple[dict[str, Tensor], list[Execution], Counter[str]]:
-    tested = OPERATORS["attention" if operator == MANY_HEADS else operator]
-    (wanted,) = (c for c in tested.cases if c.name == case)
+    cases, make_inputs, run = OPERATORS["attention" if operator == MANY_HEADS else operator]
+    (wanted,) = (c for c in cases if c.name == case)
     torch.manual_seed(0)
     # Programs of a head each, as where there are many.
     enough = 1 if operator == MANY_HEADS else _tiles.ENOUGH_PROGRAMS
@@ -92,7 +102,7 @@ def results_of(
         mock.patch.object(_tiles, "ENOUGH_PROGRAMS", enough),
         executing(gpu, **options) as executions,
     ):
-        results = tested.run(tested.make_inputs(wanted, BF16, "cuda"))
+        results = run(make_inputs(wanted, torch.bfloat16, "cuda"))
     findings: Counter[str] = Counter()
     for execution in executions:
         findings.update(execution.found)

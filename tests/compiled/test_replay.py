@@ -1,16 +1,21 @@
 """The timing model: what each unit, latency and barrier costs, on a few machine instructions."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 
 if os.environ.get("LEANER_EXECUTE") != "1":
-    pytest.skip("set LEANER_EXECUTE=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench import frames, report
 from bench.attention.cases import CASES
 from bench.gpu_model import command, machine_code, replay, units
+from bench.gpu_model.execute import executing
 
 GPU_NAME = units.GPUS["H100"]
 MODEL = units.MODELS[90]
@@ -243,3 +248,53 @@ def test_loops_with_nothing_inside_are_told_from_the_others() -> None:
     alone = machine_code.parse(NESTED.replace("@P1 BRA `(.L_x_2)", "NOP"))
     found = sorted(alone.blocks[number] for number in machine_code.innermost_loops(alone))
     assert (found[0][0], found[-1][1]) == (1, 7), "all but what comes first and last"
+
+
+# --- A kernel that is compiled and executed -------------------------------------------------------
+
+
+@triton.jit
+def _products_kernel(x_ptr, out_ptr, rounds, DEPTH: tl.constexpr, BARRIER: tl.constexpr):
+    rows, cols = tl.arange(0, 64)[:, None] * 64, tl.arange(0, 64)[None, :]
+    x = tl.load(x_ptr + rows + tl.arange(0, DEPTH)[None, :])  # (64, DEPTH)
+    decaying = tl.load(x_ptr + rows + cols).to(tl.float32)
+    sums = tl.zeros([64, 64], tl.float32)
+    for _ in range(rounds):
+        for _ in tl.static_range(64 // DEPTH):
+            sums = tl.dot(x, x.T, sums)
+        decaying = decaying * 0.5 + 1.0
+        if BARRIER:
+            tl.debug_barrier()
+    tl.store(out_ptr + rows + cols, (sums + decaying).to(x.dtype))
+
+
+def described(depth: int = 64, barrier: bool = False, **options: int) -> str:
+    """Return what the command prints of products in a loop, in as many calls as depths need."""
+    x = torch.randn(64, 64).bfloat16()
+    with executing(90, count=True) as executions:
+        _products_kernel[1,](x, torch.empty_like(x), 40, depth, barrier, num_warps=4, **options)
+    (execution,) = executions
+    return "\n".join(command.describe(command.predict(execution, 90, 132.0), 4))
+
+
+def predicted(text: str) -> float:
+    """Return the predicted µs, without what any launch takes."""
+    found = re.search(r"predicted on H200: ([\d,.]+) µs", text)
+    assert found is not None, text
+    return float(found[1].replace(",", "")) - 1e6 * units.MODELS[90].launch
+
+
+def test_defects_in_a_loop_show() -> None:
+    """Products that wait for each other, a barrier in each round, registers that do not suffice."""
+    good = described()
+    waiting, meeting, spilling = described(depth=16), described(barrier=True), described(maxnreg=64)
+    assert predicted(waiting) > 1.5 * predicted(good)
+    assert predicted(meeting) >= predicted(good)  # where the product takes longer, it costs nothing
+    assert predicted(spilling) > 1.02 * predicted(good)
+
+
+def test_what_cannot_be_timed_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "MAX_DIFFERENCE", -1.0)
+    text = described()
+    assert re.search(r"^  not timed: the way through its blocks differs", text, re.MULTILINE)
+    assert "predicted floors on H200" in text

@@ -14,7 +14,7 @@ from torch import Tensor
 import leaner_kernels
 from leaner_kernels.ops.attention.checks import four_axes
 from leaner_kernels.ops.statistics import AttentionStats
-from tests import attention_cases, operator_cases, varlen_cases
+from tests import attention_cases, operators, varlen_cases
 from tests.error_budget import assert_within_budget
 from tests.fuzz.strategies import FuzzCase
 
@@ -240,19 +240,19 @@ def _operator(operator: str, made: dict[str, Any], grad: Tensor) -> Reference:
     first = next(iter(made.values()))
     scale = _scale(made, first.shape[-1])
     tensors, numbers = (first,), (scale,)
-    if operator == operator_cases.CROSS:
+    if operator == operators.CROSS:
         tensors, numbers = (first, made["temperature"].flatten()), (made["eps"],)
-    elif operator == operator_cases.WINDOW:
+    elif operator == operators.WINDOW:
         size = made["window_size"]
         numbers = *(size if isinstance(size, tuple) else (size, size)), scale
-    elif operator == operator_cases.OUTLOOK:
+    elif operator == operators.OUTLOOK:
         tensors = first, made["logits"]
         numbers = *(made[n] for n in ("kernel_size", "stride", "padding")), scale
-    elif operator == operator_cases.NYSTROM:
+    elif operator == operators.NYSTROM:
         tensors = (*(made[n] for n in ("query", "key", "value", "key_lengths")),)
         numbers = made["num_landmarks"], scale, made["iterations"], made["init"] == "batch"
         grad = grad.transpose(1, 2)
-    inputs = operator_cases.Inputs(operator, tensors, numbers, grad, _samples(made))
+    inputs = operators.Inputs(operator, tensors, numbers, grad, _samples(made))
 
     def names(results: Results) -> Results:
         results = dict(results)
@@ -260,16 +260,16 @@ def _operator(operator: str, made: dict[str, Any], grad: Tensor) -> Reference:
             results["dqkv"] = torch.stack([results[n] for n in ("dq", "dk", "dv")], 2)
         if "dtemperature" in results:
             results["dtemperature"] = results["dtemperature"].view(made["temperature"].shape)
-        if operator == operator_cases.NYSTROM:
+        if operator == operators.NYSTROM:
             results["out"] = results["out"].transpose(1, 2)
         return results
 
-    return _reference(operator_cases, inputs, grad.dtype, names)
+    return _reference(operators, inputs, grad.dtype, names)
 
 
 _REFERENCES: dict[str, Callable[[dict[str, Any], Tensor], Reference]] = {
     "attention": _attention,
     "attention_qkvpacked": _packed,
     "attention_varlen": _varlen,
-    **{name: partial(_operator, name) for name in operator_cases.SPECIFICATIONS},
+    **{name: partial(_operator, name) for name in operators.SPECIFICATIONS},
 }

@@ -12,16 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tests import attention_cases, operator_cases, varlen_cases
-from tests.operator_cases import (
-    CHANNEL,
-    CROSS,
-    CovarianceTestCase,
-    NystromTestCase,
-    OperatorTestCase,
-    OutlookTestCase,
-    WindowTestCase,
-)
+from tests import attention_cases, operators, varlen_cases
+from tests.operators import CHANNEL, CROSS, Case
+from tests.ops.test_covariance import CovarianceTestCase
+from tests.ops.test_nystrom import NystromTestCase
+from tests.ops.test_outlook import OutlookTestCase
+from tests.ops.test_windows import WindowTestCase
 from tests.placement import own_elements, span
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -45,8 +41,8 @@ def attention(rows: int, cols: int, dim: int, dtype: torch.dtype = HALF, **featu
     return attention_cases.make_inputs(case, dtype, "cuda"), attention_cases.run_operators
 
 
-def operator(case: OperatorTestCase, dtype: torch.dtype = HALF) -> Any:
-    return operator_cases.make_inputs(case, dtype, "cuda"), operator_cases.run_operator
+def operator(case: Case, dtype: torch.dtype = HALF) -> Any:
+    return operators.make_inputs(case, dtype, "cuda"), operators.run_operator
 
 
 EVERYTHING: dict[str, Any] = {"mask": "additive", "dropout_p": 0.3}

@@ -70,7 +70,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         calls.append(done is not None)
         return done
 
-    monkeypatch.setattr(aten, "attend", noting)
+    monkeypatch.setattr(aten, "forward", noting)
     return calls
 
 

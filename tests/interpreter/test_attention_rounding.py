@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from tests.attention_cases import (
@@ -16,17 +18,18 @@ from tests.attention_cases import (
 )
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels import condition_number
 from leaner_kernels.ops.attention import reference
 from leaner_kernels.ops.attention.call import Call
-from tests.interpreter import online, test_attention_kernels, test_short_kernels
+from leaner_kernels.ops.attention.kernels import scores
+from tests.interpreter import online, test_short_kernels
 from tests.interpreter.rounding import contracted
 
 HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
 FAMILIES: dict[str, Callable[[Inputs], dict[str, Tensor]]] = {
-    "any length": test_attention_kernels.run_kernels,
+    "any length": online.run,
     "short, keys in one step": lambda inputs: test_short_kernels.run_short(inputs, 128),
     "short, keys in several": lambda inputs: test_short_kernels.run_short(inputs, 16),
 }
@@ -127,9 +130,49 @@ def test_captured_heads_keep_a_condition_number_of_millions(
     heads = torch.empty(1, 48, 32)
     online.capture(call, torch.zeros(1, dtype=torch.int32), heads)
     p, _, _ = reference.probabilities(
-        call.query.double(), call.key.double(), None, None, False, 0.25
+        call.query.double(), call.key.double(), None, None, scale=0.25
     )
     exact = reference.forward(p, call.value.double(), None, 0.0).transpose(1, 2).flatten(2)
     truth = condition_number(exact).kappa.item()
     assert 2e6 < truth < 1e7
     assert condition_number(heads).kappa.item() == pytest.approx(truth, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "cols"), [(4096, 16), (16, 4096)])
+def test_float32_sums_over_many_tokens_stay_within_the_error_budget(
+    rows: int, cols: int, gpu_rounding: None
+) -> None:
+    """The first tokens make up most of each sum, which one chain would round 4,096 times."""
+    inputs = make_inputs(AttentionTestCase("", 1, 1, 1, rows, cols, 16), torch.float32)
+    for tensor in (inputs.value, inputs.grad):
+        tensor[:, :, 64:] *= 0.01
+    check(inputs, online.run(inputs))
+
+
+def test_values_of_one_come_out_as_one_but_for_half_a_unit(gpu_rounding: None) -> None:
+    """The backward's delta comes from the output, and has to cancel dP: a fast division is off."""
+    inputs = make_inputs(AttentionTestCase("", 2, 2, 2, 40, 2, 16), torch.float32)
+    inputs.value.fill_(1)
+    out = online.run(inputs)["out"]
+    assert ((out - 1).abs() <= 2.0**-24).all()
+
+
+@triton.jit
+def _tanh_kernel(x_ptr, y_ptr, slope_ptr, BLOCK: tl.constexpr):
+    y, slope = scores.tanh(tl.load(x_ptr + tl.arange(0, BLOCK)))
+    tl.store(y_ptr + tl.arange(0, BLOCK), y)
+    tl.store(slope_ptr + tl.arange(0, BLOCK), slope)
+
+
+def test_tanh_keeps_its_digits_near_zero_and_its_derivative_far_from_it() -> None:
+    size = 2 ** torch.linspace(-30, 4, 1 << 14)
+    x = torch.cat([size, -size, torch.tensor([0.0, 1e4, -1e4, float("inf")])])
+    x = torch.nn.functional.pad(x, (0, (1 << 16) - len(x)))
+    y, slope = torch.empty_like(x), torch.empty_like(x)
+    _tanh_kernel[(1,)](x, y, slope, BLOCK=1 << 16)
+    exact, e = x.double().tanh(), (-2 * x.double().abs()).exp()
+    assert ((y - exact).abs() <= 4e-7 * exact.abs()).all()
+    # What rounds the exponent of e, up to 46, is an error of e.
+    wanted = 4 * e / (1 + e) ** 2
+    assert ((slope - wanted).abs() <= 4e-6 * wanted).all()

@@ -17,28 +17,22 @@ import torch
 from torch import Tensor
 
 from tests import attention_cases, varlen_cases
-from tests.operator_cases import (
-    CHANNEL,
-    CROSS,
-    CovarianceTestCase,
-    OperatorTestCase,
-    OutlookTestCase,
-    WindowTestCase,
-    make_inputs,
-    run_kernels,
-)
+from tests.operators import CHANNEL, CROSS, Case, make_inputs, run_kernels
+from tests.ops.test_covariance import CovarianceTestCase
+from tests.ops.test_outlook import OutlookTestCase
+from tests.ops.test_windows import WindowTestCase
 from tests.placement import behind_guards, in_a_process
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 import triton
 import triton.language as tl
 
 from leaner_kernels.ops import route
 from leaner_kernels.ops.attention import op
-from leaner_kernels.ops.attention.kernels import online
-from tests.interpreter import test_attention_kernels, test_short_kernels
+from leaner_kernels.ops.attention.kernels import online as kernels
+from tests.interpreter import online, test_short_kernels
 
 Results = dict[str, Tensor]
 HALF, SINGLE = torch.float16, torch.float32
@@ -53,7 +47,7 @@ EVERYTHING = {"lengths": (3, 19), "mask": "additive", "dropout_p": 0.3}
 
 
 def any_length(**sizes: Any) -> Results:
-    return test_attention_kernels.run_kernels(attention(**sizes))
+    return online.run(attention(**sizes))
 
 
 def whole_heads(**sizes: Any) -> Results:
@@ -62,7 +56,7 @@ def whole_heads(**sizes: Any) -> Results:
 
 def packed(**sizes: Any) -> Results:
     inputs = varlen_cases.make_inputs(varlen_cases.VarlenTestCase("", **sizes), HALF)
-    with mock.patch.object(online, "SPARE_PROGRAMS", 3):
+    with mock.patch.object(kernels, "SPARE_PROGRAMS", 3):
         out, *rest, max_log_sum = route.forward_on_gpu(
             op.Varlen, True, *inputs.operands, inputs.sample, *inputs.params
         )
@@ -74,7 +68,7 @@ def packed(**sizes: Any) -> Results:
     return {str(n): t for n, t in enumerate((out, *rest, max_log_sum, *plain, *grads))}
 
 
-def operator(case: OperatorTestCase, dtype: torch.dtype = HALF) -> Results:
+def operator(case: Case, dtype: torch.dtype = HALF) -> Results:
     return run_kernels(make_inputs(case, dtype))
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 
 from leaner_kernels.ops import route
@@ -15,6 +15,7 @@ from leaner_kernels.ops._checks import MAX_ROW_STRIDE
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops.attention import op
 from leaner_kernels.ops.attention.call import Call, view_of
+from leaner_kernels.ops.covariance import ChannelCall
 from leaner_kernels.ops.covariance import kernels as covariance
 from leaner_kernels.ops.route import Results
 from tests.interpreter import online
@@ -48,8 +49,9 @@ def test_a_packed_output_of_too_many_heads_is_refused() -> None:
 
 def test_a_gradient_between_channels_of_too_many_heads_is_refused() -> None:
     qkv = nothing(1, 300, 3, 2**18, 32)
+    results = Results(qkv[:, :, 0], lse=qkv[:, 0, 0])
     with pytest.raises(ValueError, match="rows of qkv's gradient must be at most 8421504 el"):
-        covariance.channel.forward((qkv,), (0.1,), Results(qkv[:, :, 0], qkv[:, 0, 0]))
+        covariance.channel.prepare_forward(ChannelCall(qkv, 0.1), results)
 
 
 def test_a_mask_of_too_many_keys_has_no_gradient() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from tests import varlen_cases
 from tests.attention_cases import (
@@ -185,9 +185,10 @@ def test_sequences_side_by_side_stay_within_the_error_budget(name: str, case_nam
         results = getattr(aten, f"{name}_forward")(*forward, **kwargs)
         out, lse, *_, state, offset, _ = results
         backward = inputs.grad, *tensors, out, lse
-        backward += (*ends, *dropout, state, offset) if not extra else (
-            state, offset, None, *ends, *dropout,
-        )  # fmt: skip
+        if extra:
+            backward += state, offset, None, *ends, *dropout
+        else:
+            backward += *ends, *dropout, state, offset
         gradients = getattr(aten, f"{name}_backward")(*backward, **kwargs)
     assert not below
     if name == FLASH_VARLEN:  # PyTorch has no fake kernels of cuDNN's

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops.attention import aten as ours
 from tests.error_budget import assert_computes, by_layer
@@ -83,7 +83,7 @@ def test_an_untouched_model_computes_with_our_kernels(
     torch.manual_seed(0)
     model, inputs = build()
     state = {name: t.clone() for name, t in model.half().state_dict().items()}
-    with behind_sdpa() as below, mock.patch.object(ours, "attend", wraps=ours.attend) as attend:
+    with behind_sdpa() as below, mock.patch.object(ours, "forward", wraps=ours.forward) as attend:
         actual = outcome(model, inputs, torch.float16)
     assert attend.call_count
     assert not below
@@ -126,7 +126,7 @@ def test_checkpointing_computes_attention_again_unless_it_is_saved(
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, save_attention)
     with behind_sdpa() as below:
         expected = torch.autograd.grad(loss(*three), three)
-        with mock.patch.object(ours, "attend", wraps=ours.attend) as attend:
+        with mock.patch.object(ours, "forward", wraps=ours.forward) as attend:
             out = checkpoint(loss, *three, use_reentrant=False, **contexts)
             actual = torch.autograd.grad(out, three)
     assert not below

@@ -26,7 +26,7 @@ from tests.error_budget import assert_all_within_budget
 from tests.interpreter.rounding import in_half_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
+    pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops._tiles import Tile
 from leaner_kernels.ops.attention import launch, op
@@ -121,8 +121,10 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     results = Results(out, max_log_sum, *stats)
-    launch.forward(inputs.call, results)
-    launch.backward(inputs.grad, inputs.call, results, Gradients(*grads))
+    launch.prepare_forward(inputs.call, results).start()
+    dq, dk, dv, _ = grads
+    gradients = op.DenseGradients(dq, dk, dv)
+    launch.prepare_backward(inputs.grad, inputs.call, results, gradients).start()
     check(inputs, named(inputs, out, stats, grads, None))
 
 

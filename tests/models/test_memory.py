@@ -248,10 +248,10 @@ def test_eager_attention_is_the_same_attention_and_keeps_as_many_scores(is_packe
 
     def run():
         if is_packed:
-            numbers = 0.0, is_causal, 0.3, -1, -1
-            return op.attend_first(op.Packed, None, (qkv, lengths), numbers)[0]
-        numbers = 0.0, is_causal, 0.3, 0.0, -1, -1
-        return op.attend_first(op.Dense, None, (*separate, None, lengths), numbers)[0]
+            arguments = op.Packed.Arguments(qkv, lengths, None, 0.0, is_causal, 0.3)
+            return op.compute_plain(op.Packed, None, arguments)[0]
+        arguments = op.Dense.Arguments(*separate, None, lengths, None, 0.0, is_causal, 0.3)
+        return op.compute_plain(op.Dense, None, arguments)[0]
 
     expected = run()
     with memory.written_out(kept), saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -1,11 +1,13 @@
-"""Attention between channels through its public functions, operators and modules, on the CPU."""
+"""Attention between channels: error budget on every backend, truths, capture, errors, modules."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from leaner_kernels import condition_number
 from leaner_kernels.nn import ChannelAttention, CrossCovarianceAttention
 from leaner_kernels.ops.covariance import (
     channel_attention,
@@ -14,14 +16,235 @@ from leaner_kernels.ops.covariance import (
     cross_covariance_attention_with_stats,
 )
 from leaner_kernels.ops.statistics import AttentionStats
+from tests.backends import (
+    BFLOAT16,
+    CPU,
+    FLOAT16,
+    GPU,
+    INTERPRETER,
+    Target,
+    executed,
+    in_interpreter,
+    on_cpu,
+    on_gpu,
+    one,
+)
 from tests.error_budget import assert_within_budget
-from tests.operator_cases import CHANNEL, CROSS
+from tests.gpu.draws import randn
+from tests.operators import (
+    CHANNEL,
+    CROSS,
+    Inputs,
+    amid_nan,
+    assert_written_derivatives_are_autograds,
+    check,
+    diagonal,
+    make_inputs,
+    reference_results,
+    run,
+    run_function,
+    run_kernels,
+    sample_of,
+)
 
+REPEATS = 20  # on a GPU, of a test that the same call gives the same bits
 OPERATORS = CROSS, CHANNEL
 FUNCTIONS = {
     CROSS: (cross_covariance_attention, cross_covariance_attention_with_stats),
     CHANNEL: (channel_attention, channel_attention_with_stats),
 }
+
+
+class CovarianceTestCase(NamedTuple):
+    """Sizes as in the kernels; ``eps`` and ``scale`` are those of the operator."""
+
+    name: str
+    operator: str
+    batch: int
+    tokens: int
+    heads: int
+    dim: int
+    eps: float = 1e-12
+    scale: float = 0.2
+    zero_channels: bool = False
+
+    def make(self, dtype: torch.dtype, device: str) -> Inputs:
+        """Return its tensors; the temperature is float32, as models keep it."""
+        numbers = torch.randn(self.batch, self.tokens, 3, self.heads, self.dim)
+        numbers *= torch.linspace(0.5, 2, self.dim)
+        if self.zero_channels:
+            numbers[..., ::3] = 0
+        qkv = amid_nan(numbers, (0, 2, 0, 1, 5), dtype, device)
+        grad = torch.randn(self.batch, self.tokens, self.heads, self.dim).to(device, dtype)
+        tensors, param = (qkv,), self.scale
+        if self.operator == CROSS:
+            temperature = (torch.arange(self.heads, device=device) * 0.75 + 2).float()
+            tensors, param = (qkv, temperature), self.eps
+        return Inputs(self.operator, tensors, (param,), grad, sample_of(self.batch, device))
+
+
+CASES = (
+    CovarianceTestCase("cross, one of everything", CROSS, 1, 1, 1, 1),
+    CovarianceTestCase("cross, XCiT", CROSS, 1, 196, 2, 48),
+    CovarianceTestCase("cross, XCiT large, lean", CROSS, 2, 197, 2, 64),
+    CovarianceTestCase("cross, head_dim 32", CROSS, 3, 60, 2, 32),
+    CovarianceTestCase("cross, head_dim 10", CROSS, 2, 33, 3, 10),
+    CovarianceTestCase("cross, fewer tokens than channels", CROSS, 2, 5, 2, 20),
+    CovarianceTestCase("cross, channels shorter than eps", CROSS, 2, 70, 2, 16, eps=8.0),
+    CovarianceTestCase(
+        "cross, channels of zeros", CROSS, 2, 70, 2, 24, eps=1e-3, zero_channels=True
+    ),
+    CovarianceTestCase("channel, one of everything", CHANNEL, 1, 1, 1, 1),
+    CovarianceTestCase("channel, last stage of DaViT", CHANNEL, 2, 49, 3, 32),
+    CovarianceTestCase("channel, third stage, lean", CHANNEL, 1, 196, 4, 16, scale=0.25),
+    CovarianceTestCase("channel, long", CHANNEL, 1, 784, 1, 32, scale=0.1),
+    CovarianceTestCase("channel, first stage of DaViT, lean", CHANNEL, 1, 3136, 1, 16, scale=0.03),
+    CovarianceTestCase("channel, head_dim 42", CHANNEL, 2, 65, 2, 42, scale=-0.15),
+    CovarianceTestCase("channel, channels of zeros", CHANNEL, 2, 17, 2, 24, zero_channels=True),
+)
+# They would take the interpreter long.
+CPU_CASES = (
+    CovarianceTestCase("cross, head_dim 128", CROSS, 1, 150, 1, 128),
+    CovarianceTestCase("channel, head_dim 127", CHANNEL, 1, 40, 1, 127),
+)
+# XCiT at 224 and 384 pixels, the stages of DaViT.
+GPU_CASES = tuple(
+    CovarianceTestCase(f"{operator} {tokens}·{heads}·{dim}", operator, 2, tokens, heads, dim)
+    for operator, tokens, heads, dim in (
+        (CHANNEL, 49, 32, 32),
+        (CHANNEL, 3136, 4, 32),
+        (CHANNEL, 784, 8, 32),
+        (CHANNEL, 196, 48, 16),
+        (CROSS, 196, 8, 64),
+        (CROSS, 196, 16, 48),
+        (CROSS, 576, 16, 32),
+    )
+)
+EXECUTED_EACH_COMMIT = {
+    ("cross, XCiT", BFLOAT16, 90),
+    ("cross, XCiT", BFLOAT16, 120),
+    ("channel, last stage of DaViT", BFLOAT16, 80),
+}
+
+
+# --- The error budget -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        *on_cpu(CASES),
+        *on_cpu(CPU_CASES, [torch.float32]),
+        *in_interpreter(CASES),
+        *executed(CASES, EXECUTED_EACH_COMMIT),
+        *on_gpu(CASES + GPU_CASES),
+    ],
+)
+def test_results_stay_within_the_error_budget(case: CovarianceTestCase, target: Target) -> None:
+    """The output, every gradient, every statistic and the captured heads."""
+    results, inputs = run(case, target), make_inputs(case, target.dtype)
+    check(inputs, results, *([run_function(inputs)] if target.backend == CPU else []))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_written_out_derivatives_are_autograds(case: CovarianceTestCase) -> None:
+    assert_written_derivatives_are_autograds(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        one(CovarianceTestCase("cross", CROSS, 2, 70, 2, 16), Target(INTERPRETER, FLOAT16)),
+        one(CovarianceTestCase("channel", CHANNEL, 2, 70, 2, 16), Target(INTERPRETER, FLOAT16)),
+        *on_gpu(GPU_CASES, [BFLOAT16]),
+    ],
+)
+def test_the_same_call_gives_the_same_bits(case: CovarianceTestCase, target: Target) -> None:
+    first = run(case, target)
+    for _ in range(REPEATS if target.backend == GPU else 1):
+        torch.testing.assert_close(run(case, target), first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.backends(INTERPRETER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_row_whose_weight_is_all_on_one_key_has_no_entropy(dtype: torch.dtype) -> None:
+    """The compiler makes ``a * b - c`` one operation that rounds once.
+
+    A maximum ``c`` of products that were rounded before is then not what it is subtracted from.
+    """
+    from tests.interpreter.rounding import contracted
+
+    # No power of two: scores are rounded.
+    inputs = make_inputs(CovarianceTestCase("", CHANNEL, 1, 16, 1, 16), dtype).scaled(0.3)
+    qkv = inputs.tensors[0]
+    qkv[0, :, 1, 0], qkv[0, :, 2, 0] = diagonal(16, dtype)
+    with contracted():
+        entropy = run_kernels(inputs)["entropy"]
+    assert (entropy == 0).all(), entropy
+
+
+# --- What half precision hides or cannot hold -----------------------------------------------------
+
+
+@pytest.mark.backends(INTERPRETER)
+def test_the_capture_shows_condition_numbers_that_half_precision_hides() -> None:
+    inputs = make_inputs(CovarianceTestCase("kappa", CROSS, 1, 150, 4, 32), torch.float16)
+    inputs = inputs._replace(tensors=(inputs.tensors[0], torch.full((4,), 0.1)))
+    qkv, temperature = (t.double() for t in inputs.tensors)
+    exact = cross_covariance_attention(qkv, temperature).flatten(2)
+    wanted = condition_number(exact).kappa
+    assert wanted.item() > 1e5
+    captured = condition_number(run_kernels(inputs)["heads"]).kappa.double()
+    torch.testing.assert_close(captured[-1:], wanted, rtol=0.01, atol=0)
+    rounded = condition_number(exact.half().float()).kappa.double()
+    assert rounded.item() < wanted.item() / 2
+
+
+@pytest.mark.backends(GPU)
+def test_the_capture_shows_condition_numbers_that_bfloat16_hides() -> None:
+    """Softmax rows that are nearly one another: the heads' small singular values are small."""
+    qkv = randn(1, 196, 3, 4, 32, dtype=torch.bfloat16)
+    temperature = torch.full((4,), 0.2, device="cuda")
+    sample = torch.zeros(1, dtype=torch.int32, device="cuda")
+    stats = cross_covariance_attention_with_stats(qkv, temperature, sample=sample)
+    assert stats.heads is not None
+    exact = cross_covariance_attention(qkv.cpu().double(), temperature.cpu().double())
+    wanted = condition_number(exact.flatten(2)).kappa
+    assert wanted.item() > 1e5
+    captured = condition_number(stats.heads).kappa.cpu().double()
+    torch.testing.assert_close(captured, wanted, rtol=0.01, atol=0)
+
+
+@pytest.mark.backends(INTERPRETER)
+@pytest.mark.parametrize(
+    ("operator", "q", "k", "v", "grad"),
+    [
+        (CROSS, 2.0**11, 2.0**-12, 2.0**9, 1.0),
+        (CROSS, 2.0**-14, 1.0, 2.0**-9, 2.0**-12),
+        (CHANNEL, 2.0**11, 1.0, 1.0, 2.0**6),
+    ],
+    ids=["cross, past 65504", "cross, under 6e-8", "channel, past 65504"],
+)
+def test_what_the_scores_pass_on_may_be_outside_half_precision(
+    operator: str, q: float, k: float, v: float, grad: float
+) -> None:
+    """Inputs and gradients are inside it, and so must be what is between them."""
+    case = CovarianceTestCase("far", operator, 1, 196, 1, 16, scale=2e-3)
+    inputs = make_inputs(case, torch.float16)
+    factors = torch.tensor([q, k, v], dtype=torch.float16)[:, None, None]
+    qkv, *others = inputs.tensors
+    inputs = inputs._replace(tensors=(qkv * factors, *others), grad=inputs.grad * grad)
+    exact = reference_results(inputs, torch.float64)
+    largest = {name: exact[name].abs().max() for name in ("dq", "dk", "dv")}
+    held = [name for name, size in largest.items() if 2**-13 < size < 65504]
+    assert len(held) >= 2
+    results = run_kernels(inputs)
+    for name in held:
+        error = (results[name].double() - exact[name]).abs().max()
+        assert error <= 2**-9 * largest[name], name
+
+
+# --- Truths that need no second implementation ----------------------------------------------------
 
 
 def tensors(
@@ -80,6 +303,9 @@ def test_the_smallest_eps_divides_channels_of_zeros() -> None:
     assert all(t.isfinite().all() for t in (out, *grads))
 
 
+# --- The modules ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("kind", OPERATORS)
 def test_modules_are_timms(kind: str) -> None:
     """Its parameters load unchanged; output and gradients are within the budget."""
@@ -105,6 +331,9 @@ def test_modules_are_timms(kind: str) -> None:
         ours.capture_samples = samples
         for name, actual in run(ours, torch.float32).items():
             assert_within_budget(actual, peers[name], exact[name])
+
+
+# --- What is refused ------------------------------------------------------------------------------
 
 
 X, T = torch.randn(2, 6, 3, 4, 8), torch.ones(4)

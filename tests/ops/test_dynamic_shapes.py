@@ -40,9 +40,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attention_varlen(*tokens, rows, q.shape[2], **sizes)
 
 
-OURS = {
-    "attention": attention, "statistics": with_stats, "packed": packed, "varlen": varlen
-}  # fmt: skip
+OURS = {"attention": attention, "statistics": with_stats, "packed": packed, "varlen": varlen}
 
 
 def graphs(function: Function, *, grad: bool = False) -> int:

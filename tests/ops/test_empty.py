@@ -1,7 +1,6 @@
 """Empty batches: results and gradients of the shapes that calls of some size have."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,19 +15,6 @@ from leaner_kernels.ops.attention import (
     attention_qkvpacked_with_stats,
     attention_varlen_with_stats,
     op,
-)
-from tests.operator_cases import (
-    CHANNEL,
-    CROSS,
-    CovarianceTestCase,
-    NystromTestCase,
-    OperatorTestCase,
-    OutlookTestCase,
-    WindowTestCase,
-    call,
-    identify,
-    leaves_of,
-    make_inputs,
 )
 
 Call = Callable[..., Any]
@@ -67,8 +53,11 @@ def test_attention_of_nothing_is_as_pytorchs(sizes: tuple[int, ...], name: str) 
     assert shapes_of(attention, tensors, **PARAMS[name]) == [out.shape]
     per_head = [(batch, heads)] * 5
     assert shapes_of(attention_with_stats, tensors, **PARAMS[name]) == [
-        out.shape, (batch, heads, rows), *per_head, None
-    ]  # fmt: skip
+        out.shape,
+        (batch, heads, rows),
+        *per_head,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("shape", [(0, 7, 3, 2, 8), (2, 0, 3, 2, 8), (2, 7, 3, 0, 8)], ids=str)
@@ -88,32 +77,6 @@ def test_no_sequences_and_empty_ones(tokens: int, starts: list[int], longest: in
     out, lse, *per_head, _ = shapes_of(attention_varlen_with_stats, tensors, *sequences)
     assert (out, lse) == ((tokens, 2, 8), (2, tokens))
     assert per_head == [(len(starts) - 1, 2)] * 5
-
-
-OTHERS = (
-    CovarianceTestCase("channels, no batch", CHANNEL, 0, 5, 2, 8),
-    CovarianceTestCase("channels, no tokens", CHANNEL, 2, 0, 2, 8),
-    CovarianceTestCase("channels, no heads", CHANNEL, 2, 5, 0, 8),
-    CovarianceTestCase("covariance, no batch", CROSS, 0, 5, 2, 8),
-    CovarianceTestCase("covariance, no heads", CROSS, 2, 5, 0, 8),
-    WindowTestCase("no batch", 0, (2, 3), (2, 2), 2, 8),
-    WindowTestCase("no heads", 2, (2, 3), (2, 2), 0, 8),
-    OutlookTestCase("no batch", 0, (4, 5), 2, 8, (3, 1, 1)),
-    OutlookTestCase("no heads", 2, (4, 5), 0, 8, (3, 1, 1)),
-    *(
-        NystromTestCase(f"{what}, {whole}", *sizes, 8, 4, whole_batch=whole)
-        for whole in (False, True)
-        for what, sizes in (("no batch", (0, 8, 2)), ("no heads", (2, 8, 0)))
-    ),
-)
-
-
-@pytest.mark.parametrize("case", OTHERS, ids=identify)
-def test_other_attention_of_nothing(case: OperatorTestCase) -> None:
-    inputs = make_inputs(case, torch.float32)
-    tensors = [t.requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
-    (out,) = shapes_of(partial(call, inputs), tensors)
-    assert shapes_of(partial(call, inputs, suffix="_with_stats"), tensors)[0] == out
 
 
 def test_on_a_gpu_nothing_is_launched_of_nothing() -> None:

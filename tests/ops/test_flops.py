@@ -14,17 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from leaner_kernels.ops.route import OPERATORS, flop_formulas
-from tests.operator_cases import (
-    CHANNEL,
-    CROSS,
-    CovarianceTestCase,
-    OutlookTestCase,
-    WindowTestCase,
-    call,
-    identify,
-    leaves_of,
-    make_inputs,
-)
+from tests.operators import CHANNEL, CROSS, call, leaves_of, make_inputs
+from tests.ops.test_covariance import CovarianceTestCase
+from tests.ops.test_outlook import OutlookTestCase
+from tests.ops.test_windows import WindowTestCase
 
 ROOT = Path(__file__).resolve().parents[2]
 ours = torch.ops.leaner_kernels
@@ -88,12 +81,12 @@ def test_packed_and_varlen_count_as_the_same_sequences_apart():
 CASES = (
     CovarianceTestCase("cross", CROSS, 2, 6, 4, 8),
     CovarianceTestCase("channel", CHANNEL, 2, 6, 4, 8),
-    WindowTestCase("", 2, (2, 2), (2, 3), 4, 8),
-    OutlookTestCase("", 2, (5, 6), 4, 8, (3, 1, 1)),
+    WindowTestCase("window", 2, (2, 2), (2, 3), 4, 8),
+    OutlookTestCase("outlook", 2, (5, 6), 4, 8, (3, 1, 1)),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=identify)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_an_operator_counts_the_products_that_it_is_composed_of(case):
     """The public function, on the CPU, is the composition."""
     inputs = make_inputs(case, torch.float32)

@@ -15,7 +15,7 @@ from leaner_kernels.ops import _tiles
 from leaner_kernels.ops.attention import dispatch, sdpa
 from leaner_kernels.ops.attention.call import Call, Sequences
 from leaner_kernels.ops.attention.dispatch import find_rule_of_library, library_of
-from tests.compile_cases import library_call
+from tests.ops.test_compile import library_call
 
 RULES = """
 [[gpus]]

@@ -1,17 +1,168 @@
-"""Nyström attention through its public functions and operators, on the CPU."""
+"""Nyström attention: error budget on every backend that runs it, truths, padding, errors."""
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels import condition_number
 from leaner_kernels.ops.nystrom import (
     nystrom_attention,
     nystrom_attention_with_stats,
     reference,
 )
+from tests.backends import BFLOAT16, CPU, FLOAT16, GPU, Target, executed, on_cpu, on_gpu
+from tests.gpu.draws import randn
+from tests.operators import (
+    NYSTROM,
+    Inputs,
+    amid_nan,
+    check,
+    make_inputs,
+    reference_results,
+    run,
+    run_function,
+    sample_of,
+)
+
+REPEATS = 20  # on a GPU, of a test that the same call gives the same bits
+
+
+class NystromTestCase(NamedTuple):
+    """Sizes as in the kernels; the rest is what the operator takes."""
+
+    name: str
+    batch: int
+    tokens: int
+    heads: int
+    dim: int
+    landmarks: int
+    lengths: tuple[int, ...] | None = None
+    scale: float = 0.3
+    iterations: int = 6
+    whole_batch: bool = False
+
+    def make(self, dtype: torch.dtype, device: str) -> Inputs:
+        """Return its tensors, views of one packed projection whose padding is NaN too."""
+        numbers = torch.randn(self.batch, self.tokens, 3, self.heads, self.dim)
+        numbers *= torch.linspace(0.5, 2, self.dim)
+        # Neighbours are alike, as tokens are: the means of noise are nearly zero.
+        for axis in (0, 1):
+            numbers[:, :, axis] += numbers[:, :, axis].cumsum(dim=1) / self.tokens**0.5
+        lengths = None
+        if self.lengths is not None:
+            lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
+            for entry, length in zip(numbers, self.lengths):
+                entry[length:] = float("nan")
+        qkv = amid_nan(numbers, (0, 2, 0, 1, 5), dtype, device).permute(2, 0, 3, 1, 4)
+        grad = torch.randn(self.batch, self.tokens, self.heads, self.dim).to(device, dtype)
+        params = self.landmarks, self.scale, self.iterations, self.whole_batch
+        return Inputs(NYSTROM, (*qkv, lengths), params, grad, sample_of(self.batch, device))
+
+
+CASES = (
+    NystromTestCase("two tokens, one landmark", 1, 2, 1, 1, 1, iterations=1),
+    NystromTestCase("segments of two", 1, 32, 1, 32, 16),
+    NystromTestCase("head_dim 20, padded tiles", 1, 96, 1, 20, 24, (50,), iterations=3),
+    NystromTestCase("one token of a sequence", 2, 30, 1, 8, 10, (1, 30), iterations=2),
+    NystromTestCase("padding inside a segment", 1, 160, 1, 16, 4, (139,), iterations=2),
+    NystromTestCase("whole batch", 2, 48, 2, 16, 8, scale=-0.4, whole_batch=True),
+    NystromTestCase(
+        "whole batch, padded", 2, 36, 1, 12, 12, (15, 35), iterations=1, whole_batch=True
+    ),
+)
+CPU_CASES = (
+    NystromTestCase("head_dim 128", 1, 96, 1, 128, 24, (77,), scale=0.1),
+    NystromTestCase("256 landmarks", 1, 512, 1, 8, 256),
+)
+# The Long-Range Arena's rows, and the ends of the range.
+GPU_CASES = tuple(
+    NystromTestCase(
+        f"{tokens}, {landmarks} landmarks, {whole_batch}",
+        2,
+        tokens,
+        2,
+        dim,
+        landmarks,
+        lengths=(tokens, tokens * 2 // 3),
+        scale=0.1,
+        whole_batch=whole_batch,
+    )
+    for tokens, landmarks, dim in (
+        (1024, 64, 32),
+        (2048, 32, 32),
+        (4096, 128, 32),
+        (1024, 256, 64),
+        (1056, 48, 40),
+    )
+    for whole_batch in (False, True)
+)
+
+
+# --- The error budget -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        *on_cpu(CASES),
+        *on_cpu(CPU_CASES, [torch.float32]),
+        *executed(CASES, set()),
+        *on_gpu(CASES + GPU_CASES),
+    ],
+)
+def test_results_stay_within_the_error_budget(case: NystromTestCase, target: Target) -> None:
+    """The output, every gradient, every statistic and the captured heads."""
+    results, inputs = run(case, target), make_inputs(case, target.dtype)
+    check(inputs, results, *([run_function(inputs)] if target.backend == CPU else []))
+
+
+@pytest.mark.parametrize(("case", "target"), on_gpu(GPU_CASES, [BFLOAT16]))
+def test_the_same_call_gives_the_same_bits(case: NystromTestCase, target: Target) -> None:
+    first = run(case, target)
+    for _ in range(REPEATS):
+        torch.testing.assert_close(run(case, target), first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    on_gpu([NystromTestCase("kappa", 1, 64, 2, 16, 32, scale=0.014)], [BFLOAT16, FLOAT16]),
+)
+def test_the_capture_shows_condition_numbers_that_half_precision_hides(
+    case: NystromTestCase, target: Target
+) -> None:
+    heads = reference_results(make_inputs(case, target.dtype), torch.float64)["heads"]
+    wanted = condition_number(heads).kappa
+    assert wanted.min().item() > 1e5
+    captured = condition_number(run(case, target)["heads"]).kappa.cpu().double()
+    torch.testing.assert_close(captured, wanted, rtol=0.01, atol=0)
+
+
+@pytest.mark.backends(GPU)
+def test_a_second_call_has_lengths_of_its_own() -> None:
+    qkv = [randn(4, 4, 96, 32) for _ in range(3)]
+    lengths = torch.tensor([96, 40, 96, 1], dtype=torch.int32)
+    for key_lengths in (None, lengths, lengths.flip(0)):
+        there = None if key_lengths is None else key_lengths.cuda()
+        exact = [t.cpu().double() for t in qkv]
+        expected = nystrom_attention(*exact, 12, key_lengths=key_lengths)
+        actual = nystrom_attention(*qkv, 12, key_lengths=there).cpu().double()
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.backends(GPU)
+def test_autocast_rounds_the_inputs_alone() -> None:
+    qkv = [randn(4, 4, 96, 32) for _ in range(3)]
+    with torch.autocast("cuda", torch.bfloat16):
+        found = nystrom_attention(*qkv, 12)
+    assert torch.equal(found, nystrom_attention(*(t.bfloat16() for t in qkv), 12))
+
+
+# --- Truths that need no second implementation ----------------------------------------------------
+
 
 INITS = "matrix", "batch"
 LENGTHS = torch.tensor([7, 12], dtype=torch.int32)
@@ -85,6 +236,9 @@ def test_padded_tokens_change_nothing_but_their_number() -> None:
     torch.testing.assert_close(stats.lse[0, :, 7:], torch.full((2, 5), math.log(4)))
 
 
+# --- The published layer --------------------------------------------------------------------------
+
+
 def published(module: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
     """Run Hugging Face's layer on (B, N, D), with padding as the authors' code treats it.
 
@@ -142,6 +296,9 @@ def test_the_written_out_derivative_of_the_inverse_shares_a_tie() -> None:
         with torch.no_grad():
             actual = reference.iterates_backward(grad, k2, found, whole_batch)
         torch.testing.assert_close(actual, expected)
+
+
+# --- What is refused ------------------------------------------------------------------------------
 
 
 X = torch.randn(2, 3, 12, 8)

@@ -1,7 +1,7 @@
-"""Outlook attention through its public functions, operators and module, on the CPU."""
+"""Outlook attention: error budget on every backend, truths, statistics, errors, the module."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +9,221 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from leaner_kernels.nn import OutlookAttention
-from leaner_kernels.ops.outlook import outlook_attention, outlook_attention_with_stats
+from leaner_kernels.ops.outlook import (
+    outlook_attention,
+    outlook_attention_with_stats,
+    reference,
+)
+from tests.backends import (
+    BFLOAT16,
+    CPU,
+    FLOAT16,
+    FLOAT32,
+    GPU,
+    INTERPRETER,
+    Target,
+    executed,
+    on_cpu,
+    on_gpu,
+    one,
+)
+from tests.gpu.draws import randn
+from tests.operators import (
+    OUTLOOK,
+    STATISTICS,
+    Inputs,
+    amid_nan,
+    assert_written_derivatives_are_autograds,
+    check,
+    make_inputs,
+    reference_results,
+    run,
+    run_function,
+    run_kernels,
+    sample_of,
+)
+
+REPEATS = 20  # on a GPU, of a test that the same call gives the same bits
+
+
+class OutlookTestCase(NamedTuple):
+    """A map of ``size`` pixels, and the kernel size, stride and padding of its windows."""
+
+    name: str
+    batch: int
+    size: tuple[int, int]
+    heads: int
+    dim: int
+    window: tuple[int, int, int]
+
+    def make(self, dtype: torch.dtype, device: str) -> Inputs:
+        """Return its tensors; strides are multiples of 16, as of most models, which sets tiles."""
+        shape = self.batch, *self.size, self.heads, self.dim
+        count = [reference.num_windows(size, self.window) for size in self.size]
+        places = self.window[0] ** 2
+        value, logits, grad = (
+            amid_nan(t, (0, 1, 2, *[0] * (t.dim() - 4), 16 + -t.shape[-1] % 16), dtype, device)
+            for t in (
+                torch.randn(shape),
+                torch.randn(self.batch, *count, self.heads, places, places),
+                torch.randn(shape),
+            )
+        )
+        # Larger than the default, so that a softmax is not almost uniform.
+        numbers = *self.window, 1.5
+        return Inputs(OUTLOOK, (value, logits), numbers, grad, sample_of(self.batch, device))
+
+
+VOLO = OutlookTestCase("VOLO", 2, (4, 6), 2, 32, (3, 2, 1))
+MORE_THAN_A_TILE = OutlookTestCase("more than a tile, lean", 1, (16, 18), 1, 16, (3, 2, 1))
+EVERY_PIXEL = OutlookTestCase("windows at every pixel", 1, (5, 4), 1, 12, (3, 1, 1))
+UNHELD_PIXELS = OutlookTestCase("pixels that no window holds", 1, (6, 8), 1, 4, (3, 2, 0))
+CASES = (
+    OutlookTestCase("one of everything", 1, (1, 1), 1, 1, (1, 1, 0)),
+    VOLO,
+    MORE_THAN_A_TILE,
+    OutlookTestCase("an odd map", 1, (7, 5), 1, 10, (3, 2, 1)),
+    EVERY_PIXEL,
+    UNHELD_PIXELS,
+    OutlookTestCase("stride 3 of 4, padding 2", 1, (5, 8), 1, 6, (4, 3, 2)),
+    OutlookTestCase("kernel size 5", 1, (5, 6), 1, 8, (5, 2, 2)),
+    OutlookTestCase("kernel size 2, windows at every pixel", 1, (4, 5), 1, 8, (2, 1, 0)),
+    OutlookTestCase("head_dim 128", 1, (4, 3), 1, 128, (3, 2, 1)),
+)
+# VOLO-D3 and D4 on images of 224 and 448 pixels.
+GPU_CASES = (
+    OutlookTestCase("D3", 4, (28, 28), 8, 32, (3, 2, 1)),
+    OutlookTestCase("D3, lean", 4, (28, 28), 16, 16, (3, 2, 1)),
+    OutlookTestCase("D4", 2, (28, 28), 12, 32, (3, 2, 1)),
+    OutlookTestCase("D4, lean, large images", 2, (56, 56), 24, 16, (3, 2, 1)),
+    OutlookTestCase("head_dim 64", 2, (14, 14), 4, 64, (3, 2, 1)),
+)
+# Nothing is rounded between inputs and results: a dtype of each case, and all of a small one.
+ARITHMETIC = {"an odd map": FLOAT32, "kernel size 5": BFLOAT16}
+IN_INTERPRETER = [
+    *(one(c, Target(INTERPRETER, ARITHMETIC.get(c.name, FLOAT16))) for c in CASES),
+    one(VOLO, Target(INTERPRETER, FLOAT16, "gpu")),
+    one(VOLO, Target(INTERPRETER, BFLOAT16, "gpu")),
+    one(VOLO, Target(INTERPRETER, BFLOAT16)),
+    one(VOLO, Target(INTERPRETER, FLOAT32)),
+]
+EXECUTED_EACH_COMMIT = {
+    ("VOLO", BFLOAT16, 80),
+    ("VOLO", FLOAT16, 90),
+    ("VOLO", BFLOAT16, 120),
+}
+
+
+# --- The error budget -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        *on_cpu(CASES),
+        *IN_INTERPRETER,
+        *executed(CASES, EXECUTED_EACH_COMMIT),
+        *on_gpu(CASES + GPU_CASES),
+    ],
+)
+def test_results_stay_within_the_error_budget(case: OutlookTestCase, target: Target) -> None:
+    """The output, every gradient, every statistic and the captured heads."""
+    results, inputs = run(case, target), make_inputs(case, target.dtype)
+    check(inputs, results, *([run_function(inputs)] if target.backend == CPU else []))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_written_out_derivatives_are_autograds(case: OutlookTestCase) -> None:
+    assert_written_derivatives_are_autograds(case)
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [one(UNHELD_PIXELS, Target(INTERPRETER, FLOAT16)), *on_gpu(GPU_CASES, [BFLOAT16])],
+)
+def test_the_same_call_gives_the_same_bits(case: OutlookTestCase, target: Target) -> None:
+    first = run(case, target)
+    for _ in range(REPEATS if target.backend == GPU else 1):
+        torch.testing.assert_close(run(case, target), first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.backends(INTERPRETER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [1, 32])
+def test_a_row_whose_weight_is_all_on_one_key_has_no_entropy(dim: int, dtype: torch.dtype) -> None:
+    """The compiler makes ``a * b - c`` one operation that rounds once.
+
+    A maximum ``c`` of products that were rounded before is then not what it is subtracted from.
+    """
+    from tests.interpreter.rounding import contracted
+
+    # Windows of one pixel. The scale is no power of two: scores are rounded.
+    case = OutlookTestCase("one pixel", 1, (4, 4), 2, dim, (1, 1, 0))
+    with contracted():
+        entropy = run_kernels(make_inputs(case, dtype).scaled(0.3))["entropy"]
+    assert (entropy == 0).all(), entropy
+
+
+@pytest.mark.backends(INTERPRETER)
+@pytest.mark.parametrize("case", [VOLO, EVERY_PIXEL], ids=lambda case: case.name)
+def test_a_place_that_is_never_looked_at_costs_no_statistic(case: OutlookTestCase) -> None:
+    inputs = make_inputs(case, torch.float16)
+    inputs.tensors[1][..., 1:2] = float("-inf")
+    exact, results = reference_results(inputs, torch.float64), run_kernels(inputs)
+    for name in STATISTICS:
+        torch.testing.assert_close(results[name].double(), exact[name], rtol=1e-3, atol=0)
+
+
+@pytest.mark.backends(INTERPRETER)
+def test_output_without_statistics_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs then own a tile each, and not a whole head."""
+    from leaner_kernels.ops._launch_cache import Launch
+    from leaner_kernels.ops.outlook import kernels
+
+    grids, start = [], Launch.start
+
+    def noted(self: Launch) -> None:
+        grids.append(self.grid)
+        start(self)
+
+    monkeypatch.setattr(Launch, "start", noted)
+    inputs = make_inputs(MORE_THAN_A_TILE, torch.float16)
+    value, logits = inputs.tensors
+    found = []
+    for stats in (torch.empty(len(STATISTICS), 1, 1), None):
+        out = value.new_empty(value.shape)
+        lse = torch.empty(1, 1, *logits.shape[1:3], logits.shape[-1])
+        kernels.attend(inputs.tensors, inputs.numbers, out, lse, stats)
+        found.append((out, lse))
+    expected, actual = found
+    (with_stats,), (plain,) = grids
+    assert with_stats == 1
+    assert plain > 1
+    for a, b in zip(actual, expected):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.backends(GPU)
+def test_no_window_is_unfolded_in_memory() -> None:
+    """A training step keeps its inputs and lse, and takes what it returns: K * K values nowhere."""
+    value = randn(8, 28, 28, 8, 32, dtype=torch.bfloat16).requires_grad_()
+    logits = randn(8, 14, 14, 8, 9, 9, dtype=torch.bfloat16).requires_grad_()
+    grad = randn(*value.shape, dtype=torch.bfloat16)
+    for _ in range(2):  # the first step compiles
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        out = outlook_attention(value, logits, stride=2)
+        kept = torch.autograd.grad(out, (value, logits), grad)
+        taken = torch.cuda.max_memory_allocated() - before
+        returned = sum(t.nbytes for t in (out, *kept))
+        del out, kept
+    lse = 4 * logits.numel() // 9
+    assert taken <= returned + lse + (1 << 16)
+
+
+# --- Truths that need no second implementation ----------------------------------------------------
+
 
 WINDOWS = [(3, 2, 1), (3, 1, 1), (3, 2, 0), (5, 2, 2), (5, 1, 0)]
 
@@ -127,6 +341,18 @@ def test_layouts_other_than_contiguous_give_the_same() -> None:
         torch.testing.assert_close(actual, wanted)
 
 
+# --- The module -----------------------------------------------------------------------------------
+
+
+@pytest.mark.backends(GPU)
+def test_a_module_on_a_gpu_equals_itself_on_the_cpu() -> None:
+    module = OutlookAttention(96, 8, 16)
+    x = torch.randn(2, 28, 28, 96)
+    expected = module(x)
+    actual = module.cuda()(x.cuda()).cpu()
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("window", [(3, 2, 1), (3, 1, 1), (5, 2, 2)])
 def test_module_equals_timms(window: tuple[int, int, int]) -> None:
     volo = pytest.importorskip("timm.models.volo", reason="needs timm")
@@ -144,6 +370,9 @@ def test_module_equals_timms(window: tuple[int, int, int]) -> None:
     )
     for a, b in zip(found, wanted):
         torch.testing.assert_close(a, b)
+
+
+# --- What is refused ------------------------------------------------------------------------------
 
 
 VALUE, LOGITS = tensors(dtype=torch.float32)

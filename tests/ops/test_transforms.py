@@ -1,5 +1,6 @@
 """Operators under vmap, torch.func, second derivatives, forward mode and autocast."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,97 @@ from leaner_kernels import (
     outlook_attention,
     window_attention,
 )
-from tests.transform_cases import EXAMPLES, OPS, calls, integers, of_floats, several, to_float
+from tests.backends import CPU, GPU
+from tests.error_budget import assert_within_budget
+
+OPS = torch.ops.leaner_kernels
+EXAMPLES = 3
+
+
+def integers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+LENGTHS = integers(3, 4)
+
+
+def calls() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Operators without ``_with_stats``, and arguments for one example, in float64."""
+    torch.manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    q, k, v = randn(2, 4, 3, 2), randn(2, 2, 4, 2), randn(2, 2, 4, 2)
+    mask = randn(4, 3, 4)
+    unseen = mask.where(torch.arange(3)[:, None] != 1, float("-inf"))
+    packed, seed = randn(2, 4, 3, 2, 3), torch.tensor([5])
+    tokens, starts = randn(5, 3, 4, 2).unbind(1), integers(0, 2, 2, 4)
+    tokens = tokens[0], tokens[1][:, :2], tokens[2][:, :2]
+    starts = starts, integers(1, 3, 4, 4)
+    return {
+        "attention": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.0, -1, -1)),
+        "row without keys": (
+            "attention",
+            (q, k, v, unseen, None, None, 0.0, False, 0.4, 0.0, -1, -1),
+        ),
+        "boolean mask": (
+            "attention",
+            (q, k, v, randn(2, 1, 3, 1) > 0, None, None, 0.0, False, 1.0, 0.0, -1, -1),
+        ),
+        "causal": ("attention", (q, k, v, None, None, None, 0.0, True, 0.4, 0.0, -1, -1)),
+        "dropout": ("attention", (q, k, v, None, None, seed, 0.4, False, 0.4, 0.0, -1, -1)),
+        "softcap": ("attention", (q, k, v, mask, LENGTHS, None, 0.0, False, 0.4, 0.7, -1, -1)),
+        "packed": ("attention_qkvpacked", (packed, LENGTHS, None, 0.0, True, 0.4, -1, -1)),
+        "varlen": ("attention_varlen", (*tokens, *starts, None, 3, 3, 0.0, False, 0.4, -1, -1)),
+        "varlen, dropout": (
+            "attention_varlen",
+            (*tokens, *starts, seed, 3, 3, 0.3, True, 0.4, -1, -1),
+        ),
+        "cross-covariance": ("cross_covariance_attention", (packed, randn(2).exp(), 1e-12)),
+        "channel": ("channel_attention", (packed, 0.4)),
+        "window": ("window_attention", (randn(2, 2, 4, 3, 2, 3), 1, 2, 0.4)),
+        "outlook": (
+            "outlook_attention",
+            (randn(2, 3, 3, 2, 2), randn(2, 2, 2, 2, 9, 9), 3, 2, 1, 1.0),
+        ),
+    }
+
+
+def floating(args: tuple[Any, ...]) -> list[int]:
+    return [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.is_floating_point()]
+
+
+def to_float(a: Any) -> Any:
+    return a.float() if isinstance(a, Tensor) and a.is_floating_point() else a
+
+
+def of_floats(
+    name: str, args: tuple[Any, ...], result: Callable[[Any], Any] = lambda r: r[0]
+) -> tuple[Callable[..., Any], list[Tensor]]:
+    """Return the operator as a function of its floating-point tensors, and these."""
+    places = floating(args)
+
+    def function(*tensors: Tensor) -> Any:
+        given = list(args)
+        for i, t in zip(places, tensors):
+            given[i] = t
+        return result(getattr(OPS, name)(*given))
+
+    return function, [args[i] for i in places]
+
+
+def several(t: Tensor, dim: int) -> Tensor:
+    """Stack different examples along ``dim``, the first one as it is."""
+    return torch.stack([t * (1 + i) for i in range(EXAMPLES)], dim)
+
+
+def placed(args: tuple[Any, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Return the arguments on a device, what is floating point in this dtype."""
+    return tuple(
+        a.to(device, dtype if a.is_floating_point() else a.dtype) if isinstance(a, Tensor) else a
+        for a in args
+    )
 
 
 class OperatorLog(TorchDispatchMode):
@@ -166,14 +257,20 @@ def test_autograd_alone_gives_second_derivatives_of_every_public_function(name: 
     torch.testing.assert_close(actual, twice(*(t.detach() for t in leaves)))
 
 
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.backends(CPU)),
+        pytest.param("cuda", marks=pytest.mark.backends(GPU)),
+    ],
+)
 @pytest.mark.parametrize("name", calls())
-def test_a_region_of_autocast_narrows_the_operator(name: str) -> None:
+def test_a_region_of_autocast_narrows_the_operator(name: str, device: str) -> None:
     operator, args = calls()[name]
-    args = tuple(map(to_float, args))
-    function, given = of_floats(operator, args)
+    function, given = of_floats(operator, placed(args, torch.float32, device))
     narrow = given[:1] if operator == "cross_covariance_attention" else given
     leaves = [t.requires_grad_() for t in given]
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         out = function(*leaves)
     halves = [t.detach().bfloat16() for t in narrow]
     assert out.dtype == torch.bfloat16
@@ -201,3 +298,48 @@ def test_public_attention_has_every_derivative_under_torch_func(packed: bool) ->
         return (p @ v).square().sum()
 
     torch.testing.assert_close(torch.func.hessian(loss)(x), torch.func.hessian(decomposition)(x))
+
+
+# --- On a GPU -------------------------------------------------------------------------------------
+
+
+TRUTH_PEER_ACTUAL = (torch.float64, "cpu"), (torch.float32, "cpu"), (torch.float32, "cuda")
+
+
+@pytest.mark.backends(GPU)
+@pytest.mark.parametrize("name", calls())
+def test_gradients_of_each_example_stay_within_the_error_budget(name: str) -> None:
+    operator, args = calls()[name]
+    found = []
+    for dtype, device in TRUTH_PEER_ACTUAL:
+        function, given = of_floats(operator, placed(args, dtype, device))
+        places = tuple(range(len(given)))
+        many = [several(t, 0) for t in given]
+        found.append(
+            torch.vmap(torch.func.grad(lambda *x: function(*x).square().sum(), places))(*many)  # noqa: B023
+        )
+    for exact, same_dtype, actual in zip(*found, strict=True):
+        assert actual.shape[0] == EXAMPLES
+        assert_within_budget(actual, same_dtype, exact)
+
+
+@pytest.mark.backends(GPU)
+@pytest.mark.parametrize("name", calls())
+def test_second_derivatives_stay_within_the_error_budget(name: str) -> None:
+    """Of the squared length of the gradient, and in forward mode over it."""
+    operator, args = calls()[name]
+    found = []
+    for dtype, device in TRUTH_PEER_ACTUAL:
+        function, given = of_floats(operator, placed(args, dtype, device))
+
+        def gradients(*x: Tensor) -> tuple[Tensor, ...]:
+            leaves = tuple(range(len(x)))
+            return torch.func.grad(lambda *y: function(*y).square().sum(), leaves)(*x)  # noqa: B023
+
+        leaves = [t.clone().requires_grad_() for t in given]
+        loss = sum(g.square().sum() for g in gradients(*leaves))
+        assert isinstance(loss, Tensor)
+        _, forward = torch.func.jvp(gradients, tuple(given), tuple(given))
+        found.append([*torch.autograd.grad(loss, leaves), *forward])
+    for exact, same_dtype, actual in zip(*found, strict=True):
+        assert_within_budget(actual, same_dtype, exact)

@@ -24,9 +24,11 @@ def with_settings(path, out, settings):
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         about = file.metadata()
-    text = settings if isinstance(settings, str) else json.dumps(
-        json.loads(about["settings"]) | settings
-    )  # fmt: skip
+    text = (
+        settings
+        if isinstance(settings, str)
+        else json.dumps(json.loads(about["settings"]) | settings)
+    )
     save_file(tensors, out, metadata=about | {"settings": text})
     return out
 

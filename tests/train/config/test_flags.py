@@ -50,11 +50,11 @@ def test_help_has_every_flag_once_in_a_group(script, capsys):
         (vit, ("--heads", "16", "--depth", "7", "--compile", "--skip-limit", "3")),
         (vit, (*DEIT, "--head-dim", "split")),
         (gpt, ("--heads", "4,2", "--depth", "2", "--tokens", "5000")),
-        (bert, ("--heads", "2",)),
+        (bert, ("--heads", "2")),
         (lra, ()),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value.PROGRAM,
-)  # fmt: skip
+)
 def test_filled_settings_as_flags_are_the_same_settings(script, args, capsys):
     def filled(arguments):
         settings = flags.parse(script.PROGRAM, "", list(arguments), SCRIPTS[script])

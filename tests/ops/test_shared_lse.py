@@ -1,36 +1,39 @@
-"""Forwards and backwards that share the output and the log-sum-exp alone, in the interpreter.
+"""Forwards and backwards of our kernels that share the output and the log-sum-exp alone.
 
 Both ways: kernels store and load it, or launches convert it from and to what kernels save.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("set TRITON_INTERPRET=1, in a process of its own", allow_module_level=True)
-
-from leaner_kernels.ops import route
+from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops.attention import op
-from tests import shared_lse, varlen_cases
+from tests import attention_cases, shared_lse, varlen_cases
 from tests.attention_cases import (
     CASES,
+    MODELS,
     WINDOW_CASES,
     AttentionTestCase,
     Inputs,
+    aligned,
     as_reference,
+    case_named,
     check,
     make_inputs,
     peers_of,
+    poisoned,
     reference_results,
     share_lse,
     sharing_lse,
 )
+from tests.backends import BFLOAT16, INTERPRETER, Target, executed
 from tests.error_budget import assert_all_within_budget
+from tests.varlen_cases import VarlenTestCase
 
 WAYS = pytest.mark.parametrize("by_kernels", [True, False], ids=["kernels", "conversion"])
 # Every way in which a row may see keys, and every place where scores are scaled.
@@ -50,10 +53,6 @@ SHARED = (
 BACKWARD = "dq", "dk", "dv"
 
 
-def case_named(name: str) -> AttentionTestCase:
-    return next(case for case in (*CASES, *WINDOW_CASES) if case.name == name)
-
-
 def parts(inputs: Inputs) -> tuple[tuple, tuple]:
     """Return tensors and numbers of the operator."""
     return inputs.arguments[:6], inputs.arguments[6:]
@@ -65,6 +64,7 @@ def gradients(inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
     return dict(zip(BACKWARD, found, strict=True))
 
 
+@pytest.mark.backends(INTERPRETER)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
 )
@@ -83,6 +83,7 @@ def test_the_log_sum_exp_is_all_that_a_backward_needs(name: str, dtype: torch.dt
         assert_all_within_budget(found, peers, exact)
 
 
+@pytest.mark.backends(INTERPRETER)
 @pytest.mark.parametrize("factor", [1, 30])
 @pytest.mark.parametrize("name", ["head_dim 80, crossed", "boolean mask, a hidden row"])
 def test_the_forward_may_be_anothers(name: str, factor: int) -> None:
@@ -99,6 +100,7 @@ def test_the_forward_may_be_anothers(name: str, factor: int) -> None:
         assert_all_within_budget(found, peers, exact)
 
 
+@pytest.mark.backends(INTERPRETER)
 @WAYS
 @pytest.mark.parametrize("scale", [-0.3, 1e-35])
 def test_scores_are_scaled_however_maxima_are_taken(scale: float, by_kernels: bool) -> None:
@@ -107,6 +109,7 @@ def test_scores_are_scaled_however_maxima_are_taken(scale: float, by_kernels: bo
         check(inputs, share_lse(op.Dense, inputs.grad, *parts(inputs)))
 
 
+@pytest.mark.backends(INTERPRETER)
 @pytest.mark.parametrize(
     "name",
     [
@@ -131,6 +134,7 @@ def test_sequences_side_by_side_share_it_too(name: str) -> None:
         assert_all_within_budget(found, peers, exact)
 
 
+@pytest.mark.backends(INTERPRETER)
 @WAYS
 @pytest.mark.parametrize(
     ("form", "shapes", "ends"),
@@ -163,6 +167,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.backends(INTERPRETER)
 @WAYS
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_another_statistic_is_past_the_budget(
@@ -176,3 +181,57 @@ def test_another_statistic_is_past_the_budget(
     for name, result in found.items():
         with pytest.raises(AssertionError, match="budget"):
             assert_all_within_budget({name: result}, peers, exact)
+
+
+# --- Executed: kernels in Gluon too ---------------------------------------------------------------
+
+MODELS_EXECUTED_EACH_COMMIT = {
+    ("ViT-B", BFLOAT16, 80),
+    ("ViT-B", BFLOAT16, 90),
+    ("ViT-B, boolean mask", BFLOAT16, 90),
+    ("ViT-B, additive mask", BFLOAT16, 80),
+    ("GPT-2, 64 tokens", BFLOAT16, 90),
+    ("16 tokens, boolean mask", BFLOAT16, 80),
+    ("inner tokens of TNT", BFLOAT16, 80),
+}
+
+
+def assert_compiled_kernels_share_it(
+    case: AttentionTestCase, target: Target, layout: Callable[..., Tensor]
+) -> None:
+    """Run as a GPU that has a head for every program does: kernels in Gluon, forward too."""
+    # On the CPU: functions below the dispatcher do not unwrap pretended tensors.
+    inputs = make_inputs(case, target.dtype, layout=layout)
+    with target.active(), mock.patch.object(_tiles, "ENOUGH_PROGRAMS", 1):
+        plain, _ = route.forward_on_gpu(op.Dense, False, *inputs.arguments)
+        results = attention_cases.run_sharing_lse(inputs)
+    assert torch.equal(results["out"], plain)
+    check(inputs, results)
+
+
+@pytest.mark.parametrize(("case", "target"), executed(MODELS, MODELS_EXECUTED_EACH_COMMIT))
+def test_compiled_kernels_of_aligned_rows_share_it(case: AttentionTestCase, target: Target) -> None:
+    assert_compiled_kernels_share_it(case, target, aligned)
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    executed(CASES + WINDOW_CASES, {("boolean mask, a hidden row", BFLOAT16, 90)}),
+)
+def test_compiled_kernels_of_any_strides_share_it(case: AttentionTestCase, target: Target) -> None:
+    assert_compiled_kernels_share_it(case, target, poisoned)
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    executed(
+        varlen_cases.CASES + varlen_cases.WINDOW_CASES,
+        {("rows without keys, keys without rows", BFLOAT16, 90)},
+    ),
+)
+def test_compiled_kernels_of_sequences_share_it(case: VarlenTestCase, target: Target) -> None:
+    inputs = varlen_cases.make_inputs(case, target.dtype)
+    with target.active():
+        results = varlen_cases.run_sharing_lse(inputs)
+    exact = varlen_cases.assemble(inputs, torch.float64)
+    assert_all_within_budget(results, varlen_cases.peers_of(inputs, target.dtype), exact)

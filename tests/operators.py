@@ -1,11 +1,11 @@
-"""Awkward shapes of the operators beside softmax attention, and what the reference makes of them.
+"""How operators other than softmax attention are run on a backend and compared with a reference.
 
-One table serves the operators on the CPU, the kernels in Triton's interpreter and on a GPU. A case
-makes its ``Inputs``; from there on all operators are run and judged alike.
+Cases stand in the file of their operator (``tests/ops/test_windows.py`` and others). A case makes
+its ``Inputs``; from there on all operators are run and judged alike.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from leaner_kernels.ops.outlook import reference as outlook_reference
 from leaner_kernels.ops.route import OPERATORS, launchers
 from leaner_kernels.ops.statistics import AttentionStats, per_head
 from tests import error_budget
+from tests.backends import GPU, INTERPRETER, Target
 
 CROSS, CHANNEL = "cross_covariance_attention", "channel_attention"
 WINDOW, OUTLOOK, NYSTROM = "window_attention", "outlook_attention", "nystrom_attention"
@@ -42,113 +43,17 @@ class Inputs(NamedTuple):
         return self._replace(numbers=numbers)
 
 
-class CovarianceTestCase(NamedTuple):
-    """Sizes as in the kernels; ``eps`` and ``scale`` are those of the operator."""
+class Case(Protocol):
+    """Sizes of a call, in the file of the operator."""
 
-    name: str
-    operator: str
-    batch: int
-    tokens: int
-    heads: int
-    dim: int
-    eps: float = 1e-12
-    scale: float = 0.2
-    zero_channels: bool = False
+    @property
+    def name(self) -> str:
+        """What is special about it."""
+        ...
 
     def make(self, dtype: torch.dtype, device: str) -> Inputs:
-        """Return its tensors; the temperature is float32, as models keep it."""
-        numbers = torch.randn(self.batch, self.tokens, 3, self.heads, self.dim)
-        numbers *= torch.linspace(0.5, 2, self.dim)
-        if self.zero_channels:
-            numbers[..., ::3] = 0
-        qkv = amid_nan(numbers, (0, 2, 0, 1, 5), dtype, device)
-        grad = torch.randn(self.batch, self.tokens, self.heads, self.dim).to(device, dtype)
-        tensors, param = (qkv,), self.scale
-        if self.operator == CROSS:
-            temperature = (torch.arange(self.heads, device=device) * 0.75 + 2).float()
-            tensors, param = (qkv, temperature), self.eps
-        return Inputs(self.operator, tensors, (param,), grad, sample_of(self.batch, device))
-
-
-class WindowTestCase(NamedTuple):
-    """A map of ``windows`` windows of ``window`` tokens, (rows, columns) each."""
-
-    name: str
-    batch: int
-    windows: tuple[int, int]
-    window: tuple[int, int]
-    heads: int
-    dim: int
-
-    def make(self, dtype: torch.dtype, device: str) -> Inputs:
-        """Return its tensors."""
-        size = self.batch, *(n * tokens for n, tokens in zip(self.windows, self.window))
-        qkv = torch.randn(*size, 3, self.heads, self.dim)
-        qkv = amid_nan(qkv, (0, 1, 2, 0, 0, 5), dtype, device)
-        grad = torch.randn(*size, self.heads, self.dim)
-        grad = amid_nan(grad, (0, 1, 2, 0, 5), dtype, device)
-        numbers = *self.window, self.dim**-0.5
-        return Inputs(WINDOW, (qkv,), numbers, grad, sample_of(self.batch, device))
-
-
-class OutlookTestCase(NamedTuple):
-    """A map of ``size`` pixels, and the kernel size, stride and padding of its windows."""
-
-    name: str
-    batch: int
-    size: tuple[int, int]
-    heads: int
-    dim: int
-    window: tuple[int, int, int]
-
-    def make(self, dtype: torch.dtype, device: str) -> Inputs:
-        """Return its tensors; strides are multiples of 16, as of most models, which sets tiles."""
-        shape = self.batch, *self.size, self.heads, self.dim
-        count = [outlook_reference.num_windows(size, self.window) for size in self.size]
-        places = self.window[0] ** 2
-        value, logits, grad = (
-            amid_nan(t, (0, 1, 2, *[0] * (t.dim() - 4), 16 + -t.shape[-1] % 16), dtype, device)
-            for t in (
-                torch.randn(shape),
-                torch.randn(self.batch, *count, self.heads, places, places),
-                torch.randn(shape),
-            )
-        )
-        # Larger than the default, so that a softmax is not almost uniform.
-        numbers = *self.window, 1.5
-        return Inputs(OUTLOOK, (value, logits), numbers, grad, sample_of(self.batch, device))
-
-
-class NystromTestCase(NamedTuple):
-    """Sizes as in the kernels; the rest is what the operator takes."""
-
-    name: str
-    batch: int
-    tokens: int
-    heads: int
-    dim: int
-    landmarks: int
-    lengths: tuple[int, ...] | None = None
-    scale: float = 0.3
-    iterations: int = 6
-    whole_batch: bool = False
-
-    def make(self, dtype: torch.dtype, device: str) -> Inputs:
-        """Return its tensors, views of one packed projection whose padding is NaN too."""
-        numbers = torch.randn(self.batch, self.tokens, 3, self.heads, self.dim)
-        numbers *= torch.linspace(0.5, 2, self.dim)
-        # Neighbours are alike, as tokens are: the means of noise are nearly zero.
-        for axis in (0, 1):
-            numbers[:, :, axis] += numbers[:, :, axis].cumsum(dim=1) / self.tokens**0.5
-        lengths = None
-        if self.lengths is not None:
-            lengths = torch.tensor(self.lengths, dtype=torch.int32, device=device)
-            for entry, length in zip(numbers, self.lengths):
-                entry[length:] = float("nan")
-        qkv = amid_nan(numbers, (0, 2, 0, 1, 5), dtype, device).permute(2, 0, 3, 1, 4)
-        grad = torch.randn(self.batch, self.tokens, self.heads, self.dim).to(device, dtype)
-        params = self.landmarks, self.scale, self.iterations, self.whole_batch
-        return Inputs(NYSTROM, (*qkv, lengths), params, grad, sample_of(self.batch, device))
+        """Return its tensors and numbers."""
+        ...
 
 
 class _Nystrom:
@@ -174,7 +79,6 @@ class _Nystrom:
 
 
 SPECIFICATIONS: dict[str, Any] = {**OPERATORS, NYSTROM: _Nystrom}
-OperatorTestCase = CovarianceTestCase | WindowTestCase | OutlookTestCase | NystromTestCase
 
 
 def amid_nan(numbers: Tensor, margins: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -188,89 +92,8 @@ def sample_of(batch: int, device: str) -> Tensor:
     return torch.tensor([batch - 1, -1, 0], dtype=torch.int32, device=device)
 
 
-CASES: dict[str, tuple[OperatorTestCase, ...]] = {
-    "covariance": (
-        CovarianceTestCase("cross, one of everything", CROSS, 1, 1, 1, 1),
-        CovarianceTestCase("cross, XCiT", CROSS, 1, 196, 2, 48),
-        CovarianceTestCase("cross, XCiT large, lean", CROSS, 2, 197, 2, 64),
-        CovarianceTestCase("cross, head_dim 32", CROSS, 3, 60, 2, 32),
-        CovarianceTestCase("cross, head_dim 10", CROSS, 2, 33, 3, 10),
-        CovarianceTestCase("cross, fewer tokens than channels", CROSS, 2, 5, 2, 20),
-        CovarianceTestCase("cross, channels shorter than eps", CROSS, 2, 70, 2, 16, eps=8.0),
-        CovarianceTestCase(
-            "cross, channels of zeros", CROSS, 2, 70, 2, 24, eps=1e-3, zero_channels=True
-        ),
-        CovarianceTestCase("channel, one of everything", CHANNEL, 1, 1, 1, 1),
-        CovarianceTestCase("channel, last stage of DaViT", CHANNEL, 2, 49, 3, 32),
-        CovarianceTestCase("channel, third stage, lean", CHANNEL, 1, 196, 4, 16, scale=0.25),
-        CovarianceTestCase("channel, long", CHANNEL, 1, 784, 1, 32, scale=0.1),
-        CovarianceTestCase(
-            "channel, first stage of DaViT, lean", CHANNEL, 1, 3136, 1, 16, scale=0.03
-        ),
-        CovarianceTestCase("channel, head_dim 42", CHANNEL, 2, 65, 2, 42, scale=-0.15),
-        CovarianceTestCase("channel, channels of zeros", CHANNEL, 2, 17, 2, 24, zero_channels=True),
-    ),
-    "window": (
-        WindowTestCase("one of everything", 1, (1, 1), (1, 1), 1, 1),
-        WindowTestCase("DaViT", 2, (1, 2), (7, 7), 3, 32),
-        WindowTestCase("the third stage of the lean DaViT", 1, (2, 1), (7, 7), 5, 16),
-        WindowTestCase("flat windows", 2, (3, 2), (2, 5), 2, 10),
-        WindowTestCase("windows of one column", 1, (1, 3), (17, 1), 1, 48),
-        WindowTestCase("a full tile", 1, (1, 2), (8, 8), 2, 24),
-        WindowTestCase("more than a tile", 1, (1, 2), (5, 14), 2, 16),
-        WindowTestCase("head_dim 128", 1, (2, 1), (3, 6), 2, 128),
-    ),
-    "outlook": (
-        OutlookTestCase("one of everything", 1, (1, 1), 1, 1, (1, 1, 0)),
-        OutlookTestCase("VOLO", 2, (4, 6), 2, 32, (3, 2, 1)),
-        OutlookTestCase("more than a tile, lean", 1, (16, 18), 1, 16, (3, 2, 1)),
-        OutlookTestCase("an odd map", 1, (7, 5), 1, 10, (3, 2, 1)),
-        OutlookTestCase("windows at every pixel", 1, (5, 4), 1, 12, (3, 1, 1)),
-        OutlookTestCase("pixels that no window holds", 1, (6, 8), 1, 4, (3, 2, 0)),
-        OutlookTestCase("stride 3 of 4, padding 2", 1, (5, 8), 1, 6, (4, 3, 2)),
-        OutlookTestCase("kernel size 5", 1, (5, 6), 1, 8, (5, 2, 2)),
-        OutlookTestCase("kernel size 2, windows at every pixel", 1, (4, 5), 1, 8, (2, 1, 0)),
-        OutlookTestCase("head_dim 128", 1, (4, 3), 1, 128, (3, 2, 1)),
-    ),
-    "nystrom": (
-        NystromTestCase("two tokens, one landmark", 1, 2, 1, 1, 1, iterations=1),
-        NystromTestCase("segments of two", 1, 32, 1, 32, 16),
-        NystromTestCase("head_dim 20, padded tiles", 1, 96, 1, 20, 24, (50,), iterations=3),
-        NystromTestCase("one token of a sequence", 2, 30, 1, 8, 10, (1, 30), iterations=2),
-        NystromTestCase("padding inside a segment", 1, 160, 1, 16, 4, (139,), iterations=2),
-        NystromTestCase("whole batch", 2, 48, 2, 16, 8, scale=-0.4, whole_batch=True),
-        NystromTestCase(
-            "whole batch, padded", 2, 36, 1, 12, 12, (15, 35), iterations=1, whole_batch=True
-        ),
-    ),
-}
-# What only the CPU takes, and what would take the interpreter long.
-CPU_CASES = (
-    CovarianceTestCase("cross, head_dim 128", CROSS, 1, 150, 1, 128),
-    CovarianceTestCase("channel, head_dim 127", CHANNEL, 1, 40, 1, 127),
-    NystromTestCase("head_dim 128", 1, 96, 1, 128, 24, (77,), scale=0.1),
-    NystromTestCase("256 landmarks", 1, 512, 1, 8, 256),
-)
-
-
-def every_case() -> list[OperatorTestCase]:
-    return [case for cases in CASES.values() for case in cases]
-
-
-def identify(value: Any) -> str:
-    """Return the id of a test's parameter."""
-    if not isinstance(value, OperatorTestCase):
-        return str(value)
-    family = next((name for name, cases in CASES.items() if type(value) is type(cases[0])), "")
-    return value.name if family == "covariance" else f"{family}, {value.name}"
-
-
-def named(family: str, name: str) -> OperatorTestCase:
-    (case,) = (case for case in CASES[family] if case.name == name)
-    return case
-
-
-def make_inputs(case: OperatorTestCase, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+def make_inputs(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+    """Return the same numbers at every call."""
     torch.manual_seed(0)
     return case.make(dtype, device)
 
@@ -321,6 +144,28 @@ def name_results(
         # Of other sizes: each is judged by its own.
         found |= zip(("dq", "dk", "dv"), found.pop("dqkv").unbind(2), strict=True)
     return found
+
+
+def run(case: Case, target: Target) -> Results:
+    """Run a case with statistics, and its backward, on the backend of the target."""
+    with target.active():
+        inputs = make_inputs(case, target.dtype, target.device)
+        results = run_kernels(inputs) if target.backend == INTERPRETER else run_operator(inputs)
+    assert target.backend != GPU or all(result.is_cuda for result in results.values())
+    return results
+
+
+def run_function(inputs: Inputs) -> Results:
+    """Run the public function without statistics, and its backward; return no log-sum-exp."""
+    leaves = [t.requires_grad_() for t in leaves_of(inputs, inputs.tensors)]
+    out = call(inputs, *leaves)
+    out = out.transpose(1, 2) if inputs.operator == NYSTROM else out
+    assert out.dtype == leaves[0].dtype
+    assert out.is_contiguous()
+    gradients = torch.autograd.grad(out, leaves, inputs.grad)
+    results = name_results(inputs, (out, torch.empty(0)), gradients)
+    results.pop("lse")
+    return results
 
 
 def run_operator(inputs: Inputs) -> Results:
@@ -419,9 +264,26 @@ def peers_of(inputs: Inputs, dtype: torch.dtype) -> dict[str, tuple[Tensor, ...]
     return error_budget.peers_of(runs, dtype, once)
 
 
-def check(inputs: Inputs, found: Results) -> None:
-    """Assert that all results are there and within the error budget."""
+def check(inputs: Inputs, results: Results, *others: Results) -> None:
+    """Assert that all results are there, and that they and others are within the error budget."""
     exact = reference_results(inputs, torch.float64)
     peers = peers_of(inputs, inputs.tensors[0].dtype)
-    assert found.keys() == exact.keys()
-    error_budget.assert_all_within_budget(found, peers, exact)
+    assert results.keys() == exact.keys()
+    for one in (results, *others):
+        error_budget.assert_all_within_budget(one, peers, exact)
+
+
+def assert_written_derivatives_are_autograds(case: Case) -> None:
+    """Assert that errors of these do not widen the budgets, which are drawn by them."""
+    inputs = make_inputs(case, torch.float64)
+    exact = reference_results(inputs, torch.float64)
+    written = written_out(inputs.operator), *FORMULATIONS.get(inputs.operator, ())
+    for differentiate in written:
+        found = reference_results(inputs, torch.float64, differentiate)
+        torch.testing.assert_close(found, exact)
+
+
+def diagonal(size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two diagonal matrices; rows of their product have one score, far above the others."""
+    rows = torch.diag(torch.linspace(7, 9, size)).to(dtype)
+    return rows, torch.diag(torch.linspace(60, 70, size)).to(dtype)

@@ -1,4 +1,8 @@
-"""Softmax attention through its public functions and operators, on the CPU."""
+"""Softmax attention: error budget on every backend, truths, dropout, statistics, errors.
+
+Masks and lengths are in ``test_softmax_masks.py``, fused projections in ``test_qkvpacked.py`` and
+sequences side by side in ``test_varlen.py``.
+"""
 
 import functools
 from collections.abc import Callable
@@ -11,25 +15,69 @@ from torch import Tensor
 from leaner_kernels import (
     attention,
     attention_qkvpacked,
-    attention_qkvpacked_with_stats,
     attention_with_stats,
+    explain,
 )
 from leaner_kernels.ops.attention.reference import keep_mask
-from tests import attention_cases, registration
+from tests import registration
 from tests.attention_cases import (
     CASES,
+    MODELS,
+    STATISTICS,
     WINDOW_CASES,
     AttentionTestCase,
+    aligned,
+    case_named,
     check,
     make_inputs,
     reference_results,
     run_operators,
 )
+from tests.backends import (
+    BFLOAT16,
+    FLOAT16,
+    GPU,
+    INTERPRETER,
+    Target,
+    executed,
+    in_interpreter,
+    on_cpu,
+    on_gpu,
+)
 from tests.error_budget import assert_within_budget
+from tests.gpu.draws import randn
 
 OPS = torch.ops.leaner_kernels
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-STATISTICS = *attention_cases.STATISTICS, "lse"
+EXECUTED_EACH_COMMIT = {
+    ("head_dim 48", BFLOAT16, 80),
+    ("head_dim 48", BFLOAT16, 120),
+    ("dropout with everything", BFLOAT16, 90),
+    ("softcap of Gemma 2", BFLOAT16, 80),
+    ("softcap, additive mask", BFLOAT16, 90),
+    ("window of both sides", BFLOAT16, 80),
+    ("window, more rows than keys", BFLOAT16, 90),
+}
+MODELS_EXECUTED_EACH_COMMIT = {
+    ("ViT-B", BFLOAT16, 80),
+    ("ViT-B", BFLOAT16, 89),
+    ("ViT-B", BFLOAT16, 90),
+    ("ViT-B", BFLOAT16, 120),
+    ("ViT-B", FLOAT16, 90),
+    ("ViT-B, lengths", BFLOAT16, 80),
+    ("ViT-B, dropout", BFLOAT16, 90),
+    ("ViT-B, dropout", BFLOAT16, 100),
+    ("ViT-B, additive mask", BFLOAT16, 80),
+    ("ViT-B, grouped queries", BFLOAT16, 90),
+    ("BERT", BFLOAT16, 90),
+    ("128 tokens, causal", FLOAT16, 80),
+    ("GPT-2, 512 tokens", BFLOAT16, 90),
+    ("GPT-2, 512 tokens", FLOAT16, 120),
+    ("inner tokens of TNT", BFLOAT16, 80),
+    ("inner tokens of TNT", BFLOAT16, 90),
+    ("inner tokens of TNT", BFLOAT16, 100),
+    ("inner tokens of TNT", BFLOAT16, 120),
+    ("64 tokens, additive mask", BFLOAT16, 90),
+}
 
 
 def qkv(
@@ -39,13 +87,88 @@ def qkv(
     return [torch.randn(shape, dtype=dtype, requires_grad=requires_grad) for _ in range(3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", [*CASES, *WINDOW_CASES], ids=lambda case: case.name)
-def test_operators_stay_within_the_error_budget(
-    case: AttentionTestCase, dtype: torch.dtype
+# --- The error budget -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        *on_cpu(CASES + WINDOW_CASES),
+        *in_interpreter(CASES + WINDOW_CASES),
+        *executed(CASES + WINDOW_CASES, EXECUTED_EACH_COMMIT),
+        *on_gpu(CASES + WINDOW_CASES),
+    ],
+)
+def test_results_stay_within_the_error_budget(case: AttentionTestCase, target: Target) -> None:
+    """The output, every gradient, every statistic and the captured heads.
+
+    The interpreter runs the kernels for any length; test_short_kernels.py has the others.
+    """
+    inputs = make_inputs(case, target.dtype)
+    with target.active():
+        if target.backend == INTERPRETER:
+            from tests.interpreter import online
+
+            results = online.run(inputs)
+        else:
+            results = run_operators(make_inputs(case, target.dtype, target.device))
+    assert all(result.device.type == target.device for result in results.values())
+    assert results.keys() == reference_results(inputs, torch.float64).keys()
+    check(inputs, results)
+
+
+@pytest.mark.parametrize(("case", "target"), executed(MODELS, MODELS_EXECUTED_EACH_COMMIT))
+def test_aligned_rows_of_models_stay_within_the_error_budget(
+    case: AttentionTestCase, target: Target
 ) -> None:
-    inputs = make_inputs(case, dtype)
-    check(inputs, run_operators(inputs))
+    """Most of these calls are computed by kernels in Gluon, or by those for whole heads."""
+    with target.active():
+        results = run_operators(make_inputs(case, target.dtype, "cuda", aligned))
+    check(make_inputs(case, target.dtype, layout=aligned), results)
+
+
+@pytest.mark.backends(INTERPRETER)
+def test_the_backward_is_deterministic() -> None:
+    from tests.interpreter import online
+
+    inputs = make_inputs(case_named("dropout with everything"), torch.float16)
+    first, second = online.run(inputs), online.run(inputs)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+@pytest.mark.backends(INTERPRETER)
+def test_statistics_show_a_nan() -> None:
+    from tests.interpreter import online
+
+    inputs = make_inputs(case_named("lengths"), torch.float32)
+    inputs.query[1, 1, 7, 3] = float("nan")
+    results = online.run(inputs)
+    for name in STATISTICS:
+        assert results[name].isnan().nonzero().tolist() == [[1, 1]], name
+
+
+@pytest.mark.backends(INTERPRETER)
+def test_lengths_and_samples_outside_the_batch_are_clamped_and_skipped() -> None:
+    """The device cannot raise; it must not read outside either."""
+    from leaner_kernels.ops.attention import op
+    from tests.interpreter import online
+
+    inputs = make_inputs(case_named("lengths"), torch.float32)
+    clamped = inputs._replace(key_lengths=torch.tensor([1, 50, 50], dtype=torch.int32))
+    wild = inputs._replace(
+        key_lengths=torch.tensor([-4, 50, 1 << 20], dtype=torch.int32),
+        sample=torch.tensor([3, -7, 1 << 20], dtype=torch.int32),
+    )
+    out = op.new_out(inputs.query)
+    online.forward(wild.call, out, online.new_max_log_sum(inputs.query))
+    assert torch.equal(out, online.run(clamped)["out"])
+    heads = torch.full((3, 50, 32), 7.0)
+    online.capture(wild.call, wild.sample, heads)
+    assert (heads == 7).all()
+
+
+# --- Truths that need no second implementation ----------------------------------------------------
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.dropout_p], ids=lambda c: c.name)
@@ -57,47 +180,6 @@ def test_attention_equals_the_reference(case: AttentionTestCase) -> None:
     actual = attention(query, key, value, mask, 0.0, case.causal, **named)
     expected = reference_results(inputs, torch.float64)["out"]
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [None, [5, 33]])
-def test_packed_equals_unpacked(causal: bool, lengths: list[int] | None) -> None:
-    torch.manual_seed(0)
-    packed = torch.randn(2, 33, 3, 4, 10, dtype=torch.float64, requires_grad=True)
-    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
-    q, k, v = packed.permute(2, 0, 3, 1, 4)
-    expected = attention(q, k, v, is_causal=causal, key_lengths=key_lengths).transpose(1, 2)
-    out = attention_qkvpacked(packed, is_causal=causal, key_lengths=key_lengths)
-    assert out.is_contiguous()
-    torch.testing.assert_close(out, expected)
-    operator, _ = OPS.attention_qkvpacked(packed, key_lengths, None, 0.0, causal, 10**-0.5, -1, -1)
-    torch.testing.assert_close(operator, expected)
-    grad = torch.randn_like(expected)
-    (wanted,) = torch.autograd.grad(expected, packed, grad)
-    (actual,) = torch.autograd.grad(operator, packed, grad)
-    torch.testing.assert_close(actual, wanted)
-
-
-def test_packed_statistics_are_those_of_its_parts() -> None:
-    torch.manual_seed(0)
-    packed = torch.randn(2, 33, 3, 4, 10, requires_grad=True)
-    params = {
-        "key_lengths": torch.tensor([5, 33], dtype=torch.int32),
-        "sample": torch.tensor([1], dtype=torch.int32),
-        "is_causal": True,
-    }
-    out, *stats = attention_qkvpacked_with_stats(packed, **params)
-    expected, *expected_stats = attention_with_stats(*packed.permute(2, 0, 3, 1, 4), **params)
-    torch.testing.assert_close(out, expected.transpose(1, 2))
-    for actual, wanted in zip(stats, expected_stats, strict=True):
-        assert not actual.requires_grad
-        torch.testing.assert_close(actual, wanted)
-    grad = torch.randn_like(out)
-    (wanted,) = torch.autograd.grad(expected.transpose(1, 2), packed, grad)
-    (actual,) = torch.autograd.grad(out, packed, grad)
-    torch.testing.assert_close(actual, wanted)
-    # The gradient of the whole projection comes from one operator, not joined by copies.
-    assert out.grad_fn.next_functions[0][0].name() == "torch::autograd::AccumulateGrad"
 
 
 def test_constant_values_pass_through() -> None:
@@ -164,6 +246,9 @@ def test_outputs_may_be_changed_in_place(function: str) -> None:
         out = attention_with_stats(q, k, v).out
     expected = 2 * out
     assert torch.equal(out.mul_(2), expected)
+
+
+# --- Registration, autocast and torch.compile -----------------------------------------------------
 
 
 def operator_samples() -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
@@ -237,6 +322,20 @@ def test_autocast_narrows_as_it_does_for_pytorchs_function() -> None:
             assert_within_budget(out, peer, exact)
 
 
+def test_statistics_do_not_round_inside_a_region_of_autocast() -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 2, 9, 8, dtype=torch.bfloat16) for _ in range(3))
+    outside = attention_with_stats(query, key, value)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = attention_with_stats(query, key, value)
+    for name, value in inside._asdict().items():
+        if value is not None:
+            assert torch.equal(value, getattr(outside, name)), name
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
 Q = torch.randn(2, 4, 6, 8)
 INT = torch.int32
 BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
@@ -287,19 +386,91 @@ def test_bad_input_is_refused_in_one_line(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_statistics_do_not_round_inside_a_region_of_autocast() -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(2, 2, 9, 8, dtype=torch.bfloat16) for _ in range(3))
-    outside = attention_with_stats(query, key, value)
-    with torch.autocast("cpu", torch.bfloat16):
-        inside = attention_with_stats(query, key, value)
-    for name, value in inside._asdict().items():
-        if value is not None:
-            assert torch.equal(value, getattr(outside, name)), name
-
-
 def test_tokens_in_the_place_of_heads_are_told_of() -> None:
     """Of flash-attention's layout, where keys and queries are not as many."""
     q = torch.randn(2, 9, 4, 8)
     with pytest.raises(ValueError, match=r"key has 7 heads for 9 .*; \(B, N, H, D\), as flash"):
         attention(q, q[:, :7], q[:, :7])
+
+
+# --- On a GPU: launches that are repeated, compiled and captured ----------------------------------
+
+
+@pytest.mark.backends(GPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tokens", [50, 197, 1024])
+@pytest.mark.parametrize("function", ["attention", "packed", "stats"])
+def test_compiles_without_a_graph_break(function: str, tokens: int, dtype: torch.dtype) -> None:
+    packed = randn(2, tokens, 3, 4, 32, dtype=dtype).requires_grad_()
+    sample = torch.tensor([1], dtype=torch.int32, device="cuda")
+
+    def call(x: Tensor) -> Tensor:
+        if function == "packed":
+            return attention_qkvpacked(x).transpose(1, 2)
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        if function == "attention":
+            return attention(q, k, v)
+        stats = attention_with_stats(q, k, v, sample=sample)
+        return stats.out + stats.heads.mean() + stats.entropy[..., None, None]
+
+    compiled = torch.compile(call, fullgraph=True)
+    expected, actual = call(packed), compiled(packed)
+    close = {"atol": 0.02, "rtol": 0.02} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(actual, expected, **close)
+    grads = [torch.autograd.grad(t.sum(), packed)[0] for t in (expected, actual)]
+    torch.testing.assert_close(grads[1], grads[0], **close)
+
+
+@pytest.mark.backends(GPU)
+def test_a_captured_graph_may_skip_a_sample() -> None:
+    """The index lives on the device: a negative one leaves the slot as it was."""
+    # A graph would fill its memory with NaN at every replay.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    q, k, v = (randn(4, 3, 50, 16) for _ in range(3))
+    sample = torch.tensor([2], dtype=torch.int32, device="cuda")
+    attention_with_stats(q, k, v, sample=sample)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stats = attention_with_stats(q, k, v, sample=sample)
+    expected = attention_with_stats(q, k, v, sample=sample).heads
+    graph.replay()
+    assert torch.equal(stats.heads, expected)
+    stats.heads.fill_(7)
+    sample.fill_(-1)
+    graph.replay()
+    assert (stats.heads == 7).all()
+
+
+@pytest.mark.backends(GPU)
+def test_dropout_draws_the_same_mask_as_the_cpu() -> None:
+    case = case_named("dropout")
+    cpu, cuda = (make_inputs(case, torch.float32, device) for device in ("cpu", "cuda"))
+    outs = [torch.ops.leaner_kernels.attention(*i.arguments)[0].cpu() for i in (cpu, cuda)]
+    torch.testing.assert_close(outs[1], outs[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.backends(GPU)
+def test_long_sequences_go_to_a_library_that_computes_the_same() -> None:
+    torch.use_deterministic_algorithms(False)  # which every test has on, and which keeps ours
+    q, k, v = (randn(2, 4, 1024, 64, dtype=torch.bfloat16) for _ in range(3))
+    grad = randn(2, 4, 1024, 64, dtype=torch.bfloat16)
+    assert explain(q, k, v, is_causal=True).forward.implementation == "sdpa"
+
+    def run(*tensors: Tensor) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        out = attention(*leaves, is_causal=True)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(out))]
+
+    exact = run(*(t.double().cpu() for t in (q, k, v)))
+    plain = run(*(t.cpu() for t in (q, k, v)))
+    for actual, peer, truth in zip(run(q, k, v), plain, exact):
+        assert_within_budget(actual, peer, truth)
+
+
+@pytest.mark.backends(GPU)
+def test_what_kernels_cannot_do_is_refused() -> None:
+    q = randn(2, 3, 8, 16)
+    with pytest.raises(ValueError, match=r"one of float32, float16, bfloat16, got torch.float64"):
+        attention(q.double(), q.double(), q.double())
+    with pytest.raises(ValueError, match=r"got torch.float32 on cpu"):
+        attention(q, q.cpu(), q)
