@@ -24,8 +24,8 @@ from leaner_kernels import (
 )
 from leaner_kernels.adapters import pytorch
 from leaner_kernels.ops.attention import attention_qkvpacked_with_stats, reference
-from leaner_kernels.ops.attention.beside import attention_beside_stats
 from leaner_kernels.ops.attention.reference import visible
+from leaner_kernels.ops.attention.sampled import sampled_attention
 from tests.attention_cases import AttentionTestCase, case_named, make_inputs
 from tests.backends import GPU, INTERPRETER
 from tests.error_budget import assert_within_budget
@@ -66,7 +66,7 @@ def statistics(*args: Tensor, **options: Any) -> Tensor:
 
 
 def beside(*args: Tensor, **options: Any) -> Tensor:
-    stats = attention_beside_stats(*args, sample=SAMPLE, **options)
+    stats = sampled_attention(*args, sample=SAMPLE, **options)
     return torch.cat([t.flatten() for t in stats])
 
 
@@ -261,9 +261,9 @@ SIDES = -1, 0, 1, 3, 99
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_row_sees_what_the_definition_says(rows: int, cols: int, is_causal: bool) -> None:
     for left, right in product(SIDES, SIDES):
-        seen = reference.visible(
-            rows, cols, None, is_causal, torch.device("cpu"), window=(left, right)
-        )
+        window = {"window_left": left, "window_right": right}
+        device = torch.device("cpu")
+        seen = reference.visible(rows, cols, None, device, is_causal=is_causal, **window)
         for row, col in product(range(rows), range(cols)):
             distance = col - (row + cols - rows)
             expected = (left < 0 or distance >= -left) and (right < 0 or distance <= right)

@@ -5,7 +5,7 @@
 and the reference do not see which operator it was.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,9 +37,9 @@ class DenseGradients(NamedTuple):
     dvalue: Tensor
     dattn_mask: Tensor | None = None
 
-    def separate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv with the axes of the call's tensors."""
-        return self.dquery, self.dkey, self.dvalue
+    def separate(self) -> Iterator[Tensor]:
+        """Yield dq, dk and dv with the axes of the call's tensors."""
+        return iter((self.dquery, self.dkey, self.dvalue))
 
 
 class VarlenGradients(NamedTuple):
@@ -49,9 +49,9 @@ class VarlenGradients(NamedTuple):
     dkey: Tensor
     dvalue: Tensor
 
-    def separate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv."""
-        return self.dquery, self.dkey, self.dvalue
+    def separate(self) -> Iterator[Tensor]:
+        """Yield dq, dk and dv."""
+        return iter((self.dquery, self.dkey, self.dvalue))
 
 
 class PackedGradients(NamedTuple):
@@ -59,11 +59,10 @@ class PackedGradients(NamedTuple):
 
     dqkv: Tensor
 
-    def separate(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk and dv (B, H, N, D), views."""
-        # One at a time: autograd lets nothing be written to what unbind gives.
-        dq, dk, dv = (self.dqkv.select(2, part).transpose(1, 2) for part in range(3))
-        return dq, dk, dv
+    def separate(self) -> Iterator[Tensor]:
+        """Yield dq, dk and dv (B, H, N, D), views."""
+        # Autograd lets nothing be written to views that were taken together.
+        return (self.dqkv.select(2, part).transpose(1, 2) for part in range(3))
 
 
 class SoftmaxAttention(Operator):
@@ -189,6 +188,7 @@ class Dense(SoftmaxAttention):
     }
     Arguments, Gradients = Call, DenseGradients
     optional_gradient = "attn_mask"
+    cast = 4
     pointers: Mapping[str, str] = {**_POINTERS, **_SEPARATE}
 
     @staticmethod
