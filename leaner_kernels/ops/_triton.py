@@ -46,9 +46,15 @@ def load_rows(
 
 @triton.jit
 def store_rows(
-    ptr, tile, start, stride_n, num_rows,
-    BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    tile,
+    start,
+    stride_n,
+    num_rows,
+    BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Store (BLOCK, BLOCK_D) from row ``start`` on, in the dtype of ``ptr``, inside the matrix."""
     local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     inside = (start + local < num_rows)[:, None]  # (BLOCK, 1)

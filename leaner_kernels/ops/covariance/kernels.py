@@ -56,17 +56,40 @@ FORWARD_TILES = Tiles(
 
 @triton.jit
 def products_over_tokens(
-    x_ptr, y_ptr, stride_x, stride_y, N,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SQUARES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    stride_x,
+    stride_y,
+    N,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
     """Return X^T Y (BLOCK_D, BLOCK_D) and, with ``SQUARES``, the squared lengths of channels."""
     products = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     # The sum over the tokens of a tile crosses warps, so that it is taken once, at the end.
     x_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     y_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
-        x = load_rows(x_ptr, start, stride_x, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
-        y = load_rows(y_ptr, start, stride_y, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+        x = load_rows(
+            ptr=x_ptr,
+            start=start,
+            stride_n=stride_x,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )  # (BLOCK_N, BLOCK_D)
+        y = load_rows(
+            ptr=y_ptr,
+            start=start,
+            stride_n=stride_y,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )  # (BLOCK_N, BLOCK_D)
         products += product_apart(tl.trans(x), y)  # (BLOCK_D, BLOCK_D)
         if SQUARES:
             wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
@@ -106,10 +129,26 @@ def inverse_lengths(squares, eps):
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _covariance_fwd_kernel(
-    qkv_view, temperature_ptr, sample_ptr, out_ptr, lse_ptr, stats_ptr, B, H, N, eps, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr, CAPTURE: tl.constexpr,
-):  # fmt: skip
+    qkv_view,
+    temperature_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    stats_ptr,
+    B,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
     head = tl.program_id(0)
     out_b, h = head // H, head % H
     b = out_b
@@ -120,9 +159,16 @@ def _covariance_fwd_kernel(
     start = head_of(qkv_view, b.to(tl.int64), h.to(tl.int64))
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
-        start + ROWS * stride_part, start + COLS * stride_part, qkv_view.stride_n,
-        qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE,
-    )  # fmt: skip
+        x_ptr=start + ROWS * stride_part,
+        y_ptr=start + COLS * stride_part,
+        stride_x=qkv_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=NORMALISE,
+    )
     if NORMALISE:
         row_inverse, _ = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
         col_inverse, _ = inverse_lengths(col_squares, eps)
@@ -139,7 +185,15 @@ def _covariance_fwd_kernel(
     out_ptr += (out_b.to(tl.int64) * N * H + h) * D
     square = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, N, BLOCK_N):
-        values = load_rows(value_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        values = load_rows(
+            ptr=value_ptr,
+            start=first,
+            stride_n=qkv_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         values = tl.trans(values)  # (BLOCK_D, BLOCK_N)
         if CAPTURE:
             # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
@@ -147,7 +201,16 @@ def _covariance_fwd_kernel(
         else:
             a = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)
         a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])  # (BLOCK_N, BLOCK_D)
-        store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
+        store_rows(
+            ptr=out_ptr,
+            tile=a,
+            start=first,
+            stride_n=H * D,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         if stats_ptr is not None:
             square += tl.sum(a * a, axis=1)  # (BLOCK_N,)
 
@@ -183,10 +246,23 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    do_view, qkv_view, temperature_ptr, dqkv_ptr, dtemperature_ptr, H, N, eps, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
-):  # fmt: skip
+    do_view,
+    qkv_view,
+    temperature_ptr,
+    dqkv_ptr,
+    dtemperature_ptr,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
     head = tl.program_id(0)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
@@ -194,7 +270,15 @@ def _covariance_bwd_kernel(
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
     do_ptr = head_of(do_view, b, h)
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
-        row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
+        x_ptr=row_ptr,
+        y_ptr=col_ptr,
+        stride_x=qkv_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=NORMALISE,
     )
     if NORMALISE:
         row_inverse, row_varies = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
@@ -207,9 +291,16 @@ def _covariance_bwd_kernel(
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]  # (BLOCK_D, BLOCK_D)
     dp, _, _ = products_over_tokens(  # (BLOCK_D, BLOCK_D)
-        do_ptr, start + VALUES * stride_part, do_view.stride_n, qkv_view.stride_n, N,
-        BLOCK_N, D, BLOCK_D, False,
-    )  # fmt: skip
+        x_ptr=do_ptr,
+        y_ptr=start + VALUES * stride_part,
+        stride_x=do_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=False,
+    )
     ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])  # (BLOCK_D, BLOCK_D)
 
     DTYPE: tl.constexpr = qkv_view.ptr.dtype.element_ty
@@ -241,15 +332,66 @@ def _covariance_bwd_kernel(
     width = H * D
     dqkv_ptr += b * N * 3 * width + h * D
     for first in range(0, N, BLOCK_N):
-        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        do = load_rows(
+            ptr=do_ptr,
+            start=first,
+            stride_n=do_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         dvalues = tl.trans(tl.dot(p_narrow, tl.trans(do), input_precision=PRECISION))
-        store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
-        x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        store_rows(
+            ptr=dqkv_ptr + VALUES * width,
+            tile=dvalues,
+            start=first,
+            stride_n=3 * width,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
+        x = load_rows(
+            ptr=row_ptr,
+            start=first,
+            stride_n=qkv_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
+        y = load_rows(
+            ptr=col_ptr,
+            start=first,
+            stride_n=qkv_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)  # (BLOCK_N, BLOCK_D)
         dy = _through_scores(y, x, tl.trans(to_cols), col_scale, col_along, NORMALISE)
-        store_rows(dqkv_ptr + ROWS * width, dx, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
-        store_rows(dqkv_ptr + COLS * width, dy, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
+        store_rows(
+            ptr=dqkv_ptr + ROWS * width,
+            tile=dx,
+            start=first,
+            stride_n=3 * width,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
+        store_rows(
+            ptr=dqkv_ptr + COLS * width,
+            tile=dy,
+            start=first,
+            stride_n=3 * width,
+            num_rows=N,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
 
 
 # --- Launches ------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ FORWARD_TILES = Tiles("outlook_forward", *RULES, num_warps=4, num_stages=1)
 @triton.jit
 def load_pixels(
     ptr, view, y, x, place, seen, Y, X, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
+):
     """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless seen.
 
     ``ptr`` points to a head of ``view``; (y, x) are the first pixels of the K x K windows.
@@ -70,9 +70,20 @@ def load_pixels(
 
 @triton.jit
 def store_pixels(
-    ptr, sums, cells, cell_y, cell_x, H, Y, X, CELLS,
-    STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    sums,
+    cells,
+    cell_y,
+    cell_x,
+    H,
+    Y,
+    X,
+    CELLS,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Store the pixels of cells inside the map, one (BLOCK, BLOCK_D) tile for each place in a cell.
 
     ``ptr`` points to one head of a contiguous (Y, X, H, D). Returns the sum of squares of the
@@ -141,12 +152,32 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
 )
 def _outlook_fwd_kernel(
-    v_view, logits_view, sample_ptr, out_ptr, lse_ptr, stats_ptr,
-    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, PARTS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    v_view,
+    logits_view,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    stats_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
@@ -192,7 +223,13 @@ def _outlook_fwd_kernel(
                         tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
                     if stats_ptr is not None:
                         of_row = sums_of_rows(
-                            pivot, total, centred, row_square, 0.0, seen, nats(DTYPE)
+                            row_max=pivot,
+                            row_sum=total,
+                            row_centred=centred,
+                            row_square=row_square,
+                            out_square=0.0,
+                            inside=seen,
+                            nats=nats(DTYPE),
                         )
                         sums = add_sums(sums, of_row)
                     rows += (row,)
@@ -201,7 +238,19 @@ def _outlook_fwd_kernel(
             top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
             if HELD:
                 for place in tl.static_range(K * K):
-                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                    v = load_pixels(
+                        ptr=v_ptr,
+                        view=v_view,
+                        y=top,
+                        x=left,
+                        place=place,
+                        seen=seen,
+                        Y=Y,
+                        X=X,
+                        K=K,
+                        D=D,
+                        BLOCK_D=BLOCK_D,
+                    )
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
@@ -211,7 +260,19 @@ def _outlook_fwd_kernel(
                     accs = mixed
             else:
                 for place in range(K * K):
-                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                    v = load_pixels(
+                        ptr=v_ptr,
+                        view=v_view,
+                        y=top,
+                        x=left,
+                        place=place,
+                        seen=seen,
+                        Y=Y,
+                        X=X,
+                        K=K,
+                        D=D,
+                        BLOCK_D=BLOCK_D,
+                    )
                     mixed = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
@@ -223,7 +284,19 @@ def _outlook_fwd_kernel(
                             mixed += (accs[r] + p[:, None] * v,)  # (BLOCK, BLOCK_D)
                     accs = mixed
         square = store_pixels(  # (BLOCK,)
-            out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
+            ptr=out_ptr,
+            sums=accs,
+            cells=cells,
+            cell_y=cell_y,
+            cell_x=cell_x,
+            H=H,
+            Y=Y,
+            X=X,
+            CELLS=CELLS,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            D=D,
+            BLOCK_D=BLOCK_D,
         )
         if stats_ptr is not None:
             out_square += square
@@ -238,11 +311,29 @@ BACKWARD_TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
 
 @triton.jit
 def _logits_gradient(
-    v_ptr, logits_ptr, do_ptr, dlogits_ptr, v_view, logits_view, do_view, first, H, Y, X,
-    WINDOWS_Y, WINDOWS_X, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    v_ptr,
+    logits_ptr,
+    do_ptr,
+    dlogits_ptr,
+    v_view,
+    logits_view,
+    do_view,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
     """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
@@ -255,10 +346,34 @@ def _logits_gradient(
     values = ()
     if HELD:
         for place in tl.static_range(K * K):
-            v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+            v = load_pixels(
+                ptr=v_ptr,
+                view=v_view,
+                y=top,
+                x=left,
+                place=place,
+                seen=seen,
+                Y=Y,
+                X=X,
+                K=K,
+                D=D,
+                BLOCK_D=BLOCK_D,
+            )
             values += (v,)
     for row in range(K * K):
-        do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+        do = load_pixels(
+            ptr=do_ptr,
+            view=do_view,
+            y=top,
+            x=left,
+            place=row,
+            seen=seen,
+            Y=Y,
+            X=X,
+            K=K,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
@@ -267,7 +382,19 @@ def _logits_gradient(
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
-                v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                v = load_pixels(
+                    ptr=v_ptr,
+                    view=v_view,
+                    y=top,
+                    x=left,
+                    place=place,
+                    seen=seen,
+                    Y=Y,
+                    X=X,
+                    K=K,
+                    D=D,
+                    BLOCK_D=BLOCK_D,
+                )
                 product = tl.sum(do * v, axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
@@ -282,11 +409,30 @@ def _logits_gradient(
 
 @triton.jit
 def _value_gradient(
-    logits_ptr, do_ptr, lse_ptr, dv_ptr, logits_view, do_view, first, H, Y, X, WINDOWS_Y,
-    WINDOWS_X, CELLS_X, CELLS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    do_ptr,
+    lse_ptr,
+    dv_ptr,
+    logits_view,
+    do_view,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     cells = first + tl.arange(0, BLOCK)
@@ -301,7 +447,19 @@ def _value_gradient(
         # Row ``row`` of a window is the gradient at its pixel ``row``; this cell's value is one of
         # its columns.
         for row in tl.range(K * K, loop_unroll_factor=K):
-            do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+            do = load_pixels(
+                ptr=do_ptr,
+                view=do_view,
+                y=top,
+                x=left,
+                place=row,
+                seen=seen,
+                Y=Y,
+                X=X,
+                K=K,
+                D=D,
+                BLOCK_D=BLOCK_D,
+            )
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
             lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
             ptrs = logits_ptr + (
@@ -316,7 +474,21 @@ def _value_gradient(
                     p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
                     sums += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
             accs = sums
-    store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
+    store_pixels(
+        ptr=dv_ptr,
+        sums=accs,
+        cells=cells,
+        cell_y=cell_y,
+        cell_x=cell_x,
+        H=H,
+        Y=Y,
+        X=X,
+        CELLS=CELLS,
+        STRIDE=STRIDE,
+        PADDING=PADDING,
+        D=D,
+        BLOCK_D=BLOCK_D,
+    )
 
 
 @triton.jit(
@@ -326,12 +498,34 @@ def _value_gradient(
     ]
 )
 def _outlook_bwd_kernel(
-    v_view, logits_view, do_view, lse_ptr, dv_ptr, dlogits_ptr,
-    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, WINDOW_PARTS, PARTS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    v_view,
+    logits_view,
+    do_view,
+    lse_ptr,
+    dv_ptr,
+    dlogits_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    WINDOW_PARTS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
     program = tl.program_id(0)
     part, head = program % PARTS, (program // PARTS).to(tl.int64)
     b, h = head // H, head % H
@@ -342,19 +536,56 @@ def _outlook_bwd_kernel(
     if part < WINDOW_PARTS:
         dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
         _logits_gradient(
-            v_ptr, logits_ptr, do_ptr, dlogits_ptr,
-            v_view, logits_view, do_view,
-            part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
-            K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
-        )  # fmt: skip
+            v_ptr=v_ptr,
+            logits_ptr=logits_ptr,
+            do_ptr=do_ptr,
+            dlogits_ptr=dlogits_ptr,
+            v_view=v_view,
+            logits_view=logits_view,
+            do_view=do_view,
+            first=part * BLOCK,
+            H=H,
+            Y=Y,
+            X=X,
+            WINDOWS_Y=WINDOWS_Y,
+            WINDOWS_X=WINDOWS_X,
+            scale=scale,
+            K=K,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            BLOCK_COLS=BLOCK_COLS,
+            BLOCK=BLOCK,
+            HELD=HELD,
+        )
     else:
         dv_ptr += (b * Y * X * H + h) * D
         _value_gradient(
-            logits_ptr, do_ptr, lse_ptr, dv_ptr,
-            logits_view, do_view,
-            (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
-            K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
-        )  # fmt: skip
+            logits_ptr=logits_ptr,
+            do_ptr=do_ptr,
+            lse_ptr=lse_ptr,
+            dv_ptr=dv_ptr,
+            logits_view=logits_view,
+            do_view=do_view,
+            first=(part - WINDOW_PARTS) * BLOCK,
+            H=H,
+            Y=Y,
+            X=X,
+            WINDOWS_Y=WINDOWS_Y,
+            WINDOWS_X=WINDOWS_X,
+            CELLS_X=CELLS_X,
+            CELLS=CELLS,
+            scale=scale,
+            K=K,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            REACH=REACH,
+            PLACES=PLACES,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            BLOCK=BLOCK,
+        )
 
 
 # --- Launches ------------------------------------------------------------------------------------

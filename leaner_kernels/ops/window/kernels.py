@@ -115,10 +115,25 @@ def product(a, b):
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
 def window_fwd_kernel(
-    qkv_view, out_ptr, lse_ptr, parts_ptr, sample_ptr, B, H, windows_y, windows_x, scale,
-    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STATS: tl.constexpr, CAPTURE: tl.constexpr,
-):  # fmt: skip
+    qkv_view,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    sample_ptr,
+    B,
+    H,
+    windows_y,
+    windows_x,
+    scale,
+    WINDOW_Y: tl.constexpr,
+    WINDOW_X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STATS: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
     """Write the output (B, Y, X, H, D) and lse (B, H, Y, X), or what STATS and CAPTURE name."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, ROWS)
@@ -155,7 +170,13 @@ def window_fwd_kernel(
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
         p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
-            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+            s=s,
+            row_max=row_max,
+            row_sum=row_sum,
+            row_centred=row_centred,
+            row_square=row_square,
+            DTYPE=q.dtype,
+            STATS=STATS,
         )
         v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
         acc *= alpha[:, None]
@@ -181,7 +202,13 @@ def window_fwd_kernel(
         tl.store(lse_ptr + lse_start + map_rows, lse, mask=inside)
     if STATS:
         sums = sums_of_rows(
-            row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+            row_max=row_max,
+            row_sum=row_sum,
+            row_centred=row_centred,
+            row_square=row_square,
+            out_square=tl.sum(a * a, axis=1),
+            inside=inside,
+            nats=nats(q.dtype),
         )
         # (B, H, tiles of every window): ``join`` divides the means by the number of rows.
         part = ((b * H + h) * windows_y + wy) * windows_x + wx
@@ -194,10 +221,19 @@ BACKWARD_TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
-    qkv_view, do_view, dqkv_ptr, H, windows_y, windows_x, scale,
-    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv_view,
+    do_view,
+    dqkv_ptr,
+    H,
+    windows_y,
+    windows_x,
+    scale,
+    WINDOW_Y: tl.constexpr,
+    WINDOW_X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write dqkv (B, Y, X, 3, H, D) for windows of at most BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)

@@ -91,9 +91,8 @@ def head_start(view, b, h):
 
 @gluon.jit
 def load_in_layout(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
+):
     """Load rows from ``start`` on as (ROWS, D), zero from ``end`` on, in the order of memory."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
@@ -107,33 +106,52 @@ def moved(x):
     # The grid has two axes: this index is always 0, which the compiler does not know.
     nothing = gl.program_id(2).to(gl.int16).to(x.dtype, bitcast=True)
     return gl.inline_asm_elementwise(
-        "or.b32 $0, $1, $2;", "=r,r,r", [x, gl.full_like(x, nothing)], dtype=x.dtype, is_pure=True,
+        "or.b32 $0, $1, $2;",
+        "=r,r,r",
+        [x, gl.full_like(x, nothing)],
+        dtype=x.dtype,
+        is_pure=True,
         pack=2,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def load_left(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    ptr,
+    STRIDE: gl.constexpr,
+    start,
+    end,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    LEFT: gl.constexpr,
+    WARPS: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """Load rows as a left operand, in the order on chip."""
     if ORDERED:
         OWN: gl.constexpr = sixteen_bytes(ROWS, D, WARPS)
         # 16-byte loads of the elements that the thread owns as a left operand: the permutation and
         # the conversion rename registers.
-        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, OWN)
+        x = load_in_layout(ptr=ptr, STRIDE=STRIDE, start=start, end=end, ROWS=ROWS, D=D, LAYOUT=OWN)
         x = moved(gl.convert_layout(placed(x, True), LEFT))
     else:
-        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, LEFT)
+        x = load_in_layout(
+            ptr=ptr, STRIDE=STRIDE, start=start, end=end, ROWS=ROWS, D=D, LAYOUT=LEFT
+        )
     return x
 
 
 @gluon.jit
 def load_columns(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    ptr,
+    STRIDE: gl.constexpr,
+    start,
+    end,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """Load rows from ``start`` on as the columns of (D, ROWS), zero from ``end`` on."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
     dims = element_at(gl.arange(0, D, gl.SliceLayout(1, LAYOUT)), ORDERED)  # (D,)
@@ -240,9 +258,26 @@ STATISTICS_TILES = Tiles(
 
 @gluon.jit
 def _step(
-    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask,
-    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    acc,
+    row_max,
+    row_sum,
+    centred,
+    square,
+    q,
+    k,
+    v,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Update the online softmax of a tile of rows with a few keys."""
     MMA: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -257,7 +292,17 @@ def _step(
     tile = None
     if MASKED:
         tile = common.load_mask(mask[0], mask[1], mask[2], rows, cols, N)
-    s = common.masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+    s = common.masked(
+        s=s,
+        tile=tile,
+        scale=mask[3],
+        rows=rows,
+        cols=cols,
+        limit=limit,
+        HIDDEN=float("-inf"),
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Explicit fmas round these products here: the compiler cannot fuse them into the subtractions.
     pivot = gl.fma(new_max, factor, 0.0)
@@ -298,19 +343,52 @@ def _step(
 
 @gluon.jit
 def _segment(
-    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask, dropout,
-    STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+    acc,
+    row_max,
+    row_sum,
+    centred,
+    square,
+    q,
+    k,
+    v,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    STEP: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Update the online softmax with the keys of a buffer, STEP at a time."""
     STEPS: gl.constexpr = k.shape[0] // STEP
     # Fewer keys at a time need fewer registers for scores.
     for n in gl.static_range(STEPS):
         acc, row_max, row_sum, centred, square = _step(
-            acc, row_max, row_sum, centred, square, q, k.slice(n * STEP, STEP),
-            v.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
-            HIDES, CAUSAL, STATS, SCALED,
-        )  # fmt: skip
+            acc=acc,
+            row_max=row_max,
+            row_sum=row_sum,
+            centred=centred,
+            square=square,
+            q=q,
+            k=k.slice(n * STEP, STEP),
+            v=v.slice(n * STEP, STEP),
+            first=first,
+            start=start + n * STEP,
+            limit=limit,
+            factor=factor,
+            N=N,
+            mask=mask,
+            dropout=dropout,
+            HIDES=HIDES,
+            CAUSAL=CAUSAL,
+            STATS=STATS,
+            SCALED=SCALED,
+        )
     return acc, row_max, row_sum, centred, square
 
 
@@ -324,14 +402,36 @@ def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUS
     tile = None
     if mask[0] is not None:
         tile = common.load_mask(mask[0], mask[1], mask[2], rows, keys, N)
-    return common.masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
+    return common.masked(
+        s=s,
+        tile=tile,
+        scale=mask[3],
+        rows=rows,
+        cols=keys,
+        limit=limit,
+        HIDDEN=float("-inf"),
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
 
 
 @gluon.jit
 def _turned_step(
-    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
-    SCALED: gl.constexpr, STATS: gl.constexpr,
-):  # fmt: skip
+    acc,
+    total,
+    centred,
+    square,
+    s,
+    v,
+    turn,
+    pivot,
+    factor,
+    first,
+    start,
+    dropout,
+    SCALED: gl.constexpr,
+    STATS: gl.constexpr,
+):
     """Add the keys of ``s`` to the output of the tail's rows; P passes through shared memory."""
     MMA: gl.constexpr = acc.type.layout
     KEYS: gl.constexpr = v.shape[0]
@@ -356,12 +456,35 @@ def _turned_step(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_fwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
-    stats_ptr, H, N, full, scale, keep_scale, threshold,
-    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_KEYS: gl.constexpr,
-    RAGGED: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr, SCALED: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    N,
+    full,
+    scale,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    TAIL_KEYS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    GROUP: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -392,13 +515,45 @@ def _ampere_fwd_kernel(
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)  # whole tiles of the head
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-        copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(
+            shared=ks.index(n),
+            ptr=k_ptr,
+            STRIDE=k_view.stride_n,
+            start=n * 64,
+            end=limit,
+            LAYOUT=COPIED,
+            ORDERED=ORDERED,
+        )
+        copy_rows(
+            shared=vs.index(n),
+            ptr=v_ptr,
+            STRIDE=v_view.stride_n,
+            start=n * 64,
+            end=limit,
+            LAYOUT=COPIED,
+            ORDERED=ORDERED,
+        )
     if T > 0:
         k_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
         v_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-        copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(
+            shared=k_tail,
+            ptr=k_ptr,
+            STRIDE=k_view.stride_n,
+            start=TAIL,
+            end=limit,
+            LAYOUT=COPIED,
+            ORDERED=ORDERED,
+        )
+        copy_rows(
+            shared=v_tail,
+            ptr=v_ptr,
+            STRIDE=v_view.stride_n,
+            start=TAIL,
+            end=limit,
+            LAYOUT=COPIED,
+            ORDERED=ORDERED,
+        )
     commit_copies()
     # Wait for K and V of all threads. The loops over tiles only read them, without barriers.
     wait_copies(0)
@@ -412,7 +567,17 @@ def _ampere_fwd_kernel(
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
         # straight from global memory to registers
-        q = load_left(q_ptr, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
+        q = load_left(
+            ptr=q_ptr,
+            STRIDE=q_view.stride_n,
+            start=first,
+            end=end,
+            ROWS=BLOCK,
+            D=D,
+            LEFT=LEFT,
+            WARPS=WARPS,
+            ORDERED=ORDERED,
+        )
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         # Statistics of P before dropout, relative to the running maximum.
@@ -421,37 +586,111 @@ def _ampere_fwd_kernel(
         seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
         for i in range(seen):
             acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first, i * 64,
-                limit, factor, N, mask, dropout, STEP, False, False, STATS, SCALED,
-            )  # fmt: skip
+                acc=acc,
+                row_max=row_max,
+                row_sum=row_sum,
+                centred=centred,
+                square=square,
+                q=q,
+                k=ks.index(i),
+                v=vs.index(i),
+                first=first,
+                start=i * 64,
+                limit=limit,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                STEP=STEP,
+                HIDES=False,
+                CAUSAL=False,
+                STATS=STATS,
+                SCALED=SCALED,
+            )
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 acc, row_max, row_sum, centred, square = _segment(
-                    acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first,
-                    i * 64, limit, factor, N, mask, dropout, STEP, HIDES, CAUSAL, STATS, SCALED,
-                )  # fmt: skip
+                    acc=acc,
+                    row_max=row_max,
+                    row_sum=row_sum,
+                    centred=centred,
+                    square=square,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    STEP=STEP,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                    STATS=STATS,
+                    SCALED=SCALED,
+                )
         # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
         if T > 0 and not CAUSAL:
             acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, k_tail, v_tail, first, full * 64, limit,
-                factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
-            )  # fmt: skip
+                acc=acc,
+                row_max=row_max,
+                row_sum=row_sum,
+                centred=centred,
+                square=square,
+                q=q,
+                k=k_tail,
+                v=v_tail,
+                first=first,
+                start=full * 64,
+                limit=limit,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                STEP=TAIL_KEYS,
+                HIDES=True,
+                CAUSAL=False,
+                STATS=STATS,
+                SCALED=SCALED,
+            )
         # Only now do the four threads of a row add their partial sums.
         divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
         acc = acc * (gain / divisor)[:, None]
-        store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
+        store_product_rows(
+            ptr=out_ptr,
+            STRIDE=out_view.stride_n,
+            x=acc,
+            start=first,
+            end=end,
+            WARPS=WARPS,
+            ORDERED=ORDERED,
+        )
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
         log_sum = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, head * N + rows, row_max, divisor, factor, unit, inside,
-            MASKED, SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=head * N + rows,
+            row_max=row_max,
+            divisor=divisor,
+            factor=factor,
+            unit=unit,
+            inside=inside,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
             rows_sums = common.sums_of_rows(
-                row_max, divisor, common.joined(centred, ROWS), common.joined(square, ROWS),
-                gl.sum(acc * acc, 1), inside,
-            )  # fmt: skip
+                row_max,
+                divisor,
+                common.joined(centred, ROWS),
+                common.joined(square, ROWS),
+                gl.sum(acc * acc, 1),
+                inside,
+            )
             sums = common.add_sums(sums, rows_sums)
     if STATS:
         sums = common.reduce_sums(sums)
@@ -459,19 +698,54 @@ def _ampere_fwd_kernel(
         # The tail's rows as columns: S^T = K Q^T (64 keys, T) of all tiles is held in registers, so
         # that the maxima are known before the first exponential.
         q_tail = load_columns(  # (D, T), the right operand
-            q_ptr, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+            ptr=q_ptr,
+            STRIDE=q_view.stride_n,
+            start=TAIL,
+            end=N,
+            ROWS=T,
+            D=D,
+            LAYOUT=gl.DotOperandLayout(1, MMA, 2),
+            ORDERED=ORDERED,
         )
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
             s_t = _turned_scores(
-                ks.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
+                k=ks.index(i).load(LEFT),
+                q=q_tail,
+                first=TAIL,
+                start=i * 64,
+                limit=limit,
+                N=N,
+                mask=mask,
+                HIDES=HIDES,
+                CAUSAL=False,
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         # The tail's own keys, zeros past the last: a left operand has 64 rows, the buffer fewer.
-        k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-        s_t = _turned_scores(k_left, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
+        k_left = load_left(
+            ptr=k_ptr,
+            STRIDE=k_view.stride_n,
+            start=TAIL,
+            end=limit,
+            ROWS=64,
+            D=D,
+            LEFT=LEFT,
+            WARPS=WARPS,
+            ORDERED=ORDERED,
+        )
+        s_t = _turned_scores(
+            k=k_left,
+            q=q_tail,
+            first=TAIL,
+            start=TAIL,
+            limit=limit,
+            N=N,
+            mask=mask,
+            HIDES=True,
+            CAUSAL=CAUSAL,
+        )
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)  # (T,): this reduction crosses warps
         pivot_t = common.pivot_of(max_t, factor, MASKED, SCALED)
@@ -484,31 +758,75 @@ def _ampere_fwd_kernel(
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL):
             acc_t, total_t, centred_t, square_t = _turned_step(
-                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
-                pivot_t, factor, TAIL, i * 64, dropout, SCALED, STATS,
-            )  # fmt: skip
+                acc=acc_t,
+                total=total_t,
+                centred=centred_t,
+                square=square_t,
+                s=scores[i],
+                v=vs.index(i),
+                turn=turns.index(i % 2),
+                pivot=pivot_t,
+                factor=factor,
+                first=TAIL,
+                start=i * 64,
+                dropout=dropout,
+                SCALED=SCALED,
+                STATS=STATS,
+            )
         acc_t, total_t, centred_t, square_t = _turned_step(
-            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
-            pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
-        )  # fmt: skip
+            acc=acc_t,
+            total=total_t,
+            centred=centred_t,
+            square=square_t,
+            s=scores[FULL],
+            v=v_tail,
+            turn=turns.index(FULL % 2),
+            pivot=pivot_t,
+            factor=factor,
+            first=TAIL,
+            start=TAIL,
+            dropout=dropout,
+            SCALED=SCALED,
+            STATS=STATS,
+        )
         divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
         acc_t = acc_t * (gain / divisor_t)[None, :]  # (D, T)
         store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
         log_sum_t = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, head * N + rows_t, max_t, divisor_t, factor, unit, inside_t,
-            MASKED, SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=head * N + rows_t,
+            row_max=max_t,
+            divisor=divisor_t,
+            factor=factor,
+            unit=unit,
+            inside=inside_t,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
-                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
-                gl.sum(acc_t * acc_t, 0), inside_t,
-            )  # fmt: skip
+                max_t,
+                divisor_t,
+                gl.sum(centred_t, 0),
+                gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0),
+                inside_t,
+            )
             sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(
+            ptr=stats_ptr,
+            sums=sums,
+            head=head,
+            num_heads=H * gl.num_programs(1),
+            num_rows=N,
+            scale=unit,
+            inside=None,
+        )
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -576,10 +894,26 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _rows_segment(
-    dq, q, do, k, v, lse, delta, first, start, limit, factor, N, mask, dropout,
-    STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq,
+    q,
+    do,
+    k,
+    v,
+    lse,
+    delta,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Add the contribution of STEPS * STEP keys in a buffer to dQ of a tile of rows."""
     MMA: gl.constexpr = dq.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -593,11 +927,23 @@ def _rows_segment(
         rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
         dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
         if mask[0] is not None:
-            ds = common.masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
+            ds = common.masked_p(
+                s=s, lse=lse, factor=factor, mask=mask, rows=rows, cols=cols, N=N, SCALED=SCALED
+            ) * (dp - delta)
         else:
             ds = gl.exp2(s * factor - lse) * (dp - delta)
         # Masking dS instead of P is enough: dQ needs no other product of P.
-        ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+        ds = common.masked(
+            s=ds,
+            tile=None,
+            scale=None,
+            rows=rows,
+            cols=cols,
+            limit=limit,
+            HIDDEN=0.0,
+            HIDES=HIDES,
+            CAUSAL=CAUSAL,
+        )
         common.store_ds(mask[4], ds, rows, cols, N)
         # dS goes from the accumulator to the left operand within registers.
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
@@ -606,9 +952,25 @@ def _rows_segment(
 
 @gluon.jit
 def _keys_segment(
-    dk, dv, k, v, q, do, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
-    STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    lses,
+    deltas,
+    first,
+    start,
+    factor,
+    N,
+    mask,
+    dropout,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of STEPS * STEP rows in a buffer to dK and dV of a tile of keys."""
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -623,11 +985,30 @@ def _keys_segment(
         keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]  # (keys, 1)
         rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
         if mask[0] is not None:
-            p = common.masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
+            p = common.masked_p(
+                s=s,
+                lse=lse.load(COLS)[None, :],
+                factor=factor,
+                mask=mask,
+                rows=rows,
+                cols=keys,
+                N=N,
+                SCALED=SCALED,
+            )
         else:
             p = gl.exp2(s * factor - lse.load(COLS)[None, :])
         # Keys at and past ``limit`` are not masked here: the caller discards their dK and dV.
-        p = common.masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
+        p = common.masked(
+            s=p,
+            tile=None,
+            scale=None,
+            rows=rows,
+            cols=keys,
+            limit=0,
+            HIDDEN=0.0,
+            HIDES=False,
+            CAUSAL=CAUSAL,
+        )
         dp, weight = common.behind_dropout(dp, p, dropout, rows, keys)
         ds = p * (dp - delta.load(COLS)[None, :])
         dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
@@ -637,18 +1018,34 @@ def _keys_segment(
 
 @gluon.jit
 def _describe_rows(
-    do_tile, lses, deltas, do_ptr, DO_STRIDE: gl.constexpr, out_ptr, OUT_STRIDE: gl.constexpr,
-    saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    do_tile,
+    lses,
+    deltas,
+    do_ptr,
+    DO_STRIDE: gl.constexpr,
+    out_ptr,
+    OUT_STRIDE: gl.constexpr,
+    saved,
+    start,
+    end,
+    factor,
+    SCALED: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
     ROWS: gl.constexpr = do_tile.shape[0]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    do = load_in_layout(
+        ptr=do_ptr, STRIDE=DO_STRIDE, start=start, end=end, ROWS=ROWS, D=D, LAYOUT=LAYOUT
+    ).to(gl.float32)
     # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
     do = do * lost[:, None]
-    out = load_in_layout(out_ptr, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
+    out = load_in_layout(
+        ptr=out_ptr, STRIDE=OUT_STRIDE, start=start, end=end, ROWS=ROWS, D=D, LAYOUT=LAYOUT
+    ).to(gl.float32)
     do_tile.store(placed(do.to(do_tile.dtype), ORDERED))
     lses.store(lse)
     deltas.store(gl.sum(do * out, 1))
@@ -656,18 +1053,60 @@ def _describe_rows(
 
 @gluon.jit
 def _rows(
-    q_ptr, Q_STRIDE: gl.constexpr, do_ptr, DO_STRIDE: gl.constexpr, out_ptr,
-    OUT_STRIDE: gl.constexpr, saved, first, end, factor, SCALED: gl.constexpr,
-    ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
+    q_ptr,
+    Q_STRIDE: gl.constexpr,
+    do_ptr,
+    DO_STRIDE: gl.constexpr,
+    out_ptr,
+    OUT_STRIDE: gl.constexpr,
+    saved,
+    first,
+    end,
+    factor,
+    SCALED: gl.constexpr,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    LEFT: gl.constexpr,
+    WARPS: gl.constexpr,
     ORDERED: gl.constexpr,
-):  # fmt: skip
+):
     """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
     lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    q = load_left(
+        ptr=q_ptr,
+        STRIDE=Q_STRIDE,
+        start=first,
+        end=end,
+        ROWS=ROWS,
+        D=D,
+        LEFT=LEFT,
+        WARPS=WARPS,
+        ORDERED=ORDERED,
+    )
+    do = load_left(
+        ptr=do_ptr,
+        STRIDE=DO_STRIDE,
+        start=first,
+        end=end,
+        ROWS=ROWS,
+        D=D,
+        LEFT=LEFT,
+        WARPS=WARPS,
+        ORDERED=ORDERED,
+    )
+    out = load_left(
+        ptr=out_ptr,
+        STRIDE=OUT_STRIDE,
+        start=first,
+        end=end,
+        ROWS=ROWS,
+        D=D,
+        LEFT=LEFT,
+        WARPS=WARPS,
+        ORDERED=ORDERED,
+    )
     # As in ``_describe_rows``; the sum over dimensions is within the four threads of a row.
     wide = do.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
     delta = gl.convert_layout(gl.sum(wide * out.to(gl.float32), 1), OWN)
@@ -686,9 +1125,26 @@ def _turned(tile, x):
 
 @gluon.jit
 def _rows_in_columns(
-    dq, q, do, k, v, k_tile, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dq,
+    q,
+    do,
+    k,
+    v,
+    k_tile,
+    tile,
+    lse,
+    delta,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of up to 64 keys to dQ^T (D, COLS) of the rows in columns.
 
     ``k`` and ``v`` are those keys as left operands, ``k_tile`` is their buffer, and ``tile`` is a
@@ -700,13 +1156,32 @@ def _rows_in_columns(
     cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
     if mask[0] is not None:
-        p = common.masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
+        p = common.masked_p(
+            s=mma(k, q, zero),
+            lse=lse[None, :],
+            factor=factor,
+            mask=mask,
+            rows=rows,
+            cols=cols,
+            N=N,
+            SCALED=SCALED,
+        )
     else:
         p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
     dp = mma(v, do, zero)
     dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
     ds = p * (dp - delta[None, :])  # (64, COLS)
-    ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
+    ds = common.masked(
+        s=ds,
+        tile=None,
+        scale=None,
+        rows=rows,
+        cols=cols,
+        limit=limit,
+        HIDDEN=0.0,
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
     common.store_ds(mask[4], ds, rows, cols, N)
     # K^T (D, keys) goes to registers first: dS may be stored over the buffer of K.
     left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
@@ -718,9 +1193,27 @@ def _rows_in_columns(
 
 @gluon.jit
 def _keys_in_columns(
-    dk, dv, k, v, q, do, q_tile, do_tile, p_tile, ds_tile, lse, delta, first, start, factor, N,
-    mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    q_tile,
+    do_tile,
+    p_tile,
+    ds_tile,
+    lse,
+    delta,
+    first,
+    start,
+    factor,
+    N,
+    mask,
+    dropout,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of up to 64 rows to dK^T and dV^T (D, COLS) of the keys in columns.
 
     ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` are their buffers,
@@ -735,10 +1228,29 @@ def _keys_in_columns(
     rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
     if mask[0] is not None:
-        p = common.masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
+        p = common.masked_p(
+            s=mma(q, k, zero),
+            lse=lse[:, None],
+            factor=factor,
+            mask=mask,
+            rows=rows,
+            cols=cols,
+            N=N,
+            SCALED=SCALED,
+        )
     else:
         p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
-    p = common.masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
+    p = common.masked(
+        s=p,
+        tile=None,
+        scale=None,
+        rows=rows,
+        cols=cols,
+        limit=0,
+        HIDDEN=0.0,
+        HIDES=False,
+        CAUSAL=CAUSAL,
+    )
     dp = mma(do, v, zero)
     dp, weight = common.behind_dropout(dp, p, dropout, rows, cols)
     ds = p * (dp - delta[:, None])  # (64, COLS)
@@ -754,12 +1266,38 @@ def _keys_in_columns(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
-    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_STEPS: gl.constexpr,
-    COLS: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr, SCALED: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    ds_ptr,
+    H,
+    N,
+    full,
+    scale,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    TAIL_STEPS: gl.constexpr,
+    COLS: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    ORDERED: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -808,11 +1346,43 @@ def _ampere_bwd_kernel(
     if gl.program_id(0) % 2 == 0:
         # First program: dQ.
         for n in gl.static_range(FULL):
-            copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-            copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(
+                shared=ks.index(n),
+                ptr=k_ptr,
+                STRIDE=k_view.stride_n,
+                start=n * 64,
+                end=limit,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
+            copy_rows(
+                shared=vs.index(n),
+                ptr=v_ptr,
+                STRIDE=v_view.stride_n,
+                start=n * 64,
+                end=limit,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
         if T > 0:
-            copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-            copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(
+                shared=k_tail,
+                ptr=k_ptr,
+                STRIDE=k_view.stride_n,
+                start=TAIL,
+                end=limit,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
+            copy_rows(
+                shared=v_tail,
+                ptr=v_ptr,
+                STRIDE=v_view.stride_n,
+                start=TAIL,
+                end=limit,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
         commit_copies()
         dq_ptr = head_start(dq_view, b_64, h_64)
         # Wait for K and V of all threads. The loop over tiles only reads them, without barriers.
@@ -820,41 +1390,136 @@ def _ampere_bwd_kernel(
         barrier()
         for first in range(0, end, BLOCK):
             q, do, lse, delta = _rows(
-                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
-            )  # fmt: skip
+                q_ptr=q_ptr,
+                Q_STRIDE=q_view.stride_n,
+                do_ptr=do_ptr,
+                DO_STRIDE=do_view.stride_n,
+                out_ptr=out_ptr,
+                OUT_STRIDE=out_view.stride_n,
+                saved=saved,
+                first=first,
+                end=end,
+                factor=factor,
+                SCALED=SCALED,
+                ROWS=BLOCK,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
             # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
             seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
             for i in range(seen):
                 dq = _rows_segment(
-                    dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
-                    i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, False, False, SCALED,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    lse=lse[:, None],
+                    delta=delta[:, None],
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    STEP=STEP,
+                    STEPS=64 // STEP,
+                    HIDES=False,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             if HIDES or CAUSAL:
                 for i in range(seen, last):
                     dq = _rows_segment(
-                        dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
-                        i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, HIDES, CAUSAL,
-                        SCALED,
-                    )  # fmt: skip
+                        dq=dq,
+                        q=q,
+                        do=do,
+                        k=ks.index(i),
+                        v=vs.index(i),
+                        lse=lse[:, None],
+                        delta=delta[:, None],
+                        first=first,
+                        start=i * 64,
+                        limit=limit,
+                        factor=factor,
+                        N=N,
+                        mask=mask,
+                        dropout=dropout,
+                        STEP=STEP,
+                        STEPS=64 // STEP,
+                        HIDES=HIDES,
+                        CAUSAL=CAUSAL,
+                        SCALED=SCALED,
+                    )
             if T > 0:
                 dq = _rows_segment(
-                    dq, q, do, k_tail, v_tail, lse[:, None], delta[:, None], first, full * 64,
-                    limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
-                )  # fmt: skip
-            store_product_rows(dq_ptr, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=k_tail,
+                    v=v_tail,
+                    lse=lse[:, None],
+                    delta=delta[:, None],
+                    first=first,
+                    start=full * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    STEP=16,
+                    STEPS=TAIL_STEPS,
+                    HIDES=True,
+                    CAUSAL=CAUSAL,
+                    SCALED=SCALED,
+                )
+            store_product_rows(
+                ptr=dq_ptr,
+                STRIDE=dq_view.stride_n,
+                x=dq * scale,
+                start=first,
+                end=end,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
         if COLS > 0:
             # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
             lse_t, lost_t = common.row_statistics(saved, rows_t, rows_t < N, factor, SCALED)
-            q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
-            do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
-                gl.float32
+            q_t = load_columns(
+                ptr=q_ptr,
+                STRIDE=q_view.stride_n,
+                start=TAIL,
+                end=N,
+                ROWS=COLS,
+                D=D,
+                LAYOUT=RIGHT,
+                ORDERED=ORDERED,
             )
-            out_t = load_columns(out_ptr, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
-                gl.float32
-            )
+            do_t = load_columns(
+                ptr=do_ptr,
+                STRIDE=do_view.stride_n,
+                start=TAIL,
+                end=N,
+                ROWS=COLS,
+                D=D,
+                LAYOUT=RIGHT,
+                ORDERED=ORDERED,
+            ).to(gl.float32)
+            out_t = load_columns(
+                ptr=out_ptr,
+                STRIDE=out_view.stride_n,
+                start=TAIL,
+                end=N,
+                ROWS=COLS,
+                D=D,
+                LAYOUT=RIGHT,
+                ORDERED=ORDERED,
+            ).to(gl.float32)
             do_t = do_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
             delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))  # (COLS,)
             do_t = do_t.to(DTYPE)
@@ -863,25 +1528,95 @@ def _ampere_bwd_kernel(
                 # These are the last reads of K: dS is stored over its tile.
                 k, v = ks.index(i), vs.index(i)
                 dq_t = _rows_in_columns(
-                    dq_t, q_t, do_t, k.load(LEFT), v.load(LEFT), k, k, lse_t, delta_t, TAIL,
-                    i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
-                )  # fmt: skip
+                    dq=dq_t,
+                    q=q_t,
+                    do=do_t,
+                    k=k.load(LEFT),
+                    v=v.load(LEFT),
+                    k_tile=k,
+                    tile=k,
+                    lse=lse_t,
+                    delta=delta_t,
+                    first=TAIL,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    HIDES=HIDES,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             # The last keys have a buffer of T rows, but a left operand has 64: it is loaded again.
-            k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-            v_left = load_left(v_ptr, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            k_left = load_left(
+                ptr=k_ptr,
+                STRIDE=k_view.stride_n,
+                start=TAIL,
+                end=limit,
+                ROWS=64,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
+            v_left = load_left(
+                ptr=v_ptr,
+                STRIDE=v_view.stride_n,
+                start=TAIL,
+                end=limit,
+                ROWS=64,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
             dq_t = _rows_in_columns(
-                dq_t, q_t, do_t, k_left, v_left, k_tail, ks.index(0), lse_t, delta_t, TAIL, TAIL,
-                limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
-            )  # fmt: skip
+                dq=dq_t,
+                q=q_t,
+                do=do_t,
+                k=k_left,
+                v=v_left,
+                k_tile=k_tail,
+                tile=ks.index(0),
+                lse=lse_t,
+                delta=delta_t,
+                first=TAIL,
+                start=TAIL,
+                limit=limit,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                HIDES=True,
+                CAUSAL=CAUSAL,
+                SCALED=SCALED,
+            )
             store_columns(dq_ptr, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
     else:
         # Second program: dK and dV.
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            copy_rows(qs.index(n), q_ptr, q_view.stride_n, n * 64, N, COPIED, ORDERED)
+            copy_rows(
+                shared=qs.index(n),
+                ptr=q_ptr,
+                STRIDE=q_view.stride_n,
+                start=n * 64,
+                end=N,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
         if T > 0:
-            copy_rows(q_tail, q_ptr, q_view.stride_n, TAIL, N, COPIED, ORDERED)
+            copy_rows(
+                shared=q_tail,
+                ptr=q_ptr,
+                STRIDE=q_view.stride_n,
+                start=TAIL,
+                end=N,
+                LAYOUT=COPIED,
+                ORDERED=ORDERED,
+            )
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
@@ -889,22 +1624,68 @@ def _ampere_bwd_kernel(
             # dO is not copied but loaded, since delta needs it in registers; Q is in flight
             # meanwhile.
             _describe_rows(
-                dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
-                out_view.stride_n, saved, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
-            )  # fmt: skip
+                do_tile=dos.index(n),
+                lses=lses.index(n),
+                deltas=deltas.index(n),
+                do_ptr=do_ptr,
+                DO_STRIDE=do_view.stride_n,
+                out_ptr=out_ptr,
+                OUT_STRIDE=out_view.stride_n,
+                saved=saved,
+                start=n * 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                D=D,
+                LAYOUT=BLOCKED,
+                ORDERED=ORDERED,
+            )
         if T > 0:
             _describe_rows(
-                do_tail, lse_tail, delta_tail, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
-            )  # fmt: skip
+                do_tile=do_tail,
+                lses=lse_tail,
+                deltas=delta_tail,
+                do_ptr=do_ptr,
+                DO_STRIDE=do_view.stride_n,
+                out_ptr=out_ptr,
+                OUT_STRIDE=out_view.stride_n,
+                saved=saved,
+                start=full * 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                D=D,
+                LAYOUT=BLOCKED,
+                ORDERED=ORDERED,
+            )
         dk_ptr = head_start(dk_view, b_64, h_64)
         dv_ptr = head_start(dv_view, b_64, h_64)
         # Wait for Q, dO, the log-sum-exp and delta of all threads.
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            k = load_left(k_ptr, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
-            v = load_left(v_ptr, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            k = load_left(
+                ptr=k_ptr,
+                STRIDE=k_view.stride_n,
+                start=first,
+                end=limit,
+                ROWS=BLOCK,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
+            v = load_left(
+                ptr=v_ptr,
+                STRIDE=v_view.stride_n,
+                start=first,
+                end=limit,
+                ROWS=BLOCK,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
             dk = gl.zeros([BLOCK, D], gl.float32, MMA)
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
             start, seen = 0, 0
@@ -914,30 +1695,112 @@ def _ampere_bwd_kernel(
                 start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
                 for i in range(start, seen):
                     dk, dv = _keys_segment(
-                        dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i),
-                        first, i * 64, factor, N, mask, dropout, STEP, 64 // STEP, True, SCALED,
-                    )  # fmt: skip
+                        dk=dk,
+                        dv=dv,
+                        k=k,
+                        v=v,
+                        q=qs.index(i),
+                        do=dos.index(i),
+                        lses=lses.index(i),
+                        deltas=deltas.index(i),
+                        first=first,
+                        start=i * 64,
+                        factor=factor,
+                        N=N,
+                        mask=mask,
+                        dropout=dropout,
+                        STEP=STEP,
+                        STEPS=64 // STEP,
+                        CAUSAL=True,
+                        SCALED=SCALED,
+                    )
             for i in range(seen, full):
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i), first,
-                    i * 64, factor, N, mask, dropout, STEP, 64 // STEP, False, SCALED,
-                )  # fmt: skip
+                    dk=dk,
+                    dv=dv,
+                    k=k,
+                    v=v,
+                    q=qs.index(i),
+                    do=dos.index(i),
+                    lses=lses.index(i),
+                    deltas=deltas.index(i),
+                    first=first,
+                    start=i * 64,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    STEP=STEP,
+                    STEPS=64 // STEP,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             if T > 0:
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, q_tail, do_tail, lse_tail, delta_tail, first, full * 64, factor,
-                    N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
-                )  # fmt: skip
+                    dk=dk,
+                    dv=dv,
+                    k=k,
+                    v=v,
+                    q=q_tail,
+                    do=do_tail,
+                    lses=lse_tail,
+                    deltas=delta_tail,
+                    first=first,
+                    start=full * 64,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    STEP=16,
+                    STEPS=TAIL_STEPS,
+                    CAUSAL=CAUSAL,
+                    SCALED=SCALED,
+                )
             if HIDES:
                 # Hidden keys were loaded as zeros, and P of a zero score may overflow: discard
                 # their rows.
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-            store_product_rows(dk_ptr, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
-            store_product_rows(dv_ptr, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
+            store_product_rows(
+                ptr=dk_ptr,
+                STRIDE=dk_view.stride_n,
+                x=dk * scale,
+                start=first,
+                end=end,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
+            store_product_rows(
+                ptr=dv_ptr,
+                STRIDE=dv_view.stride_n,
+                x=dv,
+                start=first,
+                end=end,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
         if COLS > 0:
             # The last keys as columns: S and dP (64, COLS), and dK^T and dV^T (D, COLS).
-            k_t = load_columns(k_ptr, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
-            v_t = load_columns(v_ptr, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            k_t = load_columns(
+                ptr=k_ptr,
+                STRIDE=k_view.stride_n,
+                start=TAIL,
+                end=limit,
+                ROWS=COLS,
+                D=D,
+                LAYOUT=RIGHT,
+                ORDERED=ORDERED,
+            )
+            v_t = load_columns(
+                ptr=v_ptr,
+                STRIDE=v_view.stride_n,
+                start=TAIL,
+                end=limit,
+                ROWS=COLS,
+                D=D,
+                LAYOUT=RIGHT,
+                ORDERED=ORDERED,
+            )
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
             # Under a causal mask no row of a whole tile sees the last keys.
@@ -945,18 +1808,67 @@ def _ampere_bwd_kernel(
                 for i in range(full):
                     q, do = qs.index(i), dos.index(i)
                     dk_t, dv_t = _keys_in_columns(
-                        dk_t, dv_t, k_t, v_t, q.load(LEFT), do.load(LEFT), q, do, q, do,
-                        lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
-                        N, mask, dropout, False, SCALED,
-                    )  # fmt: skip
+                        dk=dk_t,
+                        dv=dv_t,
+                        k=k_t,
+                        v=v_t,
+                        q=q.load(LEFT),
+                        do=do.load(LEFT),
+                        q_tile=q,
+                        do_tile=do,
+                        p_tile=q,
+                        ds_tile=do,
+                        lse=lses.index(i).load(OWN),
+                        delta=deltas.index(i).load(OWN),
+                        first=TAIL,
+                        start=i * 64,
+                        factor=factor,
+                        N=N,
+                        mask=mask,
+                        dropout=dropout,
+                        CAUSAL=False,
+                        SCALED=SCALED,
+                    )
             q, do, lse, delta = _rows(
-                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
-            )  # fmt: skip
+                q_ptr=q_ptr,
+                Q_STRIDE=q_view.stride_n,
+                do_ptr=do_ptr,
+                DO_STRIDE=do_view.stride_n,
+                out_ptr=out_ptr,
+                OUT_STRIDE=out_view.stride_n,
+                saved=saved,
+                first=TAIL,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                ROWS=64,
+                D=D,
+                LEFT=LEFT,
+                WARPS=WARPS,
+                ORDERED=ORDERED,
+            )
             dk_t, dv_t = _keys_in_columns(
-                dk_t, dv_t, k_t, v_t, q, do, q_tail, do_tail, qs.index(0), dos.index(0), lse,
-                delta, TAIL, TAIL, factor, N, mask, dropout, CAUSAL, SCALED,
-            )  # fmt: skip
+                dk=dk_t,
+                dv=dv_t,
+                k=k_t,
+                v=v_t,
+                q=q,
+                do=do,
+                q_tile=q_tail,
+                do_tile=do_tail,
+                p_tile=qs.index(0),
+                ds_tile=dos.index(0),
+                lse=lse,
+                delta=delta,
+                first=TAIL,
+                start=TAIL,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                CAUSAL=CAUSAL,
+                SCALED=SCALED,
+            )
             if HIDES:
                 seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
                 dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)

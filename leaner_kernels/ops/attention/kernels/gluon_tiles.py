@@ -48,9 +48,15 @@ def own_head(view, GROUP: gl.constexpr = 1):
 
 @gluon.jit
 def fetch_rows(
-    shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
+    shared,
+    view,
+    start,
+    end,
+    D: gl.constexpr,
+    MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
     GROUP: gl.constexpr = 1,
-):  # fmt: skip
+):
     """Start an asynchronous copy of rows from ``start`` on; with MASK, write zeros from ``end`` on.
 
     The copy is not sliced: Triton 3.6 puts a barrier between the slices of a copy.
@@ -72,9 +78,15 @@ def fetch_rows(
 
 @gluon.jit
 def left_rows(
-    view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-    ROWS: gl.constexpr = 64, GROUP: gl.constexpr = 1,
-):  # fmt: skip
+    view,
+    start,
+    end,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    ROWS: gl.constexpr = 64,
+    GROUP: gl.constexpr = 1,
+):
     """Load rows into registers, such as those of a left operand; zeros from ``end`` on."""
     rows = here(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -91,20 +103,32 @@ def left_rows(
 
 @gluon.jit
 def fetch_tiles(
-    tiles, view, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
+    tiles,
+    view,
+    end,
+    D: gl.constexpr,
+    MASK: gl.constexpr,
+    LAYOUT: gl.constexpr,
     GROUP: gl.constexpr = 1,
-):  # fmt: skip
+):
     """Start asynchronous copies of all whole tiles of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     for i in gl.static_range(COUNT):
-        fetch_rows(tiles.index(i), view, i * ROWS, end, D, MASK, LAYOUT, GROUP)
+        fetch_rows(
+            shared=tiles.index(i),
+            view=view,
+            start=i * ROWS,
+            end=end,
+            D=D,
+            MASK=MASK,
+            LAYOUT=LAYOUT,
+            GROUP=GROUP,
+        )
 
 
 @gluon.jit
-def put_rows(
-    view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def put_rows(view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
     """Store a tile of rows through shared memory; with MASK, only the rows before ``end``."""
     WIDTH: gl.constexpr = stage.shape[1]
     # 128 threads store 8 elements, 16 bytes, each.
@@ -135,9 +159,7 @@ def turned_rows(x, stage, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def put_own(
-    view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def put_own(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
     """Store a tile of rows in its own layout; with MASK, only the rows before ``end``."""
     rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
@@ -173,7 +195,7 @@ def exchanged_layout(block_dim):
 def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
     """Store a tile of rows in ``exchanged_layout``; with MASK, only the rows before ``end``."""
     x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
-    put_own(view, x, start, end, D, MASK, LAYOUT)
+    put_own(view=view, x=x, start=start, end=end, D=D, MASK=MASK, LAYOUT=LAYOUT)
 
 
 @gluon.constexpr_function
@@ -429,9 +451,16 @@ def load_mask(ptr, stride_n, stride_m, rows, cols, N):
 
 @gluon.jit
 def masked(
-    s, tile, scale, rows, cols, limit, HIDDEN: gl.constexpr, HIDES: gl.constexpr,
+    s,
+    tile,
+    scale,
+    rows,
+    cols,
+    limit,
+    HIDDEN: gl.constexpr,
+    HIDES: gl.constexpr,
     CAUSAL: gl.constexpr,
-):  # fmt: skip
+):
     """Replace scores of hidden keys by ``HIDDEN``: -inf for scores, 0 for P or dS.
 
     Every kind of mask is applied here and nowhere else. ``tile`` is the mask of these scores, or
@@ -456,9 +485,8 @@ def masked(
 
 @gluon.jit
 def wait_for_scores(
-    s, PENDING: gl.constexpr, mask, rows, cols, N, limit, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
+    s, PENDING: gl.constexpr, mask, rows, cols, N, limit, HIDES: gl.constexpr, CAUSAL: gl.constexpr
+):
     """Wait for scores of wgmma and return them ``masked``; load the tile of a mask meanwhile.
 
     ``mask`` is the view of the mask, and the factor of the scores before it is added. The
@@ -471,7 +499,17 @@ def wait_for_scores(
         tile = load_mask(head, view.stride_n, view.stride_m, rows, cols, N)
     # wgmma groups complete in order: with at most PENDING left, the scores are done.
     s = warpgroup_mma_wait(PENDING, [s])
-    return masked(s, tile, mask[1], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+    return masked(
+        s=s,
+        tile=tile,
+        scale=mask[1],
+        rows=rows,
+        cols=cols,
+        limit=limit,
+        HIDDEN=float("-inf"),
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
 
 
 @gluon.jit
@@ -571,9 +609,17 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 
 @gluon.jit
 def put_row_statistics(
-    max_log_sum_ptr, lse_ptr, rows, row_max, divisor, factor, unit, inside, MASKED: gl.constexpr,
+    max_log_sum_ptr,
+    lse_ptr,
+    rows,
+    row_max,
+    divisor,
+    factor,
+    unit,
+    inside,
+    MASKED: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Store the maximum of each row and the log of its sum, for the backward; return the latter.
 
     For a row without a visible key, 0 and inf are stored, and 0 is returned. If ``max_log_sum_ptr``
@@ -617,7 +663,17 @@ def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
     ``mask`` is a pointer, the strides of rows and columns, a scale, and the pointer of dS.
     """
     tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
-    s = masked(s, tile, mask[3], rows, cols, N, float("-inf"), False, False)
+    s = masked(
+        s=s,
+        tile=tile,
+        scale=mask[3],
+        rows=rows,
+        cols=cols,
+        limit=N,
+        HIDDEN=float("-inf"),
+        HIDES=False,
+        CAUSAL=False,
+    )
     return gl.exp2(exponents_of(s, lse, factor, SCALED))
 
 
@@ -645,16 +701,36 @@ def start_products(left, dp_left, right, dp_right, zero):
 
 @gluon.jit
 def rows_step(
-    dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    dq,
+    q,
+    do,
+    k,
+    v,
+    zero,
+    lse,
+    delta,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    ds_ptr,
+    SCALED: gl.constexpr,
+    LEFT: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     """Add the contribution of a tile of keys to dQ of a tile of rows."""
     SCORES: gl.constexpr = zero.type.layout
     s, dp = start_products(q, do, k, v, zero)  # both (64, 64): rows by keys
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     # dP is still in flight: P is computed under it.
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+    s = wait_for_scores(
+        s=s, PENDING=1, mask=mask, rows=queries, cols=keys, N=N, limit=0, HIDES=False, CAUSAL=False
+    )
     p = gl.exp2(exponents_of(s, lse, factor, SCALED))  # (64, 64)
     dp = warpgroup_mma_wait(0, [dp])
     if dropout[0] is not None:
@@ -663,7 +739,17 @@ def rows_step(
         dp = gl.where(keep, dp * dropout[3], 0.0)
     ds = p * (dp - delta)
     # Masking dS instead of P is enough here: dQ needs no other product of P.
-    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
+    ds = masked(
+        s=ds,
+        tile=None,
+        scale=None,
+        rows=queries,
+        cols=keys,
+        limit=limit,
+        HIDDEN=0.0,
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
     store_ds(ds_ptr, ds, queries, keys, N)
     # dS goes from the accumulator to the left operand within registers.
     dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
@@ -672,9 +758,26 @@ def rows_step(
 
 @gluon.jit
 def keys_step(
-    dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    zero,
+    lse,
+    delta,
+    first,
+    start,
+    factor,
+    N,
+    mask,
+    dropout,
+    SCALED: gl.constexpr,
+    LEFT: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    limit=None,
+):
     """Add what a tile or tail of rows contributes to dK and dV of a tile; return dS (keys, rows).
 
     Keys from ``limit`` on are hidden. If ``limit`` is None, the caller hides them.
@@ -684,9 +787,21 @@ def keys_step(
     s, dp = start_products(k, v, q, do, zero)  # both (64, rows): keys by rows
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+    s = wait_for_scores(
+        s=s, PENDING=1, mask=mask, rows=queries, cols=keys, N=N, limit=0, HIDES=False, CAUSAL=False
+    )
     p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
+    p = masked(
+        s=p,
+        tile=None,
+        scale=None,
+        rows=queries,
+        cols=keys,
+        limit=limit,
+        HIDDEN=0.0,
+        HIDES=limit is not None,
+        CAUSAL=CAUSAL,
+    )
     weight = p
     if dropout[0] is not None:
         # The first pass kept the bits of whole tiles; those of a tail are drawn again.

@@ -91,9 +91,20 @@ def _start_scores(left, right, zero):
 
 @gluon.jit
 def _start_step(
-    state, s, v, first, start, limit, factor, dropout, MASK: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    state,
+    s,
+    v,
+    first,
+    start,
+    limit,
+    factor,
+    dropout,
+    MASK: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
     """Update the online softmax with scores (64, keys); leave the product with V in flight."""
     acc, row_max, row_sum, centred, square = state
     SCORES: gl.constexpr = s.type.layout
@@ -107,7 +118,17 @@ def _start_step(
     known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
     rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
     end = limit - start - lanes
-    s = common.masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
+    s = common.masked(
+        s=s,
+        tile=None,
+        scale=None,
+        rows=rows - lanes,
+        cols=known,
+        limit=end,
+        HIDDEN=float("-inf"),
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     pivot = common.pivot_of(new_max, factor, MASKED, SCALED)
     shift = common.shift_of(row_max, pivot, factor, SCALED)
@@ -146,17 +167,46 @@ def _start_step(
 
 @gluon.jit
 def step(
-    state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    k,
+    v,
+    zero,
+    first,
+    start,
+    limit,
+    factor,
+    N,
+    mask,
+    dropout,
+    MASK: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+    ROWS: gl.constexpr,
+):
     """Update the online softmax of a tile of rows with a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
     s = _start_scores(q, k, zero)
     cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+    s = common.wait_for_scores(
+        s=s, PENDING=0, mask=mask, rows=rows, cols=cols, N=N, limit=limit, HIDES=False, CAUSAL=False
+    )
     state = _start_step(
-        state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
+        state=state,
+        s=s,
+        v=v,
+        first=first,
+        start=start,
+        limit=limit,
+        factor=factor,
+        dropout=dropout,
+        MASK=MASK,
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+        STATS=STATS,
+        ROWS=ROWS,
     )
     return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
 
@@ -169,11 +219,37 @@ def paired_step(
     s, next_s = _start_scores(q, k, zero), _start_scores(next_q, k, zero)
     # In flight: both scores. The first are done when one group is left.
     s = warpgroup_mma_wait(1, [s])
-    state = _start_step(state, s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    state = _start_step(
+        state=state,
+        s=s,
+        v=v,
+        first=0,
+        start=0,
+        limit=0,
+        factor=factor,
+        dropout=(None,),
+        MASK="none",
+        HIDES=False,
+        CAUSAL=False,
+        STATS=STATS,
+        ROWS=ROWS,
+    )
     # In flight: the second scores and the first product with V, which may stay.
     next_s = warpgroup_mma_wait(1, [next_s])
     next_state = _start_step(
-        next_state, next_s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
+        state=next_state,
+        s=next_s,
+        v=v,
+        first=0,
+        start=0,
+        limit=0,
+        factor=factor,
+        dropout=(None,),
+        MASK="none",
+        HIDES=False,
+        CAUSAL=False,
+        STATS=STATS,
+        ROWS=ROWS,
     )
     # In flight: both products with V. The next step rescales their accumulators.
     acc, next_acc = warpgroup_mma_wait(0, [state[0], next_state[0]])
@@ -183,23 +259,62 @@ def paired_step(
 
 @gluon.jit
 def _turned_scores(
-    s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
-    SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    s,
+    PENDING: gl.constexpr,
+    first,
+    start,
+    limit,
+    N,
+    mask,
+    T: gl.constexpr,
+    SCORES: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     """Wait for transposed scores (keys, rows) of the tail's rows; see ``wait_for_scores``."""
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
-    return common.wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
+    return common.wait_for_scores(
+        s=s,
+        PENDING=PENDING,
+        mask=mask,
+        rows=rows,
+        cols=keys,
+        N=N,
+        limit=limit,
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+    )
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, H, N, full,
-    scale, mask_view, seed_ptr, keep_scale, threshold,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    N,
+    full,
+    scale,
+    mask_view,
+    seed_ptr,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
-):  # fmt: skip
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -230,24 +345,52 @@ def _hopper_fwd_kernel(
         q_rows = common.left_rows(q_view, 0, N, D, BLOCK_D, STORE)
     else:
         q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        common.fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+        common.fetch_rows(
+            shared=q_tile, view=q_view, start=0, end=N, D=D, MASK=False, LAYOUT=BLOCKED
+        )
     if PAIRED:
         next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        common.fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
-    common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
-    common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
+        common.fetch_rows(
+            shared=next_q_tile, view=q_view, start=64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+    common.fetch_tiles(
+        tiles=ks, view=k_view, end=limit, D=D, MASK=HIDES, LAYOUT=BLOCKED, GROUP=GROUP
+    )
+    common.fetch_tiles(
+        tiles=vs, view=v_view, end=limit, D=D, MASK=HIDES, LAYOUT=BLOCKED, GROUP=GROUP
+    )
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         if not CAUSAL:  # Unread here, it would be allocated over another buffer.
             k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-            common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+            common.fetch_rows(
+                shared=k_tail,
+                view=k_view,
+                start=FULL * 64,
+                end=limit,
+                D=D,
+                MASK=True,
+                LAYOUT=BLOCKED,
+                GROUP=GROUP,
+            )
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+        common.fetch_rows(
+            shared=v_tail,
+            view=v_view,
+            start=FULL * 64,
+            end=limit,
+            D=D,
+            MASK=True,
+            LAYOUT=BLOCKED,
+            GROUP=GROUP,
+        )
         TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(
+            shared=q_tail, view=q_view, start=FULL * 64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
     dropout = seed_ptr, threshold, head
@@ -275,9 +418,25 @@ def _hopper_fwd_kernel(
             # copy runs under the whole loop over keys.
             barrier()
             if tile + AT_ONCE < full:
-                common.fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(
+                    shared=q_tile,
+                    view=q_view,
+                    start=first + AT_ONCE * 64,
+                    end=N,
+                    D=D,
+                    MASK=RAGGED,
+                    LAYOUT=BLOCKED,
+                )
                 if PAIRED:
-                    common.fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
+                    common.fetch_rows(
+                        shared=next_q_tile,
+                        view=q_view,
+                        start=first + 192,
+                        end=N,
+                        D=D,
+                        MASK=True,
+                        LAYOUT=BLOCKED,
+                    )
             commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
         state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
@@ -291,38 +450,116 @@ def _hopper_fwd_kernel(
             # then a mask hides some from the second.
             for i in range(seen):
                 state, next_state = paired_step(
-                    state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
-                    ROWS,
-                )  # fmt: skip
+                    state=state,
+                    next_state=next_state,
+                    q=q,
+                    next_q=next_q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    factor=factor,
+                    STATS=STATS,
+                    ROWS=ROWS,
+                )
             for i in range(seen, next_seen):
                 next_state = step(
-                    next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
-                    factor, N, mask, dropout, MASK, False, False, STATS, ROWS,
-                )  # fmt: skip
+                    state=next_state,
+                    q=next_q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=second,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    MASK=MASK,
+                    HIDES=False,
+                    CAUSAL=False,
+                    STATS=STATS,
+                    ROWS=ROWS,
+                )
             if HIDES or CAUSAL:
                 for i in range(next_seen, next_last):
                     next_state = step(
-                        next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
-                        factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
-                    )  # fmt: skip
+                        state=next_state,
+                        q=next_q,
+                        k=ks.index(i),
+                        v=vs.index(i),
+                        zero=zero,
+                        first=second,
+                        start=i * 64,
+                        limit=limit,
+                        factor=factor,
+                        N=N,
+                        mask=mask,
+                        dropout=dropout,
+                        MASK=MASK,
+                        HIDES=HIDES,
+                        CAUSAL=CAUSAL,
+                        STATS=STATS,
+                        ROWS=ROWS,
+                    )
         else:
             for i in range(seen):
                 state = step(
-                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, MASK, False, False, STATS, ROWS,
-                )  # fmt: skip
+                    state=state,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    MASK=MASK,
+                    HIDES=False,
+                    CAUSAL=False,
+                    STATS=STATS,
+                    ROWS=ROWS,
+                )
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 state = step(
-                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
-                )  # fmt: skip
+                    state=state,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    MASK=MASK,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                    STATS=STATS,
+                    ROWS=ROWS,
+                )
         # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
         if T > 0 and not CAUSAL:
             s = _start_scores(q, k_tail, zero_t)
             cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
             rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
-            s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+            s = common.wait_for_scores(
+                s=s,
+                PENDING=0,
+                mask=mask,
+                rows=rows,
+                cols=cols,
+                N=N,
+                limit=limit,
+                HIDES=False,
+                CAUSAL=False,
+            )
         if T > 0:
             # The scores above were the last product to read Q: load the next rows under the softmax
             # and the product with V. After the last tile these are the tail's keys, for the tail's
@@ -330,12 +567,31 @@ def _hopper_fwd_kernel(
             if tile + 1 < full:
                 q_rows = common.left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
             else:
-                q_rows = common.left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
+                q_rows = common.left_rows(
+                    view=k_view,
+                    start=first + 64,
+                    end=limit,
+                    D=D,
+                    WIDTH=BLOCK_D,
+                    LAYOUT=STORE,
+                    GROUP=GROUP,
+                )
         if T > 0 and not CAUSAL:
             state = _start_step(
-                state, s, v_tail, first, full * 64, limit, factor, dropout, MASK, True, False,
-                STATS, ROWS,
-            )  # fmt: skip
+                state=state,
+                s=s,
+                v=v_tail,
+                first=first,
+                start=full * 64,
+                limit=limit,
+                factor=factor,
+                dropout=dropout,
+                MASK=MASK,
+                HIDES=True,
+                CAUSAL=False,
+                STATS=STATS,
+                ROWS=ROWS,
+            )
             state = warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
         if T == 0:
             # The next tile of Q must land before its registers are loaded. This comes before the
@@ -352,13 +608,23 @@ def _hopper_fwd_kernel(
             # Only now do the four threads of a row add their partial sums.
             divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
             acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-            common.put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
+            common.put_exchanged(
+                view=out_view, x=acc, start=start, end=N, D=D, MASK=RAGGED or n > 0, LAYOUT=STORE
+            )
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
             log_sum = common.put_row_statistics(
-                max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, unit, inside,
-                MASKED, SCALED,
-            )  # fmt: skip
+                max_log_sum_ptr=max_log_sum_ptr,
+                lse_ptr=lse_ptr,
+                rows=row_stats + rows,
+                row_max=row_max,
+                divisor=divisor,
+                factor=factor,
+                unit=unit,
+                inside=inside,
+                MASKED=MASKED,
+                SCALED=SCALED,
+            )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
@@ -386,9 +652,18 @@ def _hopper_fwd_kernel(
         for i in gl.static_range(FULL + 1):
             # FULL + 1 products were started in order; the i-th is done when FULL - i are left.
             s_t = _turned_scores(
-                started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
-                HIDES or i == FULL, CAUSAL and i == FULL,
-            )  # fmt: skip
+                s=started[i],
+                PENDING=FULL - i,
+                first=full * 64,
+                start=i * 64,
+                limit=limit,
+                N=N,
+                mask=mask,
+                T=T,
+                SCORES=TAIL,
+                HIDES=HIDES or i == FULL,
+                CAUSAL=CAUSAL and i == FULL,
+            )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         # The reduction over keys crosses warps, which therefore have all finished their scores
@@ -427,18 +702,38 @@ def _hopper_fwd_kernel(
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
         log_sum_t = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats + rows_t, max_t, divisor_t, factor, unit, inside_t,
-            MASKED, SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=row_stats + rows_t,
+            row_max=max_t,
+            divisor=divisor_t,
+            factor=factor,
+            unit=unit,
+            inside=inside_t,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
-                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
-                gl.sum(acc_t * acc_t, 0), inside_t,
-            )  # fmt: skip
+                max_t,
+                divisor_t,
+                gl.sum(centred_t, 0),
+                gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0),
+                inside_t,
+            )
             sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(
+            ptr=stats_ptr,
+            sums=sums,
+            head=head,
+            num_heads=H * gl.num_programs(1),
+            num_rows=N,
+            scale=unit,
+            inside=None,
+        )
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -487,9 +782,17 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    do_view, out_view, saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    do_view,
+    out_view,
+    saved,
+    start,
+    end,
+    factor,
+    SCALED: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
     do = common.left_rows(do_view, start, end, D, WIDTH, LAYOUT)
     out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT)
@@ -511,7 +814,7 @@ def _describe_rows(lses, deltas, loaded):
 @gluon.jit
 def _left_pair(
     one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+):
     """Load a tile of rows of two tensors as left operands."""
     one = common.left_rows(one_view, start, end, D, WIDTH, LAYOUT)
     return one, common.left_rows(other_view, start, end, D, WIDTH, LAYOUT)
@@ -527,12 +830,40 @@ def _corrected(do, saved, start, end, factor, SCALED: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
 def _hopper_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, starts_ptr, key_starts_ptr, do_view, out_view,
-    max_log_sum_ptr, lse_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale,
-    mask_view, seed_ptr, ds_ptr, keep_scale, threshold,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    B,
+    H,
+    N,
+    TOKENS,
+    KEY_TOKENS,
+    full,
+    scale,
+    mask_view,
+    seed_ptr,
+    ds_ptr,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -553,9 +884,20 @@ def _hopper_bwd_kernel(
         if gl.program_id(1) >= B:
             lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
             fill_gradients(
-                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
-                KEY_TOKENS, H * D, H * D, head - B * H, (gl.num_programs(1) - B) * H, lanes,
-            )  # fmt: skip
+                dq_ptr=dq_view.ptr,
+                dk_ptr=dk_view.ptr,
+                dv_ptr=dv_view.ptr,
+                starts_ptr=starts_ptr,
+                key_starts_ptr=key_starts_ptr,
+                num_sequences=B,
+                num_tokens=TOKENS,
+                num_keys=KEY_TOKENS,
+                width=H * D,
+                key_width=H * D,
+                program=head - B * H,
+                num_programs=(gl.num_programs(1) - B) * H,
+                lanes=lanes,
+            )
             return
         first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
         first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
@@ -614,10 +956,16 @@ def _hopper_bwd_kernel(
     factor = (1.0 if SCALED else scale) * LOG2_E
 
     if IN_REGISTERS:
-        following = _left_pair(q_view, do_view, 0, N, D, BLOCK_D, OPERAND)
+        following = _left_pair(
+            one_view=q_view, other_view=do_view, start=0, end=N, D=D, WIDTH=BLOCK_D, LAYOUT=OPERAND
+        )
     else:
-        common.fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
-        common.fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
+        common.fetch_rows(
+            shared=q_tile, view=q_view, start=0, end=N, D=D, MASK=VARLEN, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=do_tile, view=do_view, start=0, end=N, D=D, MASK=VARLEN, LAYOUT=BLOCKED
+        )
     common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
     common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
     if T > 0:
@@ -632,8 +980,12 @@ def _hopper_bwd_kernel(
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(
+            shared=k_tail, view=k_view, start=FULL * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=v_tail, view=v_view, start=FULL * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
     # One group: the copies run while delta is computed below.
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
@@ -642,18 +994,44 @@ def _hopper_bwd_kernel(
     if IN_REGISTERS:
         # Loads run one tile ahead of the sums that need them.
         following_rows = _load_rows(
-            do_view, out_view, saved, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
+            do_view=do_view,
+            out_view=out_view,
+            saved=saved,
+            start=0,
+            end=N,
+            factor=factor,
+            SCALED=SCALED,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=BLOCKED,
         )
     for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
         if IN_REGISTERS:
             rows = following_rows
             following_rows = _load_rows(
-                do_view, out_view, saved, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
-                BLOCKED,
-            )  # fmt: skip
+                do_view=do_view,
+                out_view=out_view,
+                saved=saved,
+                start=n * 64 + 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=BLOCKED,
+            )
         else:
             rows = _load_rows(
-                do_view, out_view, saved, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
+                do_view=do_view,
+                out_view=out_view,
+                saved=saved,
+                start=n * 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=BLOCKED,
             )
         largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
     is_large = gl.max(largest, 0) > LARGE_LSE  # the same in all warps
@@ -661,7 +1039,15 @@ def _hopper_bwd_kernel(
     if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
         if is_large:
             barrier()
-            common.correct(do_tile, saved, 0, N, factor, SCALED, BLOCKED)
+            common.correct(
+                do_tile=do_tile,
+                saved=saved,
+                start=0,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                LAYOUT=BLOCKED,
+            )
     # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
     fence_async_shared()
     barrier()
@@ -673,7 +1059,15 @@ def _hopper_bwd_kernel(
             q_tile, do_tile = following
             # Loaded under the loop over keys; past the last tile these are zeros, which nothing
             # reads.
-            following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
+            following = _left_pair(
+                one_view=q_view,
+                other_view=do_view,
+                start=first + 64,
+                end=N,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=OPERAND,
+            )
             if is_large:
                 do_tile = _corrected(do_tile, saved, first, N, factor, SCALED)
         lse = lses.index(tile).load(ROWS)[:, None]
@@ -682,23 +1076,79 @@ def _hopper_bwd_kernel(
         seen, last = common.visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
         for i in range(seen):
             dq = common.rows_step(
-                dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
-            )  # fmt: skip
+                dq=dq,
+                q=q_tile,
+                do=do_tile,
+                k=ks.index(i),
+                v=vs.index(i),
+                zero=zero,
+                lse=lse,
+                delta=delta,
+                first=first,
+                start=i * 64,
+                limit=limit,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                ds_ptr=ds_ptr,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                HIDES=False,
+                CAUSAL=False,
+            )
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = common.rows_step(
-                    dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q_tile,
+                    do=do_tile,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    lse=lse,
+                    delta=delta,
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    ds_ptr=ds_ptr,
+                    SCALED=SCALED,
+                    LEFT=LEFT,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                )
         # The tail's keys: P and dS (64, T). Under a causal mask none of these rows sees them.
         if T > 0 and not CAUSAL:
             s, dp = common.start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            s = common.wait_for_scores(
+                s=s,
+                PENDING=1,
+                mask=mask,
+                rows=queries,
+                cols=keys,
+                N=N,
+                limit=0,
+                HIDES=False,
+                CAUSAL=False,
+            )
             p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            p = common.masked(
+                s=p,
+                tile=None,
+                scale=None,
+                rows=queries,
+                cols=keys,
+                limit=limit,
+                HIDDEN=0.0,
+                HIDES=True,
+                CAUSAL=False,
+            )
             dp = warpgroup_mma_wait(0, [dp])
             dp, weight = common.dropped(dp, p, dropout, queries, keys)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
@@ -714,43 +1164,96 @@ def _hopper_bwd_kernel(
             dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         if IN_REGISTERS:
-            common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+            common.put_exchanged(
+                view=dq_view, x=dq * scale, start=first, end=N, D=D, MASK=RAGGED, LAYOUT=STORE
+            )
         else:
             barrier()  # all warps are done with Q, dO, P and dS of this tile
             if tile + 1 < full:
-                common.fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(
+                    shared=q_tile,
+                    view=q_view,
+                    start=first + 64,
+                    end=N,
+                    D=D,
+                    MASK=RAGGED,
+                    LAYOUT=BLOCKED,
+                )
             # dQ is staged in the buffer of dO, which no product reads any more. Its store comes
             # after the fence, which would wait for it. A varlen batch stores at once: its addresses
             # leave no registers to keep dQ in.
             if VARLEN:
-                common.put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+                common.put_rows(
+                    view=dq_view,
+                    x=dq * scale,
+                    stage=do_tile,
+                    start=first,
+                    end=N,
+                    D=D,
+                    MASK=RAGGED,
+                    LAYOUT=BLOCKED,
+                )
             else:
                 dq_rows = common.turned_rows(dq * scale, do_tile, BLOCKED)
             if tile + 1 < full:
-                common.fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(
+                    shared=do_tile,
+                    view=do_view,
+                    start=first + 64,
+                    end=N,
+                    D=D,
+                    MASK=RAGGED,
+                    LAYOUT=BLOCKED,
+                )
                 commit_copies()
                 wait_copies(0)
                 if is_large:
                     barrier()  # ``correct`` reads what other threads copied
-                    common.correct(do_tile, saved, first + 64, N, factor, SCALED, BLOCKED)
+                    common.correct(
+                        do_tile=do_tile,
+                        saved=saved,
+                        start=first + 64,
+                        end=N,
+                        factor=factor,
+                        SCALED=SCALED,
+                        LAYOUT=BLOCKED,
+                    )
                 fence_async_shared()
                 barrier()
             if not VARLEN:
-                common.put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
+                common.put_own(
+                    view=dq_view, x=dq_rows, start=first, end=N, D=D, MASK=RAGGED, LAYOUT=BLOCKED
+                )
 
     if T > 0:
         # The tail's rows as columns: dQ^T (D, T), and their contributions to dK and dV of the tail.
         # The tail's Q and dO replace its K and V, which now fill the tiles of Q and dO to 64 rows.
         q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
-        common.fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
-        common.fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
-        common.fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(
+            shared=q_tail, view=q_view, start=full * 64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=do_tail, view=do_view, start=full * 64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=k_tile, view=k_view, start=full * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=v_tile, view=v_view, start=full * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
         commit_copies()
         wait_copies(0)
         if is_large:
             barrier()
-            common.correct(do_tail, saved, full * 64, N, factor, SCALED, BLOCKED)
+            common.correct(
+                do_tile=do_tail,
+                saved=saved,
+                start=full * 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                LAYOUT=BLOCKED,
+            )
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -761,12 +1264,32 @@ def _hopper_bwd_kernel(
         for n in gl.static_range(FULL):
             s_t, dp_t = common.start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-            s_t = common.wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
+            s_t = common.wait_for_scores(
+                s=s_t,
+                PENDING=1,
+                mask=mask,
+                rows=queries,
+                cols=keys,
+                N=N,
+                limit=0,
+                HIDES=False,
+                CAUSAL=False,
+            )
             p_t = gl.exp2(common.exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
             dp_t, _ = common.dropped(dp_t, p_t, dropout, queries, keys)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
-            ds_t = common.masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
+            ds_t = common.masked(
+                s=ds_t,
+                tile=None,
+                scale=None,
+                rows=queries,
+                cols=keys,
+                limit=limit,
+                HIDDEN=0.0,
+                HIDES=HIDES,
+                CAUSAL=False,
+            )
             # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
             # again has passed the barrier of the other, and all warps had read this one by then.
             turn = tails.index(n % 2)
@@ -779,9 +1302,29 @@ def _hopper_bwd_kernel(
         # The tail's keys with the tail's rows, the last contribution to all three gradients.
         s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        s = common.wait_for_scores(
+            s=s,
+            PENDING=1,
+            mask=mask,
+            rows=queries,
+            cols=keys,
+            N=N,
+            limit=0,
+            HIDES=False,
+            CAUSAL=False,
+        )
         p = gl.exp2(common.exponents_of(s, lse_t, factor, SCALED))
-        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        p = common.masked(
+            s=p,
+            tile=None,
+            scale=None,
+            rows=queries,
+            cols=keys,
+            limit=limit,
+            HIDDEN=0.0,
+            HIDES=True,
+            CAUSAL=CAUSAL,
+        )
         dp = warpgroup_mma_wait(0, [dp])
         dp, weight = common.dropped(dp, p, dropout, queries, keys)
         p_tail.store(weight.to(DTYPE))
@@ -799,11 +1342,23 @@ def _hopper_bwd_kernel(
     qs, dos = ks, vs
     if IN_REGISTERS:
         barrier()  # all warps are done with K and V
-        following = _left_pair(k_view, v_view, 0, limit, D, BLOCK_D, OPERAND)
+        following = _left_pair(
+            one_view=k_view,
+            other_view=v_view,
+            start=0,
+            end=limit,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=OPERAND,
+        )
     else:
         k_tile, v_tile = q_tile, do_tile
-        common.fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
-        common.fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(
+            shared=k_tile, view=k_view, start=0, end=limit, D=D, MASK=HIDES, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=v_tile, view=v_view, start=0, end=limit, D=D, MASK=HIDES, LAYOUT=BLOCKED
+        )
     common.fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
     common.fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
     commit_copies()
@@ -812,7 +1367,15 @@ def _hopper_bwd_kernel(
         barrier()
         # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
         for i in range(full):
-            common.correct(dos.index(i), saved, i * 64, N, factor, SCALED, BLOCKED)
+            common.correct(
+                do_tile=dos.index(i),
+                saved=saved,
+                start=i * 64,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                LAYOUT=BLOCKED,
+            )
     fence_async_shared()
     barrier()
     if T > 0:
@@ -826,7 +1389,15 @@ def _hopper_bwd_kernel(
         first = tile * 64
         if IN_REGISTERS:
             k_tile, v_tile = following
-            following = _left_pair(k_view, v_view, first + 64, limit, D, BLOCK_D, OPERAND)
+            following = _left_pair(
+                one_view=k_view,
+                other_view=v_view,
+                start=first + 64,
+                end=limit,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=OPERAND,
+            )
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -834,21 +1405,67 @@ def _hopper_bwd_kernel(
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
-                True,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=qs.index(tile),
+                do=dos.index(tile),
+                zero=zero,
+                lse=lses.index(tile),
+                delta=deltas.index(tile),
+                first=first,
+                start=first,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=True,
+            )[:2]
         for i in range(start, full):
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
-                deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=qs.index(i),
+                do=dos.index(i),
+                zero=zero,
+                lse=lses.index(i),
+                delta=deltas.index(i),
+                first=first,
+                start=i * 64,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=False,
+            )[:2]
         if T > 0:
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
-                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
-                LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=q_tail,
+                do=do_tail,
+                zero=zero_t,
+                lse=lses.index(full).slice(0, T),
+                delta=deltas.index(full).slice(0, T),
+                first=first,
+                start=full * 64,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=False,
+            )[:2]
         if seed_ptr is not None:
             # Once for the finished sum, not for each P.
             dv *= keep_scale
@@ -857,23 +1474,47 @@ def _hopper_bwd_kernel(
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
         if IN_REGISTERS:
-            common.put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
-            common.put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
+            common.put_exchanged(
+                view=dk_view, x=dk * scale, start=first, end=M, D=D, MASK=RAGGED, LAYOUT=STORE
+            )
+            common.put_exchanged(
+                view=dv_view, x=dv, start=first, end=M, D=D, MASK=RAGGED, LAYOUT=STORE
+            )
         else:
             # dK and dV are staged in the buffers of K and V of this tile, and stored after the
             # fence; the next tile is copied meanwhile.
             dk_rows = common.turned_rows(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
-                common.fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
+                common.fetch_rows(
+                    shared=k_tile,
+                    view=k_view,
+                    start=first + 64,
+                    end=limit,
+                    D=D,
+                    MASK=HIDES,
+                    LAYOUT=BLOCKED,
+                )
             dv_rows = common.turned_rows(dv, v_tile, BLOCKED)
             if tile + 1 < full_keys:
-                common.fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
+                common.fetch_rows(
+                    shared=v_tile,
+                    view=v_view,
+                    start=first + 64,
+                    end=limit,
+                    D=D,
+                    MASK=HIDES,
+                    LAYOUT=BLOCKED,
+                )
             commit_copies()
             wait_copies(0)
             fence_async_shared()
             barrier()
-            common.put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
-            common.put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
+            common.put_own(
+                view=dk_view, x=dk_rows, start=first, end=M, D=D, MASK=RAGGED, LAYOUT=BLOCKED
+            )
+            common.put_own(
+                view=dv_view, x=dv_rows, start=first, end=M, D=D, MASK=RAGGED, LAYOUT=BLOCKED
+            )
 
 
 def prepare_backward(

@@ -31,9 +31,17 @@ STATISTICS_TILES = Tiles(
 
 @gluon.jit
 def _next_tile(
-    ks, vs, k_view, v_view, i, last, limit, D: gl.constexpr, LAYOUT: gl.constexpr,
+    ks,
+    vs,
+    k_view,
+    v_view,
+    i,
+    last,
+    limit,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
     GROUP: gl.constexpr,
-):  # fmt: skip
+):
     """Wait for tile ``i`` of keys, start copying the next one, and return K and V."""
     # One group is in flight, tile ``i``. The fence orders it before wgmma's reads.
     wait_copies(0)
@@ -43,18 +51,49 @@ def _next_tile(
     barrier()
     if i + 1 < last:
         other = (i + 1) & 1
-        common.fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
-        common.fetch_rows(vs.index(other), v_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+        common.fetch_rows(
+            shared=ks.index(other),
+            view=k_view,
+            start=(i + 1) * 64,
+            end=limit,
+            D=D,
+            MASK=True,
+            LAYOUT=LAYOUT,
+            GROUP=GROUP,
+        )
+        common.fetch_rows(
+            shared=vs.index(other),
+            view=v_view,
+            start=(i + 1) * 64,
+            end=limit,
+            D=D,
+            MASK=True,
+            LAYOUT=LAYOUT,
+            GROUP=GROUP,
+        )
     commit_copies()
     return ks.index(i & 1), vs.index(i & 1)
 
 
 @gluon.jit(do_not_specialize=["H", "N"])
 def _hopper_long_fwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, parts_ptr, H, N, scale,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    parts_ptr,
+    H,
+    N,
+    scale,
     mask_view,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -76,9 +115,35 @@ def _hopper_long_fwd_kernel(
     # Tiles of keys before ``seen`` are visible to all 128 rows, those before ``last`` to some row.
     seen, last = common.visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
     for n in gl.static_range(2):
-        common.fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
-    common.fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
-    common.fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
+        common.fetch_rows(
+            shared=qs.index(n),
+            view=q_view,
+            start=first + n * 64,
+            end=N,
+            D=D,
+            MASK=True,
+            LAYOUT=BLOCKED,
+        )
+    common.fetch_rows(
+        shared=ks.index(0),
+        view=k_view,
+        start=0,
+        end=limit,
+        D=D,
+        MASK=True,
+        LAYOUT=BLOCKED,
+        GROUP=GROUP,
+    )
+    common.fetch_rows(
+        shared=vs.index(0),
+        view=v_view,
+        start=0,
+        end=limit,
+        D=D,
+        MASK=True,
+        LAYOUT=BLOCKED,
+        GROUP=GROUP,
+    )
     commit_copies()
     # Q must land before it is loaded into registers, where it stays as the left operand. No fence:
     # ordinary loads read it.
@@ -93,19 +158,82 @@ def _hopper_long_fwd_kernel(
     next_state = state
     # The first call waits for nothing: tile 0 landed with Q.
     for i in range(seen):
-        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
-        state, next_state = paired_step(state, next_state, q, next_q, k, v, zero, factor, True, ROW)
+        k, v = _next_tile(
+            ks=ks,
+            vs=vs,
+            k_view=k_view,
+            v_view=v_view,
+            i=i,
+            last=last,
+            limit=limit,
+            D=D,
+            LAYOUT=BLOCKED,
+            GROUP=GROUP,
+        )
+        state, next_state = paired_step(
+            state=state,
+            next_state=next_state,
+            q=q,
+            next_q=next_q,
+            k=k,
+            v=v,
+            zero=zero,
+            factor=factor,
+            STATS=True,
+            ROWS=ROW,
+        )
     # Tiles that a mask or a length cuts: one tile of rows after the other.
     for i in range(seen, last):
-        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
+        k, v = _next_tile(
+            ks=ks,
+            vs=vs,
+            k_view=k_view,
+            v_view=v_view,
+            i=i,
+            last=last,
+            limit=limit,
+            D=D,
+            LAYOUT=BLOCKED,
+            GROUP=GROUP,
+        )
         state = step(
-            state, q, k, v, zero, first, i * 64, limit, factor, N, mask, dropout, "none", True,
-            CAUSAL, True, ROW,
-        )  # fmt: skip
+            state=state,
+            q=q,
+            k=k,
+            v=v,
+            zero=zero,
+            first=first,
+            start=i * 64,
+            limit=limit,
+            factor=factor,
+            N=N,
+            mask=mask,
+            dropout=dropout,
+            MASK="none",
+            HIDES=True,
+            CAUSAL=CAUSAL,
+            STATS=True,
+            ROWS=ROW,
+        )
         next_state = step(
-            next_state, next_q, k, v, zero, first + 64, i * 64, limit, factor, N, mask, dropout,
-            "none", True, CAUSAL, True, ROW,
-        )  # fmt: skip
+            state=next_state,
+            q=next_q,
+            k=k,
+            v=v,
+            zero=zero,
+            first=first + 64,
+            start=i * 64,
+            limit=limit,
+            factor=factor,
+            N=N,
+            mask=mask,
+            dropout=dropout,
+            MASK="none",
+            HIDES=True,
+            CAUSAL=CAUSAL,
+            STATS=True,
+            ROWS=ROW,
+        )
     states, sums = (state, next_state), common.no_sums(64, ROW)
     for n in gl.static_range(2):
         acc, row_max, row_sum, centred, square = states[n]
@@ -113,13 +241,30 @@ def _hopper_long_fwd_kernel(
         divisor = common.joined(row_sum, ROW)
         acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
         # Q is in registers, so that its buffer may stage the output.
-        common.put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
+        common.put_rows(
+            view=out_view,
+            x=acc,
+            stage=qs.index(n),
+            start=start,
+            end=N,
+            D=D,
+            MASK=True,
+            LAYOUT=BLOCKED,
+        )
         rows = start + gl.arange(0, 64, ROW)
         inside = rows < N
         log_sum = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, scale, inside,
-            False, False,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=row_stats + rows,
+            row_max=row_max,
+            divisor=divisor,
+            factor=factor,
+            unit=scale,
+            inside=inside,
+            MASKED=False,
+            SCALED=False,
+        )
         gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
         norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
         centred, square = common.joined(centred, ROW), common.joined(square, ROW)

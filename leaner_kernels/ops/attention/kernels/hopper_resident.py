@@ -38,11 +38,21 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    out_view, saved, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
-    D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    out_view,
+    saved,
+    start,
+    end,
+    factor,
+    ROWS: gl.constexpr,
+    SCALED: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Load rows of the output; return them with the results of ``row_statistics``."""
-    out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
+    out = common.left_rows(
+        view=out_view, start=start, end=end, D=D, WIDTH=WIDTH, LAYOUT=LAYOUT, ROWS=ROWS
+    )
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
     return out, lse, lost
@@ -60,11 +70,31 @@ def _describe_rows(do_rows, lses, deltas, loaded):
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, do_view, out_view, max_log_sum_ptr, lse_ptr, dq_view,
-    dk_view, dv_view, H, N, full, scale, mask_view, ds_ptr,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    H,
+    N,
+    full,
+    scale,
+    mask_view,
+    ds_ptr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     LANES: gl.constexpr = BLOCK_D // 8
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -101,7 +131,9 @@ def _hopper_resident_bwd_kernel(
 
     # dO is copied first, and O is loaded: delta is computed while Q, K and V are being copied.
     for n in gl.static_range(FULL):
-        common.fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(
+            shared=dos.index(n), view=do_view, start=n * 64, end=N, D=D, MASK=RAGGED, LAYOUT=BLOCKED
+        )
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -113,23 +145,58 @@ def _hopper_resident_bwd_kernel(
         do_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
-        common.fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(
+            shared=do_tail, view=do_view, start=FULL * 64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
     commit_copies()  # first group: dO
     loaded = ()
     for n in gl.static_range(TILES):
         rows = _load_rows(
-            out_view, saved, n * 64, N, factor, 64 if n < FULL else T, SCALED, D, BLOCK_D, BLOCKED
-        )  # fmt: skip
+            out_view=out_view,
+            saved=saved,
+            start=n * 64,
+            end=N,
+            factor=factor,
+            ROWS=64 if n < FULL else T,
+            SCALED=SCALED,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=BLOCKED,
+        )
         loaded = loaded + (rows,)  # noqa: RUF005
     barrier()  # keeps the loads of O before the copies in program order
     for n in gl.static_range(FULL):
-        common.fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
-        common.fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
-        common.fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(
+            shared=qs.index(n), view=q_view, start=n * 64, end=N, D=D, MASK=RAGGED, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=ks.index(n),
+            view=k_view,
+            start=n * 64,
+            end=limit,
+            D=D,
+            MASK=HIDES,
+            LAYOUT=BLOCKED,
+        )
+        common.fetch_rows(
+            shared=vs.index(n),
+            view=v_view,
+            start=n * 64,
+            end=limit,
+            D=D,
+            MASK=HIDES,
+            LAYOUT=BLOCKED,
+        )
     if T > 0:
-        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
-        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(
+            shared=q_tail, view=q_view, start=FULL * 64, end=N, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=k_tail, view=k_view, start=FULL * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
+        common.fetch_rows(
+            shared=v_tail, view=v_view, start=FULL * 64, end=limit, D=D, MASK=True, LAYOUT=BLOCKED
+        )
     commit_copies()  # second group: Q, K and V
     # dO has landed when one group is left. No barrier: a thread reads back only what it copied.
     wait_copies(1)
@@ -160,10 +227,30 @@ def _hopper_resident_bwd_kernel(
             s, dp = common.start_products(q, do, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            s = common.wait_for_scores(
+                s=s,
+                PENDING=1,
+                mask=mask,
+                rows=queries,
+                cols=keys,
+                N=N,
+                limit=0,
+                HIDES=False,
+                CAUSAL=False,
+            )
             # dP is still in flight.
             p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            p = common.masked(
+                s=p,
+                tile=None,
+                scale=None,
+                rows=queries,
+                cols=keys,
+                limit=limit,
+                HIDDEN=0.0,
+                HIDES=True,
+                CAUSAL=False,
+            )
             dp = warpgroup_mma_wait(0, [dp])
             ds = p * (dp - gl.convert_layout(delta, TAIL))
             common.store_ds(ds_ptr, ds, queries, keys, N)
@@ -183,18 +270,56 @@ def _hopper_resident_bwd_kernel(
         # Tiles that every row sees in full, then those that a mask cuts.
         for i in range(seen):
             dq = common.rows_step(
-                dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
-            )  # fmt: skip
+                dq=dq,
+                q=q,
+                do=do,
+                k=ks.index(i),
+                v=vs.index(i),
+                zero=zero,
+                lse=lse,
+                delta=delta,
+                first=first,
+                start=i * 64,
+                limit=limit,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                ds_ptr=ds_ptr,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                HIDES=False,
+                CAUSAL=False,
+            )
         if HIDES or CAUSAL:
             for i in range(seen, last):
                 dq = common.rows_step(
-                    dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    lse=lse,
+                    delta=delta,
+                    first=first,
+                    start=i * 64,
+                    limit=limit,
+                    factor=factor,
+                    N=N,
+                    mask=mask,
+                    dropout=dropout,
+                    ds_ptr=ds_ptr,
+                    SCALED=SCALED,
+                    LEFT=LEFT,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                )
         if T > 0 and not CAUSAL:
             barrier()  # all warps are done with P and dS of the tail
-        common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        common.put_exchanged(
+            view=dq_view, x=dq * scale, start=first, end=N, D=D, MASK=RAGGED, LAYOUT=STORE
+        )
 
     # Tiles of keys: their dK and dV, and their contributions to dQ of the tail. No barrier between
     # the passes: Q, K, V and dO are only read.
@@ -205,9 +330,26 @@ def _hopper_resident_bwd_kernel(
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         if T > 0:
             dk, dv, ds = common.keys_step(
-                dk, dv, k, v, q_tail, do_tail, zero_t, lse_tail, delta_tail, first, full * 64,
-                factor, N, mask, dropout, SCALED, LEFT, False, limit if HIDES else None,
-            )  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=q_tail,
+                do=do_tail,
+                zero=zero_t,
+                lse=lse_tail,
+                delta=delta_tail,
+                first=first,
+                start=full * 64,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=False,
+                limit=limit if HIDES else None,
+            )
             keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
             queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             common.store_ds(ds_ptr, ds, queries, keys, N)
@@ -225,21 +367,55 @@ def _hopper_resident_bwd_kernel(
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = common.keys_step(
-                dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT, True,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=qs.index(tile),
+                do=dos.index(tile),
+                zero=zero,
+                lse=lses.index(tile),
+                delta=deltas.index(tile),
+                first=first,
+                start=first,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=True,
+            )[:2]
         for i in range(start, full):
             dk, dv = common.keys_step(
-                dk, dv, k, v, qs.index(i), dos.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=qs.index(i),
+                do=dos.index(i),
+                zero=zero,
+                lse=lses.index(i),
+                delta=deltas.index(i),
+                first=first,
+                start=i * 64,
+                factor=factor,
+                N=N,
+                mask=mask,
+                dropout=dropout,
+                SCALED=SCALED,
+                LEFT=LEFT,
+                CAUSAL=False,
+            )[:2]
         if HIDES:
             # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their
             # rows.
             seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
             dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        common.put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
-        common.put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
+        common.put_exchanged(
+            view=dk_view, x=dk * scale, start=first, end=N, D=D, MASK=RAGGED, LAYOUT=STORE
+        )
+        common.put_exchanged(view=dv_view, x=dv, start=first, end=N, D=D, MASK=RAGGED, LAYOUT=STORE)
 
     if T > 0:
         # The tail's keys with the tail's rows. The buffers of the tail hold T rows, but a left
@@ -251,9 +427,29 @@ def _hopper_resident_bwd_kernel(
         s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        s = common.wait_for_scores(
+            s=s,
+            PENDING=1,
+            mask=mask,
+            rows=queries,
+            cols=keys,
+            N=N,
+            limit=0,
+            HIDES=False,
+            CAUSAL=False,
+        )
         p = gl.exp2(common.exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
-        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        p = common.masked(
+            s=p,
+            tile=None,
+            scale=None,
+            rows=queries,
+            cols=keys,
+            limit=limit,
+            HIDDEN=0.0,
+            HIDES=True,
+            CAUSAL=CAUSAL,
+        )
         dp = warpgroup_mma_wait(0, [dp])
         p_tail.store(p.to(DTYPE))
         ds = p * (dp - delta_tail.load(COLS_T)[None, :])

@@ -72,21 +72,57 @@ def fill_outside(
 
 @triton.jit
 def fill_gradients(
-    dq_ptr, dk_ptr, dv_ptr, starts_ptr, key_starts_ptr, num_sequences, num_tokens, num_keys,
-    width, key_width, program, num_programs, lanes,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    num_sequences,
+    num_tokens,
+    num_keys,
+    width,
+    key_width,
+    program,
+    num_programs,
+    lanes,
+):
     """Write zeros to the gradients of tokens that no sequence owns; see ``fill_outside``."""
     fill_outside(
-        dq_ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, num_programs, lanes
+        ptr=dq_ptr,
+        value=0.0,
+        starts_ptr=starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        groups=1,
+        width=width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
     )
     fill_outside(
-        dk_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
-        num_programs, lanes,
-    )  # fmt: skip
+        ptr=dk_ptr,
+        value=0.0,
+        starts_ptr=key_starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_keys,
+        groups=1,
+        width=key_width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
+    )
     fill_outside(
-        dv_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
-        num_programs, lanes,
-    )  # fmt: skip
+        ptr=dv_ptr,
+        value=0.0,
+        starts_ptr=key_starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_keys,
+        groups=1,
+        width=key_width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
+    )
 
 
 @triton.jit
@@ -94,7 +130,16 @@ def _fill_outside_kernel(ptr, starts_ptr, num_sequences, num_tokens, width):
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, FILL)
     fill_outside(
-        ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, programs, lanes
+        ptr=ptr,
+        value=0.0,
+        starts_ptr=starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        groups=1,
+        width=width,
+        program=program,
+        num_programs=programs,
+        lanes=lanes,
     )
 
 
@@ -107,10 +152,26 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
 
 @triton.jit
 def score_tile(
-    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale, softcap,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    SCALED: tl.constexpr, RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    row_start,
+    col_start,
+    limit,
+    band,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    softcap,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return masked scores (BLOCK_M, BLOCK_N), and their derivative with respect to the products.
 
     Scores are scaled with ``SCALED`` or an additive mask; see ``exponent_factor``. Without a
@@ -126,9 +187,23 @@ def score_tile(
     elif SCALED and MASK != "additive":
         s = tl.fma(s, scale, 0.0)  # rounded here, not fused with a later subtraction
     s = mask_scores(
-        s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M,
-        BLOCK_N, CAUSAL, MASK, RESIDENT, RAGGED,
-    )  # fmt: skip
+        s=s,
+        row_start=row_start,
+        col_start=col_start,
+        limit=limit,
+        band=band,
+        mask_view=mask_view,
+        mask_ptr=mask_ptr,
+        N=N,
+        M=M,
+        scale=mask_scale,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        CAUSAL=CAUSAL,
+        MASK=MASK,
+        RESIDENT=RESIDENT,
+        RAGGED=RAGGED,
+    )
     return s, slope
 
 
@@ -153,10 +228,23 @@ def tanh(x):
 
 @triton.jit
 def mask_scores(
-    s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    s,
+    row_start,
+    col_start,
+    limit,
+    band,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return a tile of scores (BLOCK_M, BLOCK_N) with -inf wherever a key is hidden from a row.
 
     Every kind of mask is applied here and nowhere else. ``mask_ptr`` points to the mask of this
@@ -219,9 +307,14 @@ def visible_cols(
 
 @triton.jit
 def visible_rows(
-    col_start, num_rows, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    col_start,
+    num_rows,
+    limit,
+    band,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """Return the range of rows that may see columns of a tile, starting at a tile of rows."""
     # Rows above the diagonal see none of these columns, and no row sees a tile of padding.
     start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
@@ -270,9 +363,17 @@ def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def store_row_statistics(
-    max_log_sum_ptr, lse_ptr, start, rows, pivot, unseeing, divisor, scale, inside,
+    max_log_sum_ptr,
+    lse_ptr,
+    start,
+    rows,
+    pivot,
+    unseeing,
+    divisor,
+    scale,
+    inside,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """Store the maximum of each row and the log of its sum, for the backward.
 
     Their sum, the log-sum-exp, would round away the second beside a large first. A row without a

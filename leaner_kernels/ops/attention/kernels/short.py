@@ -66,7 +66,15 @@ def load_segments(
     """Load a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
     for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
-        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, SEGMENTS[i][1], D, BLOCK_D)
+        tile = load_rows(
+            ptr=ptr,
+            start=SEGMENTS[i][0],
+            stride_n=stride_n,
+            num_rows=limit,
+            BLOCK=SEGMENTS[i][1],
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
     return tiles
 
@@ -79,9 +87,21 @@ def zero_tile(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def score_segments(
-    q, ks, row_start, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    q,
+    ks,
+    row_start,
+    limit,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return the scores of a tile of rows as a tuple, -inf where hidden, and the row maxima.
 
     Scores are unscaled, unless an additive mask is added to them; see ``exponent_factor``. Without
@@ -92,10 +112,26 @@ def score_segments(
     scores = ()
     for i in tl.static_range(len(SEGMENTS)):  # ks[i]: (size, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, size)
-            q, ks[i], row_start, SEGMENTS[i][0], limit, (None, None), mask_view, mask_ptr, N, M,
-            scale, None, BLOCK_M, SEGMENTS[i][1], CAUSAL, MASK, False, True,
-            RAGGED or i == len(SEGMENTS) - 1,
-        )  # fmt: skip
+            q=q,
+            k=ks[i],
+            row_start=row_start,
+            col_start=SEGMENTS[i][0],
+            limit=limit,
+            band=(None, None),
+            mask_view=mask_view,
+            mask_ptr=mask_ptr,
+            N=N,
+            M=M,
+            scale=scale,
+            softcap=None,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=SEGMENTS[i][1],
+            CAUSAL=CAUSAL,
+            MASK=MASK,
+            SCALED=False,
+            RESIDENT=True,
+            RAGGED=RAGGED or i == len(SEGMENTS) - 1,
+        )
         row_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         scores = scores + (s,)  # noqa: RUF005
     return scores, row_max
@@ -136,11 +172,33 @@ STATISTICS_TILES = Tiles(
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
 def _short_fwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
-    stats_ptr, H, GROUP, N, M, PARTS, scale, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    GROUP,
+    N,
+    M,
+    PARTS,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     # Programs of one head are neighbours: they read the same K and V from the cache.
     head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -162,11 +220,31 @@ def _short_fwd_kernel(
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        q = load_rows(
+            ptr=q_ptr,
+            start=first,
+            stride_n=q_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_M,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
-            q, ks, first, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS, BLOCK_M, CAUSAL, MASK,
-            RAGGED,
-        )  # fmt: skip
+            q=q,
+            ks=ks,
+            row_start=first,
+            limit=limit,
+            mask_view=mask_view,
+            mask_ptr=mask_ptr,
+            N=N,
+            M=M,
+            scale=scale,
+            SEGMENTS=SEGMENTS,
+            BLOCK_M=BLOCK_M,
+            CAUSAL=CAUSAL,
+            MASK=MASK,
+            RAGGED=RAGGED,
+        )
         # A row without a visible key has a maximum of -inf, and -inf - (-inf) is nan.
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max)  # (BLOCK_M,)
         # The maximum is final: no sum below is ever rescaled.
@@ -192,18 +270,41 @@ def _short_fwd_kernel(
         # A row without a visible key gets an output of 0.
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
         a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
-        store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
+        store_rows(
+            ptr=out_ptr,
+            tile=a,
+            start=first,
+            stride_n=out_view.stride_n,
+            num_rows=N,
+            BLOCK=BLOCK_M,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats, rows, pivot, row_sum == 0, divisor, scale, inside,
-            SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            start=row_stats,
+            rows=rows,
+            pivot=pivot,
+            unseeing=row_sum == 0,
+            divisor=divisor,
+            scale=scale,
+            inside=inside,
+            SCALED=SCALED,
+        )
         if stats_ptr is not None:
             lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
             rows_sums = sums_of_rows(
-                row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, LN_2
+                row_max=row_max,
+                row_sum=divisor,
+                row_centred=row_centred,
+                row_square=row_square,
+                out_square=tl.sum(a * a, axis=1),
+                inside=inside,
+                nats=LN_2,
             )
             sums = add_sums(sums, rows_sums)
     if stats_ptr is not None:
@@ -269,11 +370,35 @@ BACKWARD_TILES = Tiles(
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _short_bwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, M, scale, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    ds_ptr,
+    H,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
     limit = visible_keys(lengths_ptr, b, M)
@@ -309,7 +434,13 @@ def _short_bwd_kernel(
             do = (dos[i].to(tl.float32) * rest[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
             out = load_rows(  # (size, BLOCK_D)
-                out_start, SEGMENTS[i][0], out_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
+                ptr=out_start,
+                start=SEGMENTS[i][0],
+                stride_n=out_view.stride_n,
+                num_rows=N,
+                BLOCK=SEGMENTS[i][1],
+                D=D,
+                BLOCK_D=BLOCK_D,
             )
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
             new_dos = new_dos + (do,)  # noqa: RUF005
@@ -319,8 +450,24 @@ def _short_bwd_kernel(
         dos = new_dos
 
     for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
-        k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_ptr, first, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(
+            ptr=k_ptr,
+            start=first,
+            stride_n=k_view.stride_n,
+            num_rows=limit,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
+        v = load_rows(
+            ptr=v_ptr,
+            start=first,
+            stride_n=v_view.stride_n,
+            num_rows=limit,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         cols = first + tl.arange(0, BLOCK_N)
         # These sums are complete after one pass over the segments of rows.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -329,9 +476,26 @@ def _short_bwd_kernel(
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
             s, _ = score_tile(  # (size, BLOCK_N)
-                qs[i], k, SEGMENTS[i][0], first, limit, (None, None), mask_view, mask_ptr, N, M,
-                scale, None, SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
-            )  # fmt: skip
+                q=qs[i],
+                k=k,
+                row_start=SEGMENTS[i][0],
+                col_start=first,
+                limit=limit,
+                band=(None, None),
+                mask_view=mask_view,
+                mask_ptr=mask_ptr,
+                N=N,
+                M=M,
+                scale=scale,
+                softcap=None,
+                BLOCK_M=SEGMENTS[i][1],
+                BLOCK_N=BLOCK_N,
+                CAUSAL=CAUSAL,
+                MASK=MASK,
+                SCALED=False,
+                RESIDENT=True,
+                RAGGED=True,
+            )
             dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
@@ -364,11 +528,36 @@ def _short_bwd_kernel(
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
         # ``scale`` multiplies the finished sum once.
-        store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_ptr, dv, first, dv_view.stride_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(
+            ptr=dk_ptr,
+            tile=dk * scale,
+            start=first,
+            stride_n=dk_view.stride_n,
+            num_rows=M,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
+        store_rows(
+            ptr=dv_ptr,
+            tile=dv,
+            start=first,
+            stride_n=dv_view.stride_n,
+            num_rows=M,
+            BLOCK=BLOCK_N,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
     for i in tl.static_range(len(SEGMENTS)):
         store_rows(
-            dq_ptr, dqs[i] * scale, SEGMENTS[i][0], dq_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
+            ptr=dq_ptr,
+            tile=dqs[i] * scale,
+            start=SEGMENTS[i][0],
+            stride_n=dq_view.stride_n,
+            num_rows=N,
+            BLOCK=SEGMENTS[i][1],
+            D=D,
+            BLOCK_D=BLOCK_D,
         )
 
 
