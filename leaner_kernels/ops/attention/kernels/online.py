@@ -36,8 +36,9 @@ from ..._triton import (
 )
 from ..call import Call, Gradients, Results, backward_arguments, forward_arguments, kernel_arguments
 from .scores import (
-    FILL,
+    FILL_BLOCK,
     SPARE_PROGRAMS,
+    Band,
     exponent_factor,
     extents,
     fill_gradients,
@@ -165,7 +166,7 @@ def _attention_fwd_kernel(
         # The programs past the last sequence fill the tokens that no sequence owns.
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
-            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL)
+            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL_BLOCK)
             fill_outside(
                 ptr=out_view.ptr,
                 value=0.0,
@@ -179,10 +180,10 @@ def _attention_fwd_kernel(
                 lanes=lanes,
             )
             if lse_ptr is not None:
-                nothing = float("-inf") if STATS else float("inf")
+                empty = float("-inf") if STATS else float("inf")
                 fill_outside(
                     ptr=lse_ptr,
-                    value=nothing,
+                    value=empty,
                     starts_ptr=starts_ptr,
                     num_sequences=B,
                     num_tokens=TOKENS,
@@ -217,22 +218,14 @@ def _attention_fwd_kernel(
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
     mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
-    band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
+    band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
     begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
-    q = load_rows(
-        ptr=q_start,
-        start=first,
-        stride_n=q_view.stride_n,
-        num_rows=num_rows,
-        BLOCK=BLOCK_M,
-        D=D,
-        BLOCK_D=BLOCK_D,
-    )
+    q = load_rows(q_start, first, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # The sums below are relative to the running maximum.
@@ -241,15 +234,7 @@ def _attention_fwd_kernel(
     row_square = tl.zeros([BLOCK_M], tl.float32)  # sum of p^2
 
     for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
-        k = load_rows(
-            ptr=k_ptr,
-            start=start,
-            stride_n=k_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        k = load_rows(k_ptr, start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
             q=q,
             k=k,
@@ -263,8 +248,6 @@ def _attention_fwd_kernel(
             M=M,
             scale=scale,
             softcap=softcap,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
             CAUSAL=CAUSAL,
             MASK=MASK,
             SCALED=SCALED,
@@ -294,15 +277,7 @@ def _attention_fwd_kernel(
         if seed_ptr is not None:
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
-        v = load_rows(
-            ptr=v_ptr,
-            start=start,
-            stride_n=v_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        v = load_rows(v_ptr, start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         if CAPTURE:
             # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p, v.dtype)  # (BLOCK_M, BLOCK_N) each
@@ -318,34 +293,16 @@ def _attention_fwd_kernel(
         normaliser = tl.div_rn(tl.zeros_like(divisor) + keep_scale, divisor)  # (BLOCK_M,)
     else:
         normaliser = keep_scale / divisor
-    a = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
+    out = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
     if CAPTURE:
         if starts_ptr is not None:
             # Every slot has the length of the longest sequence: zeros follow the others.
-            a = tl.where((rows < num_rows)[:, None], a, 0.0)
+            out = tl.where((rows < num_rows)[:, None], out, 0.0)
         out_start = head_of(out_view, out_b.to(tl.int64), h_64)
-        store_rows(
-            ptr=out_start,
-            tile=a,
-            start=first,
-            stride_n=out_view.stride_n,
-            num_rows=N,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(out_start, out, first, out_view.stride_n, N, D)
     else:
         out_start = head_of(out_view, row_b, h_64)
-        store_rows(
-            ptr=out_start,
-            tile=a,
-            start=first,
-            stride_n=out_view.stride_n,
-            num_rows=num_rows,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(out_start, out, first, out_view.stride_n, num_rows, D)
         inside = rows < num_rows
         unseeing = row_max == float("-inf")
         pivot = tl.where(unseeing, 0.0, row_max)
@@ -370,13 +327,13 @@ def _attention_fwd_kernel(
             row_sum=divisor,
             row_centred=row_centred,
             row_square=row_square,
-            out_square=tl.sum(a * a, axis=1),
+            out_square=tl.sum(out * out, axis=1),
             inside=inside,
             nats=nats(q.dtype),
         )
         # Maxima of unscaled scores are scaled as they are stored.
-        rest = 1.0 if SCALED else scale
-        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
+        max_scale = 1.0 if SCALED else scale
+        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), max_scale)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -459,52 +416,18 @@ BACKWARD_TILES = Tiles(
 
 @triton.jit
 def _load_do(
-    do_ptr,
-    out_ptr,
-    start,
-    stride_do_n,
-    stride_out_n,
-    N,
-    BLOCK_M: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N, D: tl.constexpr, SHAPE: tl.constexpr
 ):
     """Load dO of a tile of query rows; return it with delta = sum(dO * O)."""
-    do = load_rows(
-        ptr=do_ptr,
-        start=start,
-        stride_n=stride_do_n,
-        num_rows=N,
-        BLOCK=BLOCK_M,
-        D=D,
-        BLOCK_D=BLOCK_D,
-    )  # (BLOCK_M, BLOCK_D)
-    out = load_rows(
-        ptr=out_ptr,
-        start=start,
-        stride_n=stride_out_n,
-        num_rows=N,
-        BLOCK=BLOCK_M,
-        D=D,
-        BLOCK_D=BLOCK_D,
-    )
-    return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    do = load_rows(do_ptr, start, stride_do_n, N, D, SHAPE)  # (BLOCK_M, BLOCK_D)
+    out = load_rows(out_ptr, start, stride_out_n, N, D, SHAPE)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    return do, delta
 
 
 @triton.jit
 def _gradient_tile(
-    exponent,
-    v,
-    do,
-    delta,
-    seed_ptr,
-    row_start,
-    col_start,
-    batch_head,
-    threshold,
-    keep_scale,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale
 ):
     """Compute P after dropout, and dS, from one tile of exponents, both float32."""
     p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
@@ -513,7 +436,8 @@ def _gradient_tile(
     # where P has no dropout.
     dropped = p
     if seed_ptr is not None:
-        rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
+        rows = row_start + tl.arange(0, p.shape[0])
+        cols = col_start + tl.arange(0, p.shape[1])
         keep = keep_tile(tl.load(seed_ptr), rows, cols, batch_head, threshold)
         dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -584,7 +508,7 @@ def _attention_bwd_kernel(
                 key_width=num_kv_heads * D,
                 program=spare,
                 num_programs=num_spare,
-                lanes=tl.arange(0, FILL),
+                lanes=tl.arange(0, FILL_BLOCK),
             )
             return
     if pid < num_col_programs:
@@ -607,27 +531,11 @@ def _attention_bwd_kernel(
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
         # Rows at and past ``limit`` are zeros: padded keys may hold nan.
-        k = load_rows(
-            ptr=k_start,
-            start=col_start,
-            stride_n=k_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
-        v = load_rows(
-            ptr=v_start,
-            start=col_start,
-            stride_n=v_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        k = load_rows(k_start, col_start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+        v = load_rows(v_start, col_start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
+        band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
         first, last = visible_rows(
             col_start=col_start,
             num_rows=num_rows,
@@ -646,15 +554,7 @@ def _attention_bwd_kernel(
                 row_stats = h_64 * TOKENS + row_b
             mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
-                q = load_rows(
-                    ptr=q_start,
-                    start=row_start,
-                    stride_n=q_view.stride_n,
-                    num_rows=num_rows,
-                    BLOCK=BLOCK_M,
-                    D=D,
-                    BLOCK_D=BLOCK_D,
-                )
+                q = load_rows(q_start, row_start, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
                 do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
                     do_ptr=head_of(do_view, row_b, h_64),
                     out_ptr=head_of(out_view, row_b, h_64),
@@ -662,9 +562,8 @@ def _attention_bwd_kernel(
                     stride_do_n=do_view.stride_n,
                     stride_out_n=out_view.stride_n,
                     N=num_rows,
-                    BLOCK_M=BLOCK_M,
                     D=D,
-                    BLOCK_D=BLOCK_D,
+                    SHAPE=[BLOCK_M, BLOCK_D],
                 )
                 s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
                     q=q,
@@ -679,8 +578,6 @@ def _attention_bwd_kernel(
                     M=M,
                     scale=scale,
                     softcap=softcap,
-                    BLOCK_M=BLOCK_M,
-                    BLOCK_N=BLOCK_N,
                     CAUSAL=CAUSAL,
                     MASK=MASK,
                     SCALED=SCALED,
@@ -704,8 +601,6 @@ def _attention_bwd_kernel(
                     batch_head=b * H + h,
                     threshold=threshold,
                     keep_scale=keep_scale,
-                    BLOCK_M=BLOCK_M,
-                    BLOCK_N=BLOCK_N,
                 )
                 # P is rounded to the dtype of the inputs, as in the forward, and so is dS.
                 dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
@@ -714,26 +609,8 @@ def _attention_bwd_kernel(
         # ``scale`` multiplies the finished sum once; dS itself is of the scores after scaling.
         dk_start = head_of(dk_view, col_b, kv_64)
         dv_start = head_of(dv_view, col_b, kv_64)
-        store_rows(
-            ptr=dk_start,
-            tile=dk * scale,
-            start=col_start,
-            stride_n=dk_view.stride_n,
-            num_rows=num_cols,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
-        store_rows(
-            ptr=dv_start,
-            tile=dv,
-            start=col_start,
-            stride_n=dv_view.stride_n,
-            num_rows=num_cols,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, D)
+        store_rows(dv_start, dv, col_start, dv_view.stride_n, num_cols, D)
     else:
         # dQ of BLOCK_M rows of a query head.
         tile = (pid - num_col_programs) % num_row_tiles
@@ -758,15 +635,7 @@ def _attention_bwd_kernel(
         v_start = head_of(v_view, col_b, kv_64)
         q_start = head_of(q_view, row_b, h_64)
         mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
-        q = load_rows(
-            ptr=q_start,
-            start=row_start,
-            stride_n=q_view.stride_n,
-            num_rows=num_rows,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        q = load_rows(q_start, row_start, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
         do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
             do_ptr=head_of(do_view, row_b, h_64),
             out_ptr=head_of(out_view, row_b, h_64),
@@ -774,40 +643,23 @@ def _attention_bwd_kernel(
             stride_do_n=do_view.stride_n,
             stride_out_n=out_view.stride_n,
             N=num_rows,
-            BLOCK_M=BLOCK_M,
             D=D,
-            BLOCK_D=BLOCK_D,
+            SHAPE=[BLOCK_M, BLOCK_D],
         )
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_row_statistics(  # (BLOCK_M,) each
             max_log_sum_ptr, lse_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
+        band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
         begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         # A tile past the end of its sequence visits no key, and stores nothing.
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
         # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         for col_start in range(begin, end, BLOCK_N):
-            k = load_rows(
-                ptr=k_start,
-                start=col_start,
-                stride_n=k_view.stride_n,
-                num_rows=limit,
-                BLOCK=BLOCK_N,
-                D=D,
-                BLOCK_D=BLOCK_D,
-            )
-            v = load_rows(
-                ptr=v_start,
-                start=col_start,
-                stride_n=v_view.stride_n,
-                num_rows=limit,
-                BLOCK=BLOCK_N,
-                D=D,
-                BLOCK_D=BLOCK_D,
-            )
+            k = load_rows(k_start, col_start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+            v = load_rows(v_start, col_start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
             s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
                 q=q,
                 k=k,
@@ -821,8 +673,6 @@ def _attention_bwd_kernel(
                 M=M,
                 scale=scale,
                 softcap=softcap,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
                 CAUSAL=CAUSAL,
                 MASK=MASK,
                 SCALED=SCALED,
@@ -841,8 +691,6 @@ def _attention_bwd_kernel(
                 batch_head=b * H + h,
                 threshold=threshold,
                 keep_scale=keep_scale,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
             )
             # An additive mask comes after the softcap: its gradient is dS without the slope.
             unbounded = ds if softcap is None else ds * slope
@@ -853,16 +701,7 @@ def _attention_bwd_kernel(
                 ds_start = ds_ptr + ((b_64 * H + h) * N + row_start) * M + col_start
                 tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
         dq_start = head_of(dq_view, row_b, h_64)
-        store_rows(
-            ptr=dq_start,
-            tile=dq * scale,
-            start=row_start,
-            stride_n=dq_view.stride_n,
-            num_rows=num_rows,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(dq_start, dq * scale, row_start, dq_view.stride_n, num_rows, D)
 
 
 def prepare_backward(

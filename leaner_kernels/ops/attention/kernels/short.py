@@ -30,6 +30,7 @@ from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ..call import Call, Gradients, Results, backward_arguments, forward_arguments
 from .scores import (
+    Band,
     exponent_factor,
     load_row_statistics,
     mask_start,
@@ -39,10 +40,10 @@ from .scores import (
 )
 
 
-def cut(keys: int, largest: int = 128) -> tuple[tuple[int, int], ...]:
+def split_into_segments(keys: int, largest: int = 128) -> tuple[tuple[int, int], ...]:
     """Return the (start, size) of segments that cover the keys: powers of two, 16 to ``largest``.
 
-    >>> cut(197)
+    >>> split_into_segments(197)
     ((0, 128), (128, 64), (192, 16))
     """
     segments, start = [], 0
@@ -66,15 +67,7 @@ def load_segments(
     """Load a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
     for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
-        tile = load_rows(
-            ptr=ptr,
-            start=SEGMENTS[i][0],
-            stride_n=stride_n,
-            num_rows=limit,
-            BLOCK=SEGMENTS[i][1],
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, D, [SEGMENTS[i][1], BLOCK_D])
         tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
     return tiles
 
@@ -117,15 +110,13 @@ def score_segments(
             row_start=row_start,
             col_start=SEGMENTS[i][0],
             limit=limit,
-            band=(None, None),
+            band=Band(None, None),
             mask_view=mask_view,
             mask_ptr=mask_ptr,
             N=N,
             M=M,
             scale=scale,
             softcap=None,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=SEGMENTS[i][1],
             CAUSAL=CAUSAL,
             MASK=MASK,
             SCALED=False,
@@ -220,15 +211,7 @@ def _short_fwd_kernel(
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_rows(
-            ptr=q_ptr,
-            start=first,
-            stride_n=q_view.stride_n,
-            num_rows=N,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )  # (BLOCK_M, BLOCK_D)
+        q = load_rows(q_ptr, first, q_view.stride_n, N, D, [BLOCK_M, BLOCK_D])  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
             q=q,
             ks=ks,
@@ -269,17 +252,8 @@ def _short_fwd_kernel(
             acc = tl.dot(p.to(vs[i].dtype), vs[i], acc, input_precision=PRECISION)
         # A row without a visible key gets an output of 0.
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
-        a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
-        store_rows(
-            ptr=out_ptr,
-            tile=a,
-            start=first,
-            stride_n=out_view.stride_n,
-            num_rows=N,
-            BLOCK=BLOCK_M,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        out = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
+        store_rows(out_ptr, out, first, out_view.stride_n, N, D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_row_statistics(
@@ -302,14 +276,14 @@ def _short_fwd_kernel(
                 row_sum=divisor,
                 row_centred=row_centred,
                 row_square=row_square,
-                out_square=tl.sum(a * a, axis=1),
+                out_square=tl.sum(out * out, axis=1),
                 inside=inside,
                 nats=LN_2,
             )
             sums = add_sums(sums, rows_sums)
     if stats_ptr is not None:
-        rest = 1.0 if SCALED else scale
-        store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, rest)
+        max_scale = 1.0 if SCALED else scale
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, max_scale)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -318,10 +292,10 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, rows, _ = call.query.shape
-    segments = cut(tile["tokens"], tile.constexprs.get("largest_segment", 128))
+    segments = split_into_segments(tile["tokens"], tile.constexprs.get("largest_segment", 128))
     parts = 1  # with statistics: one program then has all rows of a head
     if results.stats is None:
-        parts = split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
+        parts = programs_per_head(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = forward_arguments(_short_fwd_kernel, call, results) | dict(
         **tile.options,
         PARTS=parts,
@@ -333,7 +307,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)
 
 
-def split(heads: int, row_tiles: int) -> int:
+def programs_per_head(heads: int, row_tiles: int) -> int:
     """Return how many programs share the row tiles of a head, enough of them to fill a GPU."""
     return min(row_tiles, max(1, _tiles.ENOUGH_PROGRAMS // heads))
 
@@ -426,21 +400,15 @@ def _short_bwd_kernel(
                 max_log_sum_ptr, lse_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
             # One register per row holds the sum of the two. Its rounding error, which matters
-            # beside a huge maximum, is a factor of P, and is corrected in dO; elsewhere it is 1.
+            # with a huge maximum, is a factor of P, and is corrected in dO; otherwise it is 1.
             pivot = row_max + log_sum * (1.0 / factor)  # (size,)
-            rest = tl.exp2((pivot - row_max) * factor - log_sum)
+            correction = tl.exp2((pivot - row_max) * factor - log_sum)
             # Rows past the last: P is 0, and their dO must not become nan.
-            rest = tl.where(pivot == float("inf"), 1.0, rest)
-            do = (dos[i].to(tl.float32) * rest[:, None]).to(do_ptr.dtype.element_ty)
+            correction = tl.where(pivot == float("inf"), 1.0, correction)
+            do = (dos[i].to(tl.float32) * correction[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
             out = load_rows(  # (size, BLOCK_D)
-                ptr=out_start,
-                start=SEGMENTS[i][0],
-                stride_n=out_view.stride_n,
-                num_rows=N,
-                BLOCK=SEGMENTS[i][1],
-                D=D,
-                BLOCK_D=BLOCK_D,
+                out_start, SEGMENTS[i][0], out_view.stride_n, N, D, [SEGMENTS[i][1], BLOCK_D]
             )
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
             new_dos = new_dos + (do,)  # noqa: RUF005
@@ -450,24 +418,8 @@ def _short_bwd_kernel(
         dos = new_dos
 
     for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
-        k = load_rows(
-            ptr=k_ptr,
-            start=first,
-            stride_n=k_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
-        v = load_rows(
-            ptr=v_ptr,
-            start=first,
-            stride_n=v_view.stride_n,
-            num_rows=limit,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        k = load_rows(k_ptr, first, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+        v = load_rows(v_ptr, first, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         cols = first + tl.arange(0, BLOCK_N)
         # These sums are complete after one pass over the segments of rows.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -481,15 +433,13 @@ def _short_bwd_kernel(
                 row_start=SEGMENTS[i][0],
                 col_start=first,
                 limit=limit,
-                band=(None, None),
+                band=Band(None, None),
                 mask_view=mask_view,
                 mask_ptr=mask_ptr,
                 N=N,
                 M=M,
                 scale=scale,
                 softcap=None,
-                BLOCK_M=SEGMENTS[i][1],
-                BLOCK_N=BLOCK_N,
                 CAUSAL=CAUSAL,
                 MASK=MASK,
                 SCALED=False,
@@ -522,43 +472,16 @@ def _short_bwd_kernel(
                 p = tl.where(keep, p * keep_scale, 0.0)
             dv = tl.dot(tl.trans(p.to(v.dtype)), dos[i], dv, input_precision=PRECISION)
             # As in the forward, products of half precision with float32 sums.
-            narrow = ds.to(k.dtype)
-            dk = tl.dot(tl.trans(narrow), qs[i], dk, input_precision=PRECISION)
-            dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
+            ds = ds.to(k.dtype)
+            dk = tl.dot(tl.trans(ds), qs[i], dk, input_precision=PRECISION)
+            dq = tl.dot(ds, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
         # ``scale`` multiplies the finished sum once.
-        store_rows(
-            ptr=dk_ptr,
-            tile=dk * scale,
-            start=first,
-            stride_n=dk_view.stride_n,
-            num_rows=M,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
-        store_rows(
-            ptr=dv_ptr,
-            tile=dv,
-            start=first,
-            stride_n=dv_view.stride_n,
-            num_rows=M,
-            BLOCK=BLOCK_N,
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, D)
+        store_rows(dv_ptr, dv, first, dv_view.stride_n, M, D)
     for i in tl.static_range(len(SEGMENTS)):
-        store_rows(
-            ptr=dq_ptr,
-            tile=dqs[i] * scale,
-            start=SEGMENTS[i][0],
-            stride_n=dq_view.stride_n,
-            num_rows=N,
-            BLOCK=SEGMENTS[i][1],
-            D=D,
-            BLOCK_D=BLOCK_D,
-        )
+        store_rows(dq_ptr, dqs[i] * scale, SEGMENTS[i][0], dq_view.stride_n, N, D)
 
 
 def prepare_backward(
@@ -569,7 +492,7 @@ def prepare_backward(
     arguments = backward_arguments(_short_bwd_kernel, grad, call, saved, gradients) | dict(
         **tile.options,
         BLOCK_N=tile["BLOCK"],
-        SEGMENTS=cut(tile["tokens"]),
+        SEGMENTS=split_into_segments(tile["tokens"]),
         WHOLE=tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)

@@ -24,7 +24,7 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ..call import Call, Gradients, Results, backward_arguments, forward_arguments
-from .gluon_tiles import masked, reduce_sums, store_statistics, sums_of_entropies, with_output
+from .gluon_tiles import mask_scores, reduce_sums, store_statistics, sums_of_entropies, with_output
 
 # HEADS is the largest number of heads per warp.
 _RULES = (
@@ -100,7 +100,7 @@ def _store(
     HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    """Scale and store tiles whose columns are in the order of ``_for_sum_over_rows``."""
+    """Scale and store tiles whose columns are in the order of ``_row_sum_operands``."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = HEADS * D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
@@ -130,7 +130,7 @@ def _pairs(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _of_head(
+def _columns_of_head(
     words,
     TILE: gl.constexpr,
     HEAD: gl.constexpr,
@@ -170,16 +170,16 @@ def _scores(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
-    # the tiles that it touches
+    # Only the tiles that this head touches.
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
-        x = gl.convert_layout(_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
-        y = _of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        x = gl.convert_layout(_columns_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _columns_of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
         s = mma(x, gl.convert_layout(y, RIGHT), s)
     return s
 
 
 @gluon.jit
-def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
+def _row_sum_operands(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
     """Return tiles of words as right operands of a sum over rows: even columns, then odd ones.
 
     Lanes exchange the words of tiles that were loaded in another layout.
@@ -195,7 +195,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+def _insert_product(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Write the product a x to the tiles that a head touches, from its first column on.
 
     Columns of later heads are overwritten by those heads in turn, so that no head adds to the
@@ -226,7 +226,7 @@ def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put_pairs(
+def _store_pairs(
     ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
 ):
     both = gl.join(row_max, log_sum)  # (WARPS, 16, 2)
@@ -248,7 +248,7 @@ def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.con
 
 
 @gluon.jit
-def _put_lse(lse_ptr, lse, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr):
+def _store_lse(lse_ptr, lse, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr):
     """Store the log-sum-exp of a head's rows (WARPS, 16)."""
     LAYOUT: gl.constexpr = lse.type.layout
     rows = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]  # (1, 16)
@@ -266,7 +266,7 @@ def _sums_of_head(row_max, entropies, squares, N: gl.constexpr):
 
 @gluon.jit
 def _square_of_head(tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
-    """Return the sum of squares of a head in the tiles of ``_put``, (WARPS,)."""
+    """Return the sum of squares of a head in the tiles of ``_insert_product``, (WARPS,)."""
     _, rows, cols = _axes(MMA, 16)
     squares = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
@@ -319,7 +319,7 @@ def _warp_multihead_fwd_kernel(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
-    # Only keys and values are cut at a sequence's length; rows past N are zeros.
+    # Padding is zeroed in keys and values alone. Rows past N are zeros in all three.
     qs = _load(
         view=q_view,
         lengths_ptr=None,
@@ -350,7 +350,7 @@ def _warp_multihead_fwd_kernel(
         GROUPS=GROUPS,
         LAYOUT=BY_ROWS,
     )
-    vs = _for_sum_over_rows(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
+    vs = _row_sum_operands(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     outs = _zeros(len(qs), MMA)  # tuple of (WARPS, 16, 16)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
@@ -361,28 +361,18 @@ def _warp_multihead_fwd_kernel(
         s = _scores(
             lefts=qs, rights=ks, HEAD=h, D=D, HEADS=HEADS, DTYPE=DTYPE, MMA=MMA
         )  # (WARPS, 16, 16)
-        s = masked(
-            s=s,
-            tile=None,
-            scale=None,
-            rows=rows,
-            cols=cols,
-            limit=limit,
-            HIDDEN=float("-inf"),
-            HIDES=HIDES,
-            CAUSAL=CAUSAL,
-        )
+        s = mask_scores(s, rows, cols, limit if HIDES else None, CAUSAL, float("-inf"))
         row_max = gl.max(s, 2)  # (WARPS, 16)
         # An explicit fma rounds the product here, not where it is subtracted.
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
         row_sum = gl.sum(p, 2)  # (WARPS, 16)
         p *= (1.0 / row_sum)[:, :, None]
-        outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
+        outs = _insert_product(outs, p.to(DTYPE), vs, h, D, MMA)
         # The sum takes up the rounding error of the pivot, which the second fma gives exactly.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
         if max_log_sum_ptr is not None:
-            _put_pairs(
+            _store_pairs(
                 ptr=max_log_sum_ptr,
                 row_max=row_max,
                 log_sum=log_sum,
@@ -397,7 +387,7 @@ def _warp_multihead_fwd_kernel(
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
             squares = gl.sum(p * p, 2)  # (WARPS, 16)
         if lse_ptr is not None:
-            _put_lse(lse_ptr, row_max * scale + log_sum, owners, h, N, HEADS)
+            _store_lse(lse_ptr, row_max * scale + log_sum, owners, h, N, HEADS)
         if stats_ptr is not None:
             head_sums = head_sums + (_sums_of_head(row_max, entropies, squares, N),)  # noqa: RUF005
     # One store for all heads of the warp: whole rows of WIDTH columns.
@@ -483,9 +473,9 @@ def _warp_multihead_bwd_kernel(
         LAYOUT=BY_COLS,
     )
     # dQ = dS K, dK = dS^T Q and dV = P^T dO sum over rows of these operands.
-    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
-    k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
-    do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
+    q_rows = _row_sum_operands(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
+    k_rows = _row_sum_operands(ks, DTYPE, MMA)
+    do_rows = _row_sum_operands(dos, DTYPE, MMA)
     dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
@@ -495,17 +485,7 @@ def _warp_multihead_bwd_kernel(
         s = _scores(
             lefts=qs, rights=ks, HEAD=h, D=D, HEADS=HEADS, DTYPE=DTYPE, MMA=MMA
         )  # (WARPS, 16, 16)
-        s = masked(
-            s=s,
-            tile=None,
-            scale=None,
-            rows=rows,
-            cols=cols,
-            limit=limit,
-            HIDDEN=float("-inf"),
-            HIDES=HIDES,
-            CAUSAL=CAUSAL,
-        )
+        s = mask_scores(s, rows, cols, limit if HIDES else None, CAUSAL, float("-inf"))
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
@@ -514,9 +494,9 @@ def _warp_multihead_bwd_kernel(
         )  # (WARPS, 16, 16)
         # delta = sum(P dP): the output need not be read.
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
-        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
-        dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
-        dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
+        dvs = _insert_product(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
+        dks = _insert_product(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
+        dqs = _insert_product(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
     _store(
         view=dq_view, tiles=dqs, scale=scale, owners=owners, N=N, D=D, HEADS=HEADS, GROUPS=GROUPS
     )
