@@ -1,6 +1,6 @@
 """The epilogue of the Triton kernels: from rows of P to the statistics of a head.
 
-A kernel gathers sums of rows in a tuple whose elements only this file knows. It stores them as the
+A kernel gathers the ``Sums`` of rows, whose fields only this file knows. It stores them as the
 statistics of a head, if one program has all of its rows, or as the part of a tile, which ``join``
 adds up. To add a statistic, change this file, its Gluon counterpart (attention/kernels/
 gluon_tiles.py), the table (statistics.py) and the references; no kernel changes.
@@ -9,24 +9,52 @@ gluon_tiles.py), the table (statistics.py) and the references; no kernel changes
 # pyright: reportArgumentType=false
 # A launch passes plain numbers where a function declares constants.
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-NUM_SUMS = 5  # stored by a tile
+
+class Sums(NamedTuple):
+    """The sums of rows, in the order in which a tile stores them: that of ``STATISTICS``.
+
+    Attributes:
+        largest: the largest score.
+        entropy: the entropies of the rows of P, in nats.
+        square: the squares of P.
+        out_square: the squares of the output.
+        row_max: the largest scores of the rows.
+    """
+
+    largest: Any
+    entropy: Any
+    square: Any
+    out_square: Any
+    row_max: Any
+
+
+NUM_SUMS = len(Sums._fields)  # stored by a tile
+PART = tl.constexpr(NUM_SUMS)
+# Views of several sums at once, so that ``join`` launches one kernel for all of them.
+_ORDER = Sums._fields
+_SUMMED = slice(_ORDER.index("entropy"), None)  # all but the maximum, which comes first
+_SQUARES = slice(_ORDER.index("square"), _ORDER.index("out_square") + 1)
+_MEANS = slice(_ORDER.index("entropy"), None, _ORDER.index("row_max") - _ORDER.index("entropy"))
 
 
 @triton.jit
 def no_sums(BLOCK: tl.constexpr):
-    """Return sums of zero rows: largest score, entropy, squares of P and of the output, maxima."""
+    """Return ``Sums`` of zero rows."""
     zero = tl.zeros([BLOCK], tl.float32)
-    return tl.full([BLOCK], float("-inf"), tl.float32), zero, zero, zero, zero
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    return Sums(largest, zero, zero, zero, zero)
 
 
 @triton.jit
 def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside, nats):
-    """Return the sums of rows, (BLOCK,) each, with zeros for rows not ``inside``.
+    """Return the ``Sums`` of rows, (BLOCK,) each, with zeros for rows not ``inside``.
 
     Args:
         row_max: the largest score.
@@ -46,25 +74,30 @@ def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside, 
 
 @triton.jit
 def sums_of_entropies(row_max, entropy, square, out_square, inside):
-    """Return the sums of rows from their entropies, and from squares that are masked already."""
+    """Return the ``Sums`` of rows from entropies, and from squares that are masked already."""
     row_max = tl.where(inside, row_max, float("-inf"))
     # A row without a visible key counts as 0.
     maximum = tl.where(row_max == float("-inf"), 0.0, row_max)
-    return row_max, tl.where(inside, entropy, 0.0), square, out_square, maximum
+    entropy = tl.where(inside, entropy, 0.0)
+    return Sums(row_max, entropy, square, out_square, maximum)
 
 
 @triton.jit
 def with_output(sums, out_square):
-    """Return the sums of P with ``out_square``, which was summed separately."""
-    return sums[0], sums[1], sums[2], out_square, sums[4]
+    """Return the ``Sums`` of P with ``out_square``, which was summed separately."""
+    return Sums(sums.largest, sums.entropy, sums.square, out_square, sums.row_max)
 
 
 @triton.jit
 def add_sums(sums, others):
-    """Combine two tuples of sums."""
-    largest = tl.maximum(sums[0], others[0])
-    square, out_square = sums[2] + others[2], sums[3] + others[3]
-    return largest, sums[1] + others[1], square, out_square, sums[4] + others[4]
+    """Combine two ``Sums``."""
+    return Sums(
+        largest=tl.maximum(sums.largest, others.largest),
+        square=sums.square + others.square,
+        out_square=sums.out_square + others.out_square,
+        entropy=sums.entropy + others.entropy,
+        row_max=sums.row_max + others.row_max,
+    )
 
 
 @triton.jit
@@ -79,17 +112,20 @@ def store_statistics(ptr, sums, head, num_heads, num_rows, scale):
 @triton.jit
 def store_part(ptr, sums, part, num_rows, scale):
     """Store part ``part`` of the sums that ``join`` adds up; means are divided by ``num_rows``."""
-    _store(ptr + tl.cast(part, tl.int64) * 5, sums, 1, num_rows, scale, False)
+    _store(ptr + tl.cast(part, tl.int64) * PART, sums, 1, num_rows, scale, False)
 
 
 @triton.jit
 def _store(ptr, sums, step, num_rows, scale, COMPLETE: tl.constexpr):
-    largest, entropy = tl.max(sums[0]) * scale, tl.sum(sums[1])
-    square, out_square = tl.sum(sums[2]), tl.sum(sums[3])
+    largest = tl.max(sums.largest) * scale
+    entropy = tl.sum(sums.entropy)
+    square = tl.sum(sums.square)
+    out_square = tl.sum(sums.out_square)
     # Roots do not add: parts keep the squares.
     if COMPLETE:
-        square, out_square = tl.sqrt(square), tl.sqrt(out_square)
-    mean_row_max = tl.sum(sums[4]) * scale / num_rows
+        square = tl.sqrt(square)
+        out_square = tl.sqrt(out_square)
+    mean_row_max = tl.sum(sums.row_max) * scale / num_rows
     # A maximum ignores nan and a sum propagates it; a diverged model must show.
     diverged = entropy != entropy
     tl.store(ptr, tl.where(diverged, float("nan"), largest))
@@ -105,8 +141,8 @@ def join(parts: Tensor, stats: Tensor, num_rows: int = 1) -> None:
     The parts are added in a fixed order, so that the result is deterministic, unlike with atomics.
     Means are divided by ``num_rows``.
     """
-    torch.amax(parts[..., 0], dim=-1, out=stats[0])
-    stats[1:].copy_(parts[..., 1:].sum(dim=2).movedim(-1, 0))
-    stats[2:4].sqrt_()
+    torch.amax(parts[..., _ORDER.index("largest")], dim=-1, out=stats[_ORDER.index("largest")])
+    stats[_SUMMED].copy_(parts[..., _SUMMED].sum(dim=2).movedim(-1, 0))
+    stats[_SQUARES].sqrt_()
     if num_rows != 1:
-        stats[1::3] /= num_rows  # entropy and mean_row_max
+        stats[_MEANS] /= num_rows

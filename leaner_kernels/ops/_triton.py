@@ -29,28 +29,28 @@ def visible_keys(lengths_ptr, b, M):
 
 
 @triton.jit
-def load_rows(
-    ptr, start, stride_n, num_rows, BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load rows ``start`` to ``start + BLOCK`` as (BLOCK, BLOCK_D), zero outside the matrix.
+def load_rows(ptr, start, stride_n, num_rows, D: tl.constexpr, SHAPE: tl.constexpr):
+    """Load rows from ``start`` on as SHAPE, (BLOCK, BLOCK_D), zero outside (num_rows, D).
 
     Only the tile's start is a 64-bit offset: 64-bit offsets of every element would cost registers.
     """
-    local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+    BLOCK_D: tl.constexpr = SHAPE[1]
+    local = tl.arange(0, SHAPE[0])
+    dims = tl.arange(0, BLOCK_D)
     inside = (start + local < num_rows)[:, None]  # (BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
     ptr += tl.cast(start, tl.int64) * stride_n
-    return tl.load(ptr + local[:, None] * stride_n + dims[None, :], mask=inside, other=0.0)
+    ptrs = ptr + local[:, None] * stride_n + dims[None, :]  # (BLOCK, BLOCK_D)
+    return tl.load(ptrs, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(
-    ptr, tile, start, stride_n, num_rows,
-    BLOCK: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Store (BLOCK, BLOCK_D) from row ``start`` on, in the dtype of ``ptr``, inside the matrix."""
-    local, dims = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
+def store_rows(ptr, tile, start, stride_n, num_rows, D: tl.constexpr):
+    """Store a tile from row ``start`` on, in the dtype of ``ptr``, inside (num_rows, D)."""
+    BLOCK_D: tl.constexpr = tile.shape[1]
+    local = tl.arange(0, tile.shape[0])
+    dims = tl.arange(0, BLOCK_D)
     inside = (start + local < num_rows)[:, None]  # (BLOCK, 1)
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]

@@ -40,8 +40,8 @@ MUTATIONS = (
     Mutation(
         "the accumulator is rounded to half precision once",
         kernels,
-        "a = acc * normaliser[:, None]",
-        "a = acc.to(q.dtype).to(tl.float32) * normaliser[:, None]",
+        "out = acc * normaliser[:, None]",
+        "out = acc.to(q.dtype).to(tl.float32) * normaliser[:, None]",
         ("heads",),  # inf; inf: some sums are past the largest number
     ),
     Mutation(

@@ -105,7 +105,7 @@ def test_short_kernels_stay_within_the_error_budget(
 def test_row_tiles_spread_over_programs_give_the_same() -> None:
     inputs = make_inputs(next(case for case in CASES if case.name == "ViT"), torch.float16)
     tile = short_tile(208, 16, largest_segment=128)
-    assert short.split(2, 13) == 13
+    assert short.programs_per_head(2, 13) == 13
     out, max_log_sum, stats, _, _ = buffers(inputs)
     # With statistics one program owns a head.
     short.prepare_forward(tile, inputs.call, Results(out, max_log_sum, *stats)).start()

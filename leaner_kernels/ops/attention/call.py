@@ -142,6 +142,23 @@ class VarlenArguments(NamedTuple):
     window_right: int = -1
 
 
+# Names and schema types of the operators' tensors and numbers, in the order of their arguments.
+_SEPARATE = {"query": "Tensor", "key": "Tensor", "value": "Tensor"}
+TENSORS = {**_SEPARATE, "attn_mask": "Tensor?", "key_lengths": "Tensor?", "seed": "Tensor?"}
+PACKED_TENSORS = {"qkv": "Tensor", "key_lengths": "Tensor?", "seed": "Tensor?"}
+VARLEN_TENSORS = {
+    **_SEPARATE,
+    "cu_seqlens": "Tensor",
+    "cu_seqlens_k": "Tensor",
+    "seed": "Tensor?",
+}
+_SCORES = {"dropout_p": "float", "is_causal": "bool", "scale": "float?"}
+_VISIBILITY = {"window_left": "int", "window_right": "int"}
+NUMBERS = {**_SCORES, "softcap": "float", **_VISIBILITY}
+PACKED_NUMBERS = {**_SCORES, **_VISIBILITY}
+VARLEN_NUMBERS = {"max_seqlen": "SymInt", "max_seqlen_k": "SymInt", **_SCORES, **_VISIBILITY}
+
+
 class Gradients(NamedTuple):
     """The buffers that a backward fills.
 

@@ -26,7 +26,18 @@ from ..route import (
 )
 from ..statistics import STATISTICS
 from . import cpu, dispatch, sdpa
-from .call import Call, PackedArguments, Sequences, VarlenArguments
+from .call import (
+    NUMBERS,
+    PACKED_NUMBERS,
+    PACKED_TENSORS,
+    TENSORS,
+    VARLEN_NUMBERS,
+    VARLEN_TENSORS,
+    Call,
+    PackedArguments,
+    Sequences,
+    VarlenArguments,
+)
 
 
 class DenseGradients(NamedTuple):
@@ -170,22 +181,8 @@ class Dense(SoftmaxAttention):
     """Query, key and value (B, H, N, D)."""
 
     name = "attention"
-    tensors: Mapping[str, str] = {
-        "query": "Tensor",
-        "key": "Tensor",
-        "value": "Tensor",
-        "attn_mask": "Tensor?",
-        "key_lengths": "Tensor?",
-        "seed": "Tensor?",
-    }
-    numbers: Mapping[str, str] = {
-        "dropout_p": "float",
-        "is_causal": "bool",
-        "scale": "float?",
-        "softcap": "float",
-        "window_left": "int",
-        "window_right": "int",
-    }
+    tensors: Mapping[str, str] = TENSORS
+    numbers: Mapping[str, str] = NUMBERS
     Arguments, Gradients = Call, DenseGradients
     optional_gradient = "attn_mask"
     cast = 4
@@ -227,14 +224,8 @@ class Packed(SoftmaxAttention):
     """One projection (B, N, 3, H, D), whose gradient is written as one."""
 
     name = "attention_qkvpacked"
-    tensors: Mapping[str, str] = {"qkv": "Tensor", "key_lengths": "Tensor?", "seed": "Tensor?"}
-    numbers: Mapping[str, str] = {
-        "dropout_p": "float",
-        "is_causal": "bool",
-        "scale": "float?",
-        "window_left": "int",
-        "window_right": "int",
-    }
+    tensors: Mapping[str, str] = PACKED_TENSORS
+    numbers: Mapping[str, str] = PACKED_NUMBERS
     Arguments, Gradients = PackedArguments, PackedGradients
     pointers: Mapping[str, str] = {
         **_POINTERS,
@@ -250,20 +241,9 @@ class Packed(SoftmaxAttention):
     @staticmethod
     def call(arguments: PackedArguments) -> Call:
         """Return the call of these arguments."""
-        query, key, value = split_qkv(arguments.qkv)
-        return Call(
-            query,
-            key,
-            value,
-            attn_mask=None,
-            key_lengths=arguments.key_lengths,
-            seed=arguments.seed,
-            dropout_p=arguments.dropout_p,
-            is_causal=arguments.is_causal,
-            scale=arguments.scale,
-            window_left=arguments.window_left,
-            window_right=arguments.window_right,
-        )
+        named = arguments._asdict()
+        query, key, value = split_qkv(named.pop("qkv"))
+        return Call(query, key, value, attn_mask=None, **named)
 
     @staticmethod
     def shapes(arguments: PackedArguments) -> Shapes:
@@ -298,23 +278,8 @@ class Varlen(SoftmaxAttention):
     """Sequences side by side: query, key and value (T, H, D)."""
 
     name = "attention_varlen"
-    tensors: Mapping[str, str] = {
-        "query": "Tensor",
-        "key": "Tensor",
-        "value": "Tensor",
-        "cu_seqlens": "Tensor",
-        "cu_seqlens_k": "Tensor",
-        "seed": "Tensor?",
-    }
-    numbers: Mapping[str, str] = {
-        "max_seqlen": "SymInt",
-        "max_seqlen_k": "SymInt",
-        "dropout_p": "float",
-        "is_causal": "bool",
-        "scale": "float?",
-        "window_left": "int",
-        "window_right": "int",
-    }
+    tensors: Mapping[str, str] = VARLEN_TENSORS
+    numbers: Mapping[str, str] = VARLEN_NUMBERS
     Arguments, Gradients = VarlenArguments, VarlenGradients
     pointers: Mapping[str, str] = {
         **_POINTERS,
@@ -326,22 +291,12 @@ class Varlen(SoftmaxAttention):
     @staticmethod
     def call(arguments: VarlenArguments) -> Call:
         """Return the call of these arguments."""
+        named = arguments._asdict()
         # Free unless strided: the kernels count along them.
-        starts, key_starts = arguments.cu_seqlens.contiguous(), arguments.cu_seqlens_k.contiguous()
-        return Call(
-            arguments.query,
-            arguments.key,
-            arguments.value,
-            attn_mask=None,
-            key_lengths=None,
-            seed=arguments.seed,
-            dropout_p=arguments.dropout_p,
-            is_causal=arguments.is_causal,
-            scale=arguments.scale,
-            window_left=arguments.window_left,
-            window_right=arguments.window_right,
-            sequences=Sequences(starts, key_starts, arguments.max_seqlen, arguments.max_seqlen_k),
-        )
+        starts, key_starts = (named.pop(n).contiguous() for n in ("cu_seqlens", "cu_seqlens_k"))
+        longest = named.pop("max_seqlen"), named.pop("max_seqlen_k")
+        sequences = Sequences(starts, key_starts, *longest)
+        return Call(**named, attn_mask=None, key_lengths=None, sequences=sequences)
 
     @staticmethod
     def shapes(arguments: VarlenArguments) -> Shapes:

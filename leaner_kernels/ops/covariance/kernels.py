@@ -41,6 +41,10 @@ from .._triton import (
 )
 from ..route import Results
 
+# With ``num_stages``, Triton pipelines the loops over tokens: it copies the next tiles into shared
+# memory, in flight while the products of the current one run, and places the waits and the barriers
+# between the two. So no barrier is written in this file.
+#
 # The D x D products of wider heads do not all fit in registers. By default, ptxas spills some of
 # heads of 32 to fit one more program of a small launch of a capture.
 FORWARD_TILES = Tiles(
@@ -55,17 +59,26 @@ FORWARD_TILES = Tiles(
 
 @triton.jit
 def products_over_tokens(
-    x_ptr, y_ptr, stride_x, stride_y, N,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SQUARES: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    stride_x,
+    stride_y,
+    N,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SQUARES: tl.constexpr,
+):
     """Return X^T Y (BLOCK_D, BLOCK_D) and, with ``SQUARES``, the squared lengths of channels."""
+    # Tokens are the inner dimension of the product: the whole result stays in registers.
     products = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     # The sum over the tokens of a tile crosses warps, so that it is taken once, at the end.
     x_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     y_squares = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for start in range(0, N, BLOCK_N):
-        x = load_rows(x_ptr, start, stride_x, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
-        y = load_rows(y_ptr, start, stride_y, N, BLOCK_N, D, BLOCK_D)  # (BLOCK_N, BLOCK_D)
+        x = load_rows(x_ptr, start, stride_x, N, D, [BLOCK_N, BLOCK_D])  # (BLOCK_N, BLOCK_D)
+        y = load_rows(y_ptr, start, stride_y, N, D, [BLOCK_N, BLOCK_D])  # (BLOCK_N, BLOCK_D)
+        # A fresh accumulator for each tile, since one over all tokens would drift.
         products += product_apart(tl.trans(x), y)  # (BLOCK_D, BLOCK_D)
         if SQUARES:
             wide_x, wide_y = x.to(tl.float32), y.to(tl.float32)
@@ -82,6 +95,7 @@ def row_softmax(s, D: tl.constexpr, BLOCK_D: tl.constexpr):
     its full precision.
     """
     channels = tl.arange(0, BLOCK_D)
+    # Products of the padding are zero, no small scores: they must not count as visible columns.
     if D < BLOCK_D:
         s = tl.where((channels < D)[None, :], s, float("-inf"))
     row_max = tl.max(s, axis=1)  # (BLOCK_D,)
@@ -89,6 +103,7 @@ def row_softmax(s, D: tl.constexpr, BLOCK_D: tl.constexpr):
     weights = tl.exp(centred)
     row_sum = tl.sum(weights, axis=1)  # (BLOCK_D,)
     if D < BLOCK_D:
+        # 0 * -inf would be nan in the entropy. Rows of the padding must not reach the output.
         centred = tl.where((channels < D)[None, :], centred, 0.0)
         weights = tl.where((channels < D)[:, None], weights, 0.0)
     entropy = tl.log(row_sum) - tl.sum(weights * centred, axis=1) / row_sum  # (BLOCK_D,)
@@ -105,10 +120,26 @@ def inverse_lengths(squares, eps):
 
 @triton.jit(do_not_specialize=["B", "H", "N"])
 def _covariance_fwd_kernel(
-    qkv_view, temperature_ptr, sample_ptr, out_ptr, lse_ptr, stats_ptr, B, H, N, eps, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr, CAPTURE: tl.constexpr,
-):  # fmt: skip
+    qkv_view,
+    temperature_ptr,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    stats_ptr,
+    B,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
     head = tl.program_id(0)
     out_b, h = head // H, head % H
     b = out_b
@@ -117,44 +148,58 @@ def _covariance_fwd_kernel(
         if (b < 0) | (b >= B):
             return
     start = head_of(qkv_view, b.to(tl.int64), h.to(tl.int64))
+    # 64-bit: twice the distance between parts may not fit 32 bits.
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
+    # First walk over the tokens: no output is known before the last of them.
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
-        start + ROWS * stride_part, start + COLS * stride_part, qkv_view.stride_n,
-        qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE,
-    )  # fmt: skip
+        x_ptr=start + ROWS * stride_part,
+        y_ptr=start + COLS * stride_part,
+        stride_x=qkv_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=NORMALISE,
+    )
     if NORMALISE:
         row_inverse, _ = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
         col_inverse, _ = inverse_lengths(col_squares, eps)
+        # The channels are divided here, where they are D x D numbers, and not in the N x D inputs.
         temperature = tl.load(temperature_ptr + h).to(tl.float32)
         s = scaled(s * row_inverse[:, None] * col_inverse[None, :], temperature)
     else:
         s = scaled(s, scale)
     weights, row_sum, row_max, entropy = row_softmax(s, D, BLOCK_D)
     inverse_sum = 1.0 / row_sum  # (BLOCK_D,)
+    # Shifted up, so that the smaller parts of P stay in the range of float16.
     weights *= SHIFT
     high, middle, low = parts_of(weights, qkv_view.ptr.dtype.element_ty)  # (BLOCK_D, BLOCK_D)
 
     value_ptr = start + VALUES * stride_part
     out_ptr += (out_b.to(tl.int64) * N * H + h) * D
     square = tl.zeros([BLOCK_N], tl.float32)
+    # Second walk: P is the left operand of every product, and stays on chip; the values stream by.
     for first in range(0, N, BLOCK_N):
-        values = load_rows(value_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        values = load_rows(value_ptr, first, qkv_view.stride_n, N, D, [BLOCK_N, BLOCK_D])
         values = tl.trans(values)  # (BLOCK_D, BLOCK_N)
         if CAPTURE:
             # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
-            a = product_of_parts(high, middle, low, values)  # (BLOCK_D, BLOCK_N)
+            out = product_of_parts(high, middle, low, values)  # (BLOCK_D, BLOCK_N)
         else:
-            a = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)
-        a = tl.trans(a * (inverse_sum * (1.0 / SHIFT))[:, None])  # (BLOCK_N, BLOCK_D)
-        store_rows(out_ptr, a, first, H * D, N, BLOCK_N, D, BLOCK_D)
+            out = tl.dot(high, values, input_precision=PRECISION)  # (BLOCK_D, BLOCK_N)
+        # P was not divided (``row_softmax``): its product is.
+        out = tl.trans(out * (inverse_sum * (1.0 / SHIFT))[:, None])  # (BLOCK_N, BLOCK_D)
+        store_rows(out_ptr, out, first, H * D, N, D)
         if stats_ptr is not None:
-            square += tl.sum(a * a, axis=1)  # (BLOCK_N,)
+            square += tl.sum(out * out, axis=1)  # (BLOCK_N,)
 
     channels = tl.arange(0, BLOCK_D)
     if not CAPTURE:
         lse = row_max + tl.log(row_sum)  # (BLOCK_D,)
         tl.store(lse_ptr + head.to(tl.int64) * D + channels, lse, mask=channels < D)
     if stats_ptr is not None:
+        # This program has all rows of the head: the sums are complete, without ``join``.
         p = weights * (inverse_sum * (1.0 / SHIFT))[:, None]  # (BLOCK_D, BLOCK_D)
         sums = sums_of_entropies(row_max, entropy, p * p, square, channels < D)
         store_statistics(stats_ptr, sums, head, tl.num_programs(0), D, 1.0)
@@ -173,8 +218,10 @@ BACKWARD_TILES = Tiles(
 @triton.jit
 def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
     """Return the gradient of a tile of the rows or columns of the scores, (BLOCK_N, BLOCK_D)."""
+    # ``matrix`` is the left operand, the same for every tile, as P is in the forward.
     gradient = tl.trans(tl.dot(matrix, tl.trans(other), input_precision=PRECISION))
     if NORMALISE:
+        # A channel's length has a gradient too: what points along the channel is taken away.
         return gradient * scale[None, :] - own.to(tl.float32) * along[None, :]
     else:
         return gradient * scale
@@ -182,18 +229,40 @@ def _through_scores(own, other, matrix, scale, along, NORMALISE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["H", "N"])
 def _covariance_bwd_kernel(
-    do_view, qkv_view, temperature_ptr, dqkv_ptr, dtemperature_ptr, H, N, eps, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, VALUES: tl.constexpr, NORMALISE: tl.constexpr,
-):  # fmt: skip
+    do_view,
+    qkv_view,
+    temperature_ptr,
+    dqkv_ptr,
+    dtemperature_ptr,
+    H,
+    N,
+    eps,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    VALUES: tl.constexpr,
+    NORMALISE: tl.constexpr,
+):
     head = tl.program_id(0)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     stride_part = tl.cast(qkv_view.stride_part, tl.int64)
     start = head_of(qkv_view, b, h)
     row_ptr, col_ptr = start + ROWS * stride_part, start + COLS * stride_part
     do_ptr = head_of(do_view, b, h)
+    # First walk: the scores again, so that the forward need not keep P.
     s, row_squares, col_squares = products_over_tokens(  # s (BLOCK_D, BLOCK_D)
-        row_ptr, col_ptr, qkv_view.stride_n, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D, NORMALISE
+        x_ptr=row_ptr,
+        y_ptr=col_ptr,
+        stride_x=qkv_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=NORMALISE,
     )
     if NORMALISE:
         row_inverse, row_varies = inverse_lengths(row_squares, eps)  # (BLOCK_D,)
@@ -205,10 +274,18 @@ def _covariance_bwd_kernel(
         s = scaled(s, scale)
     weights, row_sum, _, _ = row_softmax(s, D, BLOCK_D)
     p = weights / row_sum[:, None]  # (BLOCK_D, BLOCK_D)
+    # Second walk: dP = dO^T V, which has no lengths to measure.
     dp, _, _ = products_over_tokens(  # (BLOCK_D, BLOCK_D)
-        do_ptr, start + VALUES * stride_part, do_view.stride_n, qkv_view.stride_n, N,
-        BLOCK_N, D, BLOCK_D, False,
-    )  # fmt: skip
+        x_ptr=do_ptr,
+        y_ptr=start + VALUES * stride_part,
+        stride_x=do_view.stride_n,
+        stride_y=qkv_view.stride_n,
+        N=N,
+        BLOCK_N=BLOCK_N,
+        D=D,
+        BLOCK_D=BLOCK_D,
+        SQUARES=False,
+    )
     ds = p * (dp - tl.sum(p * dp, axis=1)[:, None])  # (BLOCK_D, BLOCK_D)
 
     DTYPE: tl.constexpr = qkv_view.ptr.dtype.element_ty
@@ -239,16 +316,22 @@ def _covariance_bwd_kernel(
     # dqkv is contiguous, (B, N, 3, H, D).
     width = H * D
     dqkv_ptr += b * N * 3 * width + h * D
+    # Third walk: dS and P are complete, so that one pass writes all three parts. Each program owns
+    # its head of dqkv: nothing is added to memory.
     for first in range(0, N, BLOCK_N):
-        do = load_rows(do_ptr, first, do_view.stride_n, N, BLOCK_N, D, BLOCK_D)
+        do = load_rows(do_ptr, first, do_view.stride_n, N, D, [BLOCK_N, BLOCK_D])
         dvalues = tl.trans(tl.dot(p_narrow, tl.trans(do), input_precision=PRECISION))
-        store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
-        x = load_rows(row_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        y = load_rows(col_ptr, first, qkv_view.stride_n, N, BLOCK_N, D, BLOCK_D)
-        dx = _through_scores(x, y, to_rows, row_scale, row_along, NORMALISE)  # (BLOCK_N, BLOCK_D)
-        dy = _through_scores(y, x, tl.trans(to_cols), col_scale, col_along, NORMALISE)
-        store_rows(dqkv_ptr + ROWS * width, dx, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
-        store_rows(dqkv_ptr + COLS * width, dy, first, 3 * width, N, BLOCK_N, D, BLOCK_D)
+        store_rows(dqkv_ptr + VALUES * width, dvalues, first, 3 * width, N, D)
+        row_tile = load_rows(row_ptr, first, qkv_view.stride_n, N, D, [BLOCK_N, BLOCK_D])
+        col_tile = load_rows(col_ptr, first, qkv_view.stride_n, N, D, [BLOCK_N, BLOCK_D])
+        drows = _through_scores(  # (BLOCK_N, BLOCK_D)
+            row_tile, col_tile, to_rows, row_scale, row_along, NORMALISE
+        )
+        dcols = _through_scores(
+            col_tile, row_tile, tl.trans(to_cols), col_scale, col_along, NORMALISE
+        )
+        store_rows(dqkv_ptr + ROWS * width, drows, first, 3 * width, N, D)
+        store_rows(dqkv_ptr + COLS * width, dcols, first, 3 * width, N, D)
 
 
 # --- Launches ------------------------------------------------------------------------------------

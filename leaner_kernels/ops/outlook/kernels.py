@@ -48,31 +48,46 @@ RULES = (
     rule(size=4, takes=("padded_dim", "wide"), ELEMENTS=512, HELD=False, maxnreg=255),
     rule(size=4, takes=("padded_dim", "unaligned", "wide"), ELEMENTS=128, HELD=False, maxnreg=255),
 )
+# One stage: Triton copies ahead only what feeds products of tensor cores, and there are none. The
+# other programs on the SM hide the loads.
 FORWARD_TILES = Tiles("outlook_forward", *RULES, num_warps=4, num_stages=1)
 
 
 @triton.jit
 def load_pixels(
-    ptr, view, y, x, place, seen, Y, X, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
-):  # fmt: skip
-    """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless seen.
+    ptr, view, y, x, place, visible, Y, X, K: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load one pixel of each window as (BLOCK, BLOCK_D) float32; zero unless visible.
 
     ``ptr`` points to a head of ``view``; (y, x) are the first pixels of the K x K windows.
     """
     dims = tl.arange(0, BLOCK_D)
+    # The padding is not in memory: pixels outside the map are loaded as zeros.
     y, x = y + place // K, x + place % K  # (BLOCK,)
-    inside = (seen & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
+    inside = (visible & (y >= 0) & (y < Y) & (x >= 0) & (x < X))[:, None]
     if D < BLOCK_D:
         inside = inside & (dims < D)[None, :]
+    # Offsets are 32-bit inside a batch entry: 64-bit ones would cost registers.
     offsets = (y * view.stride_y + x * view.stride_x)[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
     return tl.load(ptr + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_pixels(
-    ptr, sums, cells, cell_y, cell_x, H, Y, X, CELLS,
-    STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    tiles,
+    cells,
+    cell_y,
+    cell_x,
+    H,
+    Y,
+    X,
+    CELLS,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Store the pixels of cells inside the map, one (BLOCK, BLOCK_D) tile for each place in a cell.
 
     ``ptr`` points to one head of a contiguous (Y, X, H, D). Returns the sum of squares of the
@@ -80,6 +95,7 @@ def store_pixels(
     """
     dims = tl.arange(0, BLOCK_D)
     square = tl.zeros(cells.shape, tl.float32)
+    # Cells tile the plane: each pixel has one cell, and no program adds to the result of another.
     for r in tl.static_range(STRIDE * STRIDE):
         y = cell_y * STRIDE + (r // STRIDE - PADDING)
         x = cell_x * STRIDE + (r % STRIDE - PADDING)
@@ -88,13 +104,13 @@ def store_pixels(
         if D < BLOCK_D:
             stored = stored & (dims < D)[None, :]
         ptrs = ptr + ((y * X + x) * (H * D))[:, None] + dims[None, :]  # (BLOCK, BLOCK_D)
-        tl.store(ptrs, sums[r].to(ptr.dtype.element_ty), mask=stored)
-        square += tl.where(inside, tl.sum(sums[r] * sums[r], axis=1), 0.0)
+        tl.store(ptrs, tiles[r].to(ptr.dtype.element_ty), mask=stored)
+        square += tl.where(inside, tl.sum(tiles[r] * tiles[r], axis=1), 0.0)
     return square
 
 
 @triton.jit
-def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
+def softmax_row(ptr, visible, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     """Return the softmax of one row of NUM scores of each window, and its sums, (BLOCK,) each.
 
     The results are a tuple of probabilities, empty unless ``HELD``; the largest score, in
@@ -102,37 +118,41 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     of their squares.
     """
     DTYPE: tl.constexpr = ptr.dtype.element_ty
-    pivot = tl.full(seen.shape, float("-inf"), tl.float32)
-    total = tl.zeros(seen.shape, tl.float32)
-    centred = tl.zeros(seen.shape, tl.float32)
-    square = tl.zeros(seen.shape, tl.float32)
+    pivot = tl.full(visible.shape, float("-inf"), tl.float32)
+    total = tl.zeros(visible.shape, tl.float32)
+    centred = tl.zeros(visible.shape, tl.float32)
+    square = tl.zeros(visible.shape, tl.float32)
     row = ()
     if HELD:
-        scores, raised = (), ()
+        # Every score and exponential has a register of its own: the loops unroll, since registers
+        # cannot be indexed at run time.
+        scores, exps = (), ()
         for place in tl.static_range(NUM):
-            score = tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
+            score = tl.load(ptr + place, mask=visible, other=0.0).to(tl.float32)  # (BLOCK,)
             scores += (scaled(score, factor),)
             pivot = tl.maximum(pivot, scores[place])
         for place in tl.static_range(NUM):
-            raised += (exponential(scores[place] - pivot, DTYPE),)
-            total += raised[place]
+            exps += (exponential(scores[place] - pivot, DTYPE),)
+            total += exps[place]
             # A score of -inf adds nothing: 0 * -inf would be nan.
-            shift = tl.where(raised[place] > 0, scores[place] - pivot, 0.0)
-            centred += raised[place] * shift
-            square += raised[place] * raised[place]
+            shift = tl.where(exps[place] > 0, scores[place] - pivot, 0.0)
+            centred += exps[place] * shift
+            square += exps[place] * exps[place]
         inverse = 1.0 / total  # (BLOCK,)
         for place in tl.static_range(NUM):
-            row += (raised[place] * inverse,)
+            row += (exps[place] * inverse,)
     else:
         # Scores are loaded a second time, from the cache, to free their registers.
         for place in range(NUM):
-            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
-            pivot = tl.maximum(pivot, score)
+            score = tl.load(ptr + place, mask=visible, other=0.0).to(tl.float32)  # (BLOCK,)
+            pivot = tl.maximum(pivot, scaled(score, factor))
         for place in range(NUM):
-            score = scaled(tl.load(ptr + place, mask=seen, other=0.0).to(tl.float32), factor)
-            e = exponential(score - pivot, DTYPE)  # (BLOCK,)
+            score = tl.load(ptr + place, mask=visible, other=0.0).to(tl.float32)
+            exponent = scaled(score, factor) - pivot  # (BLOCK,)
+            e = exponential(exponent, DTYPE)
             total += e
-            centred += e * tl.where(e > 0, score - pivot, 0.0)
+            # As above, 0 * -inf would be nan.
+            centred += e * tl.where(e > 0, exponent, 0.0)
             square += e * e
     return row, pivot, total, centred, square
 
@@ -141,13 +161,34 @@ def softmax_row(ptr, seen, factor, NUM: tl.constexpr, HELD: tl.constexpr):
     do_not_specialize=["B", "H", "Y", "X", "WINDOWS_Y", "WINDOWS_X", "CELLS_X", "CELLS", "PARTS"]
 )
 def _outlook_fwd_kernel(
-    v_view, logits_view, sample_ptr, out_ptr, lse_ptr, stats_ptr,
-    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, PARTS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    v_view,
+    logits_view,
+    sample_ptr,
+    out_ptr,
+    lse_ptr,
+    stats_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
     HELD: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
+    # Parts of a head are neighbours in the grid: windows overlap, and so do the pixels they read.
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     b = slot
@@ -167,63 +208,119 @@ def _outlook_fwd_kernel(
     for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
         cells = first + tl.arange(0, BLOCK)
         cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
+        # One accumulator for each pixel of the cell. They live in registers over all its windows:
+        # the sum over windows needs no atomics.
         accs = ()
         for _ in tl.static_range(STRIDE * STRIDE):
             accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+        # Windows in a fixed order: the sum is bitwise deterministic.
         for t in tl.static_range(REACH * REACH):
             i, j = cell_y - t // REACH, cell_x - t % REACH
-            seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+            visible = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
             window_ptr = logits_ptr + (i * logits_view.stride_y + j * logits_view.stride_x)
+            # First the softmax of the rows that belong to this cell's pixels, then their products
+            # with the values: a row of probabilities is computed once.
             rows, pivots, inverses = (), (), ()
             for r in tl.static_range(STRIDE * STRIDE):
                 if PLACES[t][r] < 0:
+                    # Pixel r of a cell is outside this window: the tuples keep their order.
                     rows += ((),)
                     pivots += (0.0,)
                     inverses += (0.0,)
                 else:
                     row, pivot, total, centred, row_square = softmax_row(
-                        window_ptr + PLACES[t][r] * logits_view.stride_a, seen, factor, K * K, HELD
+                        window_ptr + PLACES[t][r] * logits_view.stride_a,
+                        visible,
+                        factor,
+                        K * K,
+                        HELD,
                     )
                     if lse_ptr is not None:
                         window = (head.to(tl.int64) * WINDOWS_Y + i) * WINDOWS_X + j
                         lse = pivot * nats(DTYPE) + tl.log(total)  # (BLOCK,)
                         # Triton recomputes the row here in the layout of the store, one thread per
                         # window. This costs less than moving nine results between threads.
-                        tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=seen)
+                        tl.store(lse_ptr + window * (K * K) + PLACES[t][r], lse, mask=visible)
                     if stats_ptr is not None:
-                        of_row = sums_of_rows(
-                            pivot, total, centred, row_square, 0.0, seen, nats(DTYPE)
+                        row_sums = sums_of_rows(
+                            row_max=pivot,
+                            row_sum=total,
+                            row_centred=centred,
+                            row_square=row_square,
+                            out_square=0.0,
+                            inside=visible,
+                            nats=nats(DTYPE),
                         )
-                        sums = add_sums(sums, of_row)
+                        sums = add_sums(sums, row_sums)
                     rows += (row,)
                     pivots += (pivot,)
                     inverses += (1.0 / total,)
             top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
+            # Places are the outer loop: a value is loaded once for all pixels of the cell.
             if HELD:
                 for place in tl.static_range(K * K):
-                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
-                    mixed = ()
+                    v = load_pixels(
+                        ptr=v_ptr,
+                        view=v_view,
+                        y=top,
+                        x=left,
+                        place=place,
+                        visible=visible,
+                        Y=Y,
+                        X=X,
+                        K=K,
+                        D=D,
+                        BLOCK_D=BLOCK_D,
+                    )
+                    new_accs = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
-                            mixed += (accs[r],)
+                            new_accs += (accs[r],)
                         else:
-                            mixed += (accs[r] + rows[r][place][:, None] * v,)  # (BLOCK, BLOCK_D)
-                    accs = mixed
+                            new_accs += (accs[r] + rows[r][place][:, None] * v,)  # (BLOCK, BLOCK_D)
+                    accs = new_accs
             else:
+                # Rows of probabilities do not fit in registers: each is computed again where it is
+                # needed, from a logit in the cache and the row's pivot and sum.
                 for place in range(K * K):
-                    v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
-                    mixed = ()
+                    v = load_pixels(
+                        ptr=v_ptr,
+                        view=v_view,
+                        y=top,
+                        x=left,
+                        place=place,
+                        visible=visible,
+                        Y=Y,
+                        X=X,
+                        K=K,
+                        D=D,
+                        BLOCK_D=BLOCK_D,
+                    )
+                    new_accs = ()
                     for r in tl.static_range(STRIDE * STRIDE):
                         if PLACES[t][r] < 0:
-                            mixed += (accs[r],)
+                            new_accs += (accs[r],)
                         else:
                             ptrs = window_ptr + (PLACES[t][r] * logits_view.stride_a + place)
-                            score = tl.load(ptrs, mask=seen, other=0.0).to(tl.float32)  # (BLOCK,)
-                            p = exponential(scaled(score, factor) - pivots[r], DTYPE) * inverses[r]
-                            mixed += (accs[r] + p[:, None] * v,)  # (BLOCK, BLOCK_D)
-                    accs = mixed
+                            score = tl.load(ptrs, mask=visible, other=0.0).to(tl.float32)
+                            exponent = scaled(score, factor) - pivots[r]  # (BLOCK,)
+                            p = exponential(exponent, DTYPE) * inverses[r]
+                            new_accs += (accs[r] + p[:, None] * v,)  # (BLOCK, BLOCK_D)
+                    accs = new_accs
         square = store_pixels(  # (BLOCK,)
-            out_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D
+            ptr=out_ptr,
+            tiles=accs,
+            cells=cells,
+            cell_y=cell_y,
+            cell_x=cell_x,
+            H=H,
+            Y=Y,
+            X=X,
+            CELLS=CELLS,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            D=D,
+            BLOCK_D=BLOCK_D,
         )
         if stats_ptr is not None:
             out_square += square
@@ -238,27 +335,70 @@ BACKWARD_TILES = Tiles("outlook_backward", *RULES, num_warps=4, num_stages=1)
 
 @triton.jit
 def _logits_gradient(
-    v_ptr, logits_ptr, do_ptr, dlogits_ptr, v_view, logits_view, do_view, first, H, Y, X,
-    WINDOWS_Y, WINDOWS_X, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    v_ptr,
+    logits_ptr,
+    do_ptr,
+    dlogits_ptr,
+    v_view,
+    logits_view,
+    do_view,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
     """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
-    seen = windows < WINDOWS_Y * WINDOWS_X
+    visible = windows < WINDOWS_Y * WINDOWS_X
     i, j = windows // WINDOWS_X, windows % WINDOWS_X  # (BLOCK,)
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     factor = scale * units(DTYPE)
-    real = seen[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
+    real = visible[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
     # With HELD the values of a window stay in registers for all its rows.
     values = ()
     if HELD:
         for place in tl.static_range(K * K):
-            v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+            v = load_pixels(
+                ptr=v_ptr,
+                view=v_view,
+                y=top,
+                x=left,
+                place=place,
+                visible=visible,
+                Y=Y,
+                X=X,
+                K=K,
+                D=D,
+                BLOCK_D=BLOCK_D,
+            )
             values += (v,)
+    # A row belongs to one pixel: its dO is read once, and meets every value of the window.
     for row in range(K * K):
-        do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+        do = load_pixels(
+            ptr=do_ptr,
+            view=do_view,
+            y=top,
+            x=left,
+            place=row,
+            visible=visible,
+            Y=Y,
+            X=X,
+            K=K,
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
@@ -267,26 +407,60 @@ def _logits_gradient(
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         else:
             for place in range(K * K):
-                v = load_pixels(v_ptr, v_view, top, left, place, seen, Y, X, K, D, BLOCK_D)
+                v = load_pixels(
+                    ptr=v_ptr,
+                    view=v_view,
+                    y=top,
+                    x=left,
+                    place=place,
+                    visible=visible,
+                    Y=Y,
+                    X=X,
+                    K=K,
+                    D=D,
+                    BLOCK_D=BLOCK_D,
+                )
                 product = tl.sum(do * v, axis=1)  # (BLOCK,)
                 dp = tl.where((cols == place)[None, :], product[:, None], dp)
         offsets = i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
         s = tl.load(logits_ptr + offsets[:, None] + cols[None, :], mask=real, other=0.0)
-        s = tl.where((cols < K * K)[None, :], scaled(s.to(tl.float32), factor), float("-inf"))
+        s = scaled(s.to(tl.float32), factor)  # (BLOCK, BLOCK_COLS)
+        s = tl.where((cols < K * K)[None, :], s, float("-inf"))
+        # The row is complete here, so that its own maximum and sum serve; lse is for columns.
         e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)  # (BLOCK, BLOCK_COLS)
         p = e / tl.sum(e, axis=1)[:, None]  # (BLOCK, BLOCK_COLS)
-        ds = p * (dp - tl.sum(p * dp, axis=1)[:, None]) * scale  # (BLOCK, BLOCK_COLS)
+        delta = tl.sum(p * dp, axis=1)  # (BLOCK,)
+        ds = p * (dp - delta[:, None]) * scale  # (BLOCK, BLOCK_COLS)
         rows = windows * (H * K * K * K * K) + row * (K * K)
         tl.store(dlogits_ptr + rows[:, None] + cols[None, :], ds.to(DTYPE), mask=real)
 
 
 @triton.jit
 def _value_gradient(
-    logits_ptr, do_ptr, lse_ptr, dv_ptr, logits_view, do_view, first, H, Y, X, WINDOWS_Y,
-    WINDOWS_X, CELLS_X, CELLS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    do_ptr,
+    lse_ptr,
+    dv_ptr,
+    logits_view,
+    do_view,
+    first,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     cells = first + tl.arange(0, BLOCK)
@@ -296,27 +470,57 @@ def _value_gradient(
         accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
     for t in tl.static_range(REACH * REACH):
         i, j = cell_y - t // REACH, cell_x - t % REACH
-        seen = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)  # (BLOCK,)
+        visible = (
+            (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
+        )  # (BLOCK,)
         top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
         # Row ``row`` of a window is the gradient at its pixel ``row``; this cell's value is one of
         # its columns.
         for row in tl.range(K * K, loop_unroll_factor=K):
-            do = load_pixels(do_ptr, do_view, top, left, row, seen, Y, X, K, D, BLOCK_D)
+            do = load_pixels(
+                ptr=do_ptr,
+                view=do_view,
+                y=top,
+                x=left,
+                place=row,
+                visible=visible,
+                Y=Y,
+                X=X,
+                K=K,
+                D=D,
+                BLOCK_D=BLOCK_D,
+            )
             lse_ptrs = lse_ptr + (i * WINDOWS_X + j) * (K * K) + row
-            lse = tl.load(lse_ptrs, mask=seen, other=0.0)  # (BLOCK,)
+            lse = tl.load(lse_ptrs, mask=visible, other=0.0)  # (BLOCK,)
             ptrs = logits_ptr + (
                 i * logits_view.stride_y + j * logits_view.stride_x + row * logits_view.stride_a
             )
-            sums = ()
+            new_accs = ()
             for r in tl.static_range(STRIDE * STRIDE):
                 if PLACES[t][r] < 0:
-                    sums += (accs[r],)
+                    new_accs += (accs[r],)
                 else:
-                    s = tl.load(ptrs + PLACES[t][r], mask=seen, other=0.0).to(tl.float32)
+                    # One column of P: its rows belong to other pixels, which is why the log-sum-exp
+                    # of the forward is read instead of summing each row again.
+                    s = tl.load(ptrs + PLACES[t][r], mask=visible, other=0.0).to(tl.float32)
                     p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
-                    sums += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
-            accs = sums
-    store_pixels(dv_ptr, accs, cells, cell_y, cell_x, H, Y, X, CELLS, STRIDE, PADDING, D, BLOCK_D)
+                    new_accs += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
+            accs = new_accs
+    store_pixels(
+        ptr=dv_ptr,
+        tiles=accs,
+        cells=cells,
+        cell_y=cell_y,
+        cell_x=cell_x,
+        H=H,
+        Y=Y,
+        X=X,
+        CELLS=CELLS,
+        STRIDE=STRIDE,
+        PADDING=PADDING,
+        D=D,
+        BLOCK_D=BLOCK_D,
+    )
 
 
 @triton.jit(
@@ -326,35 +530,95 @@ def _value_gradient(
     ]
 )
 def _outlook_bwd_kernel(
-    v_view, logits_view, do_view, lse_ptr, dv_ptr, dlogits_ptr,
-    B, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, WINDOW_PARTS, PARTS, scale,
-    K: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, REACH: tl.constexpr,
-    PLACES: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
+    v_view,
+    logits_view,
+    do_view,
+    lse_ptr,
+    dv_ptr,
+    dlogits_ptr,
+    B,
+    H,
+    Y,
+    X,
+    WINDOWS_Y,
+    WINDOWS_X,
+    CELLS_X,
+    CELLS,
+    WINDOW_PARTS,
+    PARTS,
+    scale,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    PADDING: tl.constexpr,
+    REACH: tl.constexpr,
+    PLACES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HELD: tl.constexpr,
+):
     program = tl.program_id(0)
     part, head = program % PARTS, (program // PARTS).to(tl.int64)
-    b, h = head // H, head % H
+    b, h = head // H, head % H  # 64-bit
     v_ptr = head_of(v_view, b, h)
     logits_ptr = head_of(logits_view, b, h)
     do_ptr = head_of(do_view, b, h)
     lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
+    # The two kinds of programs share one launch, so that neither waits for the other to finish.
     if part < WINDOW_PARTS:
         dlogits_ptr += (b * WINDOWS_Y * WINDOWS_X * H + h) * (K * K * K * K)
         _logits_gradient(
-            v_ptr, logits_ptr, do_ptr, dlogits_ptr,
-            v_view, logits_view, do_view,
-            part * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, scale,
-            K, STRIDE, PADDING, D, BLOCK_D, BLOCK_COLS, BLOCK, HELD,
-        )  # fmt: skip
+            v_ptr=v_ptr,
+            logits_ptr=logits_ptr,
+            do_ptr=do_ptr,
+            dlogits_ptr=dlogits_ptr,
+            v_view=v_view,
+            logits_view=logits_view,
+            do_view=do_view,
+            first=part * BLOCK,
+            H=H,
+            Y=Y,
+            X=X,
+            WINDOWS_Y=WINDOWS_Y,
+            WINDOWS_X=WINDOWS_X,
+            scale=scale,
+            K=K,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            BLOCK_COLS=BLOCK_COLS,
+            BLOCK=BLOCK,
+            HELD=HELD,
+        )
     else:
         dv_ptr += (b * Y * X * H + h) * D
         _value_gradient(
-            logits_ptr, do_ptr, lse_ptr, dv_ptr,
-            logits_view, do_view,
-            (part - WINDOW_PARTS) * BLOCK, H, Y, X, WINDOWS_Y, WINDOWS_X, CELLS_X, CELLS, scale,
-            K, STRIDE, PADDING, REACH, PLACES, D, BLOCK_D, BLOCK,
-        )  # fmt: skip
+            logits_ptr=logits_ptr,
+            do_ptr=do_ptr,
+            lse_ptr=lse_ptr,
+            dv_ptr=dv_ptr,
+            logits_view=logits_view,
+            do_view=do_view,
+            first=(part - WINDOW_PARTS) * BLOCK,
+            H=H,
+            Y=Y,
+            X=X,
+            WINDOWS_Y=WINDOWS_Y,
+            WINDOWS_X=WINDOWS_X,
+            CELLS_X=CELLS_X,
+            CELLS=CELLS,
+            scale=scale,
+            K=K,
+            STRIDE=STRIDE,
+            PADDING=PADDING,
+            REACH=REACH,
+            PLACES=PLACES,
+            D=D,
+            BLOCK_D=BLOCK_D,
+            BLOCK=BLOCK,
+        )
 
 
 # --- Launches ------------------------------------------------------------------------------------

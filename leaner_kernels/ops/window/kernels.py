@@ -41,6 +41,10 @@ from . import WindowCall
 # ROWS and COLS are the size of a tile of scores, reduced to the window. In half precision, a window
 # of up to 64 tokens is one tile. A program has one head: with several, Triton assigns whole heads
 # to warps, and several warps would compute the same one. Each warp has 16 rows.
+#
+# One stage: a window of one tile is a single step, so there is no next one to copy ahead of time.
+# The other programs on the SM hide the loads. No barrier is written here either: Triton places
+# those that operands in shared memory need.
 WHOLE_WINDOWS = (  # for kernels that fill the registers of four warps
     rule(dim=32, tokens=64, ROWS=64, COLS=64, num_warps=4),
     rule(dim=64, tokens=64, ROWS=64, COLS=64, num_warps=8),
@@ -68,8 +72,13 @@ CAPTURE_TILES = Tiles("window_capture", *WHOLE_WINDOWS, *LARGE_WINDOWS, num_stag
 def find_head(index, H, windows_y, windows_x):
     """Return map, row and column of the window, and head."""
     window = index // H
-    h, x = index % H, window % windows_x
-    y, b = window // windows_x % windows_y, window // windows_x // windows_y
+    h = index % H
+    # Heads change fastest, then windows along a row of the map: neighbouring programs read
+    # neighbouring memory.
+    x = window % windows_x
+    y = window // windows_x % windows_y
+    b = window // windows_x // windows_y
+    # 64-bit: offsets into the map are computed from these.
     return b.to(tl.int64), y.to(tl.int64), x.to(tl.int64), h.to(tl.int64)
 
 
@@ -83,7 +92,10 @@ def head_offset(view, b, y, x, h):
 def token_offsets(start, stride_y, stride_x, WINDOW_X: tl.constexpr, BLOCK: tl.constexpr):
     """Return the offsets of tokens from ``start`` on relative to their window's first, (BLOCK,)."""
     tokens = start + tl.arange(0, BLOCK)
-    y, x = (tokens // WINDOW_X).to(tl.int64), (tokens % WINDOW_X).to(tl.int64)
+    # A window is no matrix in memory: WINDOW_X pixels lie together, then a row of the map follows.
+    # WINDOW_X is a constant: the compiler divides by it with a multiplication and a shift.
+    y = (tokens // WINDOW_X).to(tl.int64)
+    x = (tokens % WINDOW_X).to(tl.int64)
     return y * stride_y + x * stride_x
 
 
@@ -115,13 +127,29 @@ def product(a, b):
 
 @triton.jit(do_not_specialize=["B", "H", "windows_y", "windows_x"])
 def window_fwd_kernel(
-    qkv_view, out_ptr, lse_ptr, parts_ptr, sample_ptr, B, H, windows_y, windows_x, scale,
-    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STATS: tl.constexpr, CAPTURE: tl.constexpr,
-):  # fmt: skip
+    qkv_view,
+    out_ptr,
+    lse_ptr,
+    parts_ptr,
+    sample_ptr,
+    B,
+    H,
+    windows_y,
+    windows_x,
+    scale,
+    WINDOW_Y: tl.constexpr,
+    WINDOW_X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STATS: tl.constexpr,
+    CAPTURE: tl.constexpr,
+):
     """Write the output (B, Y, X, H, D) and lse (B, H, Y, X), or what STATS and CAPTURE name."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     num_tiles = tl.cdiv(N, ROWS)
+    # Tiles of one head of a window are neighbours in the grid: they read the same K and V.
     tile = tl.program_id(0) % num_tiles
     out_b, wy, wx, h = find_head(tl.program_id(0) // num_tiles, H, windows_y, windows_x)
     b = out_b
@@ -131,12 +159,15 @@ def window_fwd_kernel(
         if (b < 0) | (b >= B):
             return
     first = tile * ROWS
-    y, x = wy * WINDOW_Y, wx * WINDOW_X
+    y, x = wy * WINDOW_Y, wx * WINDOW_X  # the window's first pixel
     start = head_offset(qkv_view, b, y, x, h)
+    # Rows past the window are loaded as zeros, computed like the others, and never stored.
     inside = first + tl.arange(0, ROWS) < N
     rows = token_offsets(first, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, ROWS)
     q = load_tokens(qkv_view.ptr, start + rows, inside, D, BLOCK_D)  # (ROWS, BLOCK_D)
-    k_ptr, v_ptr = qkv_view.ptr + qkv_view.stride_k, qkv_view.ptr + qkv_view.stride_v
+    # K and V of a token are at fixed distances from its Q: all three share ``start`` and offsets.
+    k_ptr = qkv_view.ptr + qkv_view.stride_k
+    v_ptr = qkv_view.ptr + qkv_view.stride_v
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     row_max = tl.zeros([ROWS], tl.float32) + float("-inf")
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -145,9 +176,10 @@ def window_fwd_kernel(
 
     for col in range(0, N, COLS):
         cols = start + token_offsets(col, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, COLS)
-        seen = col + tl.arange(0, COLS) < N
-        k = load_tokens(k_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
-        s, factor = product(q, tl.trans(k)), scale * units(q.dtype)
+        visible = col + tl.arange(0, COLS) < N
+        k = load_tokens(k_ptr, cols, visible, D, BLOCK_D)  # (COLS, BLOCK_D)
+        s = product(q, tl.trans(k))  # (ROWS, COLS)
+        factor = scale * units(q.dtype)
         if STATS and N % COLS == 0:
             s = scaled(s, factor)  # (ROWS, COLS)
         else:
@@ -155,9 +187,17 @@ def window_fwd_kernel(
             s = tl.where(col + tl.arange(0, COLS) < N, s * factor, float("-inf"))
         # The first column of a step is inside the window, so the maximum is finite.
         p, alpha, row_max, row_sum, row_centred, row_square = softmax_step(
-            s, row_max, row_sum, row_centred, row_square, q.dtype, STATS
+            s=s,
+            row_max=row_max,
+            row_sum=row_sum,
+            row_centred=row_centred,
+            row_square=row_square,
+            DTYPE=q.dtype,
+            STATS=STATS,
         )
-        v = load_tokens(v_ptr, cols, seen, D, BLOCK_D)  # (COLS, BLOCK_D)
+        # V is first needed here: by now K is dead, and its registers are free.
+        v = load_tokens(v_ptr, cols, visible, D, BLOCK_D)  # (COLS, BLOCK_D)
+        # The sum so far was relative to the old maximum; in a window of one step it is zero.
         acc *= alpha[:, None]
         if CAPTURE:
             # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
@@ -166,22 +206,31 @@ def window_fwd_kernel(
         else:
             acc = add_product(acc, p.to(v.dtype), v)  # (ROWS, BLOCK_D)
 
-    a = acc * (1.0 / row_sum)[:, None]  # (ROWS, BLOCK_D)
+    # One division per row; every row has a visible key, so that its sum is positive.
+    out = acc * (1.0 / row_sum)[:, None]  # (ROWS, BLOCK_D)
     if CAPTURE:
-        a *= 1.0 / SHIFT
+        out *= 1.0 / SHIFT
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
-    out = (out_b * size_yx + y * size_x + x) * H * D + h * D
+    # The output is contiguous, (B, Y, X, H, D), whatever the strides of qkv.
+    out_start = (out_b * size_yx + y * size_x + x) * H * D + h * D
     out_rows = token_offsets(first, size_x * H * D, H * D, WINDOW_X, ROWS)
-    store_tokens(out_ptr, a, out + out_rows, inside, D, BLOCK_D)
+    store_tokens(out_ptr, out, out_start + out_rows, inside, D, BLOCK_D)
     if not CAPTURE:
+        # lse is (B, H, Y, X), in the order of the map: the window's tokens are WINDOW_X at a time.
         map_rows = token_offsets(first, size_x, 1, WINDOW_X, ROWS)
         lse_start = (b * H + h) * size_yx + y * size_x + x
         lse = row_max * nats(q.dtype) + tl.log(row_sum)  # (ROWS,)
         tl.store(lse_ptr + lse_start + map_rows, lse, mask=inside)
     if STATS:
         sums = sums_of_rows(
-            row_max, row_sum, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+            row_max=row_max,
+            row_sum=row_sum,
+            row_centred=row_centred,
+            row_square=row_square,
+            out_square=tl.sum(out * out, axis=1),
+            inside=inside,
+            nats=nats(q.dtype),
         )
         # (B, H, tiles of every window): ``join`` divides the means by the number of rows.
         part = ((b * H + h) * windows_y + wy) * windows_x + wx
@@ -194,14 +243,25 @@ BACKWARD_TILES = Tiles("window_backward", *WHOLE_WINDOWS, num_stages=1)
 
 @triton.jit(do_not_specialize=["H", "windows_y", "windows_x"])
 def window_bwd_kernel(
-    qkv_view, do_view, dqkv_ptr, H, windows_y, windows_x, scale,
-    WINDOW_Y: tl.constexpr, WINDOW_X: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    qkv_view,
+    do_view,
+    dqkv_ptr,
+    H,
+    windows_y,
+    windows_x,
+    scale,
+    WINDOW_Y: tl.constexpr,
+    WINDOW_X: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """Write dqkv (B, Y, X, 3, H, D) for windows of at most BLOCK tokens."""
     N: tl.constexpr = WINDOW_Y * WINDOW_X
     b, wy, wx, h = find_head(tl.program_id(0), H, windows_y, windows_x)
     y, x = wy * WINDOW_Y, wx * WINDOW_X
+    # The whole window is one tile: each of the four operands is read once, and the softmax needs no
+    # running maximum.
     inside = tl.arange(0, BLOCK) < N
     start = head_offset(qkv_view, b, y, x, h)
     tokens = start + token_offsets(0, qkv_view.stride_y, qkv_view.stride_x, WINDOW_X, BLOCK)
@@ -212,6 +272,7 @@ def window_bwd_kernel(
     tokens = start + token_offsets(0, do_view.stride_y, do_view.stride_x, WINDOW_X, BLOCK)
     do = load_tokens(do_view.ptr, tokens, inside, D, BLOCK_D)  # (BLOCK, BLOCK_D)
 
+    # P again, by the arithmetic of the forward.
     s = scaled(product(q, tl.trans(k)), scale * units(q.dtype))  # (BLOCK, BLOCK)
     s = tl.where(tl.arange(0, BLOCK) < N, s, float("-inf"))
     p = exponential(s - tl.max(s, axis=1)[:, None], q.dtype)  # (BLOCK, BLOCK)
@@ -222,15 +283,18 @@ def window_bwd_kernel(
     size_x = (windows_x * WINDOW_X).to(tl.int64)
     size_yx = windows_y * WINDOW_Y * size_x
     start = (b * size_yx + y * size_x + x) * 3 * H * D + h * D
-    out = start + token_offsets(0, size_x * 3 * H * D, 3 * H * D, WINDOW_X, BLOCK)
+    tokens = start + token_offsets(0, size_x * 3 * H * D, 3 * H * D, WINDOW_X, BLOCK)
+    # dV first: dO is dead after it, which leaves its registers to dS. Likewise Q after dK.
     dv = product(tl.trans(p.to(v.dtype)), do)  # (BLOCK, BLOCK_D)
-    store_tokens(dqkv_ptr + 2 * H * D, dv, out, inside, D, BLOCK_D)
+    store_tokens(dqkv_ptr + 2 * H * D, dv, tokens, inside, D, BLOCK_D)
+    # delta = sum(P dP) equals sum(dO O): the output need not be read.
     delta = tl.sum(p * dp, axis=1)  # (BLOCK,)
     ds = (p * (dp - delta[:, None])).to(q.dtype)  # (BLOCK, BLOCK)
+    # ``scale`` multiplies the finished sums: dS is of the scaled scores.
     dk = product(tl.trans(ds), q) * scale  # (BLOCK, BLOCK_D)
-    store_tokens(dqkv_ptr + H * D, dk, out, inside, D, BLOCK_D)
+    store_tokens(dqkv_ptr + H * D, dk, tokens, inside, D, BLOCK_D)
     dq = product(ds, k) * scale  # (BLOCK, BLOCK_D)
-    store_tokens(dqkv_ptr, dq, out, inside, D, BLOCK_D)
+    store_tokens(dqkv_ptr, dq, tokens, inside, D, BLOCK_D)
 
 
 # --- Launches ------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ A warp owns 16 rows of a tile, so that the result of a product becomes the left 
 within registers. Left operands are loaded straight from global memory.
 
 In the layout of a product, a thread holds two neighbouring elements of every eight: rows are loaded
-and stored 4 bytes at a time, and half of each sector is unused. With ORDERED, the dimensions of a
+and stored 4 bytes at a time, and half of each sector is unused. With PERMUTED, the dimensions of a
 head are permuted on chip within groups of 32 (``element_at``), so that a thread holds 16 contiguous
 bytes of a row. The order does not matter to products that sum over the dimensions; results are
 stored in their natural order.
 """
+
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,26 +28,27 @@ from ..call import (
     tiles_and_tail,
 )
 from . import gluon_tiles as common
+from .gluon_tiles import Dropout, Mask, RowState, Scoring
 
 
 @gluon.constexpr_function
-def copied(D, WARPS, ORDERED=False):
-    """Return the layout of asynchronous copies: 16 bytes per thread, or 4 with ORDERED."""
+def copy_layout(D, WARPS, PERMUTED=False):
+    """Return the layout of asynchronous copies: 16 bytes per thread, or 4 with PERMUTED."""
     # Two neighbours stay together in the permutation: 4 bytes are the widest possible copy.
-    if ORDERED:
+    if PERMUTED:
         return gl.BlockedLayout([1, 2], [64 // D, D // 2], [WARPS, 1], [1, 0])
     # Each thread copies eight elements, 16 bytes; a warp copies 256 elements.
     return gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def in_memory(D):
+def shared_layout(D):
     """Return a layout of shared memory that ldmatrix reads without conflicts, transposed or not."""
     return gl.SwizzledSharedLayout(8, 64 // D if D < 64 else 1, min(D // 8, 8), [1, 0])
 
 
 @gluon.constexpr_function
-def sixteen_bytes(ROWS, D, WARPS):
+def vector_layout(ROWS, D, WARPS):
     """Return the layout, in natural order, whose threads own the elements of a left operand."""
     # Register bases beyond the first 16 bytes: groups of 32 dimensions, row + 8, more tiles of
     # rows.
@@ -62,119 +65,152 @@ def sixteen_bytes(ROWS, D, WARPS):
 
 
 @gluon.jit
-def element_at(places, ORDERED: gl.constexpr):
-    """Return the elements of a row that lie at the given places on chip."""
-    if ORDERED:
-        # Within 32: bits 1 and 2 of a place, the lane, become bits 3 and 4 of the element, and vice
-        # versa. A lane then holds eight neighbouring elements.
-        places = (places & ~30) | ((places & 6) << 2) | ((places & 24) >> 2)
+def element_at(positions, PERMUTED: gl.constexpr):
+    """Return the elements of a row that lie at these positions on chip."""
+    if PERMUTED:
+        # Within 32: bits 1 and 2 of a position, the lane, become bits 3 and 4 of the element, and
+        # vice versa. A lane then holds eight neighbouring elements.
+        positions = (positions & ~30) | ((positions & 6) << 2) | ((positions & 24) >> 2)
         # Bit 0 stays, which the compiler cannot see through the bits above.
-        places = gl.max_contiguous(gl.multiple_of(places, 2), 2)
-    return places
+        positions = gl.max_contiguous(gl.multiple_of(positions, 2), 2)
+    return positions
 
 
 @gluon.jit
-def placed(x, ORDERED: gl.constexpr):
+def permute_dims(x, PERMUTED: gl.constexpr):
     """Permute (rows, D) from the order of memory to that on chip; the map is its own inverse."""
     ROWS: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
-    if ORDERED:
+    if PERMUTED:
         x = x.reshape([ROWS, D // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, D])
     return x
 
 
+class TailState(NamedTuple):
+    """The softmax of the tail's rows, which are columns; sums are of a thread's keys, (64, T).
+
+    Attributes:
+        acc: (D, T), the sum of V^T P^T.
+        total: the sum of P.
+        centred: the sum of P times its exponent.
+        square: the sum of P^2.
+    """
+
+    acc: Any
+    total: Any
+    centred: Any
+    square: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a head.
+
+    Attributes:
+        ptr: the first row.
+        stride: elements from a row to the next.
+    """
+
+    ptr: Any
+    stride: Any
+
+
 @gluon.jit
-def head_start(view, b, h):
+def rows_of_head(view, b, h):
+    """Return the ``Rows`` of head ``h`` of batch entry ``b``; both indices are 64-bit."""
+    return Rows(head_ptr(view, b, h), view.stride_n)
+
+
+@gluon.jit
+def head_ptr(view, b, h):
     """Return a pointer to head ``h`` of batch entry ``b``; both indices are 64-bit."""
     return view.ptr + (b * view.stride_b + h * view.stride_h)
 
 
 @gluon.jit
-def load_in_layout(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
+def load_in_layout(source, start, end, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
     """Load rows from ``start`` on as (ROWS, D), zero from ``end`` on, in the order of memory."""
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    rows = gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))
+    ptrs = source.ptr + start * source.stride
+    ptrs = ptrs + (rows[:, None] * source.stride + dims[None, :])
     return gl.load(ptrs, mask=(start + rows < end)[:, None], other=0.0)  # (ROWS, D)
 
 
 @gluon.jit
-def moved(x):
+def copy_registers(x):
     """Copy ``x`` to other registers, once; otherwise ptxas would do so at each use."""
     # The grid has two axes: this index is always 0, which the compiler does not know.
     nothing = gl.program_id(2).to(gl.int16).to(x.dtype, bitcast=True)
     return gl.inline_asm_elementwise(
-        "or.b32 $0, $1, $2;", "=r,r,r", [x, gl.full_like(x, nothing)], dtype=x.dtype, is_pure=True,
+        "or.b32 $0, $1, $2;",
+        "=r,r,r",
+        [x, gl.full_like(x, nothing)],
+        dtype=x.dtype,
+        is_pure=True,
         pack=2,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
-def load_left(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LEFT: gl.constexpr, WARPS: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+def load_left(source, start, end, SHAPE: gl.constexpr, LEFT: gl.constexpr, PERMUTED: gl.constexpr):
     """Load rows as a left operand, in the order on chip."""
-    if ORDERED:
-        OWN: gl.constexpr = sixteen_bytes(ROWS, D, WARPS)
+    if PERMUTED:
+        OWN: gl.constexpr = vector_layout(SHAPE[0], SHAPE[1], gl.num_warps())
         # 16-byte loads of the elements that the thread owns as a left operand: the permutation and
         # the conversion rename registers.
-        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, OWN)
-        x = moved(gl.convert_layout(placed(x, True), LEFT))
+        x = load_in_layout(source, start, end, SHAPE, OWN)
+        x = gl.convert_layout(permute_dims(x, True), LEFT)
+        x = copy_registers(x)
     else:
-        x = load_in_layout(ptr, STRIDE, start, end, ROWS, D, LEFT)
+        x = load_in_layout(source, start, end, SHAPE, LEFT)
     return x
 
 
 @gluon.jit
 def load_columns(
-    ptr, STRIDE: gl.constexpr, start, end, ROWS: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    source, start, end, SHAPE: gl.constexpr, LAYOUT: gl.constexpr, PERMUTED: gl.constexpr
+):
     """Load rows from ``start`` on as the columns of (D, ROWS), zero from ``end`` on."""
-    rows = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
-    dims = element_at(gl.arange(0, D, gl.SliceLayout(1, LAYOUT)), ORDERED)  # (D,)
-    ptrs = ptr + start * STRIDE + (rows[None, :] * STRIDE + dims[:, None])
+    rows = gl.arange(0, SHAPE[0], gl.SliceLayout(0, LAYOUT))
+    dims = element_at(gl.arange(0, SHAPE[1], gl.SliceLayout(1, LAYOUT)), PERMUTED)  # (D,)
+    ptrs = source.ptr + start * source.stride
+    ptrs = ptrs + (rows[None, :] * source.stride + dims[:, None])
     return gl.load(ptrs, mask=(start + rows < end)[None, :], other=0.0)  # (D, ROWS)
 
 
 @gluon.jit
-def store_product_rows(
-    ptr, STRIDE: gl.constexpr, x, start, end, WARPS: gl.constexpr, ORDERED: gl.constexpr
-):
+def store_product_rows(target, x, start, end, PERMUTED: gl.constexpr):
     """Store rows before ``end`` of (rows, D), the result of a product."""
-    x = x.to(ptr.dtype.element_ty)
-    if ORDERED:
-        OWN: gl.constexpr = sixteen_bytes(x.shape[0], x.shape[1], WARPS)
-        x = gl.convert_layout(placed(x, True), OWN)
+    x = x.to(target.ptr.dtype.element_ty)
+    if PERMUTED:
+        OWN: gl.constexpr = vector_layout(x.shape[0], x.shape[1], gl.num_warps())
+        x = gl.convert_layout(permute_dims(x, True), OWN)
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    ptrs = target.ptr + start * target.stride
+    ptrs = ptrs + (rows[:, None] * target.stride + dims[None, :])
     gl.store(ptrs, x, mask=(start + rows < end)[:, None])
 
 
 @gluon.jit
-def store_columns(ptr, STRIDE: gl.constexpr, x, start, end, ORDERED: gl.constexpr):
+def store_columns(target, x, start, end, PERMUTED: gl.constexpr):
     """Store the columns of (D, rows), the result of a product, as rows before ``end``."""
     LAYOUT: gl.constexpr = x.type.layout
     rows = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    dims = element_at(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)), ORDERED)
-    ptrs = ptr + start * STRIDE + (rows[None, :] * STRIDE + dims[:, None])
-    gl.store(ptrs, x.to(ptr.dtype.element_ty), mask=(start + rows < end)[None, :])
+    dims = element_at(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)), PERMUTED)
+    ptrs = target.ptr + start * target.stride
+    ptrs = ptrs + (rows[None, :] * target.stride + dims[:, None])
+    gl.store(ptrs, x.to(target.ptr.dtype.element_ty), mask=(start + rows < end)[None, :])
 
 
 @gluon.jit
-def copy_rows(
-    shared, ptr, STRIDE: gl.constexpr, start, end, LAYOUT: gl.constexpr, ORDERED: gl.constexpr
-):
+def copy_rows(shared, source, start, end, LAYOUT: gl.constexpr, PERMUTED: gl.constexpr):
     """Start an asynchronous copy of rows into shared memory; write zeros from ``end`` on."""
     rows = gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT))
-    dims = element_at(gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT)), ORDERED)
-    ptrs = ptr + start * STRIDE + (rows[:, None] * STRIDE + dims[None, :])
+    dims = element_at(gl.arange(0, shared.shape[1], gl.SliceLayout(0, LAYOUT)), PERMUTED)
+    ptrs = source.ptr + start * source.stride
+    ptrs = ptrs + (rows[:, None] * source.stride + dims[None, :])
     copy_async(shared, ptrs, mask=(start + rows < end)[:, None])
 
 
@@ -249,24 +285,44 @@ STATISTICS_TILES = Tiles(
 
 @gluon.jit
 def _step(
-    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask,
-    dropout, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    k,
+    v,
+    first,
+    start,
+    scoring,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Update the online softmax of a tile of rows with a few keys."""
+    acc, row_max, row_sum, centred, square = state
+    factor, mask, dropout = scoring.factor, scoring.mask, scoring.dropout
     MMA: gl.constexpr = acc.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = row_sum.type.layout
     KEYS: gl.constexpr = k.shape[0]
-    MASKED: gl.constexpr = mask[0] is not None
+    MASKED: gl.constexpr = mask.ptr is not None
     zero = gl.zeros([q.shape[0], KEYS], gl.float32, MMA)
     s = mma(q, k.permute((1, 0)).load(RIGHT), zero)  # (rows, KEYS)
     cols = (start + gl.arange(0, KEYS, gl.SliceLayout(0, MMA)))[None, :]
     rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
     tile = None
     if MASKED:
-        tile = common.load_mask(mask[0], mask[1], mask[2], rows, cols, N)
-    s = common.masked(s, tile, mask[3], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+        tile = common.load_mask(mask.ptr, mask, rows, cols, scoring.N)
+    s = common.mask_scores(
+        s=s,
+        rows=rows,
+        cols=cols,
+        limit=scoring.limit if HIDES else None,
+        CAUSAL=CAUSAL,
+        HIDDEN=float("-inf"),
+        tile=tile,
+        scale=mask.scale,
+    )
     new_max = gl.maximum(row_max, gl.max(s, 1))
     # Explicit fmas round these products here: the compiler cannot fuse them into the subtractions.
     pivot = gl.fma(new_max, factor, 0.0)
@@ -278,14 +334,14 @@ def _step(
     alpha = gl.exp2(shift)
     exponent = s * factor - pivot[:, None]  # one multiply-add
     if SCALED:
-        # Beside large masks the difference comes first (``exponents_of``).
+        # With large masks the difference comes first (``exponents_of``).
         exponent = (s - pivot[:, None]) * factor
     p = gl.exp2(exponent)
     # The sums so far were relative to the old maximum.
     acc = acc * alpha[:, None]
     weight = p
-    if dropout[0] is not None:
-        weight = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, cols), p, 0.0)
+    if dropout.seed_ptr is not None:
+        weight = gl.where(common.keep_mask(dropout, rows, cols), p, 0.0)
     # P goes from the accumulator to the left operand within registers. Dropout affects this product
     # only: the sums below are of P itself.
     acc = mma(gl.convert_layout(weight.to(q.dtype), LEFT), v.load(RIGHT), acc)
@@ -299,168 +355,266 @@ def _step(
             exponent = gl.where(exponent == float("-inf"), 0.0, exponent)
         # With a new maximum, every exponent moves by ``shift``.
         centred = alpha * (centred + row_sum * shift)
-        centred += gl.convert_layout(common.own_sum(p * exponent), OWN)
-        square = alpha * alpha * square + gl.convert_layout(common.own_sum(p * p), OWN)
-    row_sum = row_sum * alpha + gl.convert_layout(common.own_sum(p), OWN)
-    return acc, new_max, row_sum, centred, square
+        centred += gl.convert_layout(common.thread_sums(p * exponent), OWN)
+        square = alpha * alpha * square + gl.convert_layout(common.thread_sums(p * p), OWN)
+    row_sum = row_sum * alpha + gl.convert_layout(common.thread_sums(p), OWN)
+    return RowState(acc, new_max, row_sum, centred, square)
 
 
 @gluon.jit
 def _segment(
-    acc, row_max, row_sum, centred, square, q, k, v, first, start, limit, factor, N, mask, dropout,
-    STEP: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr,
+    state,
+    q,
+    k,
+    v,
+    first,
+    start,
+    scoring,
+    STEP: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Update the online softmax with the keys of a buffer, STEP at a time."""
     STEPS: gl.constexpr = k.shape[0] // STEP
     # Fewer keys at a time need fewer registers for scores.
     for n in gl.static_range(STEPS):
-        acc, row_max, row_sum, centred, square = _step(
-            acc, row_max, row_sum, centred, square, q, k.slice(n * STEP, STEP),
-            v.slice(n * STEP, STEP), first, start + n * STEP, limit, factor, N, mask, dropout,
-            HIDES, CAUSAL, STATS, SCALED,
-        )  # fmt: skip
-    return acc, row_max, row_sum, centred, square
+        state = _step(
+            state=state,
+            q=q,
+            k=k.slice(n * STEP, STEP),
+            v=v.slice(n * STEP, STEP),
+            first=first,
+            start=start + n * STEP,
+            scoring=scoring,
+            HIDES=HIDES,
+            CAUSAL=CAUSAL,
+            STATS=STATS,
+            SCALED=SCALED,
+        )
+    return state
 
 
 @gluon.jit
-def _turned_scores(k, q, first, start, limit, N, mask, HIDES: gl.constexpr, CAUSAL: gl.constexpr):
-    """Return transposed scores (keys, rows) of the tail's rows, -inf where hidden."""
+def _transposed_scores(k, q, first, start, limit, scoring, CAUSAL: gl.constexpr):
+    """Return transposed scores (keys, rows) of the tail's rows, -inf where hidden.
+
+    Keys from ``limit`` on are hidden; None hides none.
+    """
     MMA: gl.constexpr = k.type.layout.parent
     s = mma(k, q, gl.zeros([64, q.shape[1]], gl.float32, MMA))
     keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, q.shape[1], gl.SliceLayout(0, MMA)))[None, :]
     tile = None
-    if mask[0] is not None:
-        tile = common.load_mask(mask[0], mask[1], mask[2], rows, keys, N)
-    return common.masked(s, tile, mask[3], rows, keys, limit, float("-inf"), HIDES, CAUSAL)
+    mask = scoring.mask
+    if mask.ptr is not None:
+        tile = common.load_mask(mask.ptr, mask, rows, keys, scoring.N)
+    return common.mask_scores(
+        s=s,
+        rows=rows,
+        cols=keys,
+        limit=limit,
+        CAUSAL=CAUSAL,
+        HIDDEN=float("-inf"),
+        tile=tile,
+        scale=mask.scale,
+    )
 
 
 @gluon.jit
-def _turned_step(
-    acc, total, centred, square, s, v, turn, pivot, factor, first, start, dropout,
-    SCALED: gl.constexpr, STATS: gl.constexpr,
-):  # fmt: skip
+def _transposed_step(
+    state, s, v, p_buffer, pivot, first, start, scoring, SCALED: gl.constexpr, STATS: gl.constexpr
+):
     """Add the keys of ``s`` to the output of the tail's rows; P passes through shared memory."""
+    acc, total, centred, square = state
+    dropout = scoring.dropout
     MMA: gl.constexpr = acc.type.layout
     KEYS: gl.constexpr = v.shape[0]
-    exponent = common.exponents_of(s, pivot[None, :], factor, SCALED)
+    exponent = common.exponents_of(s, pivot[None, :], scoring.factor, SCALED)
     p = gl.exp2(exponent)
     total += p
     if STATS:
         centred += p * gl.where(exponent == float("-inf"), 0.0, exponent)
         square += p * p
-    if dropout[0] is not None:
+    if dropout.seed_ptr is not None:
         keys = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
         rows = (first + gl.arange(0, s.shape[1], gl.SliceLayout(0, MMA)))[None, :]
-        p = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
-    turn.store(p.to(v.dtype))
+        p = gl.where(common.keep_mask(dropout, rows, keys), p, 0.0)
+    p_buffer.store(p.to(v.dtype))
     # All warps have stored their keys of P^T, which each reads as the right operand. The caller
     # alternates two buffers, so that one barrier is enough.
     barrier()
     left = v.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
-    acc = mma(left, turn.slice(0, KEYS).load(gl.DotOperandLayout(1, MMA, 2)), acc)
-    return acc, total, centred, square
+    acc = mma(left, p_buffer.slice(0, KEYS).load(gl.DotOperandLayout(1, MMA, 2)), acc)
+    return TailState(acc, total, centred, square)
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_fwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
-    stats_ptr, H, N, full, scale, keep_scale, threshold,
-    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_KEYS: gl.constexpr,
-    RAGGED: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr, SCALED: gl.constexpr, GROUP: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    N,
+    full,
+    scale,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    TAIL_KEYS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    GROUP: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
-    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
-    SHARED: gl.constexpr = in_memory(D)
+    COPY: gl.constexpr = copy_layout(D, WARPS, PERMUTED)
+    SHARED: gl.constexpr = shared_layout(D)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = stats_ptr is not None
     TAIL: gl.constexpr = FULL * 64
     h_64, b_64 = gl.program_id(0).to(gl.int64), gl.program_id(1).to(gl.int64)
-    q_ptr = head_start(q_view, b_64, h_64)
+    q_rows = rows_of_head(q_view, b_64, h_64)
     kv_64 = (gl.program_id(0) // GROUP).to(gl.int64)
-    k_ptr = head_start(k_view, b_64, kv_64)
-    v_ptr = head_start(v_view, b_64, kv_64)
-    out_ptr = head_start(out_view, b_64, h_64)
+    k_rows = rows_of_head(k_view, b_64, kv_64)
+    v_rows = rows_of_head(v_view, b_64, kv_64)
+    out_rows = rows_of_head(out_view, b_64, h_64)
     head = b_64 * H + h_64
-    limit = common.number_of_keys(lengths_ptr, N)
+    limit = common.visible_keys(lengths_ptr, N)
     MASKED: gl.constexpr = mask_view.ptr is not None
-    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale
+    mask = Mask(mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale)
     if MASKED:
-        mask_ptr = head_start(mask_view, b_64, h_64)
-        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale
-    dropout = seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0)
+        mask_ptr = head_ptr(mask_view, b_64, h_64)
+        mask = Mask(mask_ptr, mask_view.stride_n, mask_view.stride_m, scale)
+    dropout = Dropout(seed_ptr, threshold, gl.program_id(1) * H + gl.program_id(0))
     # An additive mask is added to scaled scores. All others are scaled in their exponents.
     unit = 1.0 if SCALED else scale
-    gain = 1.0 if seed_ptr is None else keep_scale
+    out_scale = 1.0 if seed_ptr is None else keep_scale
     factor = unit * LOG2_E
+    scoring = Scoring(N, limit, factor, mask, dropout)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)  # whole tiles of the head
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, D], SHARED)
     for n in gl.static_range(FULL):
-        copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-        copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+        copy_rows(ks.index(n), k_rows, n * 64, limit, COPY, PERMUTED)
+        copy_rows(vs.index(n), v_rows, n * 64, limit, COPY, PERMUTED)
     if T > 0:
         k_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
         v_tail = gl.allocate_shared_memory(DTYPE, [TAIL_KEYS, D], SHARED)
-        copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-        copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+        copy_rows(k_tail, k_rows, TAIL, limit, COPY, PERMUTED)
+        copy_rows(v_tail, v_rows, TAIL, limit, COPY, PERMUTED)
     commit_copies()
     # Wait for K and V of all threads. The loops over tiles only read them, without barriers.
     wait_copies(0)
     barrier()
     # Partial sums of rows, one for each of a row's four threads.
-    OWN: gl.constexpr = common.own_sum(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
-    none = gl.zeros([BLOCK, 4], gl.float32, OWN)
+    OWN: gl.constexpr = common.thread_sums(gl.zeros([BLOCK, 64], gl.float32, MMA)).type.layout
+    zero_partials = gl.zeros([BLOCK, 4], gl.float32, OWN)
     if STATS:
         sums = common.no_sums(BLOCK, ROWS)
     # With a tail, this loop ends at the last whole tile; without one, at the last row.
     end = gl.minimum(N, full * 64)
     for first in range(0, end, BLOCK):
         # straight from global memory to registers
-        q = load_left(q_ptr, q_view.stride_n, first, end, BLOCK, D, LEFT, WARPS, ORDERED)
+        q = load_left(q_rows, first, end, [BLOCK, D], LEFT, PERMUTED)
         acc = gl.zeros([BLOCK, D], gl.float32, MMA)
         row_max = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
         # Statistics of P before dropout, relative to the running maximum.
-        row_sum, centred, square = none, none, none
-        # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-        seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
-        for i in range(seen):
-            acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first, i * 64,
-                limit, factor, N, mask, dropout, STEP, False, False, STATS, SCALED,
-            )  # fmt: skip
+        state = RowState(acc, row_max, zero_partials, zero_partials, zero_partials)
+        # The first ``num_unmasked`` tiles need no mask: the hot loop compares nothing.
+        num_unmasked, num_visible = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
+        for i in range(num_unmasked):
+            state = _segment(
+                state=state,
+                q=q,
+                k=ks.index(i),
+                v=vs.index(i),
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                STEP=STEP,
+                HIDES=False,
+                CAUSAL=False,
+                STATS=STATS,
+                SCALED=SCALED,
+            )
         if HIDES or CAUSAL:
-            for i in range(seen, last):
-                acc, row_max, row_sum, centred, square = _segment(
-                    acc, row_max, row_sum, centred, square, q, ks.index(i), vs.index(i), first,
-                    i * 64, limit, factor, N, mask, dropout, STEP, HIDES, CAUSAL, STATS, SCALED,
-                )  # fmt: skip
+            for i in range(num_unmasked, num_visible):
+                state = _segment(
+                    state=state,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    STEP=STEP,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                    STATS=STATS,
+                    SCALED=SCALED,
+                )
         # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
         if T > 0 and not CAUSAL:
-            acc, row_max, row_sum, centred, square = _segment(
-                acc, row_max, row_sum, centred, square, q, k_tail, v_tail, first, full * 64, limit,
-                factor, N, mask, dropout, TAIL_KEYS, True, False, STATS, SCALED,
-            )  # fmt: skip
+            state = _segment(
+                state=state,
+                q=q,
+                k=k_tail,
+                v=v_tail,
+                first=first,
+                start=full * 64,
+                scoring=scoring,
+                STEP=TAIL_KEYS,
+                HIDES=True,
+                CAUSAL=False,
+                STATS=STATS,
+                SCALED=SCALED,
+            )
+        acc, row_max, row_sum, centred, square = state
         # Only now do the four threads of a row add their partial sums.
-        divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
-        acc = acc * (gain / divisor)[:, None]
-        store_product_rows(out_ptr, out_view.stride_n, acc, first, end, WARPS, ORDERED)
+        divisor = common.divisor_of(common.sum_threads(row_sum, ROWS), MASKED)
+        acc = acc * (out_scale / divisor)[:, None]
+        store_product_rows(out_rows, acc, first, end, PERMUTED)
         rows = first + gl.arange(0, BLOCK, ROWS)
         inside = rows < end
-        log_sum = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, head * N + rows, row_max, divisor, factor, unit, inside,
-            MASKED, SCALED,
-        )  # fmt: skip
+        log_sum = common.store_row_statistics(
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=head * N + rows,
+            row_max=row_max,
+            divisor=divisor,
+            factor=factor,
+            unit=unit,
+            inside=inside,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows, row_max * unit + log_sum, mask=inside)
             rows_sums = common.sums_of_rows(
-                row_max, divisor, common.joined(centred, ROWS), common.joined(square, ROWS),
-                gl.sum(acc * acc, 1), inside,
-            )  # fmt: skip
+                row_max,
+                divisor,
+                common.sum_threads(centred, ROWS),
+                common.sum_threads(square, ROWS),
+                gl.sum(acc * acc, 1),
+                inside,
+            )
             sums = common.add_sums(sums, rows_sums)
     if STATS:
         sums = common.reduce_sums(sums)
@@ -468,56 +622,101 @@ def _ampere_fwd_kernel(
         # The tail's rows as columns: S^T = K Q^T (64 keys, T) of all tiles is held in registers, so
         # that the maxima are known before the first exponential.
         q_tail = load_columns(  # (D, T), the right operand
-            q_ptr, q_view.stride_n, TAIL, N, T, D, gl.DotOperandLayout(1, MMA, 2), ORDERED
+            q_rows, TAIL, N, [T, D], gl.DotOperandLayout(1, MMA, 2), PERMUTED
         )
         scores = ()
         top_t = gl.full([64, T], float("-inf"), gl.float32, MMA)
         for i in gl.static_range(FULL):
-            s_t = _turned_scores(
-                ks.index(i).load(LEFT), q_tail, TAIL, i * 64, limit, N, mask, HIDES, False
+            s_t = _transposed_scores(
+                k=ks.index(i).load(LEFT),
+                q=q_tail,
+                first=TAIL,
+                start=i * 64,
+                limit=limit if HIDES else None,
+                scoring=scoring,
+                CAUSAL=False,
             )
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         # The tail's own keys, zeros past the last: a left operand has 64 rows, the buffer fewer.
-        k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-        s_t = _turned_scores(k_left, q_tail, TAIL, TAIL, limit, N, mask, True, CAUSAL)
+        k_left = load_left(k_rows, TAIL, limit, [64, D], LEFT, PERMUTED)
+        s_t = _transposed_scores(
+            k=k_left, q=q_tail, first=TAIL, start=TAIL, limit=limit, scoring=scoring, CAUSAL=CAUSAL
+        )
         scores = scores + (s_t,)  # noqa: RUF005
         max_t = gl.max(gl.maximum(top_t, s_t), 0)  # (T,): this reduction crosses warps
         pivot_t = common.pivot_of(max_t, factor, MASKED, SCALED)
-        turns = gl.allocate_shared_memory(  # P^T of two tiles, used alternately
+        p_buffers = gl.allocate_shared_memory(  # P^T of two tiles, used alternately
             DTYPE, [2, 64, T], gl.SwizzledSharedLayout(8, 64 // T, T // 8, [1, 0])
         )
         acc_t = gl.zeros([D, T], gl.float32, MMA)  # out^T = V^T P^T
         zero_t = gl.zeros([64, T], gl.float32, MMA)
         # Sums within a thread, (64, T): they are added over the keys at the end.
-        total_t, centred_t, square_t = zero_t, zero_t, zero_t
+        state_t = TailState(acc_t, zero_t, zero_t, zero_t)
         for i in gl.static_range(FULL):
-            acc_t, total_t, centred_t, square_t = _turned_step(
-                acc_t, total_t, centred_t, square_t, scores[i], vs.index(i), turns.index(i % 2),
-                pivot_t, factor, TAIL, i * 64, dropout, SCALED, STATS,
-            )  # fmt: skip
-        acc_t, total_t, centred_t, square_t = _turned_step(
-            acc_t, total_t, centred_t, square_t, scores[FULL], v_tail, turns.index(FULL % 2),
-            pivot_t, factor, TAIL, TAIL, dropout, SCALED, STATS,
-        )  # fmt: skip
+            state_t = _transposed_step(
+                state=state_t,
+                s=scores[i],
+                v=vs.index(i),
+                p_buffer=p_buffers.index(i % 2),
+                pivot=pivot_t,
+                first=TAIL,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                STATS=STATS,
+            )
+        state_t = _transposed_step(
+            state=state_t,
+            s=scores[FULL],
+            v=v_tail,
+            p_buffer=p_buffers.index(FULL % 2),
+            pivot=pivot_t,
+            first=TAIL,
+            start=TAIL,
+            scoring=scoring,
+            SCALED=SCALED,
+            STATS=STATS,
+        )
+        acc_t, total_t, centred_t, square_t = state_t
         divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
-        acc_t = acc_t * (gain / divisor_t)[None, :]  # (D, T)
-        store_columns(out_ptr, out_view.stride_n, acc_t, TAIL, N, ORDERED)
+        acc_t = acc_t * (out_scale / divisor_t)[None, :]  # (D, T)
+        store_columns(out_rows, acc_t, TAIL, N, PERMUTED)
         rows_t = TAIL + gl.arange(0, T, gl.SliceLayout(0, MMA))
         inside_t = rows_t < N
-        log_sum_t = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, head * N + rows_t, max_t, divisor_t, factor, unit, inside_t,
-            MASKED, SCALED,
-        )  # fmt: skip
+        log_sum_t = common.store_row_statistics(
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=head * N + rows_t,
+            row_max=max_t,
+            divisor=divisor_t,
+            factor=factor,
+            unit=unit,
+            inside=inside_t,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + head * N + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
-                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
-                gl.sum(acc_t * acc_t, 0), inside_t,
-            )  # fmt: skip
+                max_t,
+                divisor_t,
+                gl.sum(centred_t, 0),
+                gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0),
+                inside_t,
+            )
             sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(
+            ptr=stats_ptr,
+            sums=sums,
+            head=head,
+            num_heads=H * gl.num_programs(1),
+            num_rows=N,
+            scale=unit,
+            inside=None,
+        )
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -539,7 +738,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
         RAGGED=tail == 0 and tokens % 64 != 0,
         WARPS=tile.options["num_warps"],
         # Predicted: up to 256 tokens, 4-byte copies cost more than wide loads and stores save.
-        ORDERED=full > 4 and arguments["D"] in (32, 64),
+        PERMUTED=full > 4 and arguments["D"] in (32, 64),
     )
     return Launch(_ampere_fwd_kernel, (heads, batch), arguments)
 
@@ -593,10 +792,22 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _rows_segment(
-    dq, q, do, k, v, lse, delta, first, start, limit, factor, N, mask, dropout,
-    STEP: gl.constexpr, STEPS: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
+    dq,
+    q,
+    do,
+    k,
+    v,
+    lse,
+    delta,
+    first,
+    start,
+    scoring,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Add the contribution of STEPS * STEP keys in a buffer to dQ of a tile of rows."""
     MMA: gl.constexpr = dq.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -608,14 +819,15 @@ def _rows_segment(
         dp = mma(do, v_step.permute((1, 0)).load(RIGHT), zero)  # (rows, STEP)
         cols = (start + n * STEP + gl.arange(0, STEP, gl.SliceLayout(0, MMA)))[None, :]
         rows = (first + gl.arange(0, q.shape[0], gl.SliceLayout(1, MMA)))[:, None]
-        dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
-        if mask[0] is not None:
-            ds = common.masked_p(s, lse, factor, mask, rows, cols, N, SCALED) * (dp - delta)
+        dp, _ = common.apply_dropout(dp, dp, scoring.dropout, rows, cols, True)
+        if scoring.mask.ptr is not None:
+            p = common.recompute_p(s, lse, scoring, rows, cols, SCALED)
         else:
-            ds = gl.exp2(s * factor - lse) * (dp - delta)
+            p = gl.exp2(s * scoring.factor - lse)
+        ds = p * (dp - delta)
         # Masking dS instead of P is enough: dQ needs no other product of P.
-        ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
-        common.store_ds(mask[4], ds, rows, cols, N)
+        ds = common.mask_scores(ds, rows, cols, scoring.limit if HIDES else None, CAUSAL, 0.0)
+        common.store_ds(scoring, ds, rows, cols)
         # dS goes from the accumulator to the left operand within registers.
         dq = mma(gl.convert_layout(ds.to(q.dtype), LEFT), k_step.load(RIGHT), dq)
     return dq
@@ -623,9 +835,22 @@ def _rows_segment(
 
 @gluon.jit
 def _keys_segment(
-    dk, dv, k, v, q, do, lses, deltas, first, start, factor, N, mask, dropout, STEP: gl.constexpr,
-    STEPS: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    lses,
+    deltas,
+    first,
+    start,
+    scoring,
+    STEP: gl.constexpr,
+    STEPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of STEPS * STEP rows in a buffer to dK and dV of a tile of keys."""
     MMA: gl.constexpr = dk.type.layout
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
@@ -633,20 +858,21 @@ def _keys_segment(
     COLS: gl.constexpr = gl.SliceLayout(0, MMA)
     for n in gl.static_range(STEPS):
         q_step, do_step = q.slice(n * STEP, STEP), do.slice(n * STEP, STEP)
-        lse, delta = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
+        lse_step, delta_step = lses.slice(n * STEP, STEP), deltas.slice(n * STEP, STEP)
         zero = gl.zeros([k.shape[0], STEP], gl.float32, MMA)
         s = mma(k, q_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): S^T
         dp = mma(v, do_step.permute((1, 0)).load(RIGHT), zero)  # (keys, STEP): dP^T
         keys = (first + gl.arange(0, k.shape[0], gl.SliceLayout(1, MMA)))[:, None]  # (keys, 1)
         rows = (start + n * STEP + gl.arange(0, STEP, COLS))[None, :]
-        if mask[0] is not None:
-            p = common.masked_p(s, lse.load(COLS)[None, :], factor, mask, rows, keys, N, SCALED)
+        lse = lse_step.load(COLS)[None, :]
+        if scoring.mask.ptr is not None:
+            p = common.recompute_p(s, lse, scoring, rows, keys, SCALED)
         else:
-            p = gl.exp2(s * factor - lse.load(COLS)[None, :])
+            p = gl.exp2(s * scoring.factor - lse)
         # Keys at and past ``limit`` are not masked here: the caller discards their dK and dV.
-        p = common.masked(p, None, None, rows, keys, 0, 0.0, False, CAUSAL)
-        dp, weight = common.behind_dropout(dp, p, dropout, rows, keys)
-        ds = p * (dp - delta.load(COLS)[None, :])
+        p = common.mask_scores(p, rows, keys, None, CAUSAL, 0.0)
+        dp, weight = common.apply_dropout(dp, p, scoring.dropout, rows, keys, True)
+        ds = p * (dp - delta_step.load(COLS)[None, :])
         dv = mma(gl.convert_layout(weight.to(k.dtype), LEFT), do_step.load(RIGHT), dv)
         dk = mma(gl.convert_layout(ds.to(k.dtype), LEFT), q_step.load(RIGHT), dk)
     return dk, dv
@@ -654,45 +880,64 @@ def _keys_segment(
 
 @gluon.jit
 def _describe_rows(
-    do_tile, lses, deltas, do_ptr, DO_STRIDE: gl.constexpr, out_ptr, OUT_STRIDE: gl.constexpr,
-    saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
-    LAYOUT: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    do_tile,
+    lses,
+    deltas,
+    do_rows,
+    out_rows,
+    saved,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):
     """Store dO, the log-sum-exp and delta = sum(dO O) of rows in shared memory."""
+    N = scoring.N
     ROWS: gl.constexpr = do_tile.shape[0]
+    D: gl.constexpr = do_tile.shape[1]
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    do = load_in_layout(do_ptr, DO_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
-    # dO takes up the rounding error of the log-sum-exp (``row_statistics``), and with it delta.
-    do = do * lost[:, None]
-    out = load_in_layout(out_ptr, OUT_STRIDE, start, end, ROWS, D, LAYOUT).to(gl.float32)
-    do_tile.store(placed(do.to(do_tile.dtype), ORDERED))
+    lse, correction = common.load_row_statistics(saved, rows, rows < N, scoring.factor, SCALED)
+    do = load_in_layout(do_rows, start, N, [ROWS, D], LAYOUT).to(gl.float32)
+    # dO takes up the rounding error of the log-sum-exp (``load_row_statistics``), and with it
+    # delta.
+    do = do * correction[:, None]
+    out = load_in_layout(out_rows, start, N, [ROWS, D], LAYOUT).to(gl.float32)
+    do_tile.store(permute_dims(do.to(do_tile.dtype), PERMUTED))
     lses.store(lse)
     deltas.store(gl.sum(do * out, 1))
 
 
 @gluon.jit
-def _rows(
-    q_ptr, Q_STRIDE: gl.constexpr, do_ptr, DO_STRIDE: gl.constexpr, out_ptr,
-    OUT_STRIDE: gl.constexpr, saved, first, end, factor, SCALED: gl.constexpr,
-    ROWS: gl.constexpr, D: gl.constexpr, LEFT: gl.constexpr, WARPS: gl.constexpr,
-    ORDERED: gl.constexpr,
-):  # fmt: skip
+def _load_row_operands(
+    q_rows,
+    do_rows,
+    out_rows,
+    saved,
+    first,
+    end,
+    factor,
+    SCALED: gl.constexpr,
+    ROWS: gl.constexpr,
+    D: gl.constexpr,
+    LEFT: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):
     """Load Q and dO of rows as left operands; return them with the log-sum-exp and delta."""
     OWN: gl.constexpr = gl.SliceLayout(1, LEFT.parent)
     rows = first + gl.arange(0, ROWS, OWN)
-    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    q = load_left(q_ptr, Q_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    do = load_left(do_ptr, DO_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
-    out = load_left(out_ptr, OUT_STRIDE, first, end, ROWS, D, LEFT, WARPS, ORDERED)
+    lse, correction = common.load_row_statistics(saved, rows, rows < end, factor, SCALED)
+    q = load_left(q_rows, first, end, [ROWS, D], LEFT, PERMUTED)
+    do = load_left(do_rows, first, end, [ROWS, D], LEFT, PERMUTED)
+    out = load_left(out_rows, first, end, [ROWS, D], LEFT, PERMUTED)
     # As in ``_describe_rows``; the sum over dimensions is within the four threads of a row.
-    wide = do.to(gl.float32) * gl.convert_layout(lost, gl.SliceLayout(1, LEFT))[:, None]
+    wide = do.to(gl.float32) * gl.convert_layout(correction, gl.SliceLayout(1, LEFT))[:, None]
     delta = gl.convert_layout(gl.sum(wide * out.to(gl.float32), 1), OWN)
     return q, wide.to(do.dtype), lse, delta
 
 
 @gluon.jit
-def _turned(tile, x):
+def _store_over(tile, x):
     """Store (64, COLS) over a tile that is no longer read; return the view of it."""
     COLS: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // COLS, COLS // 8, [1, 0])
@@ -703,9 +948,22 @@ def _turned(tile, x):
 
 @gluon.jit
 def _rows_in_columns(
-    dq, q, do, k, v, k_tile, tile, lse, delta, first, start, limit, factor, N, mask, dropout,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dq,
+    q,
+    do,
+    k,
+    v,
+    k_tile,
+    tile,
+    lse,
+    delta,
+    first,
+    start,
+    scoring,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of up to 64 keys to dQ^T (D, COLS) of the rows in columns.
 
     ``k`` and ``v`` are those keys as left operands, ``k_tile`` is their buffer, and ``tile`` is a
@@ -716,28 +974,44 @@ def _rows_in_columns(
     zero = gl.zeros([64, COLS], gl.float32, MMA)  # keys by rows
     cols = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     rows = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
-    if mask[0] is not None:
-        p = common.masked_p(mma(k, q, zero), lse[None, :], factor, mask, rows, cols, N, SCALED)
+    s = mma(k, q, zero)
+    if scoring.mask.ptr is not None:
+        p = common.recompute_p(s, lse[None, :], scoring, rows, cols, SCALED)
     else:
-        p = gl.exp2(mma(k, q, zero) * factor - lse[None, :])
+        p = gl.exp2(s * scoring.factor - lse[None, :])
     dp = mma(v, do, zero)
-    dp, _ = common.behind_dropout(dp, dp, dropout, rows, cols)
+    dp, _ = common.apply_dropout(dp, dp, scoring.dropout, rows, cols, True)
     ds = p * (dp - delta[None, :])  # (64, COLS)
-    ds = common.masked(ds, None, None, rows, cols, limit, 0.0, HIDES, CAUSAL)
-    common.store_ds(mask[4], ds, rows, cols, N)
+    ds = common.mask_scores(ds, rows, cols, scoring.limit if HIDES else None, CAUSAL, 0.0)
+    common.store_ds(scoring, ds, rows, cols)
     # K^T (D, keys) goes to registers first: dS may be stored over the buffer of K.
     left = k_tile.permute((1, 0)).load(gl.DotOperandLayout(0, MMA, 2))
     barrier()  # all warps have loaded K^T
-    ds = _turned(tile, ds)
+    ds = _store_over(tile, ds)
     barrier()  # dS of all warps is stored
     return mma(left, ds.slice(0, k_tile.shape[0]).load(gl.DotOperandLayout(1, MMA, 2)), dq)
 
 
 @gluon.jit
 def _keys_in_columns(
-    dk, dv, k, v, q, do, q_tile, do_tile, p_tile, ds_tile, lse, delta, first, start, factor, N,
-    mask, dropout, CAUSAL: gl.constexpr, SCALED: gl.constexpr,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    q_tile,
+    do_tile,
+    p_tile,
+    ds_tile,
+    lse,
+    delta,
+    first,
+    start,
+    scoring,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+):
     """Add the contribution of up to 64 rows to dK^T and dV^T (D, COLS) of the keys in columns.
 
     ``q`` and ``do`` are those rows as left operands, ``q_tile`` and ``do_tile`` are their buffers,
@@ -751,18 +1025,21 @@ def _keys_in_columns(
     zero = gl.zeros([64, COLS], gl.float32, MMA)
     rows = (start + gl.arange(0, 64, gl.SliceLayout(1, MMA)))[:, None]
     cols = (first + gl.arange(0, COLS, gl.SliceLayout(0, MMA)))[None, :]
-    if mask[0] is not None:
-        p = common.masked_p(mma(q, k, zero), lse[:, None], factor, mask, rows, cols, N, SCALED)
+    s = mma(q, k, zero)
+    if scoring.mask.ptr is not None:
+        p = common.recompute_p(s, lse[:, None], scoring, rows, cols, SCALED)
     else:
-        p = gl.exp2(mma(q, k, zero) * factor - lse[:, None])
-    p = common.masked(p, None, None, rows, cols, 0, 0.0, False, CAUSAL)
+        p = gl.exp2(s * scoring.factor - lse[:, None])
+    p = common.mask_scores(p, rows, cols, None, CAUSAL, 0.0)
     dp = mma(do, v, zero)
-    dp, weight = common.behind_dropout(dp, p, dropout, rows, cols)
+    dp, weight = common.apply_dropout(dp, p, scoring.dropout, rows, cols, True)
     ds = p * (dp - delta[:, None])  # (64, COLS)
     # Q^T and dO^T, (D, rows), go to registers first: P and dS may be stored over their buffers.
-    left_q, left_do = q_tile.permute((1, 0)).load(LEFT), do_tile.permute((1, 0)).load(LEFT)
+    left_q = q_tile.permute((1, 0)).load(LEFT)
+    left_do = do_tile.permute((1, 0)).load(LEFT)
     barrier()  # all warps have loaded Q^T and dO^T
-    p, ds = _turned(p_tile, weight), _turned(ds_tile, ds)
+    p = _store_over(p_tile, weight)
+    ds = _store_over(ds_tile, ds)
     barrier()  # P and dS of all warps are stored
     dv = mma(left_do, p.slice(0, ROWS).load(RIGHT), dv)
     dk = mma(left_q, ds.slice(0, ROWS).load(RIGHT), dk)
@@ -771,46 +1048,73 @@ def _keys_in_columns(
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _ampere_bwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, full, scale, keep_scale, threshold,
-    D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr, TAIL_STEPS: gl.constexpr,
-    COLS: gl.constexpr, STEP: gl.constexpr, BLOCK: gl.constexpr, WARPS: gl.constexpr,
-    CAUSAL: gl.constexpr, SCALED: gl.constexpr, ORDERED: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    ds_ptr,
+    H,
+    N,
+    full,
+    scale,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    TAIL_STEPS: gl.constexpr,
+    COLS: gl.constexpr,
+    STEP: gl.constexpr,
+    BLOCK: gl.constexpr,
+    WARPS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    SCALED: gl.constexpr,
+    PERMUTED: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     OWN: gl.constexpr = gl.SliceLayout(1, MMA)
-    BLOCKED: gl.constexpr = copied(D, WARPS)
-    COPIED: gl.constexpr = copied(D, WARPS, ORDERED)
-    SHARED: gl.constexpr = in_memory(D)
+    BLOCKED: gl.constexpr = copy_layout(D, WARPS)
+    COPY: gl.constexpr = copy_layout(D, WARPS, PERMUTED)
+    SHARED: gl.constexpr = shared_layout(D)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HIDES: gl.constexpr = lengths_ptr is not None
     TAIL: gl.constexpr = FULL * 64
     # Programs 2 h and 2 h + 1 own head h.
     h = gl.program_id(0) // 2
     h_64, b_64 = h.to(gl.int64), gl.program_id(1).to(gl.int64)
-    q_ptr = head_start(q_view, b_64, h_64)
-    k_ptr = head_start(k_view, b_64, h_64)
-    v_ptr = head_start(v_view, b_64, h_64)
-    do_ptr = head_start(do_view, b_64, h_64)
-    out_ptr = head_start(out_view, b_64, h_64)
+    q_rows = rows_of_head(q_view, b_64, h_64)
+    k_rows = rows_of_head(k_view, b_64, h_64)
+    v_rows = rows_of_head(v_view, b_64, h_64)
+    do_rows = rows_of_head(do_view, b_64, h_64)
+    out_rows = rows_of_head(out_view, b_64, h_64)
     # Here, as a function of Triton 3.6 cannot return None: one of the two is None.
     if max_log_sum_ptr is None:
         lse_ptr += (b_64 * H + h_64) * N
     else:
         max_log_sum_ptr += (b_64 * H + h_64) * N * 2
     saved = max_log_sum_ptr, lse_ptr
-    limit = common.number_of_keys(lengths_ptr, N)
+    limit = common.visible_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
     if ds_ptr is not None:
         ds_ptr += (b_64 * H + h_64) * N * N
-    mask = mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
+    mask = Mask(mask_view.ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr)
     if mask_view.ptr is not None:
-        mask_ptr = head_start(mask_view, b_64, h_64)
-        mask = mask_ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr
-    dropout = seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale
+        mask_ptr = head_ptr(mask_view, b_64, h_64)
+        mask = Mask(mask_ptr, mask_view.stride_n, mask_view.stride_m, scale, ds_ptr)
+    dropout = Dropout(seed_ptr, threshold, gl.program_id(1) * H + h, keep_scale)
+    scoring = Scoring(N, limit, factor, mask, dropout)
     end = N
     if COLS > 0:
         end = full * 64
@@ -825,53 +1129,99 @@ def _ampere_bwd_kernel(
     if gl.program_id(0) % 2 == 0:
         # First program: dQ.
         for n in gl.static_range(FULL):
-            copy_rows(ks.index(n), k_ptr, k_view.stride_n, n * 64, limit, COPIED, ORDERED)
-            copy_rows(vs.index(n), v_ptr, v_view.stride_n, n * 64, limit, COPIED, ORDERED)
+            copy_rows(ks.index(n), k_rows, n * 64, limit, COPY, PERMUTED)
+            copy_rows(vs.index(n), v_rows, n * 64, limit, COPY, PERMUTED)
         if T > 0:
-            copy_rows(k_tail, k_ptr, k_view.stride_n, TAIL, limit, COPIED, ORDERED)
-            copy_rows(v_tail, v_ptr, v_view.stride_n, TAIL, limit, COPIED, ORDERED)
+            copy_rows(k_tail, k_rows, TAIL, limit, COPY, PERMUTED)
+            copy_rows(v_tail, v_rows, TAIL, limit, COPY, PERMUTED)
         commit_copies()
-        dq_ptr = head_start(dq_view, b_64, h_64)
+        dq_rows = rows_of_head(dq_view, b_64, h_64)
         # Wait for K and V of all threads. The loop over tiles only reads them, without barriers.
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            q, do, lse, delta = _rows(
-                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, first, end, factor, SCALED, BLOCK, D, LEFT, WARPS, ORDERED,
-            )  # fmt: skip
+            q, do, lse, delta = _load_row_operands(
+                q_rows=q_rows,
+                do_rows=do_rows,
+                out_rows=out_rows,
+                saved=saved,
+                first=first,
+                end=end,
+                factor=factor,
+                SCALED=SCALED,
+                ROWS=BLOCK,
+                D=D,
+                LEFT=LEFT,
+                PERMUTED=PERMUTED,
+            )
             dq = gl.zeros([BLOCK, D], gl.float32, MMA)
-            # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-            seen, last = common.visible_tiles(full, limit, first, BLOCK, HIDES, CAUSAL)
-            for i in range(seen):
+            # The first ``num_unmasked`` tiles need no mask: the hot loop compares nothing.
+            num_unmasked, num_visible = common.visible_tiles(
+                full, limit, first, BLOCK, HIDES, CAUSAL
+            )
+            for i in range(num_unmasked):
                 dq = _rows_segment(
-                    dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
-                    i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, False, False, SCALED,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    lse=lse[:, None],
+                    delta=delta[:, None],
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    STEP=STEP,
+                    STEPS=64 // STEP,
+                    HIDES=False,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             if HIDES or CAUSAL:
-                for i in range(seen, last):
+                for i in range(num_unmasked, num_visible):
                     dq = _rows_segment(
-                        dq, q, do, ks.index(i), vs.index(i), lse[:, None], delta[:, None], first,
-                        i * 64, limit, factor, N, mask, dropout, STEP, 64 // STEP, HIDES, CAUSAL,
-                        SCALED,
-                    )  # fmt: skip
+                        dq=dq,
+                        q=q,
+                        do=do,
+                        k=ks.index(i),
+                        v=vs.index(i),
+                        lse=lse[:, None],
+                        delta=delta[:, None],
+                        first=first,
+                        start=i * 64,
+                        scoring=scoring,
+                        STEP=STEP,
+                        STEPS=64 // STEP,
+                        HIDES=HIDES,
+                        CAUSAL=CAUSAL,
+                        SCALED=SCALED,
+                    )
             if T > 0:
                 dq = _rows_segment(
-                    dq, q, do, k_tail, v_tail, lse[:, None], delta[:, None], first, full * 64,
-                    limit, factor, N, mask, dropout, 16, TAIL_STEPS, True, CAUSAL, SCALED,
-                )  # fmt: skip
-            store_product_rows(dq_ptr, dq_view.stride_n, dq * scale, first, end, WARPS, ORDERED)
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=k_tail,
+                    v=v_tail,
+                    lse=lse[:, None],
+                    delta=delta[:, None],
+                    first=first,
+                    start=full * 64,
+                    scoring=scoring,
+                    STEP=16,
+                    STEPS=TAIL_STEPS,
+                    HIDES=True,
+                    CAUSAL=CAUSAL,
+                    SCALED=SCALED,
+                )
+            store_product_rows(dq_rows, dq * scale, first, end, PERMUTED)
         if COLS > 0:
             # The last rows as columns: S^T and dP^T (64, COLS), and dQ^T (D, COLS).
             rows_t = TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA))
-            lse_t, lost_t = common.row_statistics(saved, rows_t, rows_t < N, factor, SCALED)
-            q_t = load_columns(q_ptr, q_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED)
-            do_t = load_columns(do_ptr, do_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
-                gl.float32
-            )
-            out_t = load_columns(out_ptr, out_view.stride_n, TAIL, N, COLS, D, RIGHT, ORDERED).to(
-                gl.float32
-            )
+            lse_t, lost_t = common.load_row_statistics(saved, rows_t, rows_t < N, factor, SCALED)
+            q_t = load_columns(q_rows, TAIL, N, [COLS, D], RIGHT, PERMUTED)
+            do_t = load_columns(do_rows, TAIL, N, [COLS, D], RIGHT, PERMUTED).to(gl.float32)
+            out_t = load_columns(out_rows, TAIL, N, [COLS, D], RIGHT, PERMUTED).to(gl.float32)
             do_t = do_t * gl.convert_layout(lost_t, gl.SliceLayout(0, RIGHT))[None, :]
             delta_t = gl.convert_layout(gl.sum(do_t * out_t, 0), gl.SliceLayout(0, MMA))  # (COLS,)
             do_t = do_t.to(DTYPE)
@@ -880,25 +1230,51 @@ def _ampere_bwd_kernel(
                 # These are the last reads of K: dS is stored over its tile.
                 k, v = ks.index(i), vs.index(i)
                 dq_t = _rows_in_columns(
-                    dq_t, q_t, do_t, k.load(LEFT), v.load(LEFT), k, k, lse_t, delta_t, TAIL,
-                    i * 64, limit, factor, N, mask, dropout, HIDES, False, SCALED,
-                )  # fmt: skip
+                    dq=dq_t,
+                    q=q_t,
+                    do=do_t,
+                    k=k.load(LEFT),
+                    v=v.load(LEFT),
+                    k_tile=k,
+                    tile=k,
+                    lse=lse_t,
+                    delta=delta_t,
+                    first=TAIL,
+                    start=i * 64,
+                    scoring=scoring,
+                    HIDES=HIDES,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             # The last keys have a buffer of T rows, but a left operand has 64: it is loaded again.
-            k_left = load_left(k_ptr, k_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
-            v_left = load_left(v_ptr, v_view.stride_n, TAIL, limit, 64, D, LEFT, WARPS, ORDERED)
+            k_left = load_left(k_rows, TAIL, limit, [64, D], LEFT, PERMUTED)
+            v_left = load_left(v_rows, TAIL, limit, [64, D], LEFT, PERMUTED)
             dq_t = _rows_in_columns(
-                dq_t, q_t, do_t, k_left, v_left, k_tail, ks.index(0), lse_t, delta_t, TAIL, TAIL,
-                limit, factor, N, mask, dropout, True, CAUSAL, SCALED,
-            )  # fmt: skip
-            store_columns(dq_ptr, dq_view.stride_n, dq_t * scale, TAIL, N, ORDERED)
+                dq=dq_t,
+                q=q_t,
+                do=do_t,
+                k=k_left,
+                v=v_left,
+                k_tile=k_tail,
+                tile=ks.index(0),
+                lse=lse_t,
+                delta=delta_t,
+                first=TAIL,
+                start=TAIL,
+                scoring=scoring,
+                HIDES=True,
+                CAUSAL=CAUSAL,
+                SCALED=SCALED,
+            )
+            store_columns(dq_rows, dq_t * scale, TAIL, N, PERMUTED)
     else:
         # Second program: dK and dV.
         lses = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         deltas = gl.allocate_shared_memory(gl.float32, [FULL, 64], VECTOR)
         for n in gl.static_range(FULL):
-            copy_rows(qs.index(n), q_ptr, q_view.stride_n, n * 64, N, COPIED, ORDERED)
+            copy_rows(qs.index(n), q_rows, n * 64, N, COPY, PERMUTED)
         if T > 0:
-            copy_rows(q_tail, q_ptr, q_view.stride_n, TAIL, N, COPIED, ORDERED)
+            copy_rows(q_tail, q_rows, TAIL, N, COPY, PERMUTED)
             lse_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
             delta_tail = gl.allocate_shared_memory(gl.float32, [T], VECTOR)
         commit_copies()
@@ -906,55 +1282,112 @@ def _ampere_bwd_kernel(
             # dO is not copied but loaded, since delta needs it in registers; Q is in flight
             # meanwhile.
             _describe_rows(
-                dos.index(n), lses.index(n), deltas.index(n), do_ptr, do_view.stride_n, out_ptr,
-                out_view.stride_n, saved, n * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
-            )  # fmt: skip
+                do_tile=dos.index(n),
+                lses=lses.index(n),
+                deltas=deltas.index(n),
+                do_rows=do_rows,
+                out_rows=out_rows,
+                saved=saved,
+                start=n * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                LAYOUT=BLOCKED,
+                PERMUTED=PERMUTED,
+            )
         if T > 0:
             _describe_rows(
-                do_tail, lse_tail, delta_tail, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, full * 64, N, factor, SCALED, D, BLOCKED, ORDERED,
-            )  # fmt: skip
-        dk_ptr = head_start(dk_view, b_64, h_64)
-        dv_ptr = head_start(dv_view, b_64, h_64)
+                do_tile=do_tail,
+                lses=lse_tail,
+                deltas=delta_tail,
+                do_rows=do_rows,
+                out_rows=out_rows,
+                saved=saved,
+                start=full * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                LAYOUT=BLOCKED,
+                PERMUTED=PERMUTED,
+            )
+        dk_rows = rows_of_head(dk_view, b_64, h_64)
+        dv_rows = rows_of_head(dv_view, b_64, h_64)
         # Wait for Q, dO, the log-sum-exp and delta of all threads.
         wait_copies(0)
         barrier()
         for first in range(0, end, BLOCK):
-            k = load_left(k_ptr, k_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
-            v = load_left(v_ptr, v_view.stride_n, first, limit, BLOCK, D, LEFT, WARPS, ORDERED)
+            k = load_left(k_rows, first, limit, [BLOCK, D], LEFT, PERMUTED)
+            v = load_left(v_rows, first, limit, [BLOCK, D], LEFT, PERMUTED)
             dk = gl.zeros([BLOCK, D], gl.float32, MMA)
             dv = gl.zeros([BLOCK, D], gl.float32, MMA)
-            start, seen = 0, 0
+            start, diagonal_end = 0, 0
             if CAUSAL:
                 # Under a causal mask the loop starts at the diagonal, whose tiles are masked; later
                 # tiles of rows see all of these keys.
-                start, seen = first // 64, gl.minimum((first + BLOCK) // 64, full)
-                for i in range(start, seen):
+                start, diagonal_end = first // 64, gl.minimum((first + BLOCK) // 64, full)
+                for i in range(start, diagonal_end):
                     dk, dv = _keys_segment(
-                        dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i),
-                        first, i * 64, factor, N, mask, dropout, STEP, 64 // STEP, True, SCALED,
-                    )  # fmt: skip
-            for i in range(seen, full):
+                        dk=dk,
+                        dv=dv,
+                        k=k,
+                        v=v,
+                        q=qs.index(i),
+                        do=dos.index(i),
+                        lses=lses.index(i),
+                        deltas=deltas.index(i),
+                        first=first,
+                        start=i * 64,
+                        scoring=scoring,
+                        STEP=STEP,
+                        STEPS=64 // STEP,
+                        CAUSAL=True,
+                        SCALED=SCALED,
+                    )
+            for i in range(diagonal_end, full):
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, qs.index(i), dos.index(i), lses.index(i), deltas.index(i), first,
-                    i * 64, factor, N, mask, dropout, STEP, 64 // STEP, False, SCALED,
-                )  # fmt: skip
+                    dk=dk,
+                    dv=dv,
+                    k=k,
+                    v=v,
+                    q=qs.index(i),
+                    do=dos.index(i),
+                    lses=lses.index(i),
+                    deltas=deltas.index(i),
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    STEP=STEP,
+                    STEPS=64 // STEP,
+                    CAUSAL=False,
+                    SCALED=SCALED,
+                )
             if T > 0:
                 dk, dv = _keys_segment(
-                    dk, dv, k, v, q_tail, do_tail, lse_tail, delta_tail, first, full * 64, factor,
-                    N, mask, dropout, 16, TAIL_STEPS, CAUSAL, SCALED,
-                )  # fmt: skip
+                    dk=dk,
+                    dv=dv,
+                    k=k,
+                    v=v,
+                    q=q_tail,
+                    do=do_tail,
+                    lses=lse_tail,
+                    deltas=delta_tail,
+                    first=first,
+                    start=full * 64,
+                    scoring=scoring,
+                    STEP=16,
+                    STEPS=TAIL_STEPS,
+                    CAUSAL=CAUSAL,
+                    SCALED=SCALED,
+                )
             if HIDES:
                 # Hidden keys were loaded as zeros, and P of a zero score may overflow: discard
                 # their rows.
                 inside = (first + gl.arange(0, BLOCK, OWN) < limit)[:, None]
                 dk, dv = gl.where(inside, dk, 0.0), gl.where(inside, dv, 0.0)
-            store_product_rows(dk_ptr, dk_view.stride_n, dk * scale, first, end, WARPS, ORDERED)
-            store_product_rows(dv_ptr, dv_view.stride_n, dv, first, end, WARPS, ORDERED)
+            store_product_rows(dk_rows, dk * scale, first, end, PERMUTED)
+            store_product_rows(dv_rows, dv, first, end, PERMUTED)
         if COLS > 0:
             # The last keys as columns: S and dP (64, COLS), and dK^T and dV^T (D, COLS).
-            k_t = load_columns(k_ptr, k_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
-            v_t = load_columns(v_ptr, v_view.stride_n, TAIL, limit, COLS, D, RIGHT, ORDERED)
+            k_t = load_columns(k_rows, TAIL, limit, [COLS, D], RIGHT, PERMUTED)
+            v_t = load_columns(v_rows, TAIL, limit, [COLS, D], RIGHT, PERMUTED)
             dk_t = gl.zeros([D, COLS], gl.float32, MMA)
             dv_t = gl.zeros([D, COLS], gl.float32, MMA)
             # Under a causal mask no row of a whole tile sees the last keys.
@@ -962,23 +1395,62 @@ def _ampere_bwd_kernel(
                 for i in range(full):
                     q, do = qs.index(i), dos.index(i)
                     dk_t, dv_t = _keys_in_columns(
-                        dk_t, dv_t, k_t, v_t, q.load(LEFT), do.load(LEFT), q, do, q, do,
-                        lses.index(i).load(OWN), deltas.index(i).load(OWN), TAIL, i * 64, factor,
-                        N, mask, dropout, False, SCALED,
-                    )  # fmt: skip
-            q, do, lse, delta = _rows(
-                q_ptr, q_view.stride_n, do_ptr, do_view.stride_n, out_ptr, out_view.stride_n,
-                saved, TAIL, N, factor, SCALED, 64, D, LEFT, WARPS, ORDERED,
-            )  # fmt: skip
+                        dk=dk_t,
+                        dv=dv_t,
+                        k=k_t,
+                        v=v_t,
+                        q=q.load(LEFT),
+                        do=do.load(LEFT),
+                        q_tile=q,
+                        do_tile=do,
+                        p_tile=q,
+                        ds_tile=do,
+                        lse=lses.index(i).load(OWN),
+                        delta=deltas.index(i).load(OWN),
+                        first=TAIL,
+                        start=i * 64,
+                        scoring=scoring,
+                        CAUSAL=False,
+                        SCALED=SCALED,
+                    )
+            q, do, lse, delta = _load_row_operands(
+                q_rows=q_rows,
+                do_rows=do_rows,
+                out_rows=out_rows,
+                saved=saved,
+                first=TAIL,
+                end=N,
+                factor=factor,
+                SCALED=SCALED,
+                ROWS=64,
+                D=D,
+                LEFT=LEFT,
+                PERMUTED=PERMUTED,
+            )
             dk_t, dv_t = _keys_in_columns(
-                dk_t, dv_t, k_t, v_t, q, do, q_tail, do_tail, qs.index(0), dos.index(0), lse,
-                delta, TAIL, TAIL, factor, N, mask, dropout, CAUSAL, SCALED,
-            )  # fmt: skip
+                dk=dk_t,
+                dv=dv_t,
+                k=k_t,
+                v=v_t,
+                q=q,
+                do=do,
+                q_tile=q_tail,
+                do_tile=do_tail,
+                p_tile=qs.index(0),
+                ds_tile=dos.index(0),
+                lse=lse,
+                delta=delta,
+                first=TAIL,
+                start=TAIL,
+                scoring=scoring,
+                CAUSAL=CAUSAL,
+                SCALED=SCALED,
+            )
             if HIDES:
-                seen_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
-                dk_t, dv_t = gl.where(seen_t, dk_t, 0.0), gl.where(seen_t, dv_t, 0.0)
-            store_columns(dk_ptr, dk_view.stride_n, dk_t * scale, TAIL, N, ORDERED)
-            store_columns(dv_ptr, dv_view.stride_n, dv_t, TAIL, N, ORDERED)
+                visible_t = (TAIL + gl.arange(0, COLS, gl.SliceLayout(0, MMA)) < limit)[None, :]
+                dk_t, dv_t = gl.where(visible_t, dk_t, 0.0), gl.where(visible_t, dv_t, 0.0)
+            store_columns(dk_rows, dk_t * scale, TAIL, N, PERMUTED)
+            store_columns(dv_rows, dv_t, TAIL, N, PERMUTED)
 
 
 def prepare_backward(
@@ -999,6 +1471,6 @@ def prepare_backward(
         WARPS=tile.options["num_warps"],
         # Predicted: up to 256 tokens with 32 dimensions, 4-byte copies cost more than wide loads
         # and stores save.
-        ORDERED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
+        PERMUTED=arguments["D"] == 64 or (arguments["D"] == 32 and full > 4),
     )
     return Launch(_ampere_bwd_kernel, (2 * heads, batch), arguments)

@@ -9,13 +9,99 @@ A tail is the tokens after the last whole tile, where they are few: they are the
 transposed product, which costs less than another tile of 64 rows.
 """
 
+from typing import Any, NamedTuple
+
+from ..._epilogue import Sums
 from ..._gluon import copy_async, gl, gluon, warpgroup_mma, warpgroup_mma_wait
 from ..._triton import LN_2, LOG2_E
 from ..call import GluonView
 
+# --- What travels together between device functions -----------------------------------------------
+
+
+class Mask(NamedTuple):
+    """The mask of the scores.
+
+    Attributes:
+        ptr: the mask of a head, or None; in the Hopper kernels, of the first (``mask_ptr``).
+        stride_n: between rows; None if all rows share them.
+        stride_m: between keys.
+        scale: multiplies scores before an additive mask is added.
+        ds_ptr: where the gradient of the scores goes, or None.
+        stride_b: between batch entries, if ``ptr`` points to the first head.
+        stride_h: between heads, likewise.
+    """
+
+    ptr: Any
+    stride_n: Any
+    stride_m: Any
+    scale: Any
+    ds_ptr: Any = None
+    stride_b: Any = None
+    stride_h: Any = None
+
+
+class Dropout(NamedTuple):
+    """The dropout of the probabilities; nothing is dropped if ``seed_ptr`` is None.
+
+    Attributes:
+        seed_ptr: (1,) int64.
+        threshold: the probability of dropping, times 2^31.
+        head: the index of the head, counted over all batch entries.
+        keep_scale: 1 / (1 - p).
+        keep_words: shared memory for ``pack_keep_mask``, a buffer for each pair of tiles, or None.
+        num_tiles: the tiles of keys in a row of ``keep_words``.
+    """
+
+    seed_ptr: Any = None
+    threshold: Any = None
+    head: Any = None
+    keep_scale: Any = None
+    keep_words: Any = None
+    num_tiles: Any = None
+
+
+class Scoring(NamedTuple):
+    """What turns products of queries and keys into probabilities.
+
+    Attributes:
+        N: the number of rows, and of keys.
+        limit: keys from it on are padding.
+        factor: from scores to base-2 exponents.
+        mask: a ``Mask``.
+        dropout: a ``Dropout``.
+    """
+
+    N: Any
+    limit: Any
+    factor: Any
+    mask: Any
+    dropout: Any
+
+
+class RowState(NamedTuple):
+    """The online softmax of a tile of rows; the sums are partial, (rows, 4) (``thread_sums``).
+
+    Attributes:
+        acc: (rows, D), the sum of P V.
+        row_max: (rows,), the largest score so far, to which the sums are relative.
+        row_sum: the sum of P.
+        centred: the sum of P times its exponent.
+        square: the sum of P^2.
+    """
+
+    acc: Any
+    row_max: Any
+    row_sum: Any
+    centred: Any
+    square: Any
+
+
+# --- Rows in global memory ------------------------------------------------------------------------
+
 
 @gluon.jit
-def here(x):
+def prevent_hoisting(x):
     """Return ``x`` unchanged; stop the compiler from hoisting it out of a loop."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
@@ -23,7 +109,7 @@ def here(x):
 
 
 @gluon.jit
-def own_head(view, GROUP: gl.constexpr = 1):
+def head_ptr(view, GROUP: gl.constexpr = 1):
     """Return a pointer to this program's head, which GROUP query heads share.
 
     It points into this program's batch entry, or to token ``view.first`` of a varlen batch. The
@@ -39,85 +125,92 @@ def own_head(view, GROUP: gl.constexpr = 1):
             "mov.u32 $0, %ctaid.y;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )
     else:
-        b = here(view.first)
+        b = prevent_hoisting(view.first)
     if GROUP > 1:
         h = h // GROUP
     # Offsets between heads are 64-bit, offsets within one head 32-bit (``_fits_gluon``).
     return view.ptr + (b.to(gl.int64) * view.stride_b + h.to(gl.int64) * view.stride_h)
 
 
+@gluon.constexpr_function
+def copy_layout(block_dim):
+    """Return the layout of copies: 16 bytes of a row per thread, of four warps."""
+    lanes = block_dim // 8
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
 @gluon.jit
 def fetch_rows(
-    shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr = 1,
-):  # fmt: skip
+    shared, view, start, end, D: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr = 1
+):
     """Start an asynchronous copy of rows from ``start`` on; with MASK, write zeros from ``end`` on.
 
     The copy is not sliced: Triton 3.6 puts a barrier between the slices of a copy.
     """
     WIDTH: gl.constexpr = shared.shape[1]
-    rows = here(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
+    LAYOUT: gl.constexpr = copy_layout(WIDTH)
+    rows = prevent_hoisting(gl.arange(0, shared.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = (
-        own_head(view, GROUP)
-        + start * view.stride_n
-        + (rows[:, None] * view.stride_n + dims[None, :])
-    )
+    ptrs = head_ptr(view, GROUP) + start * view.stride_n
+    ptrs = ptrs + (rows[:, None] * view.stride_n + dims[None, :])  # (rows, WIDTH)
     # Masked elements are written as zeros: products read whole tiles.
     if MASK or D < WIDTH:
-        copy_async(shared, ptrs, mask=(start + rows < end)[:, None] & (dims < D)[None, :])
+        inside = (start + rows < end)[:, None] & (dims < D)[None, :]
+        copy_async(shared, ptrs, mask=inside)
     else:
         copy_async(shared, ptrs)
 
 
 @gluon.jit
-def left_rows(
-    view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-    ROWS: gl.constexpr = 64, GROUP: gl.constexpr = 1,
-):  # fmt: skip
+def load_rows(
+    view,
+    start,
+    end,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    ROWS: gl.constexpr = 64,
+    GROUP: gl.constexpr = 1,
+):
     """Load rows into registers, such as those of a left operand; zeros from ``end`` on."""
-    rows = here(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
+    rows = prevent_hoisting(gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     inside = (start + rows < end)[:, None]  # (ROWS, 1)
     if D < WIDTH:
         inside = inside & (dims < D)[None, :]
-    ptrs = (
-        own_head(view, GROUP)
-        + start * view.stride_n
-        + (rows[:, None] * view.stride_n + dims[None, :])
-    )
+    ptrs = head_ptr(view, GROUP) + start * view.stride_n
+    ptrs = ptrs + (rows[:, None] * view.stride_n + dims[None, :])  # (ROWS, WIDTH)
     return gl.load(ptrs, mask=inside, other=0.0)  # (ROWS, WIDTH)
 
 
 @gluon.jit
-def fetch_tiles(
-    tiles, view, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr = 1,
-):  # fmt: skip
+def fetch_tiles(tiles, view, end, D: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr = 1):
     """Start asynchronous copies of all whole tiles of a head."""
     COUNT: gl.constexpr = tiles.shape[0]
     ROWS: gl.constexpr = tiles.shape[1]
     for i in gl.static_range(COUNT):
-        fetch_rows(tiles.index(i), view, i * ROWS, end, D, MASK, LAYOUT, GROUP)
+        fetch_rows(
+            shared=tiles.index(i), view=view, start=i * ROWS, end=end, D=D, MASK=MASK, GROUP=GROUP
+        )
 
 
 @gluon.jit
-def put_rows(
-    view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def store_staged_rows(view, x, stage, start, end, D: gl.constexpr, MASK: gl.constexpr):
     """Store a tile of rows through shared memory; with MASK, only the rows before ``end``."""
     WIDTH: gl.constexpr = stage.shape[1]
+    LAYOUT: gl.constexpr = copy_layout(WIDTH)
     # 128 threads store 8 elements, 16 bytes, each.
     STEP: gl.constexpr = 1024 // WIDTH
     # In the layout of a product a thread holds two neighbouring elements. Shared memory regroups
-    # them into the 16-byte vectors of LAYOUT.
+    # them into 16-byte vectors.
     stage.store(x.to(stage.dtype))
-    rows = here(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
+    rows = prevent_hoisting(gl.arange(0, STEP, gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
-    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
+    ptrs = head_ptr(view) + start * view.stride_n
+    ptrs = ptrs + (rows[:, None] * view.stride_n + dims[None, :])  # (STEP, WIDTH)
     for i in gl.static_range(stage.shape[0] // STEP):
-        # A part is (STEP, WIDTH).
-        part, target = stage.slice(i * STEP, STEP).load(LAYOUT), ptrs + i * STEP * view.stride_n
+        part = stage.slice(i * STEP, STEP).load(LAYOUT)  # (STEP, WIDTH)
+        target = ptrs + i * STEP * view.stride_n
         inside = (start + i * STEP + rows < end)[:, None]
         if D < WIDTH:
             gl.store(target, part, mask=inside & (dims < D)[None, :])
@@ -128,21 +221,22 @@ def put_rows(
 
 
 @gluon.jit
-def turned_rows(x, stage, LAYOUT: gl.constexpr):
+def convert_staged(x, stage, LAYOUT: gl.constexpr):
     """Convert a tile of rows to the layout of its store through shared memory."""
     stage.store(x.to(stage.dtype))
     return stage.load(LAYOUT)
 
 
 @gluon.jit
-def put_own(
-    view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+def store_rows(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr):
     """Store a tile of rows in its own layout; with MASK, only the rows before ``end``."""
-    rows = here(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
+    LAYOUT: gl.constexpr = x.type.layout
+    rows = prevent_hoisting(gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT)))
     dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
-    ptrs = own_head(view) + start * view.stride_n + (rows[:, None] * view.stride_n + dims[None, :])
-    x, inside = x.to(view.ptr.dtype.element_ty), (start + rows < end)[:, None]
+    ptrs = head_ptr(view) + start * view.stride_n
+    ptrs = ptrs + (rows[:, None] * view.stride_n + dims[None, :])
+    x = x.to(view.ptr.dtype.element_ty)
+    inside = (start + rows < end)[:, None]
     if x.shape[1] > D:
         gl.store(ptrs, x, mask=inside & (dims < D)[None, :])
     elif MASK:
@@ -152,7 +246,7 @@ def put_own(
 
 
 @gluon.constexpr_function
-def exchanged_layout(block_dim):
+def vector_layout(block_dim):
     """Return a layout of 64 rows in which a thread holds 16 contiguous bytes of a row.
 
     A warp owns the same 16 rows as in the layout of a product, so that a conversion between the two
@@ -170,15 +264,16 @@ def exchanged_layout(block_dim):
 
 
 @gluon.jit
-def put_exchanged(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr, LAYOUT: gl.constexpr):
-    """Store a tile of rows in ``exchanged_layout``; with MASK, only the rows before ``end``."""
-    x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
-    put_own(view, x, start, end, D, MASK, LAYOUT)
+def store_product_rows(view, x, start, end, D: gl.constexpr, MASK: gl.constexpr):
+    """Store a tile of rows in ``vector_layout``; with MASK, only the rows before ``end``."""
+    x = x.to(view.ptr.dtype.element_ty)
+    x = gl.convert_layout(x, vector_layout(x.shape[1]))
+    store_rows(view, x, start, end, D, MASK)
 
 
 @gluon.constexpr_function
-def turned_layout(block_dim, columns):
-    """Return a layout (dims, rows) like ``exchanged_layout``, of a transposed product."""
+def transposed_vector_layout(block_dim, columns):
+    """Return a layout (dims, rows) like ``vector_layout``, of a transposed product."""
     held, lanes = [[1, 0], [2, 0], [4, 0]], [[8, 0]]
     for n in (1, 2, 4, 8, 16):
         if n < columns:
@@ -191,13 +286,13 @@ def turned_layout(block_dim, columns):
 
 
 @gluon.jit
-def put_columns(view, x, start, end, D: gl.constexpr):
+def store_columns(view, x, start, end, D: gl.constexpr):
     """Store a transposed tile (dims, rows) as rows from ``start`` on; skip rows from ``end`` on."""
-    LAYOUT: gl.constexpr = turned_layout(x.shape[0], x.shape[1])
+    LAYOUT: gl.constexpr = transposed_vector_layout(x.shape[0], x.shape[1])
     x = gl.convert_layout(x.to(view.ptr.dtype.element_ty), LAYOUT)
     dims = gl.arange(0, x.shape[0], gl.SliceLayout(1, LAYOUT))
-    rows = start + here(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)))
-    ptrs = own_head(view) + (rows[None, :] * view.stride_n + dims[:, None])
+    rows = start + prevent_hoisting(gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT)))
+    ptrs = head_ptr(view) + (rows[None, :] * view.stride_n + dims[:, None])
     inside = (rows < end)[None, :]
     if x.shape[0] > D:
         inside = inside & (dims < D)[:, None]
@@ -211,7 +306,7 @@ def from_token(view, first):
 
 
 @gluon.jit
-def number_of_keys(lengths_ptr, M):
+def visible_keys(lengths_ptr, M):
     """Return the number of keys that are visible in this program's batch entry, from 1 to M."""
     limit = M
     if lengths_ptr is not None:
@@ -221,7 +316,7 @@ def number_of_keys(lengths_ptr, M):
 
 
 @gluon.jit
-def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
+def _pair_ptrs(ptr, rows, inside, LAYOUT: gl.constexpr):
     """Return pointers to the pair of each row, (rows, 2), and the mask for them."""
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     which = gl.arange(0, 2, gl.SliceLayout(0, LAYOUT))[None, :]
@@ -230,47 +325,48 @@ def _pairs_of(ptr, rows, inside, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
+def load_row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
     ``saved`` are pointers to pairs and to the log-sum-exp, one of them None. The log-sum-exp is inf
     where not ``inside``, so that P = 0. With SCALED it is in units of the scores, as
-    ``exponents_of`` subtracts it. Beside a large maximum, the log of the sum is rounded away. P is
+    ``exponents_of`` subtracts it. If the maximum is large, the log of the sum is rounded away. P is
     then off by a factor, which the caller applies to dO, and through dO to delta. If only the
     log-sum-exp was saved, the factor is 1.
     """
     if saved[0] is None:
         lse = gl.load(saved[1] + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)
         lse = lse * (1.0 / factor) if SCALED else lse
-        lost = gl.zeros_like(lse)
+        correction = gl.zeros_like(lse)
     else:
         # Pairs (maximum, log of the sum); the second is in nats.
         LAYOUT: gl.constexpr = gl.join(rows, rows).type.layout
-        ptrs, pairs_inside = _pairs_of(saved[0], rows, inside, LAYOUT)
+        ptrs, pairs_inside = _pair_ptrs(saved[0], rows, inside, LAYOUT)
         row_max, log_sum = gl.load(ptrs, mask=pairs_inside, other=0.0).split()
         row_max = gl.convert_layout(row_max, rows.type.layout)  # (rows,)
         log_sum = gl.convert_layout(log_sum, rows.type.layout)
         log_sum = gl.where(inside, log_sum, float("inf")) * LOG2_E
         if SCALED:
             lse = row_max + log_sum * (1.0 / factor)
-            lost = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
+            correction = gl.where(lse == float("inf"), 0.0, (lse - row_max) * factor - log_sum)
         else:
             lse = row_max * factor + log_sum
-            lost = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
-    return lse, gl.exp2(lost)
+            correction = gl.where(lse == float("inf"), 0.0, (lse - row_max * factor) - log_sum)
+    return lse, gl.exp2(correction)
 
 
 @gluon.jit
-def own_sum(x):
+def thread_sums(x):
     """Sum each row over the elements of a thread: (rows, 4) partial sums of four threads."""
     # A row of a product lies with four threads, each with two of every eight columns. Summing
-    # within threads alone needs no shuffles in the loop over keys; ``joined`` adds the four later.
+    # within threads alone needs no shuffles in the loop over keys; ``sum_threads`` adds the four
+    # later.
     COLS: gl.constexpr = x.shape[1]
     return gl.sum(gl.sum(x.reshape([x.shape[0], COLS // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
-def own_parts(x):
+def thread_columns(x):
     """Split rows into tensors (rows, 4), each with one element of each of a row's four threads."""
     ROWS: gl.constexpr = x.shape[0]
     COUNT: gl.constexpr = x.shape[1] // 8
@@ -290,31 +386,32 @@ def own_parts(x):
 
 
 @gluon.jit
-def own_products(total, x, y):
+def add_thread_products(total, x, y):
     """Add ``own_sum(x * y)`` to (rows, 4) with one multiply-add per element."""
-    xs, ys = own_parts(x), own_parts(y)
+    x_parts, y_parts = thread_columns(x), thread_columns(y)
     for i in gl.static_range(x.shape[1] // 4):
         total = gl.fma(
-            gl.convert_layout(xs[i].reshape(total.shape), total.type.layout),
-            gl.convert_layout(ys[i].reshape(total.shape), total.type.layout),
+            gl.convert_layout(x_parts[i].reshape(total.shape), total.type.layout),
+            gl.convert_layout(y_parts[i].reshape(total.shape), total.type.layout),
             total,
         )
     return total
 
 
 @gluon.jit
-def joined(x, LAYOUT: gl.constexpr):
-    """Sum the four partial sums of ``own_sum`` for each row: (rows,)."""
+def sum_threads(x, LAYOUT: gl.constexpr):
+    """Sum the four partial sums of ``thread_sums`` for each row: (rows,)."""
     return gl.convert_layout(gl.sum(x, 1), LAYOUT)
 
 
 @gluon.jit
-def correct(do_tile, saved, start, end, factor, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
-    """Multiply rows of dO in shared memory by the factor that ``row_statistics`` returns."""
+def correct(do_tile, saved, start, scoring, SCALED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Multiply rows of dO in shared memory by the factor that ``load_row_statistics`` returns."""
     rows = start + gl.arange(0, do_tile.shape[0], gl.SliceLayout(1, LAYOUT))
     do = do_tile.load(LAYOUT)  # (rows, D)
-    _, lost = row_statistics(saved, rows, rows < end, factor, SCALED)
-    do_tile.store((do.to(gl.float32) * lost[:, None]).to(do.dtype))
+    inside = rows < scoring.N
+    _, correction = load_row_statistics(saved, rows, inside, scoring.factor, SCALED)
+    do_tile.store((do.to(gl.float32) * correction[:, None]).to(do.dtype))
 
 
 @gluon.jit
@@ -337,14 +434,15 @@ def visible_tiles(
 
 @gluon.jit
 def no_sums(ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return sums of zero rows: largest score, entropy, squares of P and of the output, maxima."""
+    """Return ``Sums`` of zero rows."""
     zero = gl.zeros([ROWS], gl.float32, LAYOUT)
-    return gl.full([ROWS], float("-inf"), gl.float32, LAYOUT), zero, zero, zero, zero
+    largest = gl.full([ROWS], float("-inf"), gl.float32, LAYOUT)
+    return Sums(largest, zero, zero, zero, zero)
 
 
 @gluon.jit
 def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
-    """Return the sums of rows, with zeros for rows not ``inside``; exponents are in base 2.
+    """Return the ``Sums`` of rows, with zeros for rows not ``inside``; exponents are in base 2.
 
     ``sums_of_rows`` of ``ops/_epilogue.py`` describes the arguments.
     """
@@ -356,38 +454,44 @@ def sums_of_rows(row_max, row_sum, row_centred, row_square, out_square, inside):
 
 @gluon.jit
 def sums_of_entropies(row_max, entropy, square, out_square, inside):
-    """Return the sums of rows from their entropies and squares."""
+    """Return the ``Sums`` of rows from their entropies and squares."""
     row_max = gl.where(inside, row_max, float("-inf"))
-    return (
-        row_max,
-        gl.where(inside, entropy, 0.0),
-        gl.where(inside, square, 0.0),
-        gl.where(inside, out_square, 0.0),
-        # A row without a visible key counts as 0.
-        gl.where(row_max == float("-inf"), 0.0, row_max),
-    )
+    entropy = gl.where(inside, entropy, 0.0)
+    square = gl.where(inside, square, 0.0)
+    out_square = gl.where(inside, out_square, 0.0)
+    # A row without a visible key counts as 0.
+    maximum = gl.where(row_max == float("-inf"), 0.0, row_max)
+    return Sums(row_max, entropy, square, out_square, maximum)
 
 
 @gluon.jit
 def with_output(sums, out_square):
-    """Return the sums of P with ``out_square``, which was summed separately."""
-    return sums[0], sums[1], sums[2], out_square, sums[4]
+    """Return the ``Sums`` of P with ``out_square``, which was summed separately."""
+    return Sums(sums.largest, sums.entropy, sums.square, out_square, sums.row_max)
 
 
 @gluon.jit
 def add_sums(sums, others):
-    """Combine two tuples of sums."""
-    largest = gl.maximum(sums[0], others[0])
-    square, out_square = sums[2] + others[2], sums[3] + others[3]
-    return largest, sums[1] + others[1], square, out_square, sums[4] + others[4]
+    """Combine two ``Sums``."""
+    return Sums(
+        largest=gl.maximum(sums.largest, others.largest),
+        square=sums.square + others.square,
+        out_square=sums.out_square + others.out_square,
+        entropy=sums.entropy + others.entropy,
+        row_max=sums.row_max + others.row_max,
+    )
 
 
 @gluon.jit
 def reduce_sums(sums, AXIS: gl.constexpr = 0):
-    """Reduce the sums over rows."""
-    largest, entropy = gl.max(sums[0], AXIS), gl.sum(sums[1], AXIS)
-    square, out_square = gl.sum(sums[2], AXIS), gl.sum(sums[3], AXIS)
-    return largest, entropy, square, out_square, gl.sum(sums[4], AXIS)
+    """Reduce the ``Sums`` over rows."""
+    return Sums(
+        largest=gl.max(sums.largest, AXIS),
+        entropy=gl.sum(sums.entropy, AXIS),
+        square=gl.sum(sums.square, AXIS),
+        out_square=gl.sum(sums.out_square, AXIS),
+        row_max=gl.sum(sums.row_max, AXIS),
+    )
 
 
 @gluon.jit
@@ -400,12 +504,12 @@ def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
     ptr += head
     step = num_heads.to(gl.int64)
     # A maximum ignores nan and a sum propagates it; a diverged model must show.
-    diverged = sums[1] != sums[1]
-    gl.store(ptr, gl.where(diverged, float("nan"), sums[0] * scale), mask=inside)
-    gl.store(ptr + step, sums[1] / num_rows, mask=inside)
-    gl.store(ptr + 2 * step, gl.sqrt(sums[2]), mask=inside)
-    gl.store(ptr + 3 * step, gl.sqrt(sums[3]), mask=inside)
-    mean_row_max = gl.where(diverged, float("nan"), sums[4] * scale / num_rows)
+    diverged = sums.entropy != sums.entropy
+    gl.store(ptr, gl.where(diverged, float("nan"), sums.largest * scale), mask=inside)
+    gl.store(ptr + step, sums.entropy / num_rows, mask=inside)
+    gl.store(ptr + 2 * step, gl.sqrt(sums.square), mask=inside)
+    gl.store(ptr + 3 * step, gl.sqrt(sums.out_square), mask=inside)
+    mean_row_max = gl.where(diverged, float("nan"), sums.row_max * scale / num_rows)
     gl.store(ptr + 4 * step, mean_row_max, mask=inside)
 
 
@@ -415,29 +519,37 @@ def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
 
 
 @gluon.jit
-def load_mask(ptr, stride_n, stride_m, rows, cols, N):
-    """Load the mask of a head for a tile of scores, 0 outside.
+def mask_ptr(mask):
+    """Return a pointer to the mask of this program's head; see ``head_ptr``."""
+    view = GluonView(mask.ptr, mask.stride_b, mask.stride_h, mask.stride_n, None)
+    return head_ptr(view)
+
+
+@gluon.jit
+def load_mask(ptr, mask, rows, cols, N):
+    """Load the mask of a head, at ``ptr``, for a tile of scores, 0 outside.
 
     A row stride of None stands for 0, as in a mask over keys: each key is then loaded once, and the
     tile broadcasts to the scores.
     """
-    ptrs, inside = ptr + cols * stride_m, cols < N
-    if stride_n is not None:
-        ptrs, inside = ptrs + rows * stride_n, inside & (rows < N)
+    ptrs = ptr + cols * mask.stride_m
+    inside = cols < N
+    if mask.stride_n is not None:
+        ptrs = ptrs + rows * mask.stride_n
+        inside = inside & (rows < N)
     return gl.load(ptrs, mask=inside, other=0)
 
 
 @gluon.jit
-def masked(
-    s, tile, scale, rows, cols, limit, HIDDEN: gl.constexpr, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
+def mask_scores(
+    s, rows, cols, limit, CAUSAL: gl.constexpr, HIDDEN: gl.constexpr, tile=None, scale=None
+):
     """Replace scores of hidden keys by ``HIDDEN``: -inf for scores, 0 for P or dS.
 
-    Every kind of mask is applied here and nowhere else. ``tile`` is the mask of these scores, or
-    None. A boolean mask hides keys. An additive mask is added to ``scale`` times the scores with a
-    single rounding; its most negative number hides a key, as -inf does (see ``biased``). With
-    ``HIDES``, keys from ``limit`` on are hidden.
+    Every kind of mask is applied here and nowhere else. Keys from ``limit`` on are hidden; None
+    hides none. ``tile`` is the mask of these scores, or None. A boolean mask hides keys. An
+    additive mask is added to ``scale`` times the scores with a single rounding; its most negative
+    number hides a key, as -inf does (see ``biased``).
     """
     if tile is not None:
         if tile.dtype == gl.uint8:
@@ -447,7 +559,7 @@ def masked(
             # One multiply-add, so that the backward recomputes exactly the scores whose maximum the
             # forward stored.
             s = gl.fma(s, scale, gl.where(bias < -1e38, HIDDEN, bias))  # (rows, cols)
-    if HIDES:
+    if limit is not None:
         s = gl.where(cols < limit, s, HIDDEN)
     if CAUSAL:
         s = gl.where(cols <= rows, s, HIDDEN)
@@ -455,33 +567,38 @@ def masked(
 
 
 @gluon.jit
-def wait_for_scores(
-    s, PENDING: gl.constexpr, mask, rows, cols, N, limit, HIDES: gl.constexpr,
-    CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Wait for scores of wgmma and return them ``masked``; load the tile of a mask meanwhile.
+def wait_for_scores(s, PENDING: gl.constexpr, scoring, rows, cols):
+    """Wait for scores of wgmma and return them under the mask, which is loaded meanwhile.
 
-    ``mask`` is the view of the mask, and the factor of the scores before it is added. The
-    ``PENDING`` products that were started after the scores may stay in flight.
+    The ``PENDING`` products that were started after the scores may stay in flight. Padding and
+    causality are left to the caller.
     """
+    mask = scoring.mask
     tile = None
-    if mask[0].ptr is not None:
-        view = mask[0]
-        head = own_head(GluonView(view.ptr, view.stride_b, view.stride_h, view.stride_n, None))
-        tile = load_mask(head, view.stride_n, view.stride_m, rows, cols, N)
+    if mask.ptr is not None:
+        tile = load_mask(mask_ptr(mask), mask, rows, cols, scoring.N)
     # wgmma groups complete in order: with at most PENDING left, the scores are done.
     s = warpgroup_mma_wait(PENDING, [s])
-    return masked(s, tile, mask[1], rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+    return mask_scores(
+        s=s,
+        rows=rows,
+        cols=cols,
+        limit=None,
+        CAUSAL=False,
+        HIDDEN=float("-inf"),
+        tile=tile,
+        scale=mask.scale,
+    )
 
 
 @gluon.jit
-def kept(seed_ptr, threshold, head, rows, cols):
-    """Return which scores dropout keeps; ``head`` counts over all entries. See ``keep_tile``."""
-    seed = gl.load(seed_ptr)
+def keep_mask(dropout, rows, cols):
+    """Return which scores ``dropout`` keeps, as ``keep_tile`` does in Triton."""
+    seed = gl.load(dropout.seed_ptr)
     k0, k1 = seed.to(gl.uint32), (seed >> 32).to(gl.uint32)
     zero = (rows * 0 + cols * 0).to(gl.uint32)
     c0, c1 = zero + cols.to(gl.uint32), zero + rows.to(gl.uint32)
-    c2, c3 = zero + head.to(gl.uint32), zero
+    c2, c3 = zero + dropout.head.to(gl.uint32), zero
     # Philox 4x32 with ten rounds, as tl.philox computes it, and the same counter as ``keep_tile``:
     # (column, row, head, 0). The mask depends on no tile size.
     for _ in gl.static_range(10):
@@ -489,23 +606,23 @@ def kept(seed_ptr, threshold, head, rows, cols):
         c2, c3 = gl.umulhi(c0, 0xD2511F53) ^ c3 ^ k1, c0 * 0xD2511F53
         c0, c1 = high ^ c1 ^ k0, low
         k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return (c0 >> 1).to(gl.int32) >= threshold
+    return (c0 >> 1).to(gl.int32) >= dropout.threshold
 
 
 @gluon.jit
-def dropped(dp, p, dropout, rows, cols):
-    """Apply dropout to dP and to P; P is left without the factor 1 / (1 - p).
-
-    ``dropout`` holds the pointer of the seed, the threshold, the head and that factor.
-    """
-    if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
-        dp, p = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p, 0.0)
+def apply_dropout(dp, p, dropout, rows, cols, SCALE_P: gl.constexpr):
+    """Apply ``dropout`` to dP and to P; without SCALE_P, P lacks the factor 1 / (1 - p)."""
+    if dropout.seed_ptr is not None:
+        keep = keep_mask(dropout, rows, cols)
+        dp = gl.where(keep, dp * dropout.keep_scale, 0.0)
+        if SCALE_P:
+            p = p * dropout.keep_scale
+        p = gl.where(keep, p, 0.0)
     return dp, p
 
 
 @gluon.jit
-def note_kept(words, keep):
+def pack_keep_mask(words, keep):
     """Pack which of 64 x 64 scores are kept into shared memory: (2, rows) words of 32 keys."""
     bits = keep.to(gl.int32).reshape([64, 2, 32])  # (rows, 2, 32)
     INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, bits.type.layout))
@@ -514,8 +631,8 @@ def note_kept(words, keep):
 
 
 @gluon.jit
-def kept_before(words, LAYOUT: gl.constexpr):
-    """Unpack ``note_kept`` as (keys, rows); a tenth of the cost of running Philox again."""
+def unpack_keep_mask(words, LAYOUT: gl.constexpr):
+    """Unpack ``pack_keep_mask`` as (keys, rows); a tenth of the cost of running Philox again."""
     APART: gl.constexpr = gl.zeros([64, 64], gl.int32, LAYOUT).reshape([2, 32, 64]).type.layout
     INNER: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, APART))
     bits = words.load(gl.SliceLayout(1, APART))[:, None, :]  # (2, 1, 64): words, then rows
@@ -570,10 +687,18 @@ def divisor_of(row_sum, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def put_row_statistics(
-    max_log_sum_ptr, lse_ptr, rows, row_max, divisor, factor, unit, inside, MASKED: gl.constexpr,
+def store_row_statistics(
+    max_log_sum_ptr,
+    lse_ptr,
+    rows,
+    row_max,
+    divisor,
+    factor,
+    unit,
+    inside,
+    MASKED: gl.constexpr,
     SCALED: gl.constexpr,
-):  # fmt: skip
+):
     """Store the maximum of each row and the log of its sum, for the backward; return the latter.
 
     For a row without a visible key, 0 and inf are stored, and 0 is returned. If ``max_log_sum_ptr``
@@ -595,37 +720,35 @@ def put_row_statistics(
     else:
         both = gl.join(row_max, stored)  # (rows, 2): one store of 8 bytes
         LAYOUT: gl.constexpr = both.type.layout
-        ptrs, inside = _pairs_of(max_log_sum_ptr, rows, inside, LAYOUT)
+        ptrs, inside = _pair_ptrs(max_log_sum_ptr, rows, inside, LAYOUT)
         gl.store(ptrs, both, mask=inside)
     return log_sum
 
 
 @gluon.jit
-def behind_dropout(dp, p, dropout, rows, cols):
-    """Apply ``dropout`` (pointer of the seed, threshold, head, factor) to dP and to P."""
-    weight = p
-    if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], rows, cols)
-        dp, weight = gl.where(keep, dp * dropout[3], 0.0), gl.where(keep, p * dropout[3], 0.0)
-    return dp, weight
+def recompute_p(s, lse, scoring, rows, cols, SCALED: gl.constexpr):
+    """Compute probabilities from products under the mask of a head."""
+    mask = scoring.mask
+    tile = load_mask(mask.ptr, mask, rows, cols, scoring.N)
+    s = mask_scores(
+        s=s,
+        rows=rows,
+        cols=cols,
+        limit=None,
+        CAUSAL=False,
+        HIDDEN=float("-inf"),
+        tile=tile,
+        scale=mask.scale,
+    )
+    return gl.exp2(exponents_of(s, lse, scoring.factor, SCALED))
 
 
 @gluon.jit
-def masked_p(s, lse, factor, mask, rows, cols, N, SCALED: gl.constexpr):
-    """Compute probabilities from products under ``mask``.
-
-    ``mask`` is a pointer, the strides of rows and columns, a scale, and the pointer of dS.
-    """
-    tile = load_mask(mask[0], mask[1], mask[2], rows, cols, N)
-    s = masked(s, tile, mask[3], rows, cols, N, float("-inf"), False, False)
-    return gl.exp2(exponents_of(s, lse, factor, SCALED))
-
-
-@gluon.jit
-def store_ds(ptr, ds, rows, cols, N):
+def store_ds(scoring, ds, rows, cols):
     """Store dS of a head, if an additive mask requires its gradient."""
-    if ptr is not None:
-        gl.store(ptr + (rows * N + cols), ds, mask=(rows < N) & (cols < N))
+    ds_ptr, N = scoring.mask.ds_ptr, scoring.N
+    if ds_ptr is not None:
+        gl.store(ds_ptr + (rows * N + cols), ds, mask=(rows < N) & (cols < N))
 
 
 # --- Steps of the backward on Hopper --------------------------------------------------------------
@@ -645,26 +768,41 @@ def start_products(left, dp_left, right, dp_right, zero):
 
 @gluon.jit
 def rows_step(
-    dq, q, do, k, v, zero, lse, delta, first, start, limit, factor, N, mask, dropout, ds_ptr,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    dq,
+    q,
+    do,
+    k,
+    v,
+    zero,
+    lse,
+    delta,
+    first,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     """Add the contribution of a tile of keys to dQ of a tile of rows."""
     SCORES: gl.constexpr = zero.type.layout
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
+    dropout = scoring.dropout
     s, dp = start_products(q, do, k, v, zero)  # both (64, 64): rows by keys
     keys = (start + gl.arange(0, 64, gl.SliceLayout(0, SCORES)))[None, :]
     queries = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     # dP is still in flight: P is computed under it.
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-    p = gl.exp2(exponents_of(s, lse, factor, SCALED))  # (64, 64)
+    s = wait_for_scores(s, 1, scoring, queries, keys)
+    p = gl.exp2(exponents_of(s, lse, scoring.factor, SCALED))  # (64, 64)
     dp = warpgroup_mma_wait(0, [dp])
-    if dropout[0] is not None:
-        keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
-        note_kept(dropout[4].index((first * dropout[5] + start) // 64), keep)
-        dp = gl.where(keep, dp * dropout[3], 0.0)
+    if dropout.seed_ptr is not None:
+        keep = keep_mask(dropout, queries, keys)
+        # The second pass needs the same bits.
+        pack_keep_mask(dropout.keep_words.index((first * dropout.num_tiles + start) // 64), keep)
+        dp = gl.where(keep, dp * dropout.keep_scale, 0.0)
     ds = p * (dp - delta)
     # Masking dS instead of P is enough here: dQ needs no other product of P.
-    ds = masked(ds, None, None, queries, keys, limit, 0.0, HIDES, CAUSAL)
-    store_ds(ds_ptr, ds, queries, keys, N)
+    ds = mask_scores(ds, queries, keys, scoring.limit if HIDES else None, CAUSAL, 0.0)
+    store_ds(scoring, ds, queries, keys)
     # dS goes from the accumulator to the left operand within registers.
     dq = warpgroup_mma(gl.convert_layout(ds.to(k.dtype), LEFT), k, dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
@@ -672,35 +810,51 @@ def rows_step(
 
 @gluon.jit
 def keys_step(
-    dk, dv, k, v, q, do, zero, lse, delta, first, start, factor, N, mask, dropout,
-    SCALED: gl.constexpr, LEFT: gl.constexpr, CAUSAL: gl.constexpr, limit=None,
-):  # fmt: skip
+    dk,
+    dv,
+    k,
+    v,
+    q,
+    do,
+    zero,
+    lse,
+    delta,
+    first,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    limit=None,
+):
     """Add what a tile or tail of rows contributes to dK and dV of a tile; return dS (keys, rows).
 
     Keys from ``limit`` on are hidden. If ``limit`` is None, the caller hides them.
     """
     SCORES: gl.constexpr = zero.type.layout
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dropout = scoring.dropout
     s, dp = start_products(k, v, q, do, zero)  # both (64, rows): keys by rows
     keys = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
     queries = (start + gl.arange(0, q.shape[0], COLS))[None, :]
-    s = wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
-    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], factor, SCALED))
-    p = masked(p, None, None, queries, keys, limit, 0.0, limit is not None, CAUSAL)
+    s = wait_for_scores(s, 1, scoring, queries, keys)
+    p = gl.exp2(exponents_of(s, lse.load(COLS)[None, :], scoring.factor, SCALED))
+    p = mask_scores(p, queries, keys, limit, CAUSAL, 0.0)
     weight = p
-    if dropout[0] is not None:
+    if dropout.seed_ptr is not None:
         # The first pass kept the bits of whole tiles; those of a tail are drawn again.
         if q.shape[0] == 64:
-            keep = kept_before(dropout[4].index((start * dropout[5] + first) // 64), SCORES)
+            words = dropout.keep_words.index((start * dropout.num_tiles + first) // 64)
+            keep = unpack_keep_mask(words, SCORES)
         else:
-            keep = kept(dropout[0], dropout[1], dropout[2], queries, keys)
+            keep = keep_mask(dropout, queries, keys)
         weight = gl.where(keep, p, 0.0)
     # dV needs only P, so its product starts while dP is still in flight.
     dv = warpgroup_mma(gl.convert_layout(weight.to(do.dtype), LEFT), do, dv, is_async=True)
     # dP is older than dV: with one group left, dP is done and dV still runs.
     dp = warpgroup_mma_wait(1, [dp])
-    if dropout[0] is not None:
-        dp = gl.where(keep, dp * dropout[3], 0.0)
+    if dropout.seed_ptr is not None:
+        dp = gl.where(keep, dp * dropout.keep_scale, 0.0)
     ds = p * (dp - delta.load(COLS)[None, :])
     dk = warpgroup_mma(gl.convert_layout(ds.to(q.dtype), LEFT), q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, [dk, dv])

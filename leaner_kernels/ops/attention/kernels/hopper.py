@@ -41,7 +41,8 @@ from ..call import (
     tiles_and_tail,
 )
 from . import gluon_tiles as common
-from .scores import FILL, SPARE_PROGRAMS, fill_gradients, find_sequence
+from .gluon_tiles import Dropout, Mask, RowState, Scoring
+from .scores import FILL_BLOCK, SPARE_PROGRAMS, fill_gradients, find_sequence
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
 # passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
@@ -100,23 +101,35 @@ def _start_scores(left, right, zero):
 
 @gluon.jit
 def _start_step(
-    state, s, v, first, start, limit, factor, dropout, MASK: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    state,
+    s,
+    v,
+    first,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+):
     """Update the online softmax with scores (64, keys); leave the product with V in flight."""
     acc, row_max, row_sum, centred, square = state
+    dropout = scoring.dropout
+    factor = scoring.factor
     SCORES: gl.constexpr = s.type.layout
-    MASKED: gl.constexpr = MASK != "none"
-    SCALED: gl.constexpr = MASK == "additive"
+    ROWS: gl.constexpr = row_max.type.layout
+    MASKED: gl.constexpr = scoring.mask.ptr is not None
     OUT: gl.constexpr = acc.type.layout
     OWN: gl.constexpr = row_sum.type.layout
     cols = gl.arange(0, v.shape[0], gl.SliceLayout(0, SCORES))
     # Bits 1 and 2 of a column depend on the lane, its other bits on the register alone. With the
     # lane's bits moved to the other side, the masks compare with compile-time constants.
-    known, lanes = (cols & ~6)[None, :], (cols & 6)[None, :]
+    register_cols, lane_cols = (cols & ~6)[None, :], (cols & 6)[None, :]
     rows = gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None] + (first - start)
-    end = limit - start - lanes
-    s = common.masked(s, None, None, rows - lanes, known, end, float("-inf"), HIDES, CAUSAL)
+    end = None
+    if HIDES:
+        end = scoring.limit - start - lane_cols
+    s = common.mask_scores(s, rows - lane_cols, register_cols, end, CAUSAL, float("-inf"))
     new_max = gl.maximum(row_max, gl.convert_layout(gl.max(s, 1), ROWS))
     pivot = common.pivot_of(new_max, factor, MASKED, SCALED)
     shift = common.shift_of(row_max, pivot, factor, SCALED)
@@ -128,9 +141,9 @@ def _start_step(
     # The sums so far were relative to the old maximum.
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
     weight = p
-    if dropout[0] is not None:
+    if dropout.seed_ptr is not None:
         rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-        keep = common.kept(dropout[0], dropout[1], dropout[2], rows, start + cols[None, :])
+        keep = common.keep_mask(dropout, rows, start + cols[None, :])
         weight = gl.where(keep, p, 0.0)
     # P goes from the accumulator to the left operand within registers. Dropout affects this product
     # only: the sums below are of P itself.
@@ -147,71 +160,128 @@ def _start_step(
             exponent = gl.maximum(exponent, -1e30)
         # sum(p * exponent): its exponents move by ``shift`` with the maximum.
         centred = alpha * (centred + row_sum * shift)
-        centred = common.own_products(centred, p, exponent)
-        square = common.own_products(alpha * alpha * square, p, p)
-    row_sum = row_sum * alpha + gl.convert_layout(common.own_sum(p), OWN)
-    return acc, new_max, row_sum, centred, square
+        centred = common.add_thread_products(centred, p, exponent)
+        square = common.add_thread_products(alpha * alpha * square, p, p)
+    row_sum = row_sum * alpha + gl.convert_layout(common.thread_sums(p), OWN)
+    return RowState(acc, new_max, row_sum, centred, square)
 
 
 @gluon.jit
 def step(
-    state, q, k, v, zero, first, start, limit, factor, N, mask, dropout, MASK: gl.constexpr,
-    HIDES: gl.constexpr, CAUSAL: gl.constexpr, STATS: gl.constexpr, ROWS: gl.constexpr,
-):  # fmt: skip
+    state,
+    q,
+    k,
+    v,
+    zero,
+    first,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    STATS: gl.constexpr,
+):
     """Update the online softmax of a tile of rows with a tile, or a tail, of keys."""
     SCORES: gl.constexpr = zero.type.layout
     s = _start_scores(q, k, zero)
     cols = (start + gl.arange(0, k.shape[0], gl.SliceLayout(0, SCORES)))[None, :]
     rows = (first + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+    s = common.wait_for_scores(s, 0, scoring, rows, cols)
     state = _start_step(
-        state, s, v, first, start, limit, factor, dropout, MASK, HIDES, CAUSAL, STATS, ROWS
+        state=state,
+        s=s,
+        v=v,
+        first=first,
+        start=start,
+        scoring=scoring,
+        SCALED=SCALED,
+        HIDES=HIDES,
+        CAUSAL=CAUSAL,
+        STATS=STATS,
     )
-    return warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+    return wait_for_output(state)
+
+
+@gluon.jit
+def with_acc(state, acc):
+    """Return ``state`` with another accumulator."""
+    return RowState(acc, state.row_max, state.row_sum, state.centred, state.square)
+
+
+@gluon.jit
+def wait_for_output(state):
+    """Wait for the product with V that ``_start_step`` left in flight."""
+    return with_acc(state, warpgroup_mma_wait(0, [state.acc]))
 
 
 @gluon.jit
 def paired_step(
-    state, next_state, q, next_q, k, v, zero, factor, STATS: gl.constexpr, ROWS: gl.constexpr
+    state, next_state, q, next_q, k, v, zero, scoring, SCALED: gl.constexpr, STATS: gl.constexpr
 ):
     """Update two tiles of rows with a tile of keys; products of one overlap the other's softmax."""
     s, next_s = _start_scores(q, k, zero), _start_scores(next_q, k, zero)
     # In flight: both scores. The first are done when one group is left.
     s = warpgroup_mma_wait(1, [s])
-    state = _start_step(state, s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS)
+    state = _start_step(
+        state=state,
+        s=s,
+        v=v,
+        first=0,
+        start=0,
+        scoring=scoring,
+        SCALED=SCALED,
+        HIDES=False,
+        CAUSAL=False,
+        STATS=STATS,
+    )
     # In flight: the second scores and the first product with V, which may stay.
     next_s = warpgroup_mma_wait(1, [next_s])
     next_state = _start_step(
-        next_state, next_s, v, 0, 0, 0, factor, (None,), "none", False, False, STATS, ROWS
+        state=next_state,
+        s=next_s,
+        v=v,
+        first=0,
+        start=0,
+        scoring=scoring,
+        SCALED=SCALED,
+        HIDES=False,
+        CAUSAL=False,
+        STATS=STATS,
     )
     # In flight: both products with V. The next step rescales their accumulators.
-    acc, next_acc = warpgroup_mma_wait(0, [state[0], next_state[0]])
-    state = acc, state[1], state[2], state[3], state[4]
-    return state, (next_acc, next_state[1], next_state[2], next_state[3], next_state[4])
-
-
-@gluon.jit
-def _turned_scores(
-    s, PENDING: gl.constexpr, first, start, limit, N, mask, T: gl.constexpr,
-    SCORES: gl.constexpr, HIDES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """Wait for transposed scores (keys, rows) of the tail's rows; see ``wait_for_scores``."""
-    keys = (start + gl.arange(0, 64, gl.SliceLayout(1, SCORES)))[:, None]
-    rows = (first + gl.arange(0, T, gl.SliceLayout(0, SCORES)))[None, :]
-    return common.wait_for_scores(s, PENDING, mask, rows, keys, N, limit, HIDES, CAUSAL)
+    acc, next_acc = warpgroup_mma_wait(0, [state.acc, next_state.acc])
+    return with_acc(state, acc), with_acc(next_state, next_acc)
 
 
 @gluon.jit(do_not_specialize=["H", "N", "full", "threshold"])
 def _hopper_fwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, H, N, full,
-    scale, mask_view, seed_ptr, keep_scale, threshold,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr, GROUP: gl.constexpr,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    N,
+    full,
+    scale,
+    mask_view,
+    seed_ptr,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+    GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
-):  # fmt: skip
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
-    LANES: gl.constexpr = BLOCK_D // 8
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -219,47 +289,59 @@ def _hopper_fwd_kernel(
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     STATS: gl.constexpr = stats_ptr is not None
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
+    STORE: gl.constexpr = common.vector_layout(BLOCK_D)
     AT_ONCE: gl.constexpr = 2 if PAIRED else 1
     # An additive mask is added to scaled scores. All others are scaled in their exponents.
-    mask = mask_view, scale
     MASKED: gl.constexpr = mask_view.ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
     unit = 1.0 if SCALED else scale
-    gain = 1.0 if seed_ptr is None else keep_scale
+    out_scale = 1.0 if seed_ptr is None else keep_scale
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = common.number_of_keys(lengths_ptr, N)
+    limit = common.visible_keys(lengths_ptr, N)
     factor = unit * LOG2_E
     # With a tail, rows of Q are loaded straight into registers, the next tile as soon as the last
     # product has read the current one. This saves the buffer of Q, which leaves room for another
     # program on the SM, and the barriers of the loop over tiles.
     if T > 0:
-        q_rows = common.left_rows(q_view, 0, N, D, BLOCK_D, STORE)
+        q_rows = common.load_rows(q_view, 0, N, D, BLOCK_D, STORE)
     else:
         q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        common.fetch_rows(q_tile, q_view, 0, N, D, False, BLOCKED)
+        common.fetch_rows(q_tile, q_view, 0, N, D, False)
     if PAIRED:
         next_q_tile = gl.allocate_shared_memory(DTYPE, [64, BLOCK_D], SHARED)
-        common.fetch_rows(next_q_tile, q_view, 64, N, D, True, BLOCKED)
-    common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED, GROUP)
-    common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED, GROUP)
+        common.fetch_rows(next_q_tile, q_view, 64, N, D, True)
+    common.fetch_tiles(ks, k_view, limit, D, HIDES, GROUP)
+    common.fetch_tiles(vs, v_view, limit, D, HIDES, GROUP)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         if not CAUSAL:  # Unread here, it would be allocated over another buffer.
             k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-            common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
+            common.fetch_rows(
+                shared=k_tail, view=k_view, start=FULL * 64, end=limit, D=D, MASK=True, GROUP=GROUP
+            )
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED, GROUP)
-        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        common.fetch_rows(
+            shared=v_tail, view=v_view, start=FULL * 64, end=limit, D=D, MASK=True, GROUP=GROUP
+        )
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         COLS: gl.constexpr = gl.SliceLayout(0, TAIL)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True)
     commit_copies()
     head = gl.program_id(1) * H + gl.program_id(0)
-    dropout = seed_ptr, threshold, head
+    dropout = Dropout(seed_ptr, threshold, head)
+    mask = Mask(
+        ptr=mask_view.ptr,
+        stride_n=mask_view.stride_n,
+        stride_m=mask_view.stride_m,
+        scale=scale,
+        stride_b=mask_view.stride_b,
+        stride_h=mask_view.stride_h,
+    )
+    scoring = Scoring(N, limit, factor, mask, dropout)
     row_stats = head.to(gl.int64) * N
     # All copies so far must land: Q, K and V. A thread waits for its own copies, orders them before
     # wgmma's reads of shared memory with the fence, and the barrier does so for all threads.
@@ -267,8 +349,8 @@ def _hopper_fwd_kernel(
     fence_async_shared()
     barrier()
     # Partial sums of rows, one for each of a row's four threads.
-    OWN: gl.constexpr = common.own_sum(zero).type.layout
-    none = gl.zeros([64, 4], gl.float32, OWN)
+    OWN: gl.constexpr = common.thread_sums(zero).type.layout
+    zero_partials = gl.zeros([64, 4], gl.float32, OWN)
     if STATS:
         sums = common.no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
@@ -284,68 +366,135 @@ def _hopper_fwd_kernel(
             # copy runs under the whole loop over keys.
             barrier()
             if tile + AT_ONCE < full:
-                common.fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(q_tile, q_view, first + AT_ONCE * 64, N, D, RAGGED)
                 if PAIRED:
-                    common.fetch_rows(next_q_tile, q_view, first + 192, N, D, True, BLOCKED)
+                    common.fetch_rows(next_q_tile, q_view, first + 192, N, D, True)
             commit_copies()
         acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
-        state = acc, gl.full([64], float("-inf"), gl.float32, ROWS), none, none, none
-        # Tiles of keys up to ``seen`` need no mask: the hot loop compiles without comparisons.
-        seen, last = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        row_max = gl.full([64], float("-inf"), gl.float32, ROWS)
+        state = RowState(acc, row_max, zero_partials, zero_partials, zero_partials)
+        # The first ``num_unmasked`` tiles of keys need no mask: the hot loop has no comparisons.
+        num_unmasked, num_visible = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         if PAIRED:
             next_state = state
             second = first + 64
-            next_seen, next_last = common.visible_tiles(full, limit, second, 64, HIDES, CAUSAL)
+            next_unmasked, next_visible = common.visible_tiles(
+                full, limit, second, 64, HIDES, CAUSAL
+            )
             # Three ranges of keys: both tiles of rows see them in full, then the second alone does,
             # then a mask hides some from the second.
-            for i in range(seen):
+            for i in range(num_unmasked):
                 state, next_state = paired_step(
-                    state, next_state, q, next_q, ks.index(i), vs.index(i), zero, factor, STATS,
-                    ROWS,
-                )  # fmt: skip
-            for i in range(seen, next_seen):
+                    state=state,
+                    next_state=next_state,
+                    q=q,
+                    next_q=next_q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    STATS=STATS,
+                )
+            for i in range(num_unmasked, next_unmasked):
                 next_state = step(
-                    next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
-                    factor, N, mask, dropout, MASK, False, False, STATS, ROWS,
-                )  # fmt: skip
+                    state=next_state,
+                    q=next_q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=second,
+                    start=i * 64,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    HIDES=False,
+                    CAUSAL=False,
+                    STATS=STATS,
+                )
             if HIDES or CAUSAL:
-                for i in range(next_seen, next_last):
+                for i in range(next_unmasked, next_visible):
                     next_state = step(
-                        next_state, next_q, ks.index(i), vs.index(i), zero, second, i * 64, limit,
-                        factor, N, mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
-                    )  # fmt: skip
+                        state=next_state,
+                        q=next_q,
+                        k=ks.index(i),
+                        v=vs.index(i),
+                        zero=zero,
+                        first=second,
+                        start=i * 64,
+                        scoring=scoring,
+                        SCALED=SCALED,
+                        HIDES=HIDES,
+                        CAUSAL=CAUSAL,
+                        STATS=STATS,
+                    )
         else:
-            for i in range(seen):
+            for i in range(num_unmasked):
                 state = step(
-                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, MASK, False, False, STATS, ROWS,
-                )  # fmt: skip
+                    state=state,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    HIDES=False,
+                    CAUSAL=False,
+                    STATS=STATS,
+                )
         if HIDES or CAUSAL:
-            for i in range(seen, last):
+            for i in range(num_unmasked, num_visible):
                 state = step(
-                    state, q, ks.index(i), vs.index(i), zero, first, i * 64, limit, factor, N,
-                    mask, dropout, MASK, HIDES, CAUSAL, STATS, ROWS,
-                )  # fmt: skip
+                    state=state,
+                    q=q,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                    STATS=STATS,
+                )
         # Under a causal mask no row of a whole tile sees the keys of the tail, which come later.
         if T > 0 and not CAUSAL:
             s = _start_scores(q, k_tail, zero_t)
             cols = (full * 64 + gl.arange(0, T, COLS))[None, :]
             rows = (first + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
-            s = common.wait_for_scores(s, 0, mask, rows, cols, N, limit, False, False)
+            s = common.wait_for_scores(s, 0, scoring, rows, cols)
         if T > 0:
             # The scores above were the last product to read Q: load the next rows under the softmax
             # and the product with V. After the last tile these are the tail's keys, for the tail's
             # rows.
             if tile + 1 < full:
-                q_rows = common.left_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
+                q_rows = common.load_rows(q_view, first + 64, N, D, BLOCK_D, STORE)
             else:
-                q_rows = common.left_rows(k_view, first + 64, limit, D, BLOCK_D, STORE, GROUP=GROUP)
+                q_rows = common.load_rows(
+                    view=k_view,
+                    start=first + 64,
+                    end=limit,
+                    D=D,
+                    WIDTH=BLOCK_D,
+                    LAYOUT=STORE,
+                    GROUP=GROUP,
+                )
         if T > 0 and not CAUSAL:
             state = _start_step(
-                state, s, v_tail, first, full * 64, limit, factor, dropout, MASK, True, False,
-                STATS, ROWS,
-            )  # fmt: skip
-            state = warpgroup_mma_wait(0, [state[0]]), state[1], state[2], state[3], state[4]
+                state=state,
+                s=s,
+                v=v_tail,
+                first=first,
+                start=full * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                HIDES=True,
+                CAUSAL=False,
+                STATS=STATS,
+            )
+            state = wait_for_output(state)
         if T == 0:
             # The next tile of Q must land before its registers are loaded. This comes before the
             # stores below, since the fence would wait for them.
@@ -359,23 +508,31 @@ def _hopper_fwd_kernel(
             acc, row_max, row_sum, centred, square = states[n]
             start = first + n * 64
             # Only now do the four threads of a row add their partial sums.
-            divisor = common.divisor_of(common.joined(row_sum, ROWS), MASKED)
-            acc = acc * (gain / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
-            common.put_exchanged(out_view, acc, start, N, D, RAGGED or n > 0, STORE)
+            divisor = common.divisor_of(common.sum_threads(row_sum, ROWS), MASKED)
+            acc = acc * (out_scale / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
+            common.store_product_rows(out_view, acc, start, N, D, RAGGED or n > 0)
             rows = start + gl.arange(0, 64, ROWS)
             inside = rows < N
-            log_sum = common.put_row_statistics(
-                max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, unit, inside,
-                MASKED, SCALED,
-            )  # fmt: skip
+            log_sum = common.store_row_statistics(
+                max_log_sum_ptr=max_log_sum_ptr,
+                lse_ptr=lse_ptr,
+                rows=row_stats + rows,
+                row_max=row_max,
+                divisor=divisor,
+                factor=factor,
+                unit=unit,
+                inside=inside,
+                MASKED=MASKED,
+                SCALED=SCALED,
+            )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
                 rows_sums = common.sums_of_rows(
                     row_max,
                     divisor,
-                    common.joined(centred, ROWS),
-                    common.joined(square, ROWS),
+                    common.sum_threads(centred, ROWS),
+                    common.sum_threads(square, ROWS),
                     norm,
                     inside,
                 )
@@ -394,17 +551,19 @@ def _hopper_fwd_kernel(
         top_t = gl.full([64, T], float("-inf"), gl.float32, TAIL)
         for i in gl.static_range(FULL + 1):
             # FULL + 1 products were started in order; the i-th is done when FULL - i are left.
-            s_t = _turned_scores(
-                started[i], FULL - i, full * 64, i * 64, limit, N, mask, T, TAIL,
-                HIDES or i == FULL, CAUSAL and i == FULL,
-            )  # fmt: skip
+            first = full * 64
+            keys = (i * 64 + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
+            rows = (first + gl.arange(0, T, COLS))[None, :]
+            s_t = common.wait_for_scores(started[i], FULL - i, scoring, rows, keys)
+            bound = limit if HIDES or i == FULL else None
+            s_t = common.mask_scores(s_t, rows, keys, bound, CAUSAL and i == FULL, float("-inf"))
             top_t = gl.maximum(top_t, s_t)
             scores = scores + (s_t,)  # noqa: RUF005
         # The reduction over keys crosses warps, which therefore have all finished their scores
         # before P overwrites K.
         max_t = gl.max(top_t, 0)
         pivot_t = common.pivot_of(max_t, factor, MASKED, SCALED)
-        turns = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TURNED)
+        p_buffers = reinterpret(ks, [FULL * BLOCK_D // T, 64, T], TRANSPOSED)
         # Sums within a thread, (64, T): they are added over the keys at the end.
         total_t, centred_t, square_t = zero_t, zero_t, zero_t
         for i in gl.static_range(FULL + 1):
@@ -414,40 +573,60 @@ def _hopper_fwd_kernel(
             if STATS:
                 centred_t += p * gl.maximum(exponent, -1e30)
                 square_t += p * p
-            if dropout[0] is not None:
+            if seed_ptr is not None:
                 keys = (i * 64 + gl.arange(0, 64, gl.SliceLayout(1, TAIL)))[:, None]
                 rows = (full * 64 + gl.arange(0, T, COLS))[None, :]
-                p = gl.where(common.kept(dropout[0], dropout[1], dropout[2], rows, keys), p, 0.0)
-            turns.index(i).store(p.to(DTYPE))
+                p = gl.where(common.keep_mask(dropout, rows, keys), p, 0.0)
+            p_buffers.index(i).store(p.to(DTYPE))
         # P^T of all warps must be visible to wgmma, which reads it as the right operand.
         fence_async_shared()
         barrier()
         acc_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)  # out^T = V^T P^T
         for i in gl.static_range(FULL):
             v = vs.index(i).permute((1, 0))
-            acc_t = warpgroup_mma(v, turns.index(i), acc_t, is_async=True)
+            acc_t = warpgroup_mma(v, p_buffers.index(i), acc_t, is_async=True)
         # The tail has T keys, not 64: the rest of this tile of P is not read.
-        turn = turns.index(FULL).slice(0, T)
-        acc_t = warpgroup_mma(v_tail.permute((1, 0)), turn, acc_t, is_async=True)
+        p_buffer = p_buffers.index(FULL).slice(0, T)
+        acc_t = warpgroup_mma(v_tail.permute((1, 0)), p_buffer, acc_t, is_async=True)
         acc_t = warpgroup_mma_wait(0, [acc_t])
         divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
-        acc_t = acc_t * (gain / divisor_t)[None, :]
-        common.put_columns(out_view, acc_t, full * 64, N, D)
+        acc_t = acc_t * (out_scale / divisor_t)[None, :]
+        common.store_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
         inside_t = rows_t < N
-        log_sum_t = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats + rows_t, max_t, divisor_t, factor, unit, inside_t,
-            MASKED, SCALED,
-        )  # fmt: skip
+        log_sum_t = common.store_row_statistics(
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=row_stats + rows_t,
+            row_max=max_t,
+            divisor=divisor_t,
+            factor=factor,
+            unit=unit,
+            inside=inside_t,
+            MASKED=MASKED,
+            SCALED=SCALED,
+        )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
             rows_sums = common.sums_of_rows(
-                max_t, divisor_t, gl.sum(centred_t, 0), gl.sum(square_t, 0),
-                gl.sum(acc_t * acc_t, 0), inside_t,
-            )  # fmt: skip
+                max_t,
+                divisor_t,
+                gl.sum(centred_t, 0),
+                gl.sum(square_t, 0),
+                gl.sum(acc_t * acc_t, 0),
+                inside_t,
+            )
             sums = common.add_sums(sums, common.reduce_sums(rows_sums))
     if STATS:
-        common.store_statistics(stats_ptr, sums, head, H * gl.num_programs(1), N, unit, None)
+        common.store_statistics(
+            ptr=stats_ptr,
+            sums=sums,
+            head=head,
+            num_heads=H * gl.num_programs(1),
+            num_rows=N,
+            scale=unit,
+            inside=None,
+        )
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -505,23 +684,31 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    do_view, out_view, saved, start, end, factor, SCALED: gl.constexpr, D: gl.constexpr,
-    WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Load 64 rows of dO and of the output; return them with the results of ``row_statistics``."""
-    do = common.left_rows(do_view, start, end, D, WIDTH, LAYOUT)
-    out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT)
+    do_view,
+    out_view,
+    saved,
+    start,
+    scoring,
+    SCALED: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Load 64 rows of dO and of the output, with the results of ``load_row_statistics``."""
+    N = scoring.N
+    do = common.load_rows(do_view, start, N, D, WIDTH, LAYOUT)
+    out = common.load_rows(out_view, start, N, D, WIDTH, LAYOUT)
     rows = start + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    return do, out, lse, lost
+    lse, correction = common.load_row_statistics(saved, rows, rows < N, scoring.factor, SCALED)
+    return do, out, lse, correction
 
 
 @gluon.jit
 def _describe_rows(lses, deltas, loaded):
     """Store the log-sum-exp and delta = sum(dO O) of 64 rows; return the size of the former."""
-    do, out, lse, lost = loaded
+    do, out, lse, correction = loaded
     lses.store(lse)
-    deltas.store(gl.sum(do.to(gl.float32) * out.to(gl.float32), 1) * lost)
+    deltas.store(gl.sum(do.to(gl.float32) * out.to(gl.float32), 1) * correction)
     # Rows past the end have inf, and must not count as large.
     return gl.where(lse == float("inf"), 0.0, gl.abs(lse))
 
@@ -529,56 +716,94 @@ def _describe_rows(lses, deltas, loaded):
 @gluon.jit
 def _left_pair(
     one_view, other_view, start, end, D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
+):
     """Load a tile of rows of two tensors as left operands."""
-    one = common.left_rows(one_view, start, end, D, WIDTH, LAYOUT)
-    return one, common.left_rows(other_view, start, end, D, WIDTH, LAYOUT)
+    one = common.load_rows(one_view, start, end, D, WIDTH, LAYOUT)
+    return one, common.load_rows(other_view, start, end, D, WIDTH, LAYOUT)
 
 
 @gluon.jit
-def _corrected(do, saved, start, end, factor, SCALED: gl.constexpr):
-    """Multiply rows of dO in registers by the factor that ``row_statistics`` returns."""
+def _corrected(do, saved, start, scoring, SCALED: gl.constexpr):
+    """Multiply rows of dO in registers by the factor that ``load_row_statistics`` returns."""
     rows = start + gl.arange(0, do.shape[0], gl.SliceLayout(1, do.type.layout))
-    _, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    return (do.to(gl.float32) * lost[:, None]).to(do.dtype)
+    inside = rows < scoring.N
+    _, correction = common.load_row_statistics(saved, rows, inside, scoring.factor, SCALED)
+    return (do.to(gl.float32) * correction[:, None]).to(do.dtype)
 
 
 @gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
 def _hopper_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, starts_ptr, key_starts_ptr, do_view, out_view,
-    max_log_sum_ptr, lse_ptr, dq_view, dk_view, dv_view, B, H, N, TOKENS, KEY_TOKENS, full, scale,
-    mask_view, seed_ptr, ds_ptr, keep_scale, threshold,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, IN_REGISTERS: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    B,
+    H,
+    N,
+    TOKENS,
+    KEY_TOKENS,
+    full,
+    scale,
+    mask_view,
+    seed_ptr,
+    ds_ptr,
+    keep_scale,
+    threshold,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    IN_REGISTERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
-    LANES: gl.constexpr = BLOCK_D // 8
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    BLOCKED: gl.constexpr = common.copy_layout(BLOCK_D)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128 if BLOCK_D > 64 else 2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     VARLEN: gl.constexpr = starts_ptr is not None
     head = gl.program_id(1) * H + gl.program_id(0)
-    M, full_keys, most = N, full, full
+    M, full_keys, num_tiles = N, full, full
     if VARLEN:
         # The programs past the last sequence zero the gradients of tokens that no sequence owns.
         if gl.program_id(1) >= B:
-            lanes = gl.arange(0, FILL, gl.BlockedLayout([8], [32], [4], [0]))
+            lanes = gl.arange(0, FILL_BLOCK, gl.BlockedLayout([8], [32], [4], [0]))
             fill_gradients(
-                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
-                KEY_TOKENS, H * D, H * D, head - B * H, (gl.num_programs(1) - B) * H, lanes,
-            )  # fmt: skip
+                dq_ptr=dq_view.ptr,
+                dk_ptr=dk_view.ptr,
+                dv_ptr=dv_view.ptr,
+                starts_ptr=starts_ptr,
+                key_starts_ptr=key_starts_ptr,
+                num_sequences=B,
+                num_tokens=TOKENS,
+                num_keys=KEY_TOKENS,
+                width=H * D,
+                key_width=H * D,
+                program=head - B * H,
+                num_programs=(gl.num_programs(1) - B) * H,
+                lanes=lanes,
+            )
             return
         first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
         first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
         full, full_keys = (N + 63) // 64, (M + 63) // 64
-        # N and M are now the tokens of this sequence; ``most`` keeps the tiles of the longest.
+        # N and M are now the tokens of this sequence; ``num_tiles`` keeps the tiles of the longest.
         q_view, dq_view = (
             common.from_token(q_view, first_row),
             common.from_token(dq_view, first_row),
@@ -606,16 +831,15 @@ def _hopper_bwd_kernel(
     saved = max_log_sum_ptr, lse_ptr
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = seed_ptr, threshold, head, keep_scale
-    mask = mask_view, scale
+    dropout = Dropout(seed_ptr, threshold, head, keep_scale)
     if seed_ptr is not None:
         WORDS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
         # A bit for each score: the first pass writes the bits, and the second reads them.
-        keeps = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
-        dropout = seed_ptr, threshold, head, keep_scale, keeps, most
+        keep_words = gl.allocate_shared_memory(gl.int32, [FULL * FULL, 2, 64], WORDS)
+        dropout = Dropout(seed_ptr, threshold, head, keep_scale, keep_words, num_tiles)
         if VARLEN or lengths_ptr is not None:
-            for n in range(most * most):  # the first pass skips hidden tiles
-                keeps.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
+            for n in range(num_tiles * num_tiles):  # the first pass skips hidden tiles
+                keep_words.index(n).store(gl.zeros([2, 64], gl.int32, BLOCKED))
     # K and V are resident first, and then Q and dO in the same memory. One tile of the other two is
     # in ``q_tile`` and ``do_tile``, or in registers, while the next is being loaded.
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -627,31 +851,43 @@ def _hopper_bwd_kernel(
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = common.number_of_keys(lengths_ptr, M)
+    limit = common.visible_keys(lengths_ptr, M)
     SCALED: gl.constexpr = MASK == "additive"
     factor = (1.0 if SCALED else scale) * LOG2_E
+    mask = Mask(
+        ptr=mask_view.ptr,
+        stride_n=mask_view.stride_n,
+        stride_m=mask_view.stride_m,
+        scale=scale,
+        ds_ptr=ds_ptr,
+        stride_b=mask_view.stride_b,
+        stride_h=mask_view.stride_h,
+    )
+    scoring = Scoring(N, limit, factor, mask, dropout)
 
     if IN_REGISTERS:
-        following = _left_pair(q_view, do_view, 0, N, D, BLOCK_D, OPERAND)
+        following = _left_pair(
+            one_view=q_view, other_view=do_view, start=0, end=N, D=D, WIDTH=BLOCK_D, LAYOUT=OPERAND
+        )
     else:
-        common.fetch_rows(q_tile, q_view, 0, N, D, VARLEN, BLOCKED)
-        common.fetch_rows(do_tile, do_view, 0, N, D, VARLEN, BLOCKED)
-    common.fetch_tiles(ks, k_view, limit, D, HIDES, BLOCKED)
-    common.fetch_tiles(vs, v_view, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(q_tile, q_view, 0, N, D, VARLEN)
+        common.fetch_rows(do_tile, do_view, 0, N, D, VARLEN)
+    common.fetch_tiles(ks, k_view, limit, D, HIDES)
+    common.fetch_tiles(vs, v_view, limit, D, HIDES)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
         COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
-        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TRANSPOSED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
-        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True)
+        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True)
     # One group: the copies run while delta is computed below.
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
@@ -660,18 +896,41 @@ def _hopper_bwd_kernel(
     if IN_REGISTERS:
         # Loads run one tile ahead of the sums that need them.
         following_rows = _load_rows(
-            do_view, out_view, saved, 0, N, factor, SCALED, D, BLOCK_D, BLOCKED
+            do_view=do_view,
+            out_view=out_view,
+            saved=saved,
+            start=0,
+            scoring=scoring,
+            SCALED=SCALED,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=BLOCKED,
         )
     for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
         if IN_REGISTERS:
             rows = following_rows
             following_rows = _load_rows(
-                do_view, out_view, saved, n * 64 + 64, N, factor, SCALED, D, BLOCK_D,
-                BLOCKED,
-            )  # fmt: skip
+                do_view=do_view,
+                out_view=out_view,
+                saved=saved,
+                start=n * 64 + 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=BLOCKED,
+            )
         else:
             rows = _load_rows(
-                do_view, out_view, saved, n * 64, N, factor, SCALED, D, BLOCK_D, BLOCKED
+                do_view=do_view,
+                out_view=out_view,
+                saved=saved,
+                start=n * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=BLOCKED,
             )
         largest = gl.maximum(largest, _describe_rows(lses.index(n), deltas.index(n), rows))
     is_large = gl.max(largest, 0) > LARGE_LSE  # the same in all warps
@@ -679,7 +938,7 @@ def _hopper_bwd_kernel(
     if not IN_REGISTERS:  # noqa: SIM102 (Gluon compiles both sides of `and`)
         if is_large:
             barrier()
-            common.correct(do_tile, saved, 0, N, factor, SCALED, BLOCKED)
+            common.correct(do_tile, saved, 0, scoring, SCALED, BLOCKED)
     # All copies, the statistics and a corrected dO must be visible to wgmma, and in all warps.
     fence_async_shared()
     barrier()
@@ -691,34 +950,66 @@ def _hopper_bwd_kernel(
             q_tile, do_tile = following
             # Loaded under the loop over keys; past the last tile these are zeros, which nothing
             # reads.
-            following = _left_pair(q_view, do_view, first + 64, N, D, BLOCK_D, OPERAND)
+            following = _left_pair(
+                one_view=q_view,
+                other_view=do_view,
+                start=first + 64,
+                end=N,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=OPERAND,
+            )
             if is_large:
-                do_tile = _corrected(do_tile, saved, first, N, factor, SCALED)
+                do_tile = _corrected(do_tile, saved, first, scoring, SCALED)
         lse = lses.index(tile).load(ROWS)[:, None]
         delta = deltas.index(tile).load(ROWS)[:, None]
         dq = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
-        seen, last = common.visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
-        for i in range(seen):
+        num_unmasked, num_visible = common.visible_tiles(full_keys, limit, first, 64, HIDES, CAUSAL)
+        for i in range(num_unmasked):
             dq = common.rows_step(
-                dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
-            )  # fmt: skip
+                dq=dq,
+                q=q_tile,
+                do=do_tile,
+                k=ks.index(i),
+                v=vs.index(i),
+                zero=zero,
+                lse=lse,
+                delta=delta,
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                HIDES=False,
+                CAUSAL=False,
+            )
         if HIDES or CAUSAL:
-            for i in range(seen, last):
+            for i in range(num_unmasked, num_visible):
                 dq = common.rows_step(
-                    dq, q_tile, do_tile, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q_tile,
+                    do=do_tile,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    lse=lse,
+                    delta=delta,
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                )
         # The tail's keys: P and dS (64, T). Under a causal mask none of these rows sees them.
         if T > 0 and not CAUSAL:
             s, dp = common.start_products(q_tile, do_tile, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            s = common.wait_for_scores(s, 1, scoring, queries, keys)
             p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            p = common.mask_scores(p, queries, keys, limit, False, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
-            dp, weight = common.dropped(dp, p, dropout, queries, keys)
+            dp, weight = common.apply_dropout(dp, p, dropout, queries, keys, False)
             ds = (p * (dp - gl.convert_layout(delta, TAIL))).to(DTYPE)
             # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(weight.to(DTYPE))
@@ -732,43 +1023,45 @@ def _hopper_bwd_kernel(
             dv_t = warpgroup_mma(do_tile.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
         if IN_REGISTERS:
-            common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+            common.store_product_rows(dq_view, dq * scale, first, N, D, RAGGED)
         else:
             barrier()  # all warps are done with Q, dO, P and dS of this tile
             if tile + 1 < full:
-                common.fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(q_tile, q_view, first + 64, N, D, RAGGED)
             # dQ is staged in the buffer of dO, which no product reads any more. Its store comes
             # after the fence, which would wait for it. A varlen batch stores at once: its addresses
             # leave no registers to keep dQ in.
             if VARLEN:
-                common.put_rows(dq_view, dq * scale, do_tile, first, N, D, RAGGED, BLOCKED)
+                common.store_staged_rows(
+                    view=dq_view, x=dq * scale, stage=do_tile, start=first, end=N, D=D, MASK=RAGGED
+                )
             else:
-                dq_rows = common.turned_rows(dq * scale, do_tile, BLOCKED)
+                dq_rows = common.convert_staged(dq * scale, do_tile, BLOCKED)
             if tile + 1 < full:
-                common.fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED, BLOCKED)
+                common.fetch_rows(do_tile, do_view, first + 64, N, D, RAGGED)
                 commit_copies()
                 wait_copies(0)
                 if is_large:
                     barrier()  # ``correct`` reads what other threads copied
-                    common.correct(do_tile, saved, first + 64, N, factor, SCALED, BLOCKED)
+                    common.correct(do_tile, saved, first + 64, scoring, SCALED, BLOCKED)
                 fence_async_shared()
                 barrier()
             if not VARLEN:
-                common.put_own(dq_view, dq_rows, first, N, D, RAGGED, BLOCKED)
+                common.store_rows(dq_view, dq_rows, first, N, D, RAGGED)
 
     if T > 0:
         # The tail's rows as columns: dQ^T (D, T), and their contributions to dK and dV of the tail.
         # The tail's Q and dO replace its K and V, which now fill the tiles of Q and dO to 64 rows.
         q_tail, do_tail, k_tile, v_tile = k_tail, v_tail, q_tile, do_tile
-        common.fetch_rows(q_tail, q_view, full * 64, N, D, True, BLOCKED)
-        common.fetch_rows(do_tail, do_view, full * 64, N, D, True, BLOCKED)
-        common.fetch_rows(k_tile, k_view, full * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tile, v_view, full * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, full * 64, N, D, True)
+        common.fetch_rows(do_tail, do_view, full * 64, N, D, True)
+        common.fetch_rows(k_tile, k_view, full * 64, limit, D, True)
+        common.fetch_rows(v_tile, v_view, full * 64, limit, D, True)
         commit_copies()
         wait_copies(0)
         if is_large:
             barrier()
-            common.correct(do_tail, saved, full * 64, N, factor, SCALED, BLOCKED)
+            common.correct(do_tail, saved, full * 64, scoring, SCALED, BLOCKED)
         fence_async_shared()
         barrier()
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
@@ -779,37 +1072,40 @@ def _hopper_bwd_kernel(
         for n in gl.static_range(FULL):
             s_t, dp_t = common.start_products(ks.index(n), vs.index(n), q_tail, do_tail, zero_t)
             keys = (n * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-            s_t = common.wait_for_scores(s_t, 1, mask, queries, keys, N, 0, False, False)
+            s_t = common.wait_for_scores(s_t, 1, scoring, queries, keys)
             p_t = gl.exp2(common.exponents_of(s_t, lse_t, factor, SCALED))
             dp_t = warpgroup_mma_wait(0, [dp_t])
-            dp_t, _ = common.dropped(dp_t, p_t, dropout, queries, keys)
+            dp_t, _ = common.apply_dropout(dp_t, p_t, dropout, queries, keys, False)
             ds_t = p_t * (dp_t - delta_t.load(COLS_T)[None, :])
-            ds_t = common.masked(ds_t, None, None, queries, keys, limit, 0.0, HIDES, False)
+            ds_t = common.mask_scores(ds_t, queries, keys, limit if HIDES else None, False, 0.0)
             # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
             # again has passed the barrier of the other, and all warps had read this one by then.
-            turn = tails.index(n % 2)
-            turn.store(ds_t.to(DTYPE))
+            ds_buffer = tails.index(n % 2)
+            ds_buffer.store(ds_t.to(DTYPE))
             fence_async_shared()
             barrier()
-            dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma(ks.index(n).permute((1, 0)), ds_buffer, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         barrier()  # all warps are done with dS of the tiles before
         # The tail's keys with the tail's rows, the last contribution to all three gradients.
         s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
-        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        s = common.wait_for_scores(s, 1, scoring, queries, keys)
         p = gl.exp2(common.exponents_of(s, lse_t, factor, SCALED))
-        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        p = common.mask_scores(p, queries, keys, limit, CAUSAL, 0.0)
         dp = warpgroup_mma_wait(0, [dp])
-        dp, weight = common.dropped(dp, p, dropout, queries, keys)
+        dp, weight = common.apply_dropout(dp, p, dropout, queries, keys, False)
         p_tail.store(weight.to(DTYPE))
         ds_tail.store((p * (dp - delta_t.load(COLS_T)[None, :])).to(DTYPE))
         fence_async_shared()
         barrier()
-        own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
+        p_tail_t, ds_tail_t = (
+            p_tail.slice(0, T).permute((1, 0)),
+            ds_tail.slice(0, T).permute((1, 0)),
+        )
         dq_t = warpgroup_mma(k_tile.permute((1, 0)), ds_tail, dq_t, is_async=True)
-        dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
-        dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dk_t = warpgroup_mma(q_tail.permute((1, 0)), ds_tail_t, dk_t, is_async=True)
+        dv_t = warpgroup_mma(do_tail.permute((1, 0)), p_tail_t, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
         barrier()  # all warps are done with K and V, and with the tiles of Q and dO
 
@@ -817,34 +1113,50 @@ def _hopper_bwd_kernel(
     qs, dos = ks, vs
     if IN_REGISTERS:
         barrier()  # all warps are done with K and V
-        following = _left_pair(k_view, v_view, 0, limit, D, BLOCK_D, OPERAND)
+        following = _left_pair(
+            one_view=k_view,
+            other_view=v_view,
+            start=0,
+            end=limit,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=OPERAND,
+        )
     else:
         k_tile, v_tile = q_tile, do_tile
-        common.fetch_rows(k_tile, k_view, 0, limit, D, HIDES, BLOCKED)
-        common.fetch_rows(v_tile, v_view, 0, limit, D, HIDES, BLOCKED)
-    common.fetch_tiles(qs, q_view, N, D, RAGGED, BLOCKED)
-    common.fetch_tiles(dos, do_view, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(k_tile, k_view, 0, limit, D, HIDES)
+        common.fetch_rows(v_tile, v_view, 0, limit, D, HIDES)
+    common.fetch_tiles(qs, q_view, N, D, RAGGED)
+    common.fetch_tiles(dos, do_view, N, D, RAGGED)
     commit_copies()
     wait_copies(0)
     if is_large:
         barrier()
         # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
         for i in range(full):
-            common.correct(dos.index(i), saved, i * 64, N, factor, SCALED, BLOCKED)
+            common.correct(dos.index(i), saved, i * 64, scoring, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
     if T > 0:
         # Stored after the fence, which would have waited for these stores.
-        common.put_columns(dq_view, dq_t * scale, full * 64, N, D)
-        common.put_columns(dk_view, dk_t * scale, full * 64, N, D)
+        common.store_columns(dq_view, dq_t * scale, full * 64, N, D)
+        common.store_columns(dk_view, dk_t * scale, full * 64, N, D)
         if seed_ptr is not None:
             dv_t *= keep_scale
-        common.put_columns(dv_view, dv_t, full * 64, N, D)
+        common.store_columns(dv_view, dv_t, full * 64, N, D)
     for tile in range(0, full_keys):
         first = tile * 64
         if IN_REGISTERS:
             k_tile, v_tile = following
-            following = _left_pair(k_view, v_view, first + 64, limit, D, BLOCK_D, OPERAND)
+            following = _left_pair(
+                one_view=k_view,
+                other_view=v_view,
+                start=first + 64,
+                end=limit,
+                D=D,
+                WIDTH=BLOCK_D,
+                LAYOUT=OPERAND,
+            )
         dk = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         start = 0
@@ -852,46 +1164,80 @@ def _hopper_bwd_kernel(
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, qs.index(tile), dos.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT,
-                True,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=qs.index(tile),
+                do=dos.index(tile),
+                zero=zero,
+                lse=lses.index(tile),
+                delta=deltas.index(tile),
+                first=first,
+                start=first,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=True,
+            )[:2]
         for i in range(start, full):
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, qs.index(i), dos.index(i), zero, lses.index(i),
-                deltas.index(i), first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=qs.index(i),
+                do=dos.index(i),
+                zero=zero,
+                lse=lses.index(i),
+                delta=deltas.index(i),
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=False,
+            )[:2]
         if T > 0:
             dk, dv = common.keys_step(
-                dk, dv, k_tile, v_tile, q_tail, do_tail, zero_t, lses.index(full).slice(0, T),
-                deltas.index(full).slice(0, T), first, full * 64, factor, N, mask, dropout, SCALED,
-                LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k_tile,
+                v=v_tile,
+                q=q_tail,
+                do=do_tail,
+                zero=zero_t,
+                lse=lses.index(full).slice(0, T),
+                delta=deltas.index(full).slice(0, T),
+                first=first,
+                start=full * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=False,
+            )[:2]
         if seed_ptr is not None:
             # Once for the finished sum, not for each P.
             dv *= keep_scale
         # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their rows.
         if HIDES:
-            seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
-            dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
+            visible = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
+            dk, dv = gl.where(visible, dk, 0.0), gl.where(visible, dv, 0.0)
         if IN_REGISTERS:
-            common.put_exchanged(dk_view, dk * scale, first, M, D, RAGGED, STORE)
-            common.put_exchanged(dv_view, dv, first, M, D, RAGGED, STORE)
+            common.store_product_rows(dk_view, dk * scale, first, M, D, RAGGED)
+            common.store_product_rows(dv_view, dv, first, M, D, RAGGED)
         else:
             # dK and dV are staged in the buffers of K and V of this tile, and stored after the
             # fence; the next tile is copied meanwhile.
-            dk_rows = common.turned_rows(dk * scale, k_tile, BLOCKED)
+            dk_rows = common.convert_staged(dk * scale, k_tile, BLOCKED)
             if tile + 1 < full_keys:
-                common.fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES, BLOCKED)
-            dv_rows = common.turned_rows(dv, v_tile, BLOCKED)
+                common.fetch_rows(k_tile, k_view, first + 64, limit, D, HIDES)
+            dv_rows = common.convert_staged(dv, v_tile, BLOCKED)
             if tile + 1 < full_keys:
-                common.fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES, BLOCKED)
+                common.fetch_rows(v_tile, v_view, first + 64, limit, D, HIDES)
             commit_copies()
             wait_copies(0)
             fence_async_shared()
             barrier()
-            common.put_own(dk_view, dk_rows, first, M, D, RAGGED, BLOCKED)
-            common.put_own(dv_view, dv_rows, first, M, D, RAGGED, BLOCKED)
+            common.store_rows(dk_view, dk_rows, first, M, D, RAGGED)
+            common.store_rows(dv_view, dv_rows, first, M, D, RAGGED)
 
 
 def prepare_backward(

@@ -17,6 +17,7 @@ from ..._triton import LOG2_E
 from ...route import Results
 from ..call import Call, forward_arguments
 from . import gluon_tiles as common
+from .gluon_tiles import Dropout, Mask, RowState, Scoring
 from .hopper import paired_step, step
 
 ROWS = 128  # of a program
@@ -39,10 +40,7 @@ STATISTICS_TILES = Tiles(
 
 
 @gluon.jit
-def _next_tile(
-    ks, vs, k_view, v_view, i, last, limit, D: gl.constexpr, LAYOUT: gl.constexpr,
-    GROUP: gl.constexpr,
-):  # fmt: skip
+def _next_tile(ks, vs, k_view, v_view, i, num_tiles, limit, D: gl.constexpr, GROUP: gl.constexpr):
     """Wait for tile ``i`` of keys, start copying the next one, and return K and V."""
     # One group is in flight, tile ``i``. The fence orders it before wgmma's reads.
     wait_copies(0)
@@ -50,44 +48,77 @@ def _next_tile(
     # All threads have copied tile ``i``, and all warps are done with tile ``i - 1``: their products
     # were waited for. Its buffer is filled again below.
     barrier()
-    if i + 1 < last:
+    if i + 1 < num_tiles:
         other = (i + 1) & 1
-        common.fetch_rows(ks.index(other), k_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
-        common.fetch_rows(vs.index(other), v_view, (i + 1) * 64, limit, D, True, LAYOUT, GROUP)
+        common.fetch_rows(
+            shared=ks.index(other),
+            view=k_view,
+            start=(i + 1) * 64,
+            end=limit,
+            D=D,
+            MASK=True,
+            GROUP=GROUP,
+        )
+        common.fetch_rows(
+            shared=vs.index(other),
+            view=v_view,
+            start=(i + 1) * 64,
+            end=limit,
+            D=D,
+            MASK=True,
+            GROUP=GROUP,
+        )
     commit_copies()
     return ks.index(i & 1), vs.index(i & 1)
 
 
 @gluon.jit(do_not_specialize=["H", "N"])
 def _hopper_long_fwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, parts_ptr, H, N, scale,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    parts_ptr,
+    H,
+    N,
+    scale,
     mask_view,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    GROUP: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
-    LANES: gl.constexpr = BLOCK_D // 8
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
-    # Calls with a mask or dropout go to online.py.
-    mask, dropout = (mask_view, scale), (None,)
     qs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two tiles of rows
     ks = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)  # two buffers, used alternately
     vs = gl.allocate_shared_memory(DTYPE, [2, 64, BLOCK_D], SHARED)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = common.number_of_keys(lengths_ptr, N)
-    factor = scale * LOG2_E
+    limit = common.visible_keys(lengths_ptr, N)
+    # Calls with a mask or dropout go to online.py.
+    mask = Mask(None, None, None, None)
+    scoring = Scoring(N, limit, scale * LOG2_E, mask, Dropout())
     first = gl.program_id(2) * 128
     head = gl.program_id(1) * H + gl.program_id(0)
     row_stats = head.to(gl.int64) * N
-    # Tiles of keys before ``seen`` are visible to all 128 rows, those before ``last`` to some row.
-    seen, last = common.visible_tiles((N + 63) // 64, limit, first, 128, True, CAUSAL)
+    # All 128 rows see the first ``num_unmasked`` tiles of keys, some row the first ``num_visible``.
+    num_unmasked, num_visible = common.visible_tiles(
+        (N + 63) // 64, limit, first, 128, True, CAUSAL
+    )
     for n in gl.static_range(2):
-        common.fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True, BLOCKED)
-    common.fetch_rows(ks.index(0), k_view, 0, limit, D, True, BLOCKED, GROUP)
-    common.fetch_rows(vs.index(0), v_view, 0, limit, D, True, BLOCKED, GROUP)
+        common.fetch_rows(qs.index(n), q_view, first + n * 64, N, D, True)
+    common.fetch_rows(
+        shared=ks.index(0), view=k_view, start=0, end=limit, D=D, MASK=True, GROUP=GROUP
+    )
+    common.fetch_rows(
+        shared=vs.index(0), view=v_view, start=0, end=limit, D=D, MASK=True, GROUP=GROUP
+    )
     commit_copies()
     # Q must land before it is loaded into registers, where it stays as the left operand. No fence:
     # ordinary loads read it.
@@ -95,43 +126,105 @@ def _hopper_long_fwd_kernel(
     barrier()
     q = qs.index(0).load(gl.DotOperandLayout(0, OUT, 2))
     next_q = qs.index(1).load(gl.DotOperandLayout(0, OUT, 2))
-    OWN: gl.constexpr = common.own_sum(zero).type.layout
-    none = gl.zeros([64, 4], gl.float32, OWN)
+    OWN: gl.constexpr = common.thread_sums(zero).type.layout
+    zero_partials = gl.zeros([64, 4], gl.float32, OWN)
     acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
-    state = acc, gl.full([64], float("-inf"), gl.float32, ROW), none, none, none
+    row_max = gl.full([64], float("-inf"), gl.float32, ROW)
+    state = RowState(acc, row_max, zero_partials, zero_partials, zero_partials)
     next_state = state
     # The first call waits for nothing: tile 0 landed with Q.
-    for i in range(seen):
-        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
-        state, next_state = paired_step(state, next_state, q, next_q, k, v, zero, factor, True, ROW)
+    for i in range(num_unmasked):
+        k, v = _next_tile(
+            ks=ks,
+            vs=vs,
+            k_view=k_view,
+            v_view=v_view,
+            i=i,
+            num_tiles=num_visible,
+            limit=limit,
+            D=D,
+            GROUP=GROUP,
+        )
+        state, next_state = paired_step(
+            state=state,
+            next_state=next_state,
+            q=q,
+            next_q=next_q,
+            k=k,
+            v=v,
+            zero=zero,
+            scoring=scoring,
+            SCALED=False,
+            STATS=True,
+        )
     # Tiles that a mask or a length cuts: one tile of rows after the other.
-    for i in range(seen, last):
-        k, v = _next_tile(ks, vs, k_view, v_view, i, last, limit, D, BLOCKED, GROUP)
+    for i in range(num_unmasked, num_visible):
+        k, v = _next_tile(
+            ks=ks,
+            vs=vs,
+            k_view=k_view,
+            v_view=v_view,
+            i=i,
+            num_tiles=num_visible,
+            limit=limit,
+            D=D,
+            GROUP=GROUP,
+        )
         state = step(
-            state, q, k, v, zero, first, i * 64, limit, factor, N, mask, dropout, "none", True,
-            CAUSAL, True, ROW,
-        )  # fmt: skip
+            state=state,
+            q=q,
+            k=k,
+            v=v,
+            zero=zero,
+            first=first,
+            start=i * 64,
+            scoring=scoring,
+            SCALED=False,
+            HIDES=True,
+            CAUSAL=CAUSAL,
+            STATS=True,
+        )
         next_state = step(
-            next_state, next_q, k, v, zero, first + 64, i * 64, limit, factor, N, mask, dropout,
-            "none", True, CAUSAL, True, ROW,
-        )  # fmt: skip
+            state=next_state,
+            q=next_q,
+            k=k,
+            v=v,
+            zero=zero,
+            first=first + 64,
+            start=i * 64,
+            scoring=scoring,
+            SCALED=False,
+            HIDES=True,
+            CAUSAL=CAUSAL,
+            STATS=True,
+        )
     states, sums = (state, next_state), common.no_sums(64, ROW)
     for n in gl.static_range(2):
         acc, row_max, row_sum, centred, square = states[n]
         start = first + n * 64
-        divisor = common.joined(row_sum, ROW)
+        divisor = common.sum_threads(row_sum, ROW)
         acc = acc * (1.0 / gl.convert_layout(divisor, gl.SliceLayout(1, OUT)))[:, None]
         # Q is in registers, so that its buffer may stage the output.
-        common.put_rows(out_view, acc, qs.index(n), start, N, D, True, BLOCKED)
+        common.store_staged_rows(
+            view=out_view, x=acc, stage=qs.index(n), start=start, end=N, D=D, MASK=True
+        )
         rows = start + gl.arange(0, 64, ROW)
         inside = rows < N
-        log_sum = common.put_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats + rows, row_max, divisor, factor, scale, inside,
-            False, False,
-        )  # fmt: skip
+        log_sum = common.store_row_statistics(
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            rows=row_stats + rows,
+            row_max=row_max,
+            divisor=divisor,
+            factor=scoring.factor,
+            unit=scale,
+            inside=inside,
+            MASKED=False,
+            SCALED=False,
+        )
         gl.store(lse_ptr + row_stats + rows, row_max * scale + log_sum, mask=inside)
         norm = gl.convert_layout(gl.sum(acc * acc, 1), ROW)
-        centred, square = common.joined(centred, ROW), common.joined(square, ROW)
+        centred, square = common.sum_threads(centred, ROW), common.sum_threads(square, ROW)
         sums = common.add_sums(
             sums, common.sums_of_rows(row_max, divisor, centred, square, norm, inside)
         )

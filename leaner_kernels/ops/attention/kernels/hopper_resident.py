@@ -26,6 +26,7 @@ from ..._triton import LOG2_E
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, hopper_tails, tiles_and_tail
 from . import gluon_tiles as common
+from .gluon_tiles import Dropout, Mask, Scoring
 
 # For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
 _LIMITS = Limits(
@@ -48,21 +49,31 @@ BACKWARD_TILES = Tiles(
 
 @gluon.jit
 def _load_rows(
-    out_view, saved, start, end, factor, ROWS: gl.constexpr, SCALED: gl.constexpr,
-    D: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Load rows of the output; return them with the results of ``row_statistics``."""
-    out = common.left_rows(out_view, start, end, D, WIDTH, LAYOUT, ROWS)
+    out_view,
+    saved,
+    start,
+    scoring,
+    ROWS: gl.constexpr,
+    SCALED: gl.constexpr,
+    D: gl.constexpr,
+    WIDTH: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Load rows of the output; return them with the results of ``load_row_statistics``."""
+    N = scoring.N
+    out = common.load_rows(
+        view=out_view, start=start, end=N, D=D, WIDTH=WIDTH, LAYOUT=LAYOUT, ROWS=ROWS
+    )
     rows = start + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    lse, lost = common.row_statistics(saved, rows, rows < end, factor, SCALED)
-    return out, lse, lost
+    lse, correction = common.load_row_statistics(saved, rows, rows < N, scoring.factor, SCALED)
+    return out, lse, correction
 
 
 @gluon.jit
 def _describe_rows(do_rows, lses, deltas, loaded):
     """Store the log-sum-exp and delta = sum(dO O) of rows, and dO times the former's factor."""
-    out, lse, lost = loaded
-    do = do_rows.load(out.type.layout).to(gl.float32) * lost[:, None]
+    out, lse, correction = loaded
+    do = do_rows.load(out.type.layout).to(gl.float32) * correction[:, None]
     do_rows.store(do.to(do_rows.dtype))
     lses.store(lse)
     deltas.store(gl.sum(do * out.to(gl.float32), 1))
@@ -70,21 +81,39 @@ def _describe_rows(do_rows, lses, deltas, loaded):
 
 @gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, do_view, out_view, max_log_sum_ptr, lse_ptr, dq_view,
-    dk_view, dv_view, H, N, full, scale, mask_view, ds_ptr,
-    D: gl.constexpr, BLOCK_D: gl.constexpr, FULL: gl.constexpr, T: gl.constexpr,
-    RAGGED: gl.constexpr, CAUSAL: gl.constexpr, MASK: gl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    H,
+    N,
+    full,
+    scale,
+    mask_view,
+    ds_ptr,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    FULL: gl.constexpr,
+    T: gl.constexpr,
+    RAGGED: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    MASK: gl.constexpr,
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
-    LANES: gl.constexpr = BLOCK_D // 8
-    BLOCKED: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    BLOCKED: gl.constexpr = common.copy_layout(BLOCK_D)
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     SHARED: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_D, 16, 2)
     VECTOR: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    STORE: gl.constexpr = common.exchanged_layout(BLOCK_D)
     TILES: gl.constexpr = FULL + (1 if T > 0 else 0)
     HIDES: gl.constexpr = RAGGED or lengths_ptr is not None
     SCALED: gl.constexpr = MASK == "additive"
@@ -97,8 +126,6 @@ def _hopper_resident_bwd_kernel(
     saved = max_log_sum_ptr, lse_ptr
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
-    dropout = (None,)  # calls with dropout go to hopper.py
-    mask = mask_view, scale
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     ks = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
     vs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)
@@ -106,40 +133,58 @@ def _hopper_resident_bwd_kernel(
     lses = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     deltas = gl.allocate_shared_memory(gl.float32, [TILES, 64], VECTOR)
     zero = gl.zeros([64, 64], gl.float32, SCORES)
-    limit = common.number_of_keys(lengths_ptr, N)
+    limit = common.visible_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
+    mask = Mask(
+        ptr=mask_view.ptr,
+        stride_n=mask_view.stride_n,
+        stride_m=mask_view.stride_m,
+        scale=scale,
+        ds_ptr=ds_ptr,
+        stride_b=mask_view.stride_b,
+        stride_h=mask_view.stride_h,
+    )
+    scoring = Scoring(N, limit, factor, mask, Dropout())  # dropout goes to hopper.py
 
     # dO is copied first, and O is loaded: delta is computed while Q, K and V are being copied.
     for n in gl.static_range(FULL):
-        common.fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED, BLOCKED)
+        common.fetch_rows(dos.index(n), do_view, n * 64, N, D, RAGGED)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
         COLS_T: gl.constexpr = gl.SliceLayout(0, TAIL)
-        TURNED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
+        TRANSPOSED: gl.constexpr = gl.NVMMASharedLayout(2 * T, 16, 2)
         q_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         k_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         v_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
         do_tail = gl.allocate_shared_memory(DTYPE, [T, BLOCK_D], SHARED)
-        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TURNED)
+        tails = gl.allocate_shared_memory(DTYPE, [2, 64, T], TRANSPOSED)
         p_tail, ds_tail = tails.index(0), tails.index(1)
-        common.fetch_rows(do_tail, do_view, FULL * 64, N, D, True, BLOCKED)
+        common.fetch_rows(do_tail, do_view, FULL * 64, N, D, True)
     commit_copies()  # first group: dO
     loaded = ()
     for n in gl.static_range(TILES):
         rows = _load_rows(
-            out_view, saved, n * 64, N, factor, 64 if n < FULL else T, SCALED, D, BLOCK_D, BLOCKED
-        )  # fmt: skip
+            out_view=out_view,
+            saved=saved,
+            start=n * 64,
+            scoring=scoring,
+            ROWS=64 if n < FULL else T,
+            SCALED=SCALED,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=BLOCKED,
+        )
         loaded = loaded + (rows,)  # noqa: RUF005
     barrier()  # keeps the loads of O before the copies in program order
     for n in gl.static_range(FULL):
-        common.fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED, BLOCKED)
-        common.fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES, BLOCKED)
-        common.fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES, BLOCKED)
+        common.fetch_rows(qs.index(n), q_view, n * 64, N, D, RAGGED)
+        common.fetch_rows(ks.index(n), k_view, n * 64, limit, D, HIDES)
+        common.fetch_rows(vs.index(n), v_view, n * 64, limit, D, HIDES)
     if T > 0:
-        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True, BLOCKED)
-        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True, BLOCKED)
-        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True, BLOCKED)
+        common.fetch_rows(q_tail, q_view, FULL * 64, N, D, True)
+        common.fetch_rows(k_tail, k_view, FULL * 64, limit, D, True)
+        common.fetch_rows(v_tail, v_view, FULL * 64, limit, D, True)
     commit_copies()  # second group: Q, K and V
     # dO has landed when one group is left. No barrier: a thread reads back only what it copied.
     wait_copies(1)
@@ -170,13 +215,13 @@ def _hopper_resident_bwd_kernel(
             s, dp = common.start_products(q, do, k_tail, v_tail, zero_t)
             keys = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
             queries = (first + gl.arange(0, 64, ROWS_T))[:, None]
-            s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+            s = common.wait_for_scores(s, 1, scoring, queries, keys)
             # dP is still in flight.
             p = gl.exp2(common.exponents_of(s, gl.convert_layout(lse, TAIL), factor, SCALED))
-            p = common.masked(p, None, None, queries, keys, limit, 0.0, True, False)
+            p = common.mask_scores(p, queries, keys, limit, False, 0.0)
             dp = warpgroup_mma_wait(0, [dp])
             ds = p * (dp - gl.convert_layout(delta, TAIL))
-            common.store_ds(ds_ptr, ds, queries, keys, N)
+            common.store_ds(scoring, ds, queries, keys)
             ds = ds.to(DTYPE)
             # dK and dV of the tail need P and dS as right operands, from shared memory.
             p_tail.store(p.to(DTYPE))
@@ -189,22 +234,46 @@ def _hopper_resident_bwd_kernel(
             dk_t = warpgroup_mma(q.permute((1, 0)), ds_tail, dk_t, is_async=True)
             dv_t = warpgroup_mma(do.permute((1, 0)), p_tail, dv_t, is_async=True)
             dq, dk_t, dv_t = warpgroup_mma_wait(0, [dq, dk_t, dv_t])
-        seen, last = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
+        num_unmasked, num_visible = common.visible_tiles(full, limit, first, 64, HIDES, CAUSAL)
         # Tiles that every row sees in full, then those that a mask cuts.
-        for i in range(seen):
+        for i in range(num_unmasked):
             dq = common.rows_step(
-                dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, False, False,
-            )  # fmt: skip
+                dq=dq,
+                q=q,
+                do=do,
+                k=ks.index(i),
+                v=vs.index(i),
+                zero=zero,
+                lse=lse,
+                delta=delta,
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                HIDES=False,
+                CAUSAL=False,
+            )
         if HIDES or CAUSAL:
-            for i in range(seen, last):
+            for i in range(num_unmasked, num_visible):
                 dq = common.rows_step(
-                    dq, q, do, ks.index(i), vs.index(i), zero, lse, delta, first, i * 64,
-                    limit, factor, N, mask, dropout, ds_ptr, SCALED, LEFT, HIDES, CAUSAL,
-                )  # fmt: skip
+                    dq=dq,
+                    q=q,
+                    do=do,
+                    k=ks.index(i),
+                    v=vs.index(i),
+                    zero=zero,
+                    lse=lse,
+                    delta=delta,
+                    first=first,
+                    start=i * 64,
+                    scoring=scoring,
+                    SCALED=SCALED,
+                    HIDES=HIDES,
+                    CAUSAL=CAUSAL,
+                )
         if T > 0 and not CAUSAL:
             barrier()  # all warps are done with P and dS of the tail
-        common.put_exchanged(dq_view, dq * scale, first, N, D, RAGGED, STORE)
+        common.store_product_rows(dq_view, dq * scale, first, N, D, RAGGED)
 
     # Tiles of keys: their dK and dV, and their contributions to dQ of the tail. No barrier between
     # the passes: Q, K, V and dO are only read.
@@ -215,72 +284,112 @@ def _hopper_resident_bwd_kernel(
         dv = gl.zeros([64, BLOCK_D], gl.float32, GRADS)
         if T > 0:
             dk, dv, ds = common.keys_step(
-                dk, dv, k, v, q_tail, do_tail, zero_t, lse_tail, delta_tail, first, full * 64,
-                factor, N, mask, dropout, SCALED, LEFT, False, limit if HIDES else None,
-            )  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=q_tail,
+                do=do_tail,
+                zero=zero_t,
+                lse=lse_tail,
+                delta=delta_tail,
+                first=first,
+                start=full * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=False,
+                limit=limit if HIDES else None,
+            )
             keys = (first + gl.arange(0, 64, ROWS_T))[:, None]
             queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-            common.store_ds(ds_ptr, ds, queries, keys, N)
+            common.store_ds(scoring, ds, queries, keys)
             # The two buffers alternate, so that one barrier is enough: a warp that writes a buffer
             # again has passed the barrier of the other, and all warps had read this one by then.
-            turn = tails.index(tile & 1)
-            turn.store(ds.to(DTYPE))
+            ds_buffer = tails.index(tile & 1)
+            ds_buffer.store(ds.to(DTYPE))
             fence_async_shared()
             barrier()
             # dQ^T = K^T dS^T, (D, T).
-            dq_t = warpgroup_mma(k.permute((1, 0)), turn, dq_t, is_async=True)
+            dq_t = warpgroup_mma(k.permute((1, 0)), ds_buffer, dq_t, is_async=True)
             dq_t = warpgroup_mma_wait(0, [dq_t])
         start = 0
         if CAUSAL:
             # The diagonal tile first, with its mask; rows above it see none of these keys.
             start = tile + 1
             dk, dv = common.keys_step(
-                dk, dv, k, v, qs.index(tile), dos.index(tile), zero, lses.index(tile),
-                deltas.index(tile), first, first, factor, N, mask, dropout, SCALED, LEFT, True,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=qs.index(tile),
+                do=dos.index(tile),
+                zero=zero,
+                lse=lses.index(tile),
+                delta=deltas.index(tile),
+                first=first,
+                start=first,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=True,
+            )[:2]
         for i in range(start, full):
             dk, dv = common.keys_step(
-                dk, dv, k, v, qs.index(i), dos.index(i), zero, lses.index(i), deltas.index(i),
-                first, i * 64, factor, N, mask, dropout, SCALED, LEFT, False,
-            )[:2]  # fmt: skip
+                dk=dk,
+                dv=dv,
+                k=k,
+                v=v,
+                q=qs.index(i),
+                do=dos.index(i),
+                zero=zero,
+                lse=lses.index(i),
+                delta=deltas.index(i),
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=SCALED,
+                CAUSAL=False,
+            )[:2]
         if HIDES:
             # Hidden keys were copied as zeros, and P of a zero score may overflow: discard their
             # rows.
-            seen = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
-            dk, dv = gl.where(seen, dk, 0.0), gl.where(seen, dv, 0.0)
-        common.put_exchanged(dk_view, dk * scale, first, N, D, RAGGED, STORE)
-        common.put_exchanged(dv_view, dv, first, N, D, RAGGED, STORE)
+            visible = (first + gl.arange(0, 64, gl.SliceLayout(1, GRADS)) < limit)[:, None]
+            dk, dv = gl.where(visible, dk, 0.0), gl.where(visible, dv, 0.0)
+        common.store_product_rows(dk_view, dk * scale, first, N, D, RAGGED)
+        common.store_product_rows(dv_view, dv, first, N, D, RAGGED)
 
     if T > 0:
         # The tail's keys with the tail's rows. The buffers of the tail hold T rows, but a left
         # operand has 64: it is loaded into registers, with zeros past the last token.
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, TAIL, 2)
-        k_tile = common.left_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
-        v_tile = common.left_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        k_tile = common.load_rows(k_view, full * 64, limit, D, BLOCK_D, OPERAND)
+        v_tile = common.load_rows(v_view, full * 64, limit, D, BLOCK_D, OPERAND)
         barrier()  # all warps are done with dS of the tiles before
         s, dp = common.start_products(k_tile, v_tile, q_tail, do_tail, zero_t)
         keys = (full * 64 + gl.arange(0, 64, ROWS_T))[:, None]
         queries = (full * 64 + gl.arange(0, T, COLS_T))[None, :]
-        s = common.wait_for_scores(s, 1, mask, queries, keys, N, 0, False, False)
+        s = common.wait_for_scores(s, 1, scoring, queries, keys)
         p = gl.exp2(common.exponents_of(s, lse_tail.load(COLS_T)[None, :], factor, SCALED))
-        p = common.masked(p, None, None, queries, keys, limit, 0.0, True, CAUSAL)
+        p = common.mask_scores(p, queries, keys, limit, CAUSAL, 0.0)
         dp = warpgroup_mma_wait(0, [dp])
         p_tail.store(p.to(DTYPE))
         ds = p * (dp - delta_tail.load(COLS_T)[None, :])
-        common.store_ds(ds_ptr, ds, queries, keys, N)
+        common.store_ds(scoring, ds, queries, keys)
         ds_tail.store(ds.to(DTYPE))
         fence_async_shared()
         barrier()
         # P^T and dS^T were stored as (keys, rows): dK and dV sum over rows, and read their
         # transpose.
-        own_p, own_ds = p_tail.slice(0, T).permute((1, 0)), ds_tail.slice(0, T).permute((1, 0))
+        p_tail_t, ds_tail_t = (
+            p_tail.slice(0, T).permute((1, 0)),
+            ds_tail.slice(0, T).permute((1, 0)),
+        )
         dq_t = warpgroup_mma(k_tail.permute((1, 0)), ds_tail.slice(0, T), dq_t, is_async=True)
-        dk_t = warpgroup_mma(q_tail.permute((1, 0)), own_ds, dk_t, is_async=True)
-        dv_t = warpgroup_mma(do_tail.permute((1, 0)), own_p, dv_t, is_async=True)
+        dk_t = warpgroup_mma(q_tail.permute((1, 0)), ds_tail_t, dk_t, is_async=True)
+        dv_t = warpgroup_mma(do_tail.permute((1, 0)), p_tail_t, dv_t, is_async=True)
         dq_t, dk_t, dv_t = warpgroup_mma_wait(0, [dq_t, dk_t, dv_t])
-        common.put_columns(dq_view, dq_t * scale, full * 64, N, D)
-        common.put_columns(dk_view, dk_t * scale, full * 64, N, D)
-        common.put_columns(dv_view, dv_t, full * 64, N, D)
+        common.store_columns(dq_view, dq_t * scale, full * 64, N, D)
+        common.store_columns(dk_view, dk_t * scale, full * 64, N, D)
+        common.store_columns(dv_view, dv_t, full * 64, N, D)
 
 
 def prepare_backward(

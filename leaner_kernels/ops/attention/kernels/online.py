@@ -38,8 +38,9 @@ from ...gpus import TUNED_GPUS
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments, kernel_arguments
 from .scores import (
-    FILL,
+    FILL_BLOCK,
     SPARE_PROGRAMS,
+    Band,
     exponent_factor,
     extents,
     fill_gradients,
@@ -117,13 +118,42 @@ FORWARD_TILES = Tiles(
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_fwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, sample_ptr, starts_ptr,
-    key_starts_ptr, out_view, lse_ptr, max_log_sum_ptr, parts_ptr, B, H, GROUP, N, M, TOKENS,
-    KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr,
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    sample_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    parts_ptr,
+    B,
+    H,
+    GROUP,
+    N,
+    M,
+    TOKENS,
+    KEY_TOKENS,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    STATS: tl.constexpr,
     CAPTURE: tl.constexpr,
-):  # fmt: skip
+):
     # Tiles of one head are neighbours in the grid: they read the same K and V from the cache.
     num_tiles = tl.cdiv(N, BLOCK_M)
     tile = tl.program_id(0) % num_tiles
@@ -139,19 +169,46 @@ def _attention_fwd_kernel(
         # The programs past the last sequence fill the tokens that no sequence owns.
         spare = tl.program_id(0) - B * H * num_tiles
         if spare >= 0:
-            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL)
+            num_spare, lanes = tl.num_programs(0) - B * H * num_tiles, tl.arange(0, FILL_BLOCK)
             fill_outside(
-                out_view.ptr, 0.0, starts_ptr, B, TOKENS, 1, H * D, spare, num_spare, lanes
+                ptr=out_view.ptr,
+                value=0.0,
+                starts_ptr=starts_ptr,
+                num_sequences=B,
+                num_tokens=TOKENS,
+                groups=1,
+                width=H * D,
+                program=spare,
+                num_programs=num_spare,
+                lanes=lanes,
             )
             if lse_ptr is not None:
-                nothing = float("-inf") if STATS else float("inf")
-                fill_outside(lse_ptr, nothing, starts_ptr, B, TOKENS, H, 1, spare, num_spare, lanes)
+                empty = float("-inf") if STATS else float("inf")
+                fill_outside(
+                    ptr=lse_ptr,
+                    value=empty,
+                    starts_ptr=starts_ptr,
+                    num_sequences=B,
+                    num_tokens=TOKENS,
+                    groups=H,
+                    width=1,
+                    program=spare,
+                    num_programs=num_spare,
+                    lanes=lanes,
+                )
             return
     first = tile * BLOCK_M
     rows = first + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
     row_b, col_b, num_rows, num_cols, limit = extents(
-        starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+        starts_ptr=starts_ptr,
+        key_starts_ptr=key_starts_ptr,
+        lengths_ptr=lengths_ptr,
+        b=b,
+        N=N,
+        M=M,
+        TOKENS=TOKENS,
+        KEY_TOKENS=KEY_TOKENS,
     )
     # Row statistics are (B, H, N), or (H, T) in a varlen batch.
     lse_start = (b_64 * H + h) * N
@@ -164,14 +221,14 @@ def _attention_fwd_kernel(
     k_ptr = head_of(k_view, col_b, kv_64)
     v_ptr = head_of(v_view, col_b, kv_64)
     mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
-    band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
+    band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
     begin, end = visible_cols(first, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
     if starts_ptr is not None:
         end = tl.where(first < num_rows, end, 0)
 
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     q_start = head_of(q_view, row_b, h_64)
-    q = load_rows(q_start, first, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
+    q = load_rows(q_start, first, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # The sums below are relative to the running maximum.
@@ -180,11 +237,26 @@ def _attention_fwd_kernel(
     row_square = tl.zeros([BLOCK_M], tl.float32)  # sum of p^2
 
     for start in range(begin, end, BLOCK_N):  # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
-        k = load_rows(k_ptr, start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         s, _ = score_tile(  # (BLOCK_M, BLOCK_N)
-            q, k, first, start, limit, band, mask_view, mask_ptr, N, M, scale, softcap, BLOCK_M,
-            BLOCK_N, CAUSAL, MASK, SCALED, False, True,
-        )  # fmt: skip
+            q=q,
+            k=k,
+            row_start=first,
+            col_start=start,
+            limit=limit,
+            band=band,
+            mask_view=mask_view,
+            mask_ptr=mask_ptr,
+            N=N,
+            M=M,
+            scale=scale,
+            softcap=softcap,
+            CAUSAL=CAUSAL,
+            MASK=MASK,
+            SCALED=SCALED,
+            RESIDENT=False,
+            RAGGED=True,
+        )
         new_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         # A row without a visible key so far has a maximum of -inf, and -inf - (-inf) is nan.
         pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -208,7 +280,7 @@ def _attention_fwd_kernel(
         if seed_ptr is not None:
             cols = start + tl.arange(0, BLOCK_N)
             p = tl.where(keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold), p, 0.0)
-        v = load_rows(v_ptr, start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        v = load_rows(v_ptr, start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         if CAPTURE:
             # P rounded once changes a condition number of 1e5 by a tenth or more (docs/kappa.md).
             high, middle, low = parts_of(p, v.dtype)  # (BLOCK_M, BLOCK_N) each
@@ -224,33 +296,47 @@ def _attention_fwd_kernel(
         normaliser = tl.div_rn(tl.zeros_like(divisor) + keep_scale, divisor)  # (BLOCK_M,)
     else:
         normaliser = keep_scale / divisor
-    a = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
+    out = acc * normaliser[:, None]  # (BLOCK_M, BLOCK_D)
     if CAPTURE:
         if starts_ptr is not None:
             # Every slot has the length of the longest sequence: zeros follow the others.
-            a = tl.where((rows < num_rows)[:, None], a, 0.0)
+            out = tl.where((rows < num_rows)[:, None], out, 0.0)
         out_start = head_of(out_view, out_b.to(tl.int64), h_64)
-        store_rows(out_start, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
+        store_rows(out_start, out, first, out_view.stride_n, N, D)
     else:
         out_start = head_of(out_view, row_b, h_64)
-        store_rows(out_start, a, first, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
+        store_rows(out_start, out, first, out_view.stride_n, num_rows, D)
         inside = rows < num_rows
         unseeing = row_max == float("-inf")
         pivot = tl.where(unseeing, 0.0, row_max)
         store_row_statistics(
-            max_log_sum_ptr, lse_ptr, lse_start, rows, pivot, unseeing, divisor, scale, inside,
-            SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            start=lse_start,
+            rows=rows,
+            pivot=pivot,
+            unseeing=unseeing,
+            divisor=divisor,
+            scale=scale,
+            inside=inside,
+            SCALED=SCALED,
+        )
     if STATS:
         lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
         tl.store(lse_ptr + lse_start + rows, lse, mask=inside)
         # A row without a visible key has p = 0 everywhere, and adds no entropy and no norm.
         sums = sums_of_rows(
-            row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, nats(q.dtype)
+            row_max=row_max,
+            row_sum=divisor,
+            row_centred=row_centred,
+            row_square=row_square,
+            out_square=tl.sum(out * out, axis=1),
+            inside=inside,
+            nats=nats(q.dtype),
         )
         # Maxima of unscaled scores are scaled as they are stored.
-        rest = 1.0 if SCALED else scale
-        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), rest)
+        max_scale = 1.0 if SCALED else scale
+        store_part(parts_ptr, sums, tl.program_id(0), tl.maximum(num_rows, 1), max_scale)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -334,20 +420,19 @@ BACKWARD_TILES = Tiles(
 
 @triton.jit
 def _load_do(
-    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N,
-    BLOCK_M: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
+    do_ptr, out_ptr, start, stride_do_n, stride_out_n, N, D: tl.constexpr, SHAPE: tl.constexpr
+):
     """Load dO of a tile of query rows; return it with delta = sum(dO * O)."""
-    do = load_rows(do_ptr, start, stride_do_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
-    out = load_rows(out_ptr, start, stride_out_n, N, BLOCK_M, D, BLOCK_D)
-    return do, tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    do = load_rows(do_ptr, start, stride_do_n, N, D, SHAPE)  # (BLOCK_M, BLOCK_D)
+    out = load_rows(out_ptr, start, stride_out_n, N, D, SHAPE)
+    delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (BLOCK_M,)
+    return do, delta
 
 
 @triton.jit
 def _gradient_tile(
-    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    exponent, v, do, delta, seed_ptr, row_start, col_start, batch_head, threshold, keep_scale
+):
     """Compute P after dropout, and dS, from one tile of exponents, both float32."""
     p = exponential(exponent, do.dtype)  # (BLOCK_M, BLOCK_N)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # (BLOCK_M, BLOCK_N)
@@ -355,7 +440,8 @@ def _gradient_tile(
     # where P has no dropout.
     dropped = p
     if seed_ptr is not None:
-        rows, cols = row_start + tl.arange(0, BLOCK_M), col_start + tl.arange(0, BLOCK_N)
+        rows = row_start + tl.arange(0, p.shape[0])
+        cols = col_start + tl.arange(0, p.shape[1])
         keep = keep_tile(tl.load(seed_ptr), rows, cols, batch_head, threshold)
         dropped = tl.where(keep, p * keep_scale, 0.0)
         dp = tl.where(keep, dp * keep_scale, 0.0)
@@ -364,12 +450,43 @@ def _gradient_tile(
 
 @triton.jit(do_not_specialize=["TOKENS", "KEY_TOKENS", "window_left", "window_right", "threshold"])
 def _attention_bwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, starts_ptr, key_starts_ptr, do_view,
-    out_view, max_log_sum_ptr, lse_ptr, dq_view, dk_view, dv_view, ds_ptr, B, H, GROUP, N, M,
-    TOKENS, KEY_TOKENS, scale, softcap, window_left, window_right, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    ds_ptr,
+    B,
+    H,
+    GROUP,
+    N,
+    M,
+    TOKENS,
+    KEY_TOKENS,
+    scale,
+    softcap,
+    window_left,
+    window_right,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     factor = exponent_factor(scale, SCALED, q_view.ptr.dtype.element_ty)
     num_col_tiles = tl.cdiv(M, BLOCK_N)
     num_row_tiles = tl.cdiv(N, BLOCK_M)
@@ -383,9 +500,20 @@ def _attention_bwd_kernel(
         spare, num_spare = pid - num_owners, tl.num_programs(0) - num_owners
         if spare >= 0:
             fill_gradients(
-                dq_view.ptr, dk_view.ptr, dv_view.ptr, starts_ptr, key_starts_ptr, B, TOKENS,
-                KEY_TOKENS, H * D, num_kv_heads * D, spare, num_spare, tl.arange(0, FILL),
-            )  # fmt: skip
+                dq_ptr=dq_view.ptr,
+                dk_ptr=dk_view.ptr,
+                dv_ptr=dv_view.ptr,
+                starts_ptr=starts_ptr,
+                key_starts_ptr=key_starts_ptr,
+                num_sequences=B,
+                num_tokens=TOKENS,
+                num_keys=KEY_TOKENS,
+                width=H * D,
+                key_width=num_kv_heads * D,
+                program=spare,
+                num_programs=num_spare,
+                lanes=tl.arange(0, FILL_BLOCK),
+            )
             return
     if pid < num_col_programs:
         # dK and dV of BLOCK_N columns of a key head, summed over its GROUP query heads: no atomics.
@@ -394,18 +522,33 @@ def _attention_bwd_kernel(
         b = pid // num_col_tiles // num_kv_heads
         b_64, kv_64 = b.to(tl.int64), kv.to(tl.int64)
         row_b, col_b, num_rows, num_cols, limit = extents(
-            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+            starts_ptr=starts_ptr,
+            key_starts_ptr=key_starts_ptr,
+            lengths_ptr=lengths_ptr,
+            b=b,
+            N=N,
+            M=M,
+            TOKENS=TOKENS,
+            KEY_TOKENS=KEY_TOKENS,
         )
         col_start = tile * BLOCK_N
         k_start = head_of(k_view, col_b, kv_64)
         v_start = head_of(v_view, col_b, kv_64)
         # Rows at and past ``limit`` are zeros: padded keys may hold nan.
-        k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_start, col_start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+        v = load_rows(v_start, col_start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
-        first, last = visible_rows(col_start, num_rows, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
+        band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
+        first, last = visible_rows(
+            col_start=col_start,
+            num_rows=num_rows,
+            limit=limit,
+            band=band,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            CAUSAL=CAUSAL,
+        )
         for member in range(GROUP):  # k, v: (BLOCK_N, BLOCK_D)
             h = kv * GROUP + member
             h_64 = h.to(tl.int64)
@@ -415,16 +558,36 @@ def _attention_bwd_kernel(
                 row_stats = h_64 * TOKENS + row_b
             mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
             for row_start in range(first, last, BLOCK_M):  # q: (BLOCK_M, BLOCK_D)
-                q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
+                q = load_rows(q_start, row_start, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
                 do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-                    head_of(do_view, row_b, h_64),
-                    head_of(out_view, row_b, h_64),
-                    row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
-                )  # fmt: skip
+                    do_ptr=head_of(do_view, row_b, h_64),
+                    out_ptr=head_of(out_view, row_b, h_64),
+                    start=row_start,
+                    stride_do_n=do_view.stride_n,
+                    stride_out_n=out_view.stride_n,
+                    N=num_rows,
+                    D=D,
+                    SHAPE=[BLOCK_M, BLOCK_D],
+                )
                 s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
-                    softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
-                )  # fmt: skip
+                    q=q,
+                    k=k,
+                    row_start=row_start,
+                    col_start=col_start,
+                    limit=limit,
+                    band=band,
+                    mask_view=mask_view,
+                    mask_ptr=mask_ptr,
+                    N=N,
+                    M=M,
+                    scale=scale,
+                    softcap=softcap,
+                    CAUSAL=CAUSAL,
+                    MASK=MASK,
+                    SCALED=SCALED,
+                    RESIDENT=False,
+                    RAGGED=True,
+                )
                 # Rows past the last have a log-sum of inf, so that P = 0.
                 rows = row_start + tl.arange(0, BLOCK_M)
                 row_max, log_sum = load_row_statistics(  # (BLOCK_M,) each
@@ -432,9 +595,17 @@ def _attention_bwd_kernel(
                 )
                 exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
                 p, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N) each
-                    exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
-                    keep_scale, BLOCK_M, BLOCK_N,
-                )  # fmt: skip
+                    exponent=exponent,
+                    v=v,
+                    do=do,
+                    delta=delta,
+                    seed_ptr=seed_ptr,
+                    row_start=row_start,
+                    col_start=col_start,
+                    batch_head=b * H + h,
+                    threshold=threshold,
+                    keep_scale=keep_scale,
+                )
                 # P is rounded to the dtype of the inputs, as in the forward, and so is dS.
                 dv = add_product(dv, tl.trans(p.to(do.dtype)), do)
                 ds = ds if softcap is None else ds * slope
@@ -442,8 +613,8 @@ def _attention_bwd_kernel(
         # ``scale`` multiplies the finished sum once; dS itself is of the scores after scaling.
         dk_start = head_of(dk_view, col_b, kv_64)
         dv_start = head_of(dv_view, col_b, kv_64)
-        store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_start, dv, col_start, dv_view.stride_n, num_cols, BLOCK_N, D, BLOCK_D)
+        store_rows(dk_start, dk * scale, col_start, dk_view.stride_n, num_cols, D)
+        store_rows(dv_start, dv, col_start, dv_view.stride_n, num_cols, D)
     else:
         # dQ of BLOCK_M rows of a query head.
         tile = (pid - num_col_programs) % num_row_tiles
@@ -451,7 +622,14 @@ def _attention_bwd_kernel(
         b = (pid - num_col_programs) // num_row_tiles // H
         b_64, h_64, kv_64 = b.to(tl.int64), h.to(tl.int64), (h // GROUP).to(tl.int64)
         row_b, col_b, num_rows, num_cols, limit = extents(
-            starts_ptr, key_starts_ptr, lengths_ptr, b, N, M, TOKENS, KEY_TOKENS
+            starts_ptr=starts_ptr,
+            key_starts_ptr=key_starts_ptr,
+            lengths_ptr=lengths_ptr,
+            b=b,
+            N=N,
+            M=M,
+            TOKENS=TOKENS,
+            KEY_TOKENS=KEY_TOKENS,
         )
         row_stats = (b_64 * H + h) * N
         if starts_ptr is not None:
@@ -461,35 +639,63 @@ def _attention_bwd_kernel(
         v_start = head_of(v_view, col_b, kv_64)
         q_start = head_of(q_view, row_b, h_64)
         mask_ptr = mask_start(mask_view, b_64, h_64, MASK)
-        q = load_rows(q_start, row_start, q_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
+        q = load_rows(q_start, row_start, q_view.stride_n, num_rows, D, [BLOCK_M, BLOCK_D])
         do, delta = _load_do(  # (BLOCK_M, BLOCK_D), (BLOCK_M,)
-            head_of(do_view, row_b, h_64),
-            head_of(out_view, row_b, h_64),
-            row_start, do_view.stride_n, out_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D,
-        )  # fmt: skip
+            do_ptr=head_of(do_view, row_b, h_64),
+            out_ptr=head_of(out_view, row_b, h_64),
+            start=row_start,
+            stride_do_n=do_view.stride_n,
+            stride_out_n=out_view.stride_n,
+            N=num_rows,
+            D=D,
+            SHAPE=[BLOCK_M, BLOCK_D],
+        )
         rows = row_start + tl.arange(0, BLOCK_M)
         row_max, log_sum = load_row_statistics(  # (BLOCK_M,) each
             max_log_sum_ptr, lse_ptr, row_stats, rows, rows < num_rows, q.dtype
         )
         dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        band = window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows
+        band = Band(window_left, window_right, tl.cast(num_cols, tl.int64) - num_rows)
         begin, end = visible_cols(row_start, limit, band, BLOCK_M, BLOCK_N, CAUSAL)
         # A tile past the end of its sequence visits no key, and stores nothing.
         if starts_ptr is not None:
             end = tl.where(row_start < num_rows, end, 0)
         # q: (BLOCK_M, BLOCK_D); k, v: (BLOCK_N, BLOCK_D)
         for col_start in range(begin, end, BLOCK_N):
-            k = load_rows(k_start, col_start, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-            v = load_rows(v_start, col_start, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+            k = load_rows(k_start, col_start, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+            v = load_rows(v_start, col_start, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
             s, slope = score_tile(  # s: (BLOCK_M, BLOCK_N)
-                q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
-                softcap, BLOCK_M, BLOCK_N, CAUSAL, MASK, SCALED, False, True,
-            )  # fmt: skip
+                q=q,
+                k=k,
+                row_start=row_start,
+                col_start=col_start,
+                limit=limit,
+                band=band,
+                mask_view=mask_view,
+                mask_ptr=mask_ptr,
+                N=N,
+                M=M,
+                scale=scale,
+                softcap=softcap,
+                CAUSAL=CAUSAL,
+                MASK=MASK,
+                SCALED=SCALED,
+                RESIDENT=False,
+                RAGGED=True,
+            )
             exponent = (s - row_max[:, None]) * factor - log_sum[:, None]  # (BLOCK_M, BLOCK_N)
             _, ds = _gradient_tile(  # (BLOCK_M, BLOCK_N)
-                exponent, v, do, delta, seed_ptr, row_start, col_start, b * H + h, threshold,
-                keep_scale, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
+                exponent=exponent,
+                v=v,
+                do=do,
+                delta=delta,
+                seed_ptr=seed_ptr,
+                row_start=row_start,
+                col_start=col_start,
+                batch_head=b * H + h,
+                threshold=threshold,
+                keep_scale=keep_scale,
+            )
             # An additive mask comes after the softcap: its gradient is dS without the slope.
             unbounded = ds if softcap is None else ds * slope
             dq = add_product(dq, unbounded.to(k.dtype), k)
@@ -499,7 +705,7 @@ def _attention_bwd_kernel(
                 ds_start = ds_ptr + ((b_64 * H + h) * N + row_start) * M + col_start
                 tl.store(ds_start + rows[:, None] * M + cols[None, :], ds, mask=inside)
         dq_start = head_of(dq_view, row_b, h_64)
-        store_rows(dq_start, dq * scale, row_start, dq_view.stride_n, num_rows, BLOCK_M, D, BLOCK_D)
+        store_rows(dq_start, dq * scale, row_start, dq_view.stride_n, num_rows, D)
 
 
 def prepare_backward(

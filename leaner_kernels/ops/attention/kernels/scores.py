@@ -1,5 +1,7 @@
 """Helpers of the forward and backward Triton kernels: one tile of scores, masks and extents."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -8,9 +10,20 @@ from torch import Tensor
 from ..._triton import LOG2_E, PRECISION, head_of, units, visible_keys
 
 # Extra programs of a varlen batch: they fill the tokens that no sequence owns, and return at once
-# where there are none.
+# if there are none.
 SPARE_PROGRAMS = 128
-FILL = tl.constexpr(1024)  # elements at a time
+FILL_BLOCK = tl.constexpr(1024)  # elements that a program writes at a time
+
+
+class Band(NamedTuple):
+    """A window on the keys, aligned to the bottom right; a side without a bound is None.
+
+    Row i sees the keys from i + shift - left to i + shift + right.
+    """
+
+    left: Any
+    right: Any
+    shift: Any = None  # keys less rows
 
 
 @triton.jit
@@ -54,7 +67,7 @@ def fill_outside(
     """Write ``value`` to the tokens of (groups, num_tokens, width) that no sequence owns.
 
     ``num_programs`` programs share the work, which is empty if the sequences fill the batch.
-    ``lanes`` is (FILL,), counting from 0; Gluon gives it a layout.
+    ``lanes`` is (FILL_BLOCK,), counting from 0; Gluon gives it a layout.
     """
     # tokens before the sequences
     first = tl.minimum(tl.maximum(tl.load(starts_ptr), 0), num_tokens).to(tl.int64)
@@ -63,8 +76,10 @@ def fill_outside(
     outside = num_tokens.to(tl.int64) * width - owned
     # Sequences lie end to end, so that the tokens outside are before the first and after the last:
     # ``local`` skips the owned span between the two.
-    for start in range(program.to(tl.int64) * FILL, groups * outside, num_programs * FILL):
-        index = start + lanes  # (FILL,)
+    for start in range(
+        program.to(tl.int64) * FILL_BLOCK, groups * outside, num_programs * FILL_BLOCK
+    ):
+        index = start + lanes  # (FILL_BLOCK,)
         group, local = index // outside, index % outside
         offset = group * (outside + owned) + local + tl.where(local < first * width, 0, owned)
         tl.store(ptr + offset, value, mask=index < groups * outside)
@@ -72,29 +87,74 @@ def fill_outside(
 
 @triton.jit
 def fill_gradients(
-    dq_ptr, dk_ptr, dv_ptr, starts_ptr, key_starts_ptr, num_sequences, num_tokens, num_keys,
-    width, key_width, program, num_programs, lanes,
-):  # fmt: skip
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    starts_ptr,
+    key_starts_ptr,
+    num_sequences,
+    num_tokens,
+    num_keys,
+    width,
+    key_width,
+    program,
+    num_programs,
+    lanes,
+):
     """Write zeros to the gradients of tokens that no sequence owns; see ``fill_outside``."""
     fill_outside(
-        dq_ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, num_programs, lanes
+        ptr=dq_ptr,
+        value=0.0,
+        starts_ptr=starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        groups=1,
+        width=width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
     )
     fill_outside(
-        dk_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
-        num_programs, lanes,
-    )  # fmt: skip
+        ptr=dk_ptr,
+        value=0.0,
+        starts_ptr=key_starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_keys,
+        groups=1,
+        width=key_width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
+    )
     fill_outside(
-        dv_ptr, 0.0, key_starts_ptr, num_sequences, num_keys, 1, key_width, program,
-        num_programs, lanes,
-    )  # fmt: skip
+        ptr=dv_ptr,
+        value=0.0,
+        starts_ptr=key_starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_keys,
+        groups=1,
+        width=key_width,
+        program=program,
+        num_programs=num_programs,
+        lanes=lanes,
+    )
 
 
 @triton.jit
 def _fill_outside_kernel(ptr, starts_ptr, num_sequences, num_tokens, width):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    lanes = tl.arange(0, FILL)
+    lanes = tl.arange(0, FILL_BLOCK)
     fill_outside(
-        ptr, 0.0, starts_ptr, num_sequences, num_tokens, 1, width, program, programs, lanes
+        ptr=ptr,
+        value=0.0,
+        starts_ptr=starts_ptr,
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        groups=1,
+        width=width,
+        program=program,
+        num_programs=programs,
+        lanes=lanes,
     )
 
 
@@ -107,11 +167,25 @@ def launch_fill(starts: Tensor, t: Tensor) -> None:
 
 @triton.jit
 def score_tile(
-    q, k, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale, softcap,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    SCALED: tl.constexpr, RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
-    """Return masked scores (BLOCK_M, BLOCK_N), and their derivative with respect to the products.
+    q,
+    k,
+    row_start,
+    col_start,
+    limit,
+    band,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    softcap,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
+    """Return masked scores (rows of q, rows of k), and their derivative by the products.
 
     Scores are scaled with ``SCALED`` or an additive mask; see ``exponent_factor``. Without a
     ``softcap`` (None) the derivative is 1 and unused. The other arguments are those of
@@ -122,13 +196,26 @@ def score_tile(
     if softcap is not None:
         # Each rounding is explicit, as in ``biased``: the backward must recompute the same bits.
         bounded, slope = tanh(tl.fma(s, scale, 0.0) * (1.0 / softcap))
-        s, mask_scale = tl.fma(bounded, softcap, 0.0), 1.0
+        s = tl.fma(bounded, softcap, 0.0)
+        mask_scale = 1.0
     elif SCALED and MASK != "additive":
         s = tl.fma(s, scale, 0.0)  # rounded here, not fused with a later subtraction
     s = mask_scores(
-        s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, mask_scale, BLOCK_M,
-        BLOCK_N, CAUSAL, MASK, RESIDENT, RAGGED,
-    )  # fmt: skip
+        s=s,
+        row_start=row_start,
+        col_start=col_start,
+        limit=limit,
+        band=band,
+        mask_view=mask_view,
+        mask_ptr=mask_ptr,
+        N=N,
+        M=M,
+        scale=mask_scale,
+        CAUSAL=CAUSAL,
+        MASK=MASK,
+        RESIDENT=RESIDENT,
+        RAGGED=RAGGED,
+    )
     return s, slope
 
 
@@ -148,24 +235,36 @@ def tanh(x):
     p = tl.fma(square, 0.0172413936, -0.0530454532)
     p = tl.fma(tl.fma(p, square, 0.133258784), square, -0.333331439)
     near = tl.fma(p * square, x, x)
-    return tl.where(size < 0.5, near, tl.where(x < 0, -far, far)), 4.0 * e * reciprocal * reciprocal
+    value = tl.where(size < 0.5, near, tl.where(x < 0, -far, far))
+    return value, 4.0 * e * reciprocal * reciprocal
 
 
 @triton.jit
 def mask_scores(
-    s, row_start, col_start, limit, band, mask_view, mask_ptr, N, M, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr,
-    RESIDENT: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    s,
+    row_start,
+    col_start,
+    limit,
+    band,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    RESIDENT: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return a tile of scores (BLOCK_M, BLOCK_N) with -inf wherever a key is hidden from a row.
 
     Every kind of mask is applied here and nowhere else. ``mask_ptr`` points to the mask of this
     head; ``scale`` multiplies scores before an additive mask. Keys from ``limit`` on are hidden; a
-    tile that is not ``RAGGED`` ends before ``limit``. ``band`` is (left, right, keys - rows): a
-    window aligned to the bottom right. Each side may be None; both are for ``RESIDENT`` tiles
-    (short.py).
+    tile that is not ``RAGGED`` ends before ``limit``. ``band`` is a ``Band``, without bounds for
+    ``RESIDENT`` tiles (short.py).
     """
-    rows, cols = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    rows = tl.arange(0, s.shape[0])  # (BLOCK_M,)
+    cols = tl.arange(0, s.shape[1])  # (BLOCK_N,)
     if MASK != "none":
         # Only the start of the tile is a 64-bit offset.
         mask_ptr += tl.cast(row_start, tl.int64) * mask_view.stride_n
@@ -184,12 +283,12 @@ def mask_scores(
         seen = (col_start + cols < limit)[None, :]  # (1, BLOCK_N)
         if CAUSAL:
             seen = seen & (col_start + cols[None, :] <= row_start + rows[:, None])
-        if band[0] is not None:
+        if band.left is not None:
             # the first visible column of row 0 of the tile, from its first column
-            lowest = _inside_tile(row_start + (band[2] - band[0]) - col_start)
+            lowest = _inside_tile(row_start + (band.shift - band.left) - col_start)
             seen = seen & (cols[None, :] >= lowest + rows[:, None])
-        if band[1] is not None:
-            highest = _inside_tile(row_start + (band[2] + band[1]) - col_start)
+        if band.right is not None:
+            highest = _inside_tile(row_start + (band.shift + band.right) - col_start)
             seen = seen & (cols[None, :] <= highest + rows[:, None])
         s = tl.where(seen, s, float("-inf"))
     return s
@@ -209,31 +308,39 @@ def visible_cols(
     start, end = 0, limit
     if CAUSAL:
         end = tl.minimum(limit, row_start + BLOCK_M)  # the last row sees the most
-    if band[0] is not None:
+    if band.left is not None:
         # The first row reaches furthest left, and the last row, below, furthest right.
-        start = (tl.maximum(row_start + (band[2] - band[0]), 0) // BLOCK_N * BLOCK_N).to(tl.int32)
-    if band[1] is not None:
-        end = tl.maximum(tl.minimum(row_start + BLOCK_M + (band[2] + band[1]), end), 0).to(tl.int32)
+        start = (tl.maximum(row_start + (band.shift - band.left), 0) // BLOCK_N * BLOCK_N).to(
+            tl.int32
+        )
+    if band.right is not None:
+        end = tl.maximum(tl.minimum(row_start + BLOCK_M + (band.shift + band.right), end), 0).to(
+            tl.int32
+        )
     return start, end
 
 
 @triton.jit
 def visible_rows(
-    col_start, num_rows, limit, band, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    col_start,
+    num_rows,
+    limit,
+    band,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """Return the range of rows that may see columns of a tile, starting at a tile of rows."""
     # Rows above the diagonal see none of these columns, and no row sees a tile of padding.
     start = col_start // BLOCK_M * BLOCK_M if CAUSAL else 0
     end = tl.where(col_start < limit, num_rows, 0)
-    if band[1] is not None:
+    if band.right is not None:
         # Rows of a window that see these columns: the bounds of ``visible_cols`` solved for the
         # row.
-        start = (tl.maximum(col_start - (band[2] + band[1]), start) // BLOCK_M * BLOCK_M).to(
-            tl.int32
-        )
-    if band[0] is not None:
-        end = tl.minimum(col_start + BLOCK_N - (band[2] - band[0]), end)
+        start = tl.maximum(col_start - (band.shift + band.right), start)
+        start = (start // BLOCK_M * BLOCK_M).to(tl.int32)
+    if band.left is not None:
+        end = tl.minimum(col_start + BLOCK_N - (band.shift - band.left), end)
         end = tl.maximum(end, 0).to(tl.int32)
     return start, end
 
@@ -243,8 +350,8 @@ def biased(s, scale, tile):
     """Scale products and add a tile of an additive mask, with a single rounding.
 
     The most negative finite number hides a key, as -inf does. The backward must recompute exactly
-    the scores whose maximum the forward stored, since beside large numbers every bit counts. The
-    rounding is therefore explicit and not left to the compiler.
+    the scores whose maximum the forward stored: among large numbers every bit counts. The rounding
+    is therefore explicit and not left to the compiler.
     """
     bias = tile.to(tl.float32)
     return tl.fma(s, scale, tl.where(bias < -1e38, float("-inf"), bias))
@@ -270,12 +377,20 @@ def row_lse(row_max, divisor, scale, SCALED: tl.constexpr):
 
 @triton.jit
 def store_row_statistics(
-    max_log_sum_ptr, lse_ptr, start, rows, pivot, unseeing, divisor, scale, inside,
+    max_log_sum_ptr,
+    lse_ptr,
+    start,
+    rows,
+    pivot,
+    unseeing,
+    divisor,
+    scale,
+    inside,
     SCALED: tl.constexpr,
-):  # fmt: skip
+):
     """Store the maximum of each row and the log of its sum, for the backward.
 
-    Their sum, the log-sum-exp, would round away the second beside a large first. A row without a
+    Their sum, the log-sum-exp, would round away the second if the first is large. A row without a
     visible key gets 0 and inf: exp(-inf - inf) = 0, so that it contributes nothing. If
     ``max_log_sum_ptr`` is None, the function stores the log-sum-exp, which is inf for such a row.
     """
@@ -292,7 +407,7 @@ def store_row_statistics(
 def load_row_statistics(max_log_sum_ptr, lse_ptr, start, rows, inside, DTYPE: tl.constexpr):
     """Load what ``store_row_statistics`` stored, the sum in ``units``; 0 and inf if not ``inside``.
 
-    A log-sum-exp is the log of the sum beside a maximum of 0.
+    A log-sum-exp is the log of the sum relative to a maximum of 0.
     """
     if max_log_sum_ptr is None:
         log_sum = tl.load(lse_ptr + start + rows, mask=inside, other=float("inf"))  # (BLOCK_M,)

@@ -31,6 +31,7 @@ from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_row
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments
 from .scores import (
+    Band,
     exponent_factor,
     load_row_statistics,
     mask_start,
@@ -40,10 +41,10 @@ from .scores import (
 )
 
 
-def cut(keys: int, largest: int = 128) -> tuple[tuple[int, int], ...]:
+def split_into_segments(keys: int, largest: int = 128) -> tuple[tuple[int, int], ...]:
     """Return the (start, size) of segments that cover the keys: powers of two, 16 to ``largest``.
 
-    >>> cut(197)
+    >>> split_into_segments(197)
     ((0, 128), (128, 64), (192, 16))
     """
     segments, start = [], 0
@@ -67,7 +68,7 @@ def load_segments(
     """Load a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
     for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
-        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, SEGMENTS[i][1], D, BLOCK_D)
+        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, D, [SEGMENTS[i][1], BLOCK_D])
         tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
     return tiles
 
@@ -80,9 +81,21 @@ def zero_tile(ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def score_segments(
-    q, ks, row_start, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    q,
+    ks,
+    row_start,
+    limit,
+    mask_view,
+    mask_ptr,
+    N,
+    M,
+    scale,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     """Return the scores of a tile of rows as a tuple, -inf where hidden, and the row maxima.
 
     Scores are unscaled, unless an additive mask is added to them; see ``exponent_factor``. Without
@@ -93,10 +106,24 @@ def score_segments(
     scores = ()
     for i in tl.static_range(len(SEGMENTS)):  # ks[i]: (size, BLOCK_D)
         s, _ = score_tile(  # (BLOCK_M, size)
-            q, ks[i], row_start, SEGMENTS[i][0], limit, (None, None), mask_view, mask_ptr, N, M,
-            scale, None, BLOCK_M, SEGMENTS[i][1], CAUSAL, MASK, False, True,
-            RAGGED or i == len(SEGMENTS) - 1,
-        )  # fmt: skip
+            q=q,
+            k=ks[i],
+            row_start=row_start,
+            col_start=SEGMENTS[i][0],
+            limit=limit,
+            band=Band(None, None),
+            mask_view=mask_view,
+            mask_ptr=mask_ptr,
+            N=N,
+            M=M,
+            scale=scale,
+            softcap=None,
+            CAUSAL=CAUSAL,
+            MASK=MASK,
+            SCALED=False,
+            RESIDENT=True,
+            RAGGED=RAGGED or i == len(SEGMENTS) - 1,
+        )
         row_max = tl.maximum(row_max, tl.max(s, axis=1))  # (BLOCK_M,)
         scores = scores + (s,)  # noqa: RUF005
     return scores, row_max
@@ -141,11 +168,33 @@ STATISTICS_TILES = Tiles(
 
 @triton.jit(do_not_specialize=["H", "GROUP", "N", "M", "PARTS", "threshold"])
 def _short_fwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, out_view, lse_ptr, max_log_sum_ptr,
-    stats_ptr, H, GROUP, N, M, PARTS, scale, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, RAGGED: tl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    H,
+    GROUP,
+    N,
+    M,
+    PARTS,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    RAGGED: tl.constexpr,
+):
     # Programs of one head are neighbours: they read the same K and V from the cache.
     head = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -167,11 +216,23 @@ def _short_fwd_kernel(
 
     for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
         rows = first + tl.arange(0, BLOCK_M)
-        q = load_rows(q_ptr, first, q_view.stride_n, N, BLOCK_M, D, BLOCK_D)  # (BLOCK_M, BLOCK_D)
+        q = load_rows(q_ptr, first, q_view.stride_n, N, D, [BLOCK_M, BLOCK_D])  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
-            q, ks, first, limit, mask_view, mask_ptr, N, M, scale, SEGMENTS, BLOCK_M, CAUSAL, MASK,
-            RAGGED,
-        )  # fmt: skip
+            q=q,
+            ks=ks,
+            row_start=first,
+            limit=limit,
+            mask_view=mask_view,
+            mask_ptr=mask_ptr,
+            N=N,
+            M=M,
+            scale=scale,
+            SEGMENTS=SEGMENTS,
+            BLOCK_M=BLOCK_M,
+            CAUSAL=CAUSAL,
+            MASK=MASK,
+            RAGGED=RAGGED,
+        )
         # A row without a visible key has a maximum of -inf, and -inf - (-inf) is nan.
         pivot = tl.where(row_max == float("-inf"), 0.0, row_max)  # (BLOCK_M,)
         # The maximum is final: no sum below is ever rescaled.
@@ -196,24 +257,38 @@ def _short_fwd_kernel(
             acc = tl.dot(p.to(vs[i].dtype), vs[i], acc, input_precision=PRECISION)
         # A row without a visible key gets an output of 0.
         divisor = tl.where(row_sum == 0, 1.0, row_sum)
-        a = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
-        store_rows(out_ptr, a, first, out_view.stride_n, N, BLOCK_M, D, BLOCK_D)
+        out = acc * (keep_scale / divisor)[:, None]  # (BLOCK_M, BLOCK_D)
+        store_rows(out_ptr, out, first, out_view.stride_n, N, D)
         inside = rows < N
         row_stats = (b_64 * H + h) * N
         store_row_statistics(
-            max_log_sum_ptr, lse_ptr, row_stats, rows, pivot, row_sum == 0, divisor, scale, inside,
-            SCALED,
-        )  # fmt: skip
+            max_log_sum_ptr=max_log_sum_ptr,
+            lse_ptr=lse_ptr,
+            start=row_stats,
+            rows=rows,
+            pivot=pivot,
+            unseeing=row_sum == 0,
+            divisor=divisor,
+            scale=scale,
+            inside=inside,
+            SCALED=SCALED,
+        )
         if stats_ptr is not None:
             lse = row_lse(row_max, divisor, scale, SCALED)  # (BLOCK_M,)
             tl.store(lse_ptr + row_stats + rows, lse, mask=inside)
             rows_sums = sums_of_rows(
-                row_max, divisor, row_centred, row_square, tl.sum(a * a, axis=1), inside, LN_2
+                row_max=row_max,
+                row_sum=divisor,
+                row_centred=row_centred,
+                row_square=row_square,
+                out_square=tl.sum(out * out, axis=1),
+                inside=inside,
+                nats=LN_2,
             )
             sums = add_sums(sums, rows_sums)
     if stats_ptr is not None:
-        rest = 1.0 if SCALED else scale
-        store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, rest)
+        max_scale = 1.0 if SCALED else scale
+        store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, max_scale)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -222,10 +297,10 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     With ``stats`` (statistics, B, H), it also writes ``stats`` and lse (B, H, N).
     """
     batch, heads, rows, _ = call.query.shape
-    segments = cut(tile["tokens"], tile.constexprs.get("largest_segment", 128))
+    segments = split_into_segments(tile["tokens"], tile.constexprs.get("largest_segment", 128))
     parts = 1  # with statistics: one program then has all rows of a head
     if results.stats is None:
-        parts = split(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
+        parts = programs_per_head(batch * heads, triton.cdiv(rows, tile["BLOCK"]))
     arguments = forward_arguments(_short_fwd_kernel, call, results) | dict(
         **tile.options,
         PARTS=parts,
@@ -237,7 +312,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     return Launch(_short_fwd_kernel, (batch * heads * parts,), arguments)
 
 
-def split(heads: int, row_tiles: int) -> int:
+def programs_per_head(heads: int, row_tiles: int) -> int:
     """Return how many programs share the row tiles of a head, enough of them to fill a GPU."""
     return min(row_tiles, max(1, _tiles.ENOUGH_PROGRAMS // heads))
 
@@ -275,11 +350,35 @@ BACKWARD_TILES = Tiles(
 
 @triton.jit(do_not_specialize=["H", "N", "M", "threshold"])
 def _short_bwd_kernel(
-    q_view, k_view, v_view, mask_view, lengths_ptr, seed_ptr, do_view, out_view, max_log_sum_ptr,
-    lse_ptr, dq_view, dk_view, dv_view, ds_ptr, H, N, M, scale, keep_scale, threshold,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, SCALED: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    q_view,
+    k_view,
+    v_view,
+    mask_view,
+    lengths_ptr,
+    seed_ptr,
+    do_view,
+    out_view,
+    max_log_sum_ptr,
+    lse_ptr,
+    dq_view,
+    dk_view,
+    dv_view,
+    ds_ptr,
+    H,
+    N,
+    M,
+    scale,
+    keep_scale,
+    threshold,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    SCALED: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
     limit = visible_keys(lengths_ptr, b, M)
@@ -307,15 +406,15 @@ def _short_bwd_kernel(
                 max_log_sum_ptr, lse_ptr, (b_64 * H + h) * N, rows, rows < N, q_ptr.dtype.element_ty
             )
             # One register per row holds the sum of the two. Its rounding error, which matters
-            # beside a huge maximum, is a factor of P, and is corrected in dO; elsewhere it is 1.
+            # with a huge maximum, is a factor of P, and is corrected in dO; otherwise it is 1.
             pivot = row_max + log_sum * (1.0 / factor)  # (size,)
-            rest = tl.exp2((pivot - row_max) * factor - log_sum)
+            correction = tl.exp2((pivot - row_max) * factor - log_sum)
             # Rows past the last: P is 0, and their dO must not become nan.
-            rest = tl.where(pivot == float("inf"), 1.0, rest)
-            do = (dos[i].to(tl.float32) * rest[:, None]).to(do_ptr.dtype.element_ty)
+            correction = tl.where(pivot == float("inf"), 1.0, correction)
+            do = (dos[i].to(tl.float32) * correction[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
             out = load_rows(  # (size, BLOCK_D)
-                out_start, SEGMENTS[i][0], out_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
+                out_start, SEGMENTS[i][0], out_view.stride_n, N, D, [SEGMENTS[i][1], BLOCK_D]
             )
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
             new_dos = new_dos + (do,)  # noqa: RUF005
@@ -325,8 +424,8 @@ def _short_bwd_kernel(
         dos = new_dos
 
     for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
-        k = load_rows(k_ptr, first, k_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
-        v = load_rows(v_ptr, first, v_view.stride_n, limit, BLOCK_N, D, BLOCK_D)
+        k = load_rows(k_ptr, first, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
+        v = load_rows(v_ptr, first, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         cols = first + tl.arange(0, BLOCK_N)
         # These sums are complete after one pass over the segments of rows.
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -335,9 +434,24 @@ def _short_bwd_kernel(
         for i in tl.static_range(len(SEGMENTS)):
             rows = SEGMENTS[i][0] + tl.arange(0, SEGMENTS[i][1])
             s, _ = score_tile(  # (size, BLOCK_N)
-                qs[i], k, SEGMENTS[i][0], first, limit, (None, None), mask_view, mask_ptr, N, M,
-                scale, None, SEGMENTS[i][1], BLOCK_N, CAUSAL, MASK, False, True, True,
-            )  # fmt: skip
+                q=qs[i],
+                k=k,
+                row_start=SEGMENTS[i][0],
+                col_start=first,
+                limit=limit,
+                band=Band(None, None),
+                mask_view=mask_view,
+                mask_ptr=mask_ptr,
+                N=N,
+                M=M,
+                scale=scale,
+                softcap=None,
+                CAUSAL=CAUSAL,
+                MASK=MASK,
+                SCALED=False,
+                RESIDENT=True,
+                RAGGED=True,
+            )
             dp = tl.dot(dos[i], tl.trans(v), input_precision=PRECISION)  # (size, BLOCK_N)
             if seed_ptr is not None:
                 keep = keep_tile(tl.load(seed_ptr), rows, cols, b * H + h, threshold)
@@ -364,18 +478,16 @@ def _short_bwd_kernel(
                 p = tl.where(keep, p * keep_scale, 0.0)
             dv = tl.dot(tl.trans(p.to(v.dtype)), dos[i], dv, input_precision=PRECISION)
             # As in the forward, products of half precision with float32 sums.
-            narrow = ds.to(k.dtype)
-            dk = tl.dot(tl.trans(narrow), qs[i], dk, input_precision=PRECISION)
-            dq = tl.dot(narrow, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
+            ds = ds.to(k.dtype)
+            dk = tl.dot(tl.trans(ds), qs[i], dk, input_precision=PRECISION)
+            dq = tl.dot(ds, k, dqs[i], input_precision=PRECISION)  # (size, BLOCK_D)
             new_dqs = new_dqs + (dq,)  # noqa: RUF005
         dqs = new_dqs
         # ``scale`` multiplies the finished sum once.
-        store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, BLOCK_N, D, BLOCK_D)
-        store_rows(dv_ptr, dv, first, dv_view.stride_n, M, BLOCK_N, D, BLOCK_D)
+        store_rows(dk_ptr, dk * scale, first, dk_view.stride_n, M, D)
+        store_rows(dv_ptr, dv, first, dv_view.stride_n, M, D)
     for i in tl.static_range(len(SEGMENTS)):
-        store_rows(
-            dq_ptr, dqs[i] * scale, SEGMENTS[i][0], dq_view.stride_n, N, SEGMENTS[i][1], D, BLOCK_D
-        )
+        store_rows(dq_ptr, dqs[i] * scale, SEGMENTS[i][0], dq_view.stride_n, N, D)
 
 
 def prepare_backward(
@@ -386,7 +498,7 @@ def prepare_backward(
     arguments = backward_arguments(_short_bwd_kernel, grad, call, saved, gradients) | dict(
         **tile.options,
         BLOCK_N=tile["BLOCK"],
-        SEGMENTS=cut(tile["tokens"]),
+        SEGMENTS=split_into_segments(tile["tokens"]),
         WHOLE=tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)

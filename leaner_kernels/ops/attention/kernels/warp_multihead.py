@@ -25,7 +25,7 @@ from ..._tiles import Limits, Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments
-from .gluon_tiles import masked, reduce_sums, store_statistics, sums_of_entropies, with_output
+from .gluon_tiles import mask_scores, reduce_sums, store_statistics, sums_of_entropies, with_output
 
 # HEADS is the largest number of heads per warp.
 _RULES = (
@@ -61,9 +61,15 @@ def _number_of_keys(lengths_ptr, warp, owners, N: gl.constexpr, GROUPS: gl.const
 
 @gluon.jit
 def _load(
-    view, lengths_ptr, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
-    GROUPS: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
+    view,
+    lengths_ptr,
+    owners,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
     """Load tiles of 32-bit words (WARPS, 16, 8), two elements each; zero outside."""
     WIDTH: gl.constexpr = HEADS * D
     warp, rows, cols = _axes(LAYOUT, 8)
@@ -87,10 +93,16 @@ def _load(
 
 @gluon.jit
 def _store(
-    view, tiles, scale, owners, N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
+    view,
+    tiles,
+    scale,
+    owners,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
     GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Scale and store tiles whose columns are in the order of ``_for_sum_over_rows``."""
+):
+    """Scale and store tiles whose columns are in the order of ``_row_sum_operands``."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDTH: gl.constexpr = HEADS * D
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
@@ -120,10 +132,14 @@ def _pairs(words, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _of_head(
-    words, TILE: gl.constexpr, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr,
+def _columns_of_head(
+    words,
+    TILE: gl.constexpr,
+    HEAD: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
     DTYPE: gl.constexpr,
-):  # fmt: skip
+):
     """Return an operand (WARPS, 16, 16) of a sum over columns, zero outside of a head.
 
     Neighbouring words belong to one thread, so that the permutation moves no data.
@@ -144,23 +160,28 @@ def _of_head(
 
 @gluon.jit
 def _scores(
-    lefts, rights, HEAD: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, DTYPE: gl.constexpr,
+    lefts,
+    rights,
+    HEAD: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    DTYPE: gl.constexpr,
     MMA: gl.constexpr,
-):  # fmt: skip
+):
     """Return x y^T of a head, (WARPS, 16, 16), from tiles of words."""
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     s = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
-    # the tiles that it touches
+    # Only the tiles that this head touches.
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
-        x = gl.convert_layout(_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
-        y = _of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
+        x = gl.convert_layout(_columns_of_head(lefts[c], c, HEAD, D, HEADS, DTYPE), LEFT)
+        y = _columns_of_head(rights[c], c, HEAD, D, HEADS, DTYPE).permute((0, 2, 1))
         s = mma(x, gl.convert_layout(y, RIGHT), s)
     return s
 
 
 @gluon.jit
-def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
+def _row_sum_operands(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
     """Return tiles of words as right operands of a sum over rows: even columns, then odd ones.
 
     Lanes exchange the words of tiles that were loaded in another layout.
@@ -176,7 +197,7 @@ def _for_sum_over_rows(tiles, DTYPE: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+def _insert_product(sums, a, lefts, HEAD: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
     """Write the product a x to the tiles that a head touches, from its first column on.
 
     Columns of later heads are overwritten by those heads in turn, so that no head adds to the
@@ -207,9 +228,9 @@ def _zeros(TILES: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _put_pairs(
+def _store_pairs(
     ptr, row_max, log_sum, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr
-):  # fmt: skip
+):
     both = gl.join(row_max, log_sum)  # (WARPS, 16, 2)
     LAYOUT: gl.constexpr = both.type.layout
     warp, rows, which = _axes(LAYOUT, 2)
@@ -229,7 +250,7 @@ def _owned_heads(LAYOUT: gl.constexpr, owners, HEAD: gl.constexpr, HEADS: gl.con
 
 
 @gluon.jit
-def _put_lse(lse_ptr, lse, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr):
+def _store_lse(lse_ptr, lse, owners, HEAD: gl.constexpr, N: gl.constexpr, HEADS: gl.constexpr):
     """Store the log-sum-exp of a head's rows (WARPS, 16)."""
     LAYOUT: gl.constexpr = lse.type.layout
     rows = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]  # (1, 16)
@@ -246,10 +267,8 @@ def _sums_of_head(row_max, entropies, squares, N: gl.constexpr):
 
 
 @gluon.jit
-def _square_of_head(
-    tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr
-):  # fmt: skip
-    """Return the sum of squares of a head in the tiles of ``_put``, (WARPS,)."""
+def _square_of_head(tiles, HEAD: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MMA: gl.constexpr):
+    """Return the sum of squares of a head in the tiles of ``_insert_product``, (WARPS,)."""
     _, rows, cols = _axes(MMA, 16)
     squares = gl.zeros([gl.num_warps(), 16, 16], gl.float32, MMA)
     for c in gl.static_range(HEAD * D // 16, (HEAD * D + D + 15) // 16):
@@ -267,27 +286,73 @@ def _store_sums(
     LAYOUT: gl.constexpr = square.type.layout
     head, exists = _owned_heads(LAYOUT, owners, HEAD, HEADS)
     sums = with_output(sums, square)
-    store_statistics(stats_ptr, sums, head, owners * HEADS, N, scale, exists)
+    store_statistics(
+        ptr=stats_ptr,
+        sums=sums,
+        head=head,
+        num_heads=owners * HEADS,
+        num_rows=N,
+        scale=scale,
+        inside=exists,
+    )
 
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_fwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, out_view, lse_ptr, max_log_sum_ptr, stats_ptr, owners,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    out_view,
+    lse_ptr,
+    max_log_sum_ptr,
+    stats_ptr,
+    owners,
     scale,
-    N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
-):  # fmt: skip
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
-    # Only keys and values are cut at a sequence's length; rows past N are zeros.
-    qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
-    ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
-    vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_ROWS)
-    vs = _for_sum_over_rows(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
+    # Padding is zeroed in keys and values alone. Rows past N are zeros in all three.
+    qs = _load(
+        view=q_view,
+        lengths_ptr=None,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )  # words: tuple of (WARPS, 16, 8)
+    ks = _load(
+        view=k_view,
+        lengths_ptr=lengths_ptr,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )
+    vs = _load(
+        view=v_view,
+        lengths_ptr=lengths_ptr,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_ROWS,
+    )
+    vs = _row_sum_operands(vs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
     outs = _zeros(len(qs), MMA)  # tuple of (WARPS, 16, 16)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
@@ -295,75 +360,152 @@ def _warp_multihead_fwd_kernel(
     head_sums = ()
     # Every row sees the first key, so that each maximum is finite and each sum positive.
     for h in gl.static_range(HEADS):
-        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+        s = _scores(
+            lefts=qs, rights=ks, HEAD=h, D=D, HEADS=HEADS, DTYPE=DTYPE, MMA=MMA
+        )  # (WARPS, 16, 16)
+        s = mask_scores(s, rows, cols, limit if HIDES else None, CAUSAL, float("-inf"))
         row_max = gl.max(s, 2)  # (WARPS, 16)
         # An explicit fma rounds the product here, not where it is subtracted.
         pivot = gl.fma(row_max, factor, 0.0)
         p = gl.exp2(s * factor - pivot[:, :, None])
         row_sum = gl.sum(p, 2)  # (WARPS, 16)
         p *= (1.0 / row_sum)[:, :, None]
-        outs = _put(outs, p.to(DTYPE), vs, h, D, MMA)
+        outs = _insert_product(outs, p.to(DTYPE), vs, h, D, MMA)
         # The sum takes up the rounding error of the pivot, which the second fma gives exactly.
         log_sum = gl.log(row_sum) - gl.fma(row_max, factor, -pivot) * LN_2  # (WARPS, 16)
         if max_log_sum_ptr is not None:
-            _put_pairs(max_log_sum_ptr, row_max, log_sum, owners, h, N, HEADS)
+            _store_pairs(
+                ptr=max_log_sum_ptr,
+                row_max=row_max,
+                log_sum=log_sum,
+                owners=owners,
+                HEAD=h,
+                N=N,
+                HEADS=HEADS,
+            )
         if stats_ptr is not None:
             # 0 * -inf would be nan.
             exponents = gl.where(p == 0, 0.0, s * factor - pivot[:, :, None])
             entropies = gl.log(row_sum) - LN_2 * gl.sum(p * exponents, 2)  # (WARPS, 16)
             squares = gl.sum(p * p, 2)  # (WARPS, 16)
         if lse_ptr is not None:
-            _put_lse(lse_ptr, row_max * scale + log_sum, owners, h, N, HEADS)
+            _store_lse(lse_ptr, row_max * scale + log_sum, owners, h, N, HEADS)
         if stats_ptr is not None:
             head_sums = head_sums + (_sums_of_head(row_max, entropies, squares, N),)  # noqa: RUF005
     # One store for all heads of the warp: whole rows of WIDTH columns.
-    _store(out_view, outs, 1.0, owners, N, D, HEADS, GROUPS)
+    _store(
+        view=out_view, tiles=outs, scale=1.0, owners=owners, N=N, D=D, HEADS=HEADS, GROUPS=GROUPS
+    )
     if stats_ptr is not None:
         for h in gl.static_range(HEADS):
             square = _square_of_head(outs, h, N, D, MMA)  # (WARPS,)
-            _store_sums(stats_ptr, head_sums[h], square, owners, scale, h, N, HEADS)
+            _store_sums(
+                stats_ptr=stats_ptr,
+                sums=head_sums[h],
+                square=square,
+                owners=owners,
+                scale=scale,
+                HEAD=h,
+                N=N,
+                HEADS=HEADS,
+            )
 
 
 @gluon.jit(do_not_specialize=["owners"])
 def _warp_multihead_bwd_kernel(
-    q_view, k_view, v_view, lengths_ptr, do_view, dq_view, dk_view, dv_view, owners, scale,
-    N: gl.constexpr, D: gl.constexpr, HEADS: gl.constexpr, GROUPS: gl.constexpr,
+    q_view,
+    k_view,
+    v_view,
+    lengths_ptr,
+    do_view,
+    dq_view,
+    dk_view,
+    dv_view,
+    owners,
+    scale,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,
+    GROUPS: gl.constexpr,
     CAUSAL: gl.constexpr,
-):  # fmt: skip
+):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     HIDES: gl.constexpr = lengths_ptr is not None or N < 16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     BY_COLS: gl.constexpr = gl.BlockedLayout([1, 1, 2], [1, 8, 4], [WARPS, 1, 1], [2, 1, 0])
-    qs = _load(q_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)  # words: tuple of (WARPS, 16, 8)
-    ks = _load(k_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
-    dos = _load(do_view, None, owners, N, D, HEADS, GROUPS, BY_COLS)
-    vs = _load(v_view, lengths_ptr, owners, N, D, HEADS, GROUPS, BY_COLS)
+    qs = _load(
+        view=q_view,
+        lengths_ptr=None,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )  # words: tuple of (WARPS, 16, 8)
+    ks = _load(
+        view=k_view,
+        lengths_ptr=lengths_ptr,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )
+    dos = _load(
+        view=do_view,
+        lengths_ptr=None,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )
+    vs = _load(
+        view=v_view,
+        lengths_ptr=lengths_ptr,
+        owners=owners,
+        N=N,
+        D=D,
+        HEADS=HEADS,
+        GROUPS=GROUPS,
+        LAYOUT=BY_COLS,
+    )
     # dQ = dS K, dK = dS^T Q and dV = P^T dO sum over rows of these operands.
-    q_rows = _for_sum_over_rows(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
-    k_rows = _for_sum_over_rows(ks, DTYPE, MMA)
-    do_rows = _for_sum_over_rows(dos, DTYPE, MMA)
+    q_rows = _row_sum_operands(qs, DTYPE, MMA)  # tuple of (WARPS, 16, 16)
+    k_rows = _row_sum_operands(ks, DTYPE, MMA)
+    do_rows = _row_sum_operands(dos, DTYPE, MMA)
     dqs, dks, dvs = _zeros(len(qs), MMA), _zeros(len(qs), MMA), _zeros(len(qs), MMA)
     warp, rows, cols = _axes(MMA, 16)  # (WARPS, 1, 1), (1, 16, 1), (1, 1, 16)
     limit = _number_of_keys(lengths_ptr, warp, owners, N, GROUPS)
     factor = scale * LOG2_E
     for h in gl.static_range(HEADS):
         # P again, by the arithmetic of the forward.
-        s = _scores(qs, ks, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
-        s = masked(s, None, None, rows, cols, limit, float("-inf"), HIDES, CAUSAL)
+        s = _scores(
+            lefts=qs, rights=ks, HEAD=h, D=D, HEADS=HEADS, DTYPE=DTYPE, MMA=MMA
+        )  # (WARPS, 16, 16)
+        s = mask_scores(s, rows, cols, limit if HIDES else None, CAUSAL, float("-inf"))
         pivot = gl.fma(gl.max(s, 2), factor, 0.0)  # (WARPS, 16)
         p = gl.exp2(s * factor - pivot[:, :, None])
         p *= (1.0 / gl.sum(p, 2))[:, :, None]
-        dp = _scores(dos, vs, h, D, HEADS, DTYPE, MMA)  # (WARPS, 16, 16)
+        dp = _scores(
+            lefts=dos, rights=vs, HEAD=h, D=D, HEADS=HEADS, DTYPE=DTYPE, MMA=MMA
+        )  # (WARPS, 16, 16)
         # delta = sum(P dP): the output need not be read.
         ds = (p * (dp - gl.sum(p * dp, 2)[:, :, None])).to(DTYPE)  # (WARPS, 16, 16)
-        dvs = _put(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
-        dks = _put(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
-        dqs = _put(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
-    _store(dq_view, dqs, scale, owners, N, D, HEADS, GROUPS)
-    _store(dk_view, dks, scale, owners, N, D, HEADS, GROUPS)
-    _store(dv_view, dvs, 1.0, owners, N, D, HEADS, GROUPS)
+        dvs = _insert_product(dvs, p.to(DTYPE).permute((0, 2, 1)), do_rows, h, D, MMA)
+        dks = _insert_product(dks, ds.permute((0, 2, 1)), q_rows, h, D, MMA)
+        dqs = _insert_product(dqs, ds, k_rows, h, D, MMA)  # tuple of (WARPS, 16, 16)
+    _store(
+        view=dq_view, tiles=dqs, scale=scale, owners=owners, N=N, D=D, HEADS=HEADS, GROUPS=GROUPS
+    )
+    _store(
+        view=dk_view, tiles=dks, scale=scale, owners=owners, N=N, D=D, HEADS=HEADS, GROUPS=GROUPS
+    )
+    _store(view=dv_view, tiles=dvs, scale=1.0, owners=owners, N=N, D=D, HEADS=HEADS, GROUPS=GROUPS)
 
 
 def _launch(kernel: Any, tile: Tile, call: Call, arguments: dict[str, Any]) -> Launch:
