@@ -36,8 +36,8 @@ def forward_with_lse(
         if plan is not None:
             out, lse = route.run_plan(plan, first, addresses, seed, None)
             return out, lse
-        new_results = partial(operator.new_results, with_stats=False, sample=None, lse_alone=True)
-        _, (out, lse) = route.launch_first(operator, key, arguments, None, new_results)
+        allocate = partial(operator.allocate, with_stats=False, sample=None, lse_alone=True)
+        _, (out, lse) = route.launch_first(operator, key, arguments, None, allocate)
         return out, lse
     out, pairs = route.forward_on_gpu(operator, False, *tensors, *numbers)
     call = operator.call(arguments)

@@ -15,18 +15,17 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
-from . import gpus
 from ._checks import ArgumentError
-from .gpus import LEAST_CAPABILITY
+from .gpus import GPU, GPUS, LEAST_CAPABILITY
 
 OPTIONS = "num_warps", "num_stages", "maxnreg"
 ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
 ANY = 2**31
-MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a varlen batch
 
 
 @dataclass(frozen=True)
@@ -108,41 +107,11 @@ def rule(
     return Rule(Tile.of(**numbers), dim, tokens, frozenset(takes), size, gpus)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a kernel requires of a call beside a rule of its table.
-
-    Attributes:
-        free: features that cost it no registers, so that no rule lists them.
-        gluon: whether it is written in Gluon: operands of one dtype, aligned to 16 bytes, and
-            within 32-bit offsets.
-        pairs: whether rows must consist of 32-bit words.
-        most_entries: the largest batch.
-        more_tokens_than: the largest number of tokens that is too small.
-        square_from: the number of tokens from which there must be as many keys as rows.
-        many_heads_from: the number of tokens from which batch x heads must fill the GPU, because a
-            program owns a head.
-        fenced_dropout: whether dropout needs a Triton that keeps operands ahead of their fences.
-    """
-
-    free: frozenset[str] = frozenset()
-    gluon: bool = False
-    pairs: bool = False
-    most_entries: int = ANY
-    more_tokens_than: int = 0
-    square_from: int = ANY
-    many_heads_from: int = ANY
-    fenced_dropout: bool = False
-
-
 class Tiles:
-    """The table of a kernel: rules in order of preference, with ``numbers`` in every tile.
+    """The table of a kernel: rules in order of preference, with ``numbers`` in every tile."""
 
-    ``limits`` state which calls the kernel supports at all.
-    """
-
-    def __init__(self, name: str, *rules: Rule, limits: Limits = Limits(), **numbers: Any) -> None:
-        self.name, self.limits = name, limits
+    def __init__(self, name: str, *rules: Rule, **numbers: Any) -> None:
+        self.name = name
         self.rules = tuple(replace(row, tile=row.tile.replace(**numbers)) for row in rules)
 
     def find(
@@ -155,7 +124,7 @@ class Tiles:
         features: frozenset[str] = frozenset(),
     ) -> Rule | None:
         """Return the first rule that supports a call, or None."""
-        gpu = gpus.gpu_of(capability(device)).tiles
+        gpu = gpu_of(capability(device)).tiles
         for row in self.rules:
             if row.fits(gpu, size, dim, tokens, features):
                 return row
@@ -209,6 +178,19 @@ def check_capability(device: torch.device) -> None:
             f"this call needs our kernels, which need a GPU of compute capability "
             f"{LEAST_CAPABILITY / 10} or newer, got {gpu / 10}"
         )
+
+
+@cache
+def gpu_of(capability: int) -> GPU:
+    """Return the row of a GPU, given 10 * major + minor; unlisted ones get that of the one before.
+
+    Raises:
+        LookupError: for GPUs before all of the table.
+    """
+    listed = [known for known in GPUS if known <= capability]
+    if not listed:
+        raise LookupError(f"no kernel is compiled for compute capability {capability / 10}")
+    return GPUS[max(listed)]
 
 
 def block_dim(dim: int) -> int:

@@ -4,7 +4,6 @@ Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capabi
 memory: PTX ISA, "Tensor Memory".
 """
 
-from functools import cache
 from typing import NamedTuple
 
 KIB = 1024
@@ -49,16 +48,3 @@ GPUS = {
     100: GPU(80, "ampere", None, 227 * KIB, 228 * KIB, 2048, 32, tensor_columns=512),
     120: GPU(86, "ampere", 86, 99 * KIB, 100 * KIB, 1536, 24),
 }
-
-
-@cache
-def gpu_of(capability: int) -> GPU:
-    """Return the row of a GPU, given 10 * major + minor; unlisted ones get that of the one before.
-
-    Raises:
-        LookupError: for GPUs before all of the table.
-    """
-    listed = [known for known in GPUS if known <= capability]
-    if not listed:
-        raise LookupError(f"no kernel is compiled for compute capability {capability / 10}")
-    return GPUS[max(listed)]

@@ -120,35 +120,31 @@ class Operator:
         raise NotImplementedError
 
     @classmethod
-    def new_out(cls, arguments: Any) -> Tensor:
-        """Allocate the output, in the dtype of the first tensor."""
-        first, *_ = arguments
-        return first.new_empty(cls.shapes(arguments).out)
+    def allocate(
+        cls, arguments: Any, with_stats: bool, sample: Tensor | None
+    ) -> tuple[Any, Tensor, Results]:
+        """Return the call of these arguments, the output, and the results that are filled."""
+        shapes, (first, *_) = cls.shapes(arguments), arguments
+        out = first.new_empty(shapes.out)
+
+        def float32(*shape: int) -> Tensor:
+            return out.new_empty(shape, dtype=torch.float32)
+
+        call, results = cls.call(arguments), Results(out, lse=float32(*shapes.rows))
+        if not with_stats:
+            return call, out, results
+        slots = 0 if sample is None else sample.shape[0]
+        results = results._replace(
+            stats=float32(len(STATISTICS), *shapes.per_head),
+            heads=float32(slots, *shapes.heads),
+            sample=None if sample is None else sample.contiguous(),
+        )
+        return call, out, results
 
     @staticmethod
     def as_query(out: Tensor) -> Tensor:
         """Return an output, or its gradient, with the axes that the kernels expect."""
         return out
-
-    @classmethod
-    def new_results(
-        cls, arguments: Any, out: Tensor, with_stats: bool, sample: Tensor | None
-    ) -> Results:
-        """Allocate what is filled beside ``out``."""
-        shapes = cls.shapes(arguments)
-
-        def float32(*shape: int) -> Tensor:
-            return out.new_empty(shape, dtype=torch.float32)
-
-        results = Results(out, lse=float32(*shapes.rows))
-        if not with_stats:
-            return results
-        slots = 0 if sample is None else sample.shape[0]
-        return results._replace(
-            stats=float32(len(STATISTICS), *shapes.per_head),
-            heads=float32(slots, *shapes.heads),
-            sample=None if sample is None else sample.contiguous(),
-        )
 
     @classmethod
     def new_gradients(cls, arguments: Any, optional: bool) -> Any:
@@ -321,11 +317,10 @@ def launch_first(
     key: Hashable,
     arguments: Any,
     sample: Tensor | None,
-    new_results: Callable[[Any, Tensor], Results],
+    allocate: Callable[[Any], tuple[Any, Tensor, Results]],
 ) -> tuple[_Plan | None, list[Tensor]]:
     """Return the results of a call, and the plan that it leaves for others of this key."""
-    out = operator.new_out(arguments)
-    call, results = operator.call(arguments), new_results(arguments, operator.as_query(out))
+    call, out, results = allocate(arguments)
     buffers = {"out": out, **_filled(results)}
     if operator.is_empty(call):  # an empty batch launches no kernel
         operator.fill(call, results)
@@ -377,8 +372,8 @@ def forward_on_gpu(operator: type[Operator], with_stats: bool, *args: Any) -> tu
         addresses.pop()  # the seed's
         first, *_ = tensors
         return tuple(run_plan(plan, first, addresses, seed, sample))
-    new_results = partial(operator.new_results, with_stats=with_stats, sample=sample)
-    _, results = launch_first(operator, key, arguments, sample, new_results)
+    allocate = partial(operator.allocate, with_stats=with_stats, sample=sample)
+    _, results = launch_first(operator, key, arguments, sample, allocate)
     return tuple(results)
 
 
@@ -387,10 +382,9 @@ def _forward(
 ) -> tuple[Tensor, ...]:
     """Compute ``NAME`` or ``NAME_with_stats``; without ``fill``, only allocate their results."""
     arguments, sample = _bind(operator, with_stats, args)
-    out = operator.new_out(arguments)
-    results = operator.new_results(arguments, operator.as_query(out), with_stats, sample)
+    call, out, results = operator.allocate(arguments, with_stats, sample)
     if fill is not None:
-        fill(operator.call(arguments), results)
+        fill(call, results)
     return out, *_filled(results).values()
 
 
@@ -667,8 +661,8 @@ def compute(
         with_stats_op = getattr(ops, f"{operator.name}_with_stats").default
         return with_stats_op(*(named[name] for name in names))
     key, _, recorded = signature
-    new_results = partial(operator.new_results, with_stats=with_stats, sample=sample)
-    plan, results = launch_first(operator, key, arguments, sample, new_results)
+    allocate = partial(operator.allocate, with_stats=with_stats, sample=sample)
+    plan, results = launch_first(operator, key, arguments, sample, allocate)
     if recorded:
         named = arguments._asdict()
         tensors = [named[name] for name in operator.tensors]

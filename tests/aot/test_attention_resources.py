@@ -32,8 +32,9 @@ from bench.gpu_model.compile_ahead import (
 from bench.gpu_model.launches import OperatorCall, call_of, dense_call, varlen_call
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops._tiles import Rule
-from leaner_kernels.ops.attention import dispatch, launch, op
-from leaner_kernels.ops.attention.call import Call, Gradients
+from leaner_kernels.ops.attention import dispatch, op
+from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels import MAX_ENTRIES
 from leaner_kernels.ops.attention.op import new_out, split_qkv
 from leaner_kernels.ops.route import Results
 from tests import shared_lse
@@ -335,7 +336,7 @@ def test_only_rows_that_can_be_copied_whole_go_to_gluon(monkeypatch: pytest.Monk
     assert backward(plain, rows(heads=2), plain) == "online_backward"
     assert backward(plain, plain, rows(dtype=FP32)) == "online_backward"
     assert backward(plain, plain, rows(stride=72)) == "online_backward"
-    many = rows(batch=_tiles.MAX_ENTRIES + 1, heads=1)
+    many = rows(batch=MAX_ENTRIES + 1, heads=1)
     assert backward(many, many, many) == "online_backward"
     long = torch.empty_strided((300, 1, 577, 64), (64, 64, 2**22, 1), dtype=BF16, device="meta")
     assert backward(long, long, long) == "online_backward"
@@ -352,8 +353,9 @@ def test_short_heads_of_whole_words_go_to_warps(monkeypatch: pytest.MonkeyPatch)
         kept = torch.empty(*query.shape[:3], 2, device="meta")
         results, grads = Results(new_out(query), kept), map(new_out, (query, key, key))
         with recorded() as launches:
-            launch.forward(call, results)
-            launch.backward(new_out(query), call, results, Gradients(*grads))
+            dispatch.prepare_forward(call, results).start()
+            gradients = op.DenseGradients(*grads)
+            dispatch.prepare_backward(new_out(query), call, results, gradients).start()
         return {re.split("_(?=fwd|bwd)", one.name)[0][1:] for one in launches}
 
     def heads(count: int = 4, tokens: int = 16, dim: int = 10, dtype: Any = BF16) -> Tensor:

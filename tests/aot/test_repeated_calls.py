@@ -307,15 +307,14 @@ def test_a_whole_number_as_softcap_reaches_the_backward_as_a_float(
 ) -> None:
     """Triton would compile for an integer, for which the kernel is not written."""
     inputs, given = three(), []
-    from leaner_kernels.ops.attention import launch
 
-    backward = launch.prepare_backward
+    backward = dispatch.prepare_backward
 
     def logged(grad: Tensor, call: Any, *results: Any) -> Any:
         given.append(call.softcap)
         return backward(grad, call, *results)
 
-    monkeypatch.setattr(launch, "prepare_backward", logged)
+    monkeypatch.setattr(dispatch, "prepare_backward", logged)
     for _ in range(2):
         out = attention(*inputs, softcap=1)
         torch.autograd.grad(out, inputs, torch.empty_like(out))

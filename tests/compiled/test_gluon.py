@@ -17,6 +17,7 @@ from leaner_kernels import attention
 from leaner_kernels.ops import _gluon, _tiles
 from leaner_kernels.ops.attention import dispatch
 from leaner_kernels.ops.attention.call import Call
+from leaner_kernels.ops.attention.kernels import BACKWARD, FORWARD, STATISTICS
 from tests import attention_cases, varlen_cases
 from tests.attention_cases import (
     AttentionTestCase,
@@ -74,6 +75,7 @@ LENGTHS = {
     520: ({},),
 }
 DIMS = 16, 32, 48, 64, 80, 128
+LIMITS = FORWARD | STATISTICS | BACKWARD
 GPUS = {90: "hopper", 80: "ampere", 86: "ampere"}
 CHOSEN = {
     (197, 64, BF16, 90),
@@ -178,7 +180,8 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
     monkeypatch.setattr(_tiles, "capability", lambda _: gpu)
     call = Call(query, query, query, None, None, None, 0.0, False, None)
     for kernels, runs in WAYS[GPUS[gpu]]:
-        takers = [k for k in kernels if dispatch.tile_of(k, call, call.features(), ())]
+        profile = call.profile()
+        takers = [k for k in kernels if dispatch.tile_of(k, LIMITS[k], gpu, call, profile)]
         for kernel, run in product(kernels, runs):
             assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
 

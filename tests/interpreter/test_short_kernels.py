@@ -29,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs with --backend interpreter", allow_module_level=True)
 
 from leaner_kernels.ops._tiles import Tile
-from leaner_kernels.ops.attention import launch, op
+from leaner_kernels.ops.attention import dispatch, op
 from leaner_kernels.ops.attention.call import Gradients
 from leaner_kernels.ops.attention.kernels import short
 from leaner_kernels.ops.route import Results
@@ -121,10 +121,10 @@ def test_a_scale_that_is_not_positive_takes_kernels_that_allow_it() -> None:
     inputs = make_inputs(case, torch.float16)._replace(scale=-0.125)
     out, max_log_sum, stats, grads, _ = buffers(inputs)
     results = Results(out, max_log_sum, *stats)
-    launch.prepare_forward(inputs.call, results).start()
+    dispatch.prepare_forward(inputs.call, results).start()
     dq, dk, dv, _ = grads
     gradients = op.DenseGradients(dq, dk, dv)
-    launch.prepare_backward(inputs.grad, inputs.call, results, gradients).start()
+    dispatch.prepare_backward(inputs.grad, inputs.call, results, gradients).start()
     check(inputs, named(inputs, out, stats, grads, None))
 
 

@@ -312,11 +312,9 @@ def forward(
             watch.capture(route.stats_of(results, sample))
             sharing = False
         elif plan is None:
-            new_results = partial(
-                operator.new_results, with_stats=False, sample=None, lse_alone=sharing
-            )
+            allocate = partial(operator.allocate, with_stats=False, sample=None, lse_alone=sharing)
             arguments = operator.Arguments(*tensors, seed, *numbers)
-            _, results = route.launch_first(operator, signature, arguments, None, new_results)
+            _, results = route.launch_first(operator, signature, arguments, None, allocate)
         else:
             results = route.run_plan(plan, query, addresses, seed, None)
         out, *_, rows = results

@@ -86,17 +86,18 @@ class Call(NamedTuple):
         """Return M, or the upper bound of a varlen batch."""
         return self.key.shape[2] if self.sequences is None else self.sequences.cols
 
-    def features(self, *others: Tensor) -> frozenset[str]:
-        """Return the features that a kernel must support, beyond causal or shortened rows.
+    def profile(self, grad: Tensor | None = None) -> "Profile":
+        """Return what decides which kernel and tile a call gets.
 
         ``padded_dim`` is a head dimension that does not fill its tile. ``unaligned`` is a head
-        dimension, or a stride of the operands or ``others``, that is not a multiple of 16: rows may
-        then start where 16 bytes cannot be copied at once. ``scale`` is a scale that is not
-        positive, or that float32 cannot hold: the maximum of a row must then be taken after
+        dimension, or a stride of the operands or of ``grad``, that is not a multiple of 16: rows
+        may then start where 16 bytes cannot be copied at once. ``scale`` is a scale that
+        is not positive, or that float32 cannot hold: the maximum of a row must then be taken after
         scaling. ``shared`` are key heads that several query heads share.
         """
-        dim = self.query.shape[-1]
-        strides = (stride for t in (*self.operands, *others) for stride in t.stride()[:-1])
+        heads, dim = self.query.shape[1], self.query.shape[-1]
+        tensors = self.query, self.key, self.value, grad
+        strides = (stride for t in tensors if t is not None for stride in t.stride()[:-1])
         present = {
             "mask": self.attn_mask is not None,
             "dropout": self.seed is not None,
@@ -104,11 +105,22 @@ class Call(NamedTuple):
             "scale": self.scale is not None and self.scale < LEAST_SCALE,
             "window": self.hides_by_position,
             "varlen": self.sequences is not None,
-            "shared": self.query.shape[1] != self.key.shape[1],
+            "shared": heads != self.key.shape[1],
             "padded_dim": dim != block_dim(dim),
             "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
         }
-        return frozenset(name for name, is_present in present.items() if is_present)
+        features = frozenset(name for name, is_present in present.items() if is_present)
+        return Profile(self.rows, self.cols, self.batch, heads, features)
+
+
+class Profile(NamedTuple):
+    """Rows, columns, batch and heads of a call, and what a kernel must support beyond them."""
+
+    rows: int
+    cols: int
+    batch: int
+    heads: int
+    features: frozenset[str]
 
 
 class PackedArguments(NamedTuple):

@@ -2,14 +2,14 @@
 
 ``warp_multihead``: a warp owns one or several heads of up to 16 tokens. ``short``, and ``hopper``
 or ``ampere`` by the GPU: a program owns a head of up to a few hundred tokens. ``online``: programs
-own tiles and walk over any length. The tables in each kernel's file state the calls that it
-supports, by ``Limits`` and rules; all but the last are for half precision only. ``library.toml``
-lists the lengths at which PyTorch's attention is faster, as measured or predicted for each GPU.
+own tiles and walk over any length. ``kernels`` states the limits of each, and a table in its file
+the rules; all but the last are for half precision only. ``library.toml`` lists the lengths at which
+PyTorch's attention is faster, as measured or predicted for each GPU.
 """
 
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module, resources
 from typing import Any, NamedTuple
@@ -20,27 +20,12 @@ from torch.autograd import forward_ad
 
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
-from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS
-from .._tiles import Limits, Tile, Tiles, block_dim
-from ..gpus import LEAST_CAPABILITY, TUNED, gpu_of
-from .call import LEAST_SCALE, Call
-
-# Kernels in order of preference.
-FORWARD = "warp_multihead_forward", "hopper_forward", "ampere_forward", "short_forward"
-STATISTICS = (
-    "warp_multihead_forward_statistics",
-    "hopper_forward_statistics",
-    "ampere_forward_statistics",
-    "hopper_long_forward_statistics",
-    "short_forward_statistics",
-)
-BACKWARD = (
-    "warp_multihead_backward",
-    "hopper_resident_backward",
-    "hopper_backward",
-    "ampere_backward",
-    "short_backward",
-)
+from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS, Launch, Scratch
+from .._tiles import Tile, Tiles, block_dim, gpu_of
+from ..gpus import LEAST_CAPABILITY, TUNED
+from ..route import Results
+from .call import LEAST_SCALE, Call, Gradients, Profile
+from .kernels import BACKWARD, FORWARD, STATISTICS, Limits
 
 
 class Choice(NamedTuple):
@@ -58,83 +43,83 @@ def choose_forward(call: Call, with_stats: bool = False) -> Choice:
 
 def choose_capture(call: Call) -> Choice:
     """Return the kernel and tile that capture the heads of sampled entries."""
-    kernel = "online_forward"
-    return Choice(kernel, online_tile(kernel, call, "capture"))
+    return Choice("online_forward", online_tile("online_forward", call, "capture"))
 
 
 def choose_backward(call: Call, grad: Tensor, out: Tensor, gradients: Sequence[Tensor]) -> Choice:
     """Return the kernel and tile of the gradients dq, dk and dv."""
-    return _choose(BACKWARD, "online_backward", call, grad, out, *gradients)
+    return _choose(BACKWARD, "online_backward", call, grad, (grad, out, *gradients))
 
 
-def _choose(kernels: Sequence[str], online: str, call: Call, *others: Tensor) -> Choice:
+def _choose(
+    kernels: Mapping[str, Limits],
+    online: str,
+    call: Call,
+    grad: Tensor | None = None,
+    others: Sequence[Tensor] = (),
+) -> Choice:
     """Return the first kernel that supports a call; ``others`` are tensors beside its operands."""
-    # Alignment is asked of what the kernels copy to shared memory: the operands and the gradient.
-    grad, *_ = *others, None
-    features = call.features() if grad is None else call.features(grad)
-    for kernel in kernels:
-        if tile := tile_of(kernel, call, features, others):
+    profile, gpu = call.profile(grad), _tiles.capability(call.query.device)
+    for kernel, limits in kernels.items():
+        if tile := tile_of(kernel, limits, gpu, call, profile, others):
             return Choice(kernel, tile)
     return Choice(online, online_tile(online, call))
 
 
 def tile_of(
-    kernel: str, call: Call, features: frozenset[str], others: Sequence[Tensor]
+    kernel: str,
+    limits: Limits,
+    gpu: int,
+    call: Call,
+    profile: Profile,
+    others: Sequence[Tensor] = (),
 ) -> Tile | None:
     """Return the tile of a kernel whose programs own a head, None if it does not support a call."""
-    gpu = gpu_of(_tiles.capability(call.query.device))
-    if gpu.tiles is None or not _is_for(kernel, gpu.kernels):
+    if not _supports(limits, gpu, call, profile, others):
         return None
-    table = tiles_of(kernel)
-    if not supports(table.limits, call, features, others):
-        return None
-    tokens = max(call.rows, call.cols)
-    rule = find_rule(table, call.query, tokens, features - table.limits.free)
+    tokens, features = max(profile.rows, profile.cols), profile.features - limits.free
+    rule = find_rule(tiles_of(kernel), call.query, tokens, features)
     if rule is None:
         return None
     return rule.tile.replace(tokens=rule.tokens) if kernel.startswith("short") else rule.tile
 
 
-def _is_for(kernel: str, family: str | None) -> bool:
-    """Return whether a kernel is for a family of GPUs, without an import of its module."""
-    return not kernel.startswith(("hopper", "ampere")) or kernel.startswith(str(family))
-
-
-def supports(
-    limits: Limits, call: Call, features: frozenset[str], others: Sequence[Tensor]
+def _supports(
+    limits: Limits, gpu: int, call: Call, profile: Profile, others: Sequence[Tensor]
 ) -> bool:
-    """Return whether a kernel with these limits supports a call, if a rule of its table does."""
-    rows, cols, heads = call.rows, call.cols, call.query.shape[1]
-    if rows <= limits.more_tokens_than or call.batch > limits.most_entries:
+    """Return whether a call keeps the limits of a kernel on a GPU of compute capability ``gpu``."""
+    rows, cols, batch, heads, features = profile
+    row = gpu_of(gpu)
+    if row.tiles is None or (limits.family is not None and limits.family != row.kernels):
+        return False
+    if not limits.least_tokens <= rows <= limits.most_tokens or batch > limits.most_entries:
         return False
     if rows != cols and max(rows, cols) >= limits.square_from:
         return False
-    # With one program per head, a few heads would leave most of a GPU idle. The kernels for any
-    # length spread a head over several programs.
-    if rows >= limits.many_heads_from and call.batch * heads < _tiles.ENOUGH_PROGRAMS:
+    # With one program per head, a few heads would leave most of a GPU idle.
+    if rows >= limits.many_heads_from and batch * heads < _tiles.ENOUGH_PROGRAMS:
         return False
-    if limits.pairs and not _pairs_elements(call, others):
+    if limits.pairs and not _pairs_elements(call, profile, others):
         return False
     if limits.fenced_dropout and "dropout" in features:
         from .. import _gluon
 
         if not _gluon.KEEPS_FENCES:
             return False
-    return not limits.gluon or _fits_gluon(call, others)
+    return not limits.gluon or _fits_gluon(call, rows, others)
 
 
-def _pairs_elements(call: Call, others: Sequence[Tensor]) -> bool:
+def _pairs_elements(call: Call, profile: Profile, others: Sequence[Tensor]) -> bool:
     """Return whether a warp can own heads: their rows consist of 32-bit words."""
-    if call.sequences is not None:
+    if "varlen" in profile.features:
         return False
-    batch, heads, _, dim = call.query.shape
-    tensors = *call.operands, *others
+    tensors = call.query, call.key, call.value, *others
     strides = (stride for t in tensors for stride in t.stride()[:-1])
-    words = dim % 2 == 0 and all(stride % 2 == 0 for stride in strides)
-    return words and batch * heads <= LARGEST_OFFSET // 2
+    words = call.query.shape[-1] % 2 == 0 and all(stride % 2 == 0 for stride in strides)
+    return words and profile.batch * profile.heads <= LARGEST_OFFSET // 2
 
 
-def _fits_gluon(call: Call, others: Sequence[Tensor]) -> bool:
+def _fits_gluon(call: Call, rows: int, others: Sequence[Tensor]) -> bool:
     """Return whether Gluon kernels support the tensors: same dtype, aligned, 32-bit offsets."""
     from .. import _gluon  # which imports Triton
 
@@ -142,12 +127,12 @@ def _fits_gluon(call: Call, others: Sequence[Tensor]) -> bool:
     width = heads * dim  # the row stride of the output
     if not _gluon.AVAILABLE or width > MAX_ROW_STRIDE:
         return False
-    tensors = *call.operands, *others
+    tensors = call.query, call.key, call.value, *others
     alike = all(t.dtype == call.query.dtype for t in tensors)
     strides = [width, *(t.stride(2 if t.dim() == 4 else 0) for t in tensors)]
     if call.attn_mask is not None:
         strides.append(sum(call.attn_mask.stride()[-2:]))
-    reached = max(strides) * call.rows <= LARGEST_OFFSET
+    reached = max(strides) * rows <= LARGEST_OFFSET
     return alike and reached and not any(t.data_ptr() % ALIGNMENT for t in tensors)
 
 
@@ -157,7 +142,9 @@ def _fits_gluon(call: Call, others: Sequence[Tensor]) -> bool:
 def online_tile(kernel: str, call: Call, *others: str) -> Tile:
     """Return the tile of a kernel for any length; ``others`` are additional features."""
     table = tiles_of(kernel)
-    wanted = (call.features() - table.limits.free).union(others)
+    # A feature that no rule lists costs no registers.
+    listed = frozenset().union(*(rule.takes for rule in table.rules))
+    wanted = (call.profile().features & listed).union(others)
     rule = find_rule(table, call.query, 0, wanted)
     assert rule is not None, (kernel, call.query.shape, wanted)
     return rule.tile
@@ -186,6 +173,47 @@ def module_of(kernel: str) -> Any:
     """Import and return the module of a kernel, which imports Triton."""
     file = re.sub("_(forward|forward_statistics|backward)$", "", kernel)
     return import_module(f"{__package__}.kernels.{file}")
+
+
+# --- Launches of the chosen kernels ---------------------------------------------------------------
+
+
+def prepare_forward(call: Call, results: Results) -> Launch:
+    """Return what fills the output and any statistics."""
+    kernel, tile = choose_forward(call, with_stats=results.stats is not None)
+    launch: Launch = module_of(kernel).prepare_forward(tile, call, results)
+    if launch.arguments.get("parts_ptr") is None:
+        return launch
+    from .._epilogue import join
+
+    return launch._replace(scratch=Scratch("parts_ptr", "stats", join))
+
+
+def prepare_capture(call: Call, results: Results) -> Launch:
+    """Return what fills the heads of sampled entries."""
+    kernel, tile = choose_capture(call)
+    prepare = module_of(kernel).prepare_capture
+    return prepare(tile, call, results.sample, results.heads)
+
+
+def prepare_backward(grad: Tensor, call: Call, saved: Results, gradients: Any) -> Launch:
+    """Return what fills the gradients."""
+    dq, dk, dv = gradients.separate()
+    kernel, tile = choose_backward(call, grad, saved.out, (dq, dk, dv))
+    ds = scratch = None
+    if getattr(gradients, "dattn_mask", None) is not None:
+        # Tiles that no row may see are not visited by every kernel.
+        shape = call.batch, call.query.shape[1], call.rows, call.cols
+        ds = grad.new_zeros(shape, dtype=torch.float32)
+        scratch = Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True)
+    prepare = module_of(kernel).prepare_backward
+    launch: Launch = prepare(tile, grad, call, saved, Gradients(dq, dk, dv, ds))
+    return launch._replace(scratch=scratch)
+
+
+def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:
+    """Sum the gradient of scores over what a mask was broadcast along."""
+    dattn_mask.copy_(ds.sum_to_size(dattn_mask.shape))
 
 
 # --- PyTorch's attention, where it is faster ------------------------------------------------------

@@ -79,41 +79,47 @@ class PackedGradients(NamedTuple):
 class SoftmaxAttention(Operator):
     """The part that the operators of softmax attention share."""
 
-    kernels = "attention.launch"
+    kernels = "attention.dispatch"
     saved: Sequence[str] = ("out", "max_log_sum")
     cast = 3
 
     @classmethod
-    def new_results(
+    def new_out(cls, arguments: Any) -> Tensor:
+        """Allocate the output, in the dtype of the first tensor."""
+        first, *_ = arguments
+        return first.new_empty(cls.shapes(arguments).out)
+
+    @classmethod
+    def allocate(
         cls,
         arguments: Any,
-        out: Tensor,
         with_stats: bool,
         sample: Tensor | None,
         *,
         lse_alone: bool = False,
-    ) -> Results:
-        """Allocate what is filled beside ``out``, which has the axes of the call's query.
+    ) -> tuple[Call, Tensor, Results]:
+        """Return the call of these arguments, the output, and the results that are filled.
 
         With ``lse_alone``, the log-sum-exp is all that a backward gets beside the output.
         """
-        shapes = cls.shapes(arguments)
+        call, out, shapes = cls.call(arguments), cls.new_out(arguments), cls.shapes(arguments)
 
         def float32(*shape: int) -> Tensor:
             return out.new_empty(shape, dtype=torch.float32)
 
         if lse_alone:
-            return Results(out, lse=float32(*shapes.rows))
-        results = Results(out, max_log_sum=float32(*shapes.rows, 2))
+            return call, out, Results(cls.as_query(out), lse=float32(*shapes.rows))
+        results = Results(cls.as_query(out), max_log_sum=float32(*shapes.rows, 2))
         if not with_stats:
-            return results
+            return call, out, results
         slots = 0 if sample is None else sample.shape[0]
-        return results._replace(
+        results = results._replace(
             lse=float32(*shapes.rows),
             stats=float32(len(STATISTICS), *shapes.per_head),
             heads=float32(slots, *shapes.heads),
             sample=None if sample is None else sample.contiguous(),
         )
+        return call, out, results
 
     @staticmethod
     def bind_saved(saved: dict[str, Tensor]) -> Results:
@@ -133,6 +139,16 @@ class SoftmaxAttention(Operator):
         sizes = *call.query.shape, *call.key.shape
         sequences = call.sequences
         return 0 in sizes or (sequences is not None and 0 in (sequences.rows, sequences.cols))
+
+    @staticmethod
+    def call(arguments: Any) -> Call:
+        """Return the call of these arguments."""
+        return arguments
+
+    @staticmethod
+    def as_query(out: Tensor) -> Tensor:
+        """Return an output, or its gradient, with the axes of the call's query."""
+        return out
 
     @classmethod
     def fill(cls, call: Call, results: Results) -> None:

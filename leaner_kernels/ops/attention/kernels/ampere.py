@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..._gluon import barrier, commit_copies, copy_async, gl, gluon, mma, reinterpret, wait_copies
 from ..._launch_cache import Launch
-from ..._tiles import MAX_ENTRIES, Limits, Tile, Tiles, power_of_2, rule
+from ..._tiles import Tile, Tiles, power_of_2, rule
 from ..._triton import LOG2_E
 from ...route import Results
 from ..call import (
@@ -227,13 +227,6 @@ def copy_rows(shared, source, start, end, LAYOUT: gl.constexpr, PERMUTED: gl.con
 # the rows of a tile, 16 or 32 per warp; ``STEP`` is the keys of one step.
 _SHARED, _MASKED, _DROPPED = ("shared",), ("mask", "shared"), ("dropout", "shared")
 _ALL = "dropout", *_MASKED
-_FORWARD_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=0,
-)
 FORWARD_TILES = Tiles(
     "ampere_forward",
     rule(dim=16, tokens=256, STEP=64, BLOCK=64, num_warps=4),
@@ -264,7 +257,6 @@ FORWARD_TILES = Tiles(
     rule(dim=128, tokens=128, STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
     rule(dim=128, tokens=224, gpus=(80,), STEP=32, BLOCK=64, num_warps=4, maxnreg=255),
     rule(dim=128, tokens=256, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
-    limits=_FORWARD_LIMITS,
 )
 STATISTICS_TILES = Tiles(
     "ampere_forward_statistics",
@@ -279,7 +271,6 @@ STATISTICS_TILES = Tiles(
     rule(dim=64, tokens=256, gpus=(86,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
     rule(dim=64, tokens=640, gpus=(80,), STEP=32, BLOCK=128, num_warps=8, maxnreg=255),
     rule(dim=128, tokens=224, gpus=(80,), STEP=16, BLOCK=64, num_warps=4, maxnreg=255),
-    limits=_FORWARD_LIMITS,
 )
 
 
@@ -761,13 +752,6 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
 # For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
 # ``BLOCK`` is the rows, or keys, of a tile, 16 or 32 per warp; ``STEP`` is the keys, or rows, of
 # one step.
-_BACKWARD_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=257,
-)
 BACKWARD_TILES = Tiles(
     "ampere_backward",
     rule(dim=16, tokens=256, BLOCK=64, num_warps=2, maxnreg=168),
@@ -786,7 +770,6 @@ BACKWARD_TILES = Tiles(
     rule(dim=64, tokens=608, gpus=(80,), BLOCK=128, num_warps=8, maxnreg=168),
     rule(dim=64, tokens=384, gpus=(86,), BLOCK=128, num_warps=8, maxnreg=255),
     STEP=16,
-    limits=_BACKWARD_LIMITS,
 )
 
 

@@ -29,7 +29,7 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import MAX_ENTRIES, Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ...route import Results
 from ..call import (
@@ -48,13 +48,6 @@ from .scores import FILL_BLOCK, SPARE_PROGRAMS, fill_gradients, find_sequence
 # passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
 _SHARED = ("shared",)
 _ALL = "dropout", "mask", "shared"
-_FORWARD_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=0,
-)
 FORWARD_TILES = Tiles(
     "hopper_forward",
     rule(dim=16, tokens=1024, takes=_ALL),
@@ -72,7 +65,6 @@ FORWARD_TILES = Tiles(
     rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "shared"), maxnreg=255),
     rule(dim=128, tokens=320, takes=("mask", "padded_dim", "shared"), maxnreg=255),
     num_warps=4,
-    limits=_FORWARD_LIMITS,
 )
 STATISTICS_TILES = Tiles(
     "hopper_forward_statistics",
@@ -87,7 +79,6 @@ STATISTICS_TILES = Tiles(
     rule(dim=64, tokens=384, takes=("padded_dim", *_ALL), maxnreg=255),
     rule(dim=128, tokens=320, takes=("padded_dim", "shared")),
     num_warps=4,
-    limits=_FORWARD_LIMITS,
 )
 
 
@@ -659,14 +650,6 @@ LARGE_LSE = gl.constexpr(1024.0)
 # loaded: more programs fit on an SM, and the loops have no barriers. With a tail, these tiles stay
 # in shared memory.
 _EVERY = "dropout", "mask", "varlen"
-_BACKWARD_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=257,
-    fenced_dropout=True,
-)
 BACKWARD_TILES = Tiles(
     "hopper_backward",
     rule(dim=16, tokens=1024, takes=("varlen",)),
@@ -678,7 +661,6 @@ BACKWARD_TILES = Tiles(
     rule(dim=64, tokens=512, takes=("padded_dim", *_EVERY), maxnreg=255),
     rule(dim=128, tokens=320, takes=("dropout", "padded_dim", "varlen"), maxnreg=255),
     num_warps=4,
-    limits=_BACKWARD_LIMITS,
 )
 
 

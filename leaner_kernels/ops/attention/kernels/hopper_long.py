@@ -12,7 +12,7 @@ import triton
 from ..._epilogue import NUM_SUMS, store_part
 from ..._gluon import barrier, commit_copies, fence_async_shared, gl, gluon, wait_copies
 from ..._launch_cache import Launch
-from ..._tiles import MAX_ENTRIES, Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ...route import Results
 from ..call import Call, forward_arguments
@@ -24,18 +24,10 @@ ROWS = 128  # of a program
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries, whose K and V
 # do not fit on chip as in hopper.py. Without statistics, PyTorch's attention is faster.
-_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=0,
-)
 STATISTICS_TILES = Tiles(
     "hopper_long_forward_statistics",
     rule(dim=64, takes=("padded_dim", "shared"), maxnreg=255),
     num_warps=4,
-    limits=_LIMITS,
 )
 
 

@@ -21,7 +21,7 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch
-from ..._tiles import MAX_ENTRIES, Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, hopper_tails, tiles_and_tail
@@ -29,21 +29,12 @@ from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, Scoring
 
 # For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
-_LIMITS = Limits(
-    gluon=True,
-    most_entries=MAX_ENTRIES,
-    more_tokens_than=64,
-    square_from=0,
-    many_heads_from=257,
-    fenced_dropout=True,
-)
 BACKWARD_TILES = Tiles(
     "hopper_resident_backward",
     rule(dim=32, tokens=128, maxnreg=128),
     rule(dim=32, tokens=256, takes=("mask",), maxnreg=255),
     rule(dim=64, tokens=208, takes=("mask", "padded_dim"), maxnreg=255),
     num_warps=4,
-    limits=_LIMITS,
 )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._epilogue import NUM_SUMS, store_part, sums_of_rows
 from ..._launch_cache import Launch, check_tile
-from ..._tiles import Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import (
     PRECISION,
     add_product,
@@ -112,7 +112,6 @@ FORWARD_TILES = Tiles(
     rule(
         dim=128, size=4, takes=_ALL, BLOCK_M=32, BLOCK_N=16, num_warps=8, num_stages=1, maxnreg=255
     ),
-    limits=Limits(free=frozenset({"shared", "window"})),
 )
 
 
@@ -414,7 +413,6 @@ BACKWARD_TILES = Tiles(
     rule(dim=64, size=4, takes=_EVERY, BLOCK_M=16, BLOCK_N=32, num_warps=8, maxnreg=255),
     rule(dim=128, size=4, takes=_EVERY, BLOCK_M=16, BLOCK_N=16, num_warps=8, maxnreg=255),
     num_stages=1,
-    limits=Limits(free=frozenset({"shared", "window"})),
 )
 
 

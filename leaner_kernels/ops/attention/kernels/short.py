@@ -26,7 +26,7 @@ from torch import Tensor
 from ... import _tiles
 from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
 from ..._launch_cache import Launch
-from ..._tiles import Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments
@@ -140,8 +140,6 @@ _FEW = (
     rule(dim=64, tokens=32, BLOCK=32, num_warps=2),
     rule(dim=64, tokens=32, takes=_ALL, BLOCK=32, num_warps=4),
 )
-# Beyond 64 tokens, the row of a class token would leave most of a tile to padding.
-_FORWARD_LIMITS = Limits(free=frozenset({"shared"}), square_from=65)
 FORWARD_TILES = Tiles(
     "short_forward",
     *_FEW,
@@ -153,7 +151,6 @@ FORWARD_TILES = Tiles(
     rule(dim=128, tokens=64, BLOCK=64, num_warps=4),
     rule(dim=64, tokens=208, takes=("padded_dim",), gpus=_AMPERE, BLOCK=64, num_warps=4),
     num_stages=1,
-    limits=_FORWARD_LIMITS,
 )
 STATISTICS_TILES = Tiles(
     "short_forward_statistics",
@@ -162,7 +159,6 @@ STATISTICS_TILES = Tiles(
     rule(dim=64, tokens=64, takes=_ALL, BLOCK=32, num_warps=8, maxnreg=255),
     rule(dim=128, tokens=64, BLOCK=64, num_warps=8),
     num_stages=1,
-    limits=_FORWARD_LIMITS,
 )
 
 
@@ -344,7 +340,6 @@ BACKWARD_TILES = Tiles(
     ),
     rule(dim=64, tokens=208, takes=("padded_dim",), gpus=(80,), BLOCK=32, num_warps=8, maxnreg=255),
     num_stages=1,
-    limits=Limits(square_from=65),
 )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..._gluon import gl, gluon, mma
 from ..._launch_cache import Launch
-from ..._tiles import Limits, Tile, Tiles, rule
+from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, LOG2_E
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments
@@ -33,10 +33,9 @@ _RULES = (
     rule(dim=32, tokens=16, takes=("padded_dim", "unaligned"), HEADS=2, num_warps=4),
     rule(dim=64, tokens=16, takes=("padded_dim", "unaligned"), HEADS=1, num_warps=4),
 )
-_LIMITS = Limits(gluon=True, pairs=True, square_from=0)
-FORWARD_TILES = Tiles("warp_multihead_forward", *_RULES, limits=_LIMITS)
-STATISTICS_TILES = Tiles("warp_multihead_forward_statistics", *_RULES, limits=_LIMITS)
-BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES, limits=_LIMITS)
+FORWARD_TILES = Tiles("warp_multihead_forward", *_RULES)
+STATISTICS_TILES = Tiles("warp_multihead_forward_statistics", *_RULES)
+BACKWARD_TILES = Tiles("warp_multihead_backward", *_RULES)
 
 
 @gluon.jit
