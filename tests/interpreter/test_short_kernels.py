@@ -98,7 +98,8 @@ def test_short_kernels_stay_within_the_error_budget(
         return  # the backward computes the softmax again, whatever the forward saved
     with target.active():
         alone = run_short(inputs, block, lse_alone=True)
-    assert torch.equal(alone["out"], results["out"])
+    if target.rounding == "exact":  # a GPU's is drawn, and other operations draw other errors
+        assert torch.equal(alone["out"], results["out"])
     assert_all_within_budget(alone, peers, exact)
 
 
