@@ -16,7 +16,6 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -31,32 +30,6 @@ EX2_ERROR = 2.0**-22.5
 DIVISION_ERROR = 2.0**-23  # of 2 units in the last place
 ROOT_ERROR = 2.0**-23
 LOG2_E = np.float32(1.4426950408889634)
-
-EXACT = [(dtype, "exact") for dtype in (torch.float32, torch.bfloat16)]
-FLOAT16 = [(torch.float16, "exact")]
-# GPUs have run the same cases; in float32 the emulation takes a hundred times as long.
-LIKE_A_GPU = [(dtype, "gpu") for dtype in (torch.float16, torch.bfloat16, torch.float32)]
-
-
-def _cases(pairs: list[tuple[torch.dtype, str]], *marks: pytest.MarkDecorator) -> list[Any]:
-    return [pytest.param(*pair, marks=marks, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
-
-
-# Run a test in every dtype under each kind of rounding; the fixture is in conftest.py.
-in_float32_first = pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    _cases(EXACT[:1])
-    + _cases(EXACT[1:], pytest.mark.slow)
-    + _cases(FLOAT16 + LIKE_A_GPU, pytest.mark.nightly),
-    indirect=["rounding"],
-)
-in_half_arithmetic = pytest.mark.parametrize(
-    ("dtype", "rounding"),
-    _cases(EXACT[1:])
-    + _cases(FLOAT16, pytest.mark.slow)
-    + _cases(LIKE_A_GPU[:2], pytest.mark.nightly),
-    indirect=["rounding"],
-)
 
 
 def widen(bits: Array) -> Array:

@@ -22,8 +22,8 @@ from tests.attention_cases import (
     peers_of,
     reference_results,
 )
+from tests.backends import Target, in_interpreter
 from tests.error_budget import assert_all_within_budget
-from tests.interpreter.rounding import in_half_arithmetic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("runs with --backend interpreter", allow_module_level=True)
@@ -85,20 +85,22 @@ def named(inputs: Inputs, out: Tensor, stats, grads, ds) -> dict[str, Tensor]:
     return results
 
 
-@in_half_arithmetic
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("case", UNCAPPED, ids=[case.name for case in UNCAPPED])
+@pytest.mark.parametrize(("case", "target"), in_interpreter(UNCAPPED, half_first=True))
 def test_short_kernels_stay_within_the_error_budget(
-    case: AttentionTestCase, block: int, dtype: torch.dtype
+    case: AttentionTestCase, target: Target, block: int
 ) -> None:
-    inputs = make_inputs(case, dtype)
-    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, dtype)
-    results = run_short(inputs, block)
+    inputs = make_inputs(case, target.dtype)
+    exact, peers = reference_results(inputs, torch.float64), peers_of(inputs, target.dtype)
+    with target.active():
+        results = run_short(inputs, block)
     assert_all_within_budget(results, peers, exact)
     if block == BLOCKS[1]:
         return  # the backward computes the softmax again, whatever the forward saved
-    alone = run_short(inputs, block, lse_alone=True)
-    assert torch.equal(alone["out"], results["out"])
+    with target.active():
+        alone = run_short(inputs, block, lse_alone=True)
+    if target.rounding == "exact":  # a GPU's is drawn, and other operations draw other errors
+        assert torch.equal(alone["out"], results["out"])
     assert_all_within_budget(alone, peers, exact)
 
 

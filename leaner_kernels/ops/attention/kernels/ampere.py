@@ -1087,7 +1087,7 @@ def _ampere_bwd_kernel(
         lse_ptr += (b_64 * H + h_64) * N
     else:
         max_log_sum_ptr += (b_64 * H + h_64) * N * 2
-    saved = max_log_sum_ptr, lse_ptr
+    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     limit = common.visible_keys(lengths_ptr, N)
     factor = (1.0 if SCALED else scale) * LOG2_E
     if ds_ptr is not None:

@@ -61,6 +61,18 @@ class Dropout(NamedTuple):
     num_tiles: Any = None
 
 
+class SavedRows(NamedTuple):
+    """The row statistics that a forward saved; one of the two pointers is None.
+
+    Attributes:
+        max_log_sum_ptr: (rows, 2), the largest score and the log of the sum.
+        lse_ptr: (rows,), the log-sum-exp.
+    """
+
+    max_log_sum_ptr: Any
+    lse_ptr: Any
+
+
 class Scoring(NamedTuple):
     """What turns products of queries and keys into probabilities.
 
@@ -328,20 +340,20 @@ def _pair_ptrs(ptr, rows, inside, LAYOUT: gl.constexpr):
 def load_row_statistics(saved, rows, inside, factor, SCALED: gl.constexpr = False):
     """Return the log-sum-exp of rows in base 2, and the factor that its rounding leaves in P.
 
-    ``saved`` are pointers to pairs and to the log-sum-exp, one of them None. The log-sum-exp is inf
+    ``saved`` is a ``SavedRows``. The log-sum-exp is inf
     where not ``inside``, so that P = 0. With SCALED it is in units of the scores, as
     ``exponents_of`` subtracts it. If the maximum is large, the log of the sum is rounded away. P is
     then off by a factor, which the caller applies to dO, and through dO to delta. If only the
     log-sum-exp was saved, the factor is 1.
     """
-    if saved[0] is None:
-        lse = gl.load(saved[1] + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)
+    if saved.max_log_sum_ptr is None:
+        lse = gl.load(saved.lse_ptr + rows, mask=inside, other=float("inf")) * LOG2_E  # (rows,)
         lse = lse * (1.0 / factor) if SCALED else lse
         correction = gl.zeros_like(lse)
     else:
         # Pairs (maximum, log of the sum); the second is in nats.
         LAYOUT: gl.constexpr = gl.join(rows, rows).type.layout
-        ptrs, pairs_inside = _pair_ptrs(saved[0], rows, inside, LAYOUT)
+        ptrs, pairs_inside = _pair_ptrs(saved.max_log_sum_ptr, rows, inside, LAYOUT)
         row_max, log_sum = gl.load(ptrs, mask=pairs_inside, other=0.0).split()
         row_max = gl.convert_layout(row_max, rows.type.layout)  # (rows,)
         log_sum = gl.convert_layout(log_sum, rows.type.layout)

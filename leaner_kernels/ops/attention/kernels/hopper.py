@@ -810,7 +810,7 @@ def _hopper_bwd_kernel(
         lse_ptr += row_start
     else:
         max_log_sum_ptr += row_start * 2
-    saved = max_log_sum_ptr, lse_ptr
+    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     dropout = Dropout(seed_ptr, threshold, head, keep_scale)

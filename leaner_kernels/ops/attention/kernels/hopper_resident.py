@@ -114,7 +114,7 @@ def _hopper_resident_bwd_kernel(
         lse_ptr += head.to(gl.int64) * N
     else:
         max_log_sum_ptr += head.to(gl.int64) * N * 2
-    saved = max_log_sum_ptr, lse_ptr
+    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     if ds_ptr is not None:
         ds_ptr += head.to(gl.int64) * N * N
     qs = gl.allocate_shared_memory(DTYPE, [FULL, 64, BLOCK_D], SHARED)

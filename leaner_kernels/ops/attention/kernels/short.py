@@ -62,13 +62,29 @@ def split_into_segments(keys: int, largest: int = 128) -> tuple[tuple[int, int],
 
 
 @triton.jit
+def load_segment(
+    ptr, start, stride_n, limit, SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load (SIZE, BLOCK_D) from row ``start`` on; Triton 3.6 needs SIZE as a constant argument."""
+    return load_rows(ptr, start, stride_n, limit, D, [SIZE, BLOCK_D])
+
+
+@triton.jit
 def load_segments(
     ptr, stride_n, limit, SEGMENTS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Load a tuple of (size, BLOCK_D) tiles, zero at and past ``limit``."""
     tiles = ()
     for i in tl.static_range(len(SEGMENTS)):  # SEGMENTS[i] is (start, size)
-        tile = load_rows(ptr, SEGMENTS[i][0], stride_n, limit, D, [SEGMENTS[i][1], BLOCK_D])
+        tile = load_segment(
+            ptr=ptr,
+            start=SEGMENTS[i][0],
+            stride_n=stride_n,
+            limit=limit,
+            SIZE=SEGMENTS[i][1],
+            D=D,
+            BLOCK_D=BLOCK_D,
+        )
         tiles = tiles + (tile,)  # noqa: RUF005 - Triton has no starred tuples
     return tiles
 
@@ -408,8 +424,14 @@ def _short_bwd_kernel(
             correction = tl.where(pivot == float("inf"), 1.0, correction)
             do = (dos[i].to(tl.float32) * correction[:, None]).to(do_ptr.dtype.element_ty)
             out_start = head_of(out_view, b_64, h_64)
-            out = load_rows(  # (size, BLOCK_D)
-                out_start, SEGMENTS[i][0], out_view.stride_n, N, D, [SEGMENTS[i][1], BLOCK_D]
+            out = load_segment(
+                ptr=out_start,
+                start=SEGMENTS[i][0],
+                stride_n=out_view.stride_n,
+                limit=N,
+                SIZE=SEGMENTS[i][1],
+                D=D,
+                BLOCK_D=BLOCK_D,
             )
             delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), axis=1)  # (size,)
             new_dos = new_dos + (do,)  # noqa: RUF005
