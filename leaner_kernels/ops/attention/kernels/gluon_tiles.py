@@ -479,7 +479,9 @@ def sums_of_entropies(row_max, entropy, square, out_square, inside):
 @gluon.jit
 def with_output(sums, out_square):
     """Return the ``Sums`` of P with ``out_square``, which was summed separately."""
-    return Sums(sums.largest, sums.entropy, sums.square, out_square, sums.row_max)
+    # By order: Triton 3.6 forgets the fields' names in a tuple of tuples, as of a warp's heads.
+    largest, entropy, square, _, row_max = sums
+    return Sums(largest, entropy, square, out_square, row_max)
 
 
 @gluon.jit
