@@ -170,7 +170,7 @@ class Operator:
         return any(isinstance(t, Tensor) and 0 in t.shape for t in call)
 
     @classmethod
-    def fill(cls, call: Any, results: Results) -> None:
+    def run_reference(cls, call: Any, results: Results) -> None:
         """Fill the results by the reference, with operations that PyTorch can differentiate."""
         a, row_lse, statistics = cls.reference_forward(upcast_call(call))
         results.out.copy_(a)
@@ -185,7 +185,7 @@ class Operator:
             results.heads[wanted] = captured.to(results.heads.dtype)
 
     @classmethod
-    def fill_gradients(cls, grad: Tensor, call: Any, saved: Results, gradients: Any) -> None:
+    def run_reference_backward(cls, grad: Tensor, call: Any, saved: Results, gradients: Any) -> None:
         """Fill the gradients by the reference."""
         computed = cls.reference_backward(upcast(grad), upcast_call(call))
         for slot, gradient in zip(gradients, computed, strict=True):
@@ -323,7 +323,7 @@ def launch_first(
     call, out, results = allocate(arguments)
     buffers = {"out": out, **_filled(results)}
     if operator.is_empty(call):  # an empty batch launches no kernel
-        operator.fill(call, results)
+        operator.run_reference(call, results)
         return None, list(buffers.values())
     _tiles.check_capability(out.device)
     named = arguments._asdict()
@@ -378,13 +378,13 @@ def forward_on_gpu(operator: type[Operator], with_stats: bool, *args: Any) -> tu
 
 
 def _forward(
-    operator: type[Operator], fill: Callable[..., Any] | None, with_stats: bool, *args: Any
+    operator: type[Operator], reference: Callable[..., Any] | None, with_stats: bool, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``NAME`` or ``NAME_with_stats``; without ``fill``, only allocate their results."""
+    """Compute ``NAME`` or ``NAME_with_stats``; without ``reference``, only allocate their results."""
     arguments, sample = _bind(operator, with_stats, args)
     call, out, results = operator.allocate(arguments, with_stats, sample)
-    if fill is not None:
-        fill(call, results)
+    if reference is not None:
+        reference(call, results)
     return out, *_filled(results).values()
 
 
@@ -468,7 +468,7 @@ def _backward_first(
     if launch is None:
         # A region of autocast around the backward would round the products.
         with dispatcher.no_autocast(grad):
-            operator.fill_gradients(grad_of_query, call, saved, gradients)
+            operator.run_reference_backward(grad_of_query, call, saved, gradients)
         return list(wanted.values())
     read = [name for name, t in saved._asdict().items() if t is not None]
     operands = dict(zip(("grad", *operator.tensors, *read), (grad, *inputs), strict=True))
@@ -521,13 +521,13 @@ def cached_backwards(
 
 
 def _backward(
-    operator: type[Operator], fill: Callable[..., Any] | None, grad: Tensor, *args: Any
+    operator: type[Operator], reference: Callable[..., Any] | None, grad: Tensor, *args: Any
 ) -> Any:
-    """Compute ``NAME_backward``; without ``fill``, only allocate its results."""
+    """Compute ``NAME_backward``; without ``reference``, only allocate its results."""
     inputs, numbers, optional = _backward_args(operator, args)
     call, saved, gradients = _bind_backward(operator, inputs, numbers, optional)
-    if fill is not None:
-        fill(operator.as_query(grad), call, saved, gradients)
+    if reference is not None:
+        reference(operator.as_query(grad), call, saved, gradients)
     return _returned(operator, [t for t in gradients if t is not None])
 
 
@@ -766,7 +766,7 @@ def register(operator: type[Operator]) -> None:
     dispatcher.register(
         operator.name,
         schemas,
-        reference=computed_by(operator.fill, operator.fill_gradients),
+        reference=computed_by(operator.run_reference, operator.run_reference_backward),
         on_gpu=launchers(operator),
         fake=computed_by(None, None),
         record=record,

@@ -151,12 +151,12 @@ class SoftmaxAttention(Operator):
         return out
 
     @classmethod
-    def fill(cls, call: Call, results: Results) -> None:
+    def run_reference(cls, call: Call, results: Results) -> None:
         """Fill the results by the reference."""
         cpu.forward(call, results)
 
     @classmethod
-    def fill_gradients(cls, grad: Tensor, call: Call, saved: Results, gradients: Any) -> None:
+    def run_reference_backward(cls, grad: Tensor, call: Call, saved: Results, gradients: Any) -> None:
         """Fill the gradients by the reference."""
         *three, ds = cpu.backward(grad, call)
         for slot, gradient in zip(gradients.separate(), three, strict=True):
