@@ -185,7 +185,9 @@ class Operator:
             results.heads[wanted] = captured.to(results.heads.dtype)
 
     @classmethod
-    def run_reference_backward(cls, grad: Tensor, call: Any, saved: Results, gradients: Any) -> None:
+    def run_reference_backward(
+        cls, grad: Tensor, call: Any, saved: Results, gradients: Any
+    ) -> None:
         """Fill the gradients by the reference."""
         computed = cls.reference_backward(upcast(grad), upcast_call(call))
         for slot, gradient in zip(gradients, computed, strict=True):

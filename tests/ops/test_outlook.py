@@ -10,10 +10,12 @@ from torch import Tensor
 
 from leaner_kernels.nn import OutlookAttention
 from leaner_kernels.ops.outlook import (
+    OutlookCall,
     outlook_attention,
     outlook_attention_with_stats,
     reference,
 )
+from leaner_kernels.ops.route import Results
 from tests.backends import (
     BFLOAT16,
     CPU,
@@ -193,7 +195,8 @@ def test_output_without_statistics_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     for stats in (torch.empty(len(STATISTICS), 1, 1), None):
         out = value.new_empty(value.shape)
         lse = torch.empty(1, 1, *logits.shape[1:3], logits.shape[-1])
-        kernels.attend(inputs.tensors, inputs.numbers, out, lse, stats)
+        call = OutlookCall(*inputs.tensors, *inputs.numbers)
+        kernels.prepare_forward(call, Results(out, lse=lse, stats=stats)).start()
         found.append((out, lse))
     expected, actual = found
     (with_stats,), (plain,) = grids

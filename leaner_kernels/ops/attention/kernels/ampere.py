@@ -19,14 +19,7 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, power_of_2, rule
 from ..._triton import LOG2_E
 from ...route import Results
-from ..call import (
-    TILE,
-    Call,
-    Gradients,
-    backward_arguments,
-    forward_arguments,
-    tiles_and_tail,
-)
+from ..call import TILE, Call, Gradients, backward_arguments, forward_arguments, tiles_and_tail
 from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, RowState, Scoring
 

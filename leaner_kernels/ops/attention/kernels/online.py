@@ -386,13 +386,7 @@ BACKWARD_TILES = Tiles(
     "online_backward",
     rule(dim=16, takes=_SIMPLE[:2], BLOCK_M=64, BLOCK_N=64, num_warps=4),
     rule(
-        dim=32,
-        takes=("varlen",),
-        gpus=TUNED_GPUS,
-        BLOCK_M=64,
-        BLOCK_N=64,
-        num_warps=4,
-        maxnreg=255,
+        dim=32, takes=("varlen",), gpus=TUNED_GPUS, BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255
     ),
     rule(dim=64, gpus=(80,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
     rule(dim=64, takes=("varlen",), gpus=(90,), BLOCK_M=64, BLOCK_N=64, num_warps=4, maxnreg=255),
