@@ -49,6 +49,7 @@ class NystromAttention(Capturing):
         conv_kernel_size: int | None = None,
         iterations: int = 6,
         init: Literal["matrix", "batch"] = "matrix",
+        *,
         qkv_bias: bool = True,
         proj_bias: bool = True,
         proj_drop: float = 0.0,

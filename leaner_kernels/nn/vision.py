@@ -41,6 +41,7 @@ class ChannelAttention(Capturing):
         qkv_bias: bool = True,
         proj_bias: bool = True,
         proj_drop: float = 0.0,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -148,6 +149,7 @@ class WindowAttention(Capturing):
         qkv_bias: bool = True,
         proj_bias: bool = True,
         proj_drop: float = 0.0,
+        *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -228,6 +230,7 @@ class OutlookAttention(Capturing):
         stride: int = 2,
         qkv_bias: bool = False,
         proj_bias: bool = True,
+        *,
         proj_drop: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

@@ -382,7 +382,7 @@ def forward_on_gpu(operator: type[Operator], with_stats: bool, *args: Any) -> tu
 def _forward(
     operator: type[Operator], reference: Callable[..., Any] | None, with_stats: bool, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``NAME`` or ``NAME_with_stats``; without ``reference``, only allocate their results."""
+    """Compute ``NAME`` or ``NAME_with_stats``; only allocate their results if without reference."""
     arguments, sample = _bind(operator, with_stats, args)
     call, out, results = operator.allocate(arguments, with_stats, sample)
     if reference is not None:
@@ -525,7 +525,7 @@ def cached_backwards(
 def _backward(
     operator: type[Operator], reference: Callable[..., Any] | None, grad: Tensor, *args: Any
 ) -> Any:
-    """Compute ``NAME_backward``; without ``reference``, only allocate its results."""
+    """Compute ``NAME_backward``; only allocate its results if without reference."""
     inputs, numbers, optional = _backward_args(operator, args)
     call, saved, gradients = _bind_backward(operator, inputs, numbers, optional)
     if reference is not None:

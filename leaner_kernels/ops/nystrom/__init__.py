@@ -5,7 +5,7 @@ of a matrix of landmarks by landmarks, which PyTorch multiplies.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ def nystrom_attention(
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
-    return _attend(query, key, value, *params)
+    return _forward(query, key, value, params)
 
 
 def nystrom_attention_with_stats(
@@ -118,22 +118,24 @@ def nystrom_attention_with_stats(
     if sample is not None:
         check_sample(sample, query.shape[0], query.device)
     check_device(query.device)
-    out = _attend(query, key, value, *params)
+    out = _forward(query, key, value, params)
     with torch.no_grad():
         wide = upcast(query), upcast(key), upcast(value)
-        return _statistics(*wide, sample, *params)._replace(out=out)
+        return _statistics(*wide, sample, params)._replace(out=out)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Tensor | None,
-    num_landmarks: int,
-    scale: float | None,
-    iterations: int,
-    whole_batch: bool,
-) -> Tensor:
+class _Params(NamedTuple):
+    """The checked arguments beside query, key and value."""
+
+    lengths: Tensor | None
+    num_landmarks: int
+    scale: float | None
+    iterations: int
+    whole_batch: bool
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, params: _Params) -> Tensor:
+    lengths, num_landmarks, scale, iterations, whole_batch = params
     # Neither call below is one that a monitor should see: their heads are not the layer's.
     with no_autocast(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
@@ -148,16 +150,9 @@ def _attend(
 
 
 def _statistics(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sample: Tensor | None,
-    lengths: Tensor | None,
-    num_landmarks: int,
-    scale: float | None,
-    iterations: int,
-    whole_batch: bool,
+    query: Tensor, key: Tensor, value: Tensor, sample: Tensor | None, params: _Params
 ) -> AttentionStats:
+    lengths, num_landmarks, scale, iterations, whole_batch = params
     with no_autocast(query), _hooks.untraced():
         query, q_land, k_land = _landmarks(query, key, lengths, num_landmarks)
         k3 = attention_with_stats(q_land, key, value, scale=scale, key_lengths=lengths)
@@ -238,8 +233,8 @@ def _check(
     scale: float | None,
     iterations: int,
     init: str,
-) -> tuple[Any, ...]:
-    """Check all arguments; return those of the operator after the three tensors."""
+) -> _Params:
+    """Check all arguments; return those beside the three tensors."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:
@@ -258,4 +253,4 @@ def _check(
             f"got {num_landmarks}"
         )
     lengths = checked_lengths(key_lengths, batch, tokens, query.device)
-    return lengths, num_landmarks, check_scale(scale), iterations, INITS[init]
+    return _Params(lengths, num_landmarks, check_scale(scale), iterations, INITS[init])
