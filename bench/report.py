@@ -9,6 +9,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,10 @@ COSTS = {
 }
 STEPS = {"vit_base": "ViT-B", "crammed_bert": "Crammed BERT", "gpt2_tinystories": "GPT-2"}
 NOT_MEASURED, NO_RUN = "not measured", "no run of both"
+WIDTH = 120  # of a line of Markdown
+CELL = 25  # most words of a cell
+# Of PyTorch's message where a peer leaves one backend enabled: the backends that it disabled.
+DISABLED = re.compile(r" [\w ]+ kernel not used because: [\w ]+ has been runtime disabled\.")
 OUTSIDE = 1.25  # a prediction that is further off where it was measured is not shown
 BLOCK = re.compile(
     r"(<!-- (\w+), written by python -m bench\.report -->\n)(?:\n(?:\|.*\n)+(?:\n(?:>.*\n)+)?)?"
@@ -376,19 +381,19 @@ def runs(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
             hardware += [f"{gpu['count']} × {gpu['memory_bytes'] / 2**30:.0f} GiB"]
             hardware += [f"power limit {gpu['power_limit_watts']} W"]
             hardware += [f"{name} clock {mhz} MHz" for name, mhz in gpu["clocks_mhz"].items()]
-        changed = " with changes" if commit["dirty"] else ""
-        changed += f" ({commit['note']})" if "note" in commit else ""
         rows.append(
             {
                 "file": data["file"],
                 "date": data["datetime"][:10],
-                "commit": (commit["id"] or "none")[:12] + changed,
+                "commit": (commit["id"] or "none")[:12] + " with changes" * bool(commit["dirty"]),
+                "note": commit.get("note", ""),
                 "source": commit["source"],
                 "hardware": ", ".join(hardware),
                 "versions": ", ".join(f"{k} {v}" for k, v in info["versions"].items() if v),
             }
         )
-    return pd.DataFrame(rows, columns=["file", "date", "commit", "source", "hardware", "versions"])
+    columns = ["file", "date", "commit", "note", "source", "hardware", "versions"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def attention(ranked: pd.DataFrame) -> pd.DataFrame:
@@ -498,6 +503,8 @@ def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     rows = [entry for data in results for entry in data.get("unmeasured", ())]
     frame = pd.DataFrame(rows, columns=["status", "reason", "peer", "case"]).drop_duplicates()
     frame["status"] = frame["status"].replace("wrong", "WRONG")  # which also sorts first
+    frame["reason"] = [_shortened(reason) for reason in frame["reason"]]
+    frame = frame.drop_duplicates()
     cases = frame.groupby(["status", "reason", "peer"], sort=False)["case"].agg(list).reset_index()
     cases["where"] = [
         f"{peer} in {', '.join(names) if len(names) < 3 or status == 'WRONG' else len(names)}"
@@ -507,6 +514,15 @@ def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
     return causes.sort_values("status", kind="stable").rename(columns={"where": "peers and cases"})[
         ["status", "peers and cases", "reason"]
     ]
+
+
+def _shortened(reason: str) -> str:
+    """Return the reason of a row that was not measured in the words that a cell may have.
+
+    The file of the run keeps the whole message.
+    """
+    words = DISABLED.sub("", reason).split(" ")
+    return " ".join(words if len(words) <= CELL else [*words[: CELL - 1], "…"])
 
 
 def training(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -604,7 +620,16 @@ def render(table: pd.DataFrame) -> str:
     if table.empty:
         return ""
     text = frames.markdown(table.replace("", None).dropna(axis="columns", how="all"))
-    return f"{text}\n\n> {table.attrs['note']}" if "note" in table.attrs else text
+    if "note" not in table.attrs:
+        return text
+    note = textwrap.fill(
+        table.attrs["note"],
+        WIDTH,
+        initial_indent="> ",
+        subsequent_indent="> ",
+        break_on_hyphens=False,
+    )
+    return f"{text}\n\n{note}"
 
 
 def insert_tables(text: str, tables: Mapping[str, pd.DataFrame]) -> str:

@@ -11,6 +11,7 @@ Paper: "Leaner Transformers: More Heads, Less Depth" (arXiv:2505.20802).
 import argparse
 import itertools
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -215,12 +216,13 @@ def _cells(r: dict[str, Any]) -> list[str]:
 
 
 def markdown(records: list[dict[str, Any]]) -> str:
-    """Return the records as a table in Markdown, with their notes below."""
+    """Return the records as a table in Markdown, with their notes below in lines of 120."""
     headings = "row", "variant", "depth", "heads", "convention", "params", "audited", "printed"
     lines = [headings, ["---"] * 5 + ["--:"] * 3, *map(_cells, records)]
     notes = dict.fromkeys(f"- **{r['row']}**: {r['note']}" for r in records if r["note"])
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return table + "\n\n" + "\n".join(notes) + "\n"
+    wrap = partial(textwrap.fill, width=120, subsequent_indent="  ", break_on_hyphens=False)
+    return table + "\n\n" + "\n".join(map(wrap, notes)) + "\n"
 
 
 def main() -> None:

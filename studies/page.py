@@ -5,6 +5,8 @@ python -m studies.page
 
 import argparse
 import json
+import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean, mean, median_high
@@ -39,6 +41,7 @@ COSTS = {  # of a run: what it is called, and its unit
 
 BEGIN = "<!-- studies begin: written by python -m studies.page -->"
 END = "<!-- studies end -->"
+WIDTH = 120  # of a line of Markdown
 
 
 def text() -> str:
@@ -56,7 +59,27 @@ def text() -> str:
     if sizes is not None:
         parts.append(printed_memory.section(sizes))
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    return head + "\n".join([*parts, END]) + rest.split(END)[1]
+    return head + "\n".join([*map(wrap, parts), END]) + rest.split(END)[1]
+
+
+def wrap(section: str) -> str:
+    """Return Markdown with long lines wrapped, except rows of tables; spans of code stay whole."""
+    lines = []
+    for line in section.split("\n"):
+        if len(line) <= WIDTH or line.startswith("|"):
+            lines.append(line)
+            continue
+        joined = re.sub(r"`[^`]+`", lambda code: code[0].replace(" ", "\0"), line)
+        indent = "  " * line.startswith("- ")
+        wrapped = textwrap.wrap(
+            joined,
+            WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [text.replace("\0", " ") for text in wrapped]
+    return "\n".join(lines)
 
 
 def read(name: str) -> dict[str, Any] | None:

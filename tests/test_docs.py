@@ -15,7 +15,14 @@ import pytest
 from train import bert, gpt, lra, vit
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("[!.]*/README.md")])
+PATTERNS = (
+    "*.md",
+    "docs/**/*.md",
+    "[!.]*/README.md",
+    "bench/*/README.md",
+    "leaner_kernels/*/README.md",
+)
+PAGES = sorted(page for pattern in PATTERNS for page in ROOT.glob(pattern))
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 BLOCK = re.compile(r"^```(?:sh|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -76,6 +83,20 @@ def test_links_lead_to_files_and_headings(page):
         ):
             broken.append(link)
     assert not broken
+
+
+# A picture or a link alone on its line cannot be wrapped.
+LONE = re.compile(r"\s*([-*] )?!?(\[[^\]]*\]\([^)]*\)|<?https?://\S+)[.,;:]?")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_have_at_most_120_characters_and_cells_25_words(page):
+    lines = text_of(page).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    text = [line for line in lines if not line.startswith("|") and not LONE.fullmatch(line)]
+    assert [line for line in text if len(line) > 120] == []
+    cells = [cell for row in rows for cell in re.split(r"(?<!\\)\|", row)]
+    assert [cell for cell in cells if len(cell.split()) > 25] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
@@ -139,10 +160,11 @@ def test_benchmarks_that_pages_run_with_pytest_are_collected():
         assert "is named" not in done.stdout, line
 
 
-# Of torchrun, pip, pytest and pytest-benchmark, which pages name too.
+# Of torchrun, pip, CMake, pytest and pytest-benchmark, which pages name too.
 OTHERS_FLAGS = {
     *("--local-addr", "--max-restarts", "--nproc-per-node", "--rdzv-conf", "--signals-to-handle"),
     "--standalone",
+    *("--target", "--no-deps", "--build", "--install"),
     *("--group", "--benchmark-only", "--benchmark-json", "--benchmark-compare", "--gpus"),
 }
 

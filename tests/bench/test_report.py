@@ -112,6 +112,23 @@ def test_what_was_not_measured_is_listed_and_what_is_wrong_is_first(tables):
     ]
 
 
+def test_a_long_reason_loses_the_backends_that_a_peer_disabled_and_is_cut(write):
+    backends = ("Flash", "cuDNN")
+    disabled = " ".join(
+        f"{name} attention kernel not used because: {name} attention has been runtime disabled."
+        for name in backends
+    )
+    long = " ".join(f"word{n}" for n in range(30))
+    rows = [
+        {"case": "vit_base", "peer": "sdpa", "status": "absent", "reason": reason}
+        for reason in (f"no kernel. {disabled} head_dim is 10", long)
+    ]
+    found = report.gather([write(unmeasured=rows)])["results"]["unmeasured"]
+    first, second = (row["reason"] for row in cells(report.render(found)))
+    assert first == "no kernel. head_dim is 10"
+    assert second == " ".join(long.split()[:24]) + " …"
+
+
 def test_condition_numbers_compare_with_svdvals_and_with_the_best_that_is_right(tables):
     rows = (
         kappa("leaner_condition_number", 0.4e-3),
