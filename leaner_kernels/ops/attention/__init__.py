@@ -418,7 +418,9 @@ def _dense(
     kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size
     signature = None
     monitor = None if with_stats else _hooks.current
-    if monitor is None and not (under_autocast and attn_mask is not None):
+    # The checks may cast a mask: the address of the caller's is not what kernels read.
+    casts_mask = under_autocast and attn_mask is not None
+    if monitor is None and not casts_mask:
         tensors = query, key, value, attn_mask, key_lengths
         signature = signature_of((*tensors, sample), kind)
         if signature is not None and (results := repeat(op.Dense, signature, tensors, sample)):
@@ -460,7 +462,7 @@ def _dense(
         )
         if out is not None:
             return out
-    if call.key_lengths is not key_lengths:
+    if call.key_lengths is not key_lengths and not casts_mask:
         tensors = query, key, value, attn_mask, call.key_lengths
         signature = signature_of((*tensors, sample), kind)
     return _first(op.Dense, signature, call, with_stats, sample, enable_gqa)
