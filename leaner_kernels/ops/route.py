@@ -185,7 +185,9 @@ class Operator:
             results.heads[wanted] = captured.to(results.heads.dtype)
 
     @classmethod
-    def run_reference_backward(cls, grad: Tensor, call: Any, saved: Results, gradients: Any) -> None:
+    def run_reference_backward(
+        cls, grad: Tensor, call: Any, saved: Results, gradients: Any
+    ) -> None:
         """Fill the gradients by the reference."""
         computed = cls.reference_backward(upcast(grad), upcast_call(call))
         for slot, gradient in zip(gradients, computed, strict=True):
@@ -380,7 +382,7 @@ def forward_on_gpu(operator: type[Operator], with_stats: bool, *args: Any) -> tu
 def _forward(
     operator: type[Operator], reference: Callable[..., Any] | None, with_stats: bool, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``NAME`` or ``NAME_with_stats``; without ``reference``, only allocate their results."""
+    """Compute ``NAME`` or ``NAME_with_stats``; without ``reference``, only allocate."""
     arguments, sample = _bind(operator, with_stats, args)
     call, out, results = operator.allocate(arguments, with_stats, sample)
     if reference is not None:

@@ -156,7 +156,9 @@ class SoftmaxAttention(Operator):
         cpu.forward(call, results)
 
     @classmethod
-    def run_reference_backward(cls, grad: Tensor, call: Call, saved: Results, gradients: Any) -> None:
+    def run_reference_backward(
+        cls, grad: Tensor, call: Call, saved: Results, gradients: Any
+    ) -> None:
         """Fill the gradients by the reference."""
         *three, ds = cpu.backward(grad, call)
         for slot, gradient in zip(gradients.separate(), three, strict=True):
