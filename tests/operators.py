@@ -78,7 +78,10 @@ class _Nystrom:
         return a.transpose(1, 2), scores[0].logsumexp(dim=-1), statistics
 
 
-SPECIFICATIONS: dict[str, Any] = {**OPERATORS, NYSTROM: _Nystrom}
+SPECIFICATIONS: dict[str, Any] = {
+    **{name: OPERATORS[name] for name in (CROSS, CHANNEL, WINDOW, OUTLOOK)},
+    NYSTROM: _Nystrom,
+}
 
 
 def amid_nan(numbers: Tensor, margins: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import leaner_kernels
 from bench.attention.cases import AttentionCase
 from bench.harness.peers import AbsentError, Peer, compiled, found
+from leaner_kernels.ops.attention import op
 
 # By peer: the backend, and its name in the legend.
 BACKENDS = {
@@ -224,10 +225,19 @@ def _flash_attn_packed(case: AttentionCase, device: torch.device) -> Callable[..
 
 def _leaner_kernel(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
     lengths = case.key_lengths(device)
+    tensors = dict.fromkeys(op.Dense.tensors)
+    call = op.Dense.Arguments(
+        **tensors,
+        dropout_p=0.0,
+        is_causal=case.causal,
+        scale=case.scale,
+        **dict(zip(("window_left", "window_right"), case.window_size, strict=True)),
+    )
+    numbers = tuple(getattr(call, name) for name in op.Dense.numbers)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        params = None, 0.0, case.causal, case.scale, 0.0, *case.window_size
-        return torch.ops.leaner_kernels.attention(q, k, v, None, lengths, *params)[0]
+        out, *_ = torch.ops.leaner_kernels.attention(q, k, v, None, lengths, None, *numbers)
+        return out
 
     return run
 

@@ -71,10 +71,11 @@ def dense_call(
     window: tuple[int, int] = (-1, -1),
 ) -> OperatorCall:
     """Return a call on (B, H, N, D); ``inputs`` are mask, lengths and seed. A mask learns."""
+    call = op.Dense.Arguments(query, key, value, *inputs, *params, *window)
     return OperatorCall(
         *route.launchers(op.Dense),
         (query, key, value, *inputs),
-        (*params, *window),
+        tuple(getattr(call, name) for name in op.Dense.numbers),
         rest=(inputs[0] is not None and inputs[0].dtype != torch.bool,),
     )
 

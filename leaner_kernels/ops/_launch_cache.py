@@ -275,7 +275,9 @@ _AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
 Signature = tuple[Hashable, list[int], bool]
 
 
-def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | None:
+def signature_of(
+    tensors: Sequence[Any], numbers: Sequence[Any], window_size: Any = NO_WINDOW
+) -> Signature | None:
     """Return the signature of a call on the current GPU, None where more than autograd may see it.
 
     The dispatcher enters Python once for autograd and once for the implementation, and converts all
@@ -284,15 +286,16 @@ def signature_of(tensors: Sequence[Any], numbers: Sequence[Any]) -> Signature | 
     """
     if torch.compiler.is_compiling():
         return None
-    first, types, last = tensors[0], (*map(type, numbers),), numbers[-1]  # for 1 is True
-    if last is not NO_WINDOW and type(last) is tuple:
-        types = *types, *map(type, last)
+    first, types = tensors[0], (*map(type, numbers),)  # for 1 is True
+    if window_size is not NO_WINDOW:
+        sides = window_size if type(window_size) is tuple else ()
+        types = *types, type(window_size), *map(type, sides)
     if type(first) not in TENSORS or not first.is_cuda or not NAMED.issuperset(types):
         return None
     if _observed() or first.get_device() != torch._C._cuda_getDevice():
         return None
     try:
-        return key_of(tensors, (*numbers, types), plain=True)
+        return key_of(tensors, (*numbers, window_size, types), plain=True)
     except RuntimeError:  # what is sparse has no address, and what is nested no shape
         return None
 

@@ -184,13 +184,10 @@ def check_capability(device: torch.device) -> None:
 def gpu_of(capability: int) -> GPU:
     """Return the row of a GPU, given 10 * major + minor; unlisted ones get that of the one before.
 
-    Raises:
-        LookupError: for GPUs before all of the table.
+    GPUs before all of the table get its first row, which has no tuned tiles either.
     """
     listed = [known for known in GPUS if known <= capability]
-    if not listed:
-        raise LookupError(f"no kernel is compiled for compute capability {capability / 10}")
-    return GPUS[max(listed)]
+    return GPUS[max(listed, default=LEAST_CAPABILITY)]
 
 
 def block_dim(dim: int) -> int:

@@ -382,7 +382,7 @@ def forward_on_gpu(operator: type[Operator], with_stats: bool, *args: Any) -> tu
 def _forward(
     operator: type[Operator], reference: Callable[..., Any] | None, with_stats: bool, *args: Any
 ) -> tuple[Tensor, ...]:
-    """Compute ``NAME`` or ``NAME_with_stats``; only allocate their results if without reference."""
+    """Compute ``NAME`` or ``NAME_with_stats``; without ``reference``, only allocate."""
     arguments, sample = _bind(operator, with_stats, args)
     call, out, results = operator.allocate(arguments, with_stats, sample)
     if reference is not None:

@@ -334,6 +334,28 @@ def test_starts_that_are_converted_repeat_at_addresses_of_their_own(
         assert (starts.data_ptr() in launch.addresses) is (dtype == torch.int32)
 
 
+def test_a_mask_that_autocast_casts_is_not_read_where_the_callers_lies(
+    launches: list[Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With lengths that are converted, its second call took a float32 mask for a bfloat16 one."""
+    signatures: list[Any] = []
+
+    def noting(operator: Any, signature: Any, arguments: Any, *_: Any) -> Tensor:
+        signatures.append(signature)
+        return arguments.query
+
+    monkeypatch.setattr(ops_attention.op, "compute_plain", noting)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        attention(*three(), torch.zeros(64), key_lengths=[64, 3])
+        attention(*three(), key_lengths=[64, 3])
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    with_mask, without = signatures
+    assert with_mask is None
+    assert without is not None
+
+
 class Names(TorchDispatchMode):
     def __init__(self, names: list[str]) -> None:
         super().__init__()

@@ -359,6 +359,10 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cross_covariance_attention(X, T[:3]),
         r"temperature must be \(4,\) or \(4, 1, 1\), got \(3,\)",
     ),
+    "temperatures of other heads, with three axes": (
+        lambda: cross_covariance_attention(X, T[:3, None, None]),
+        r"temperature must be \(4,\) or \(4, 1, 1\), got \(3, 1, 1\)",
+    ),
     "temperatures of integers": (
         lambda: cross_covariance_attention(X, T.int()),
         "temperature must be floating point on cpu, got torch.int32 on cpu",

@@ -133,6 +133,15 @@ def test_before_8_0_statistics_alone_and_what_pytorch_lacks_run_our_kernels(
     assert explain(q, q, q, capability=70).forward.implementation == "sdpa"
 
 
+@pytest.mark.parametrize("gpu", [60, 70, 75])
+def test_an_empty_call_is_explained_for_every_gpu(gpu: int) -> None:
+    """No kernel is launched for it, so that none need run there."""
+    empty = meta(0, 16, 197, 64)
+    found = explain(empty, empty, empty, capability=gpu, stats=True, backward=True)
+    assert found.forward.implementation == "online_forward"
+    assert found.backward.implementation == "online_backward"
+
+
 def test_deterministic_algorithms_keep_the_deterministic_backward() -> None:
     torch.use_deterministic_algorithms(True)  # the fixture around every test takes it back
     q = meta(64, 16, 577, 64)

@@ -502,6 +502,26 @@ def test_a_causal_bias_hides_what_it_says(name: str, variant: str, size: tuple[i
     assert type(actual) is Tensor
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_sampled_step_measures_it(variant: str, dtype: torch.dtype) -> None:
+    """Its memory was once read as an additive mask, or its shape taken for a mask's."""
+    q, k, v = (t.to(dtype) for t in bias_inputs(5, 9))
+    masks = bias(variant, 5, 9), seen(variant, 5, 9)
+    actual, expected = (sampled_attention(q, k, v, mask, sample=SAMPLE) for mask in masks)
+    for name, statistic in expected._asdict().items():
+        torch.testing.assert_close(getattr(actual, name), statistic, msg=name)
+
+
+def test_a_sampled_step_checks_its_sample() -> None:
+    q, k, v = bias_inputs(5, 9)
+    with pytest.raises(ValueError, match="sample must be below 2, got 2"):
+        sampled_attention(q, k, v, sample=SAMPLE + 1)
+    heads = sampled_attention(q, k, v, sample=SAMPLE - 1).heads
+    expected = attention(q, k, v)[0].transpose(0, 1).flatten(1)
+    torch.testing.assert_close(heads[1], expected)  # pyright: ignore[reportOptionalSubscript]
+
+
 def test_what_it_cannot_mean_is_refused() -> None:
     q, k, v = bias_inputs(5, 9)
     for call in (attention, attention_with_stats):

@@ -139,7 +139,17 @@ def test_warps_own_short_heads_where_rows_are_as_many_as_keys() -> None:
 
 @pytest.mark.parametrize(
     ("capability", "expected"),
-    [(75, None), (80, 80), (86, 86), (89, 86), (90, 90), (100, 80), (103, 80), (120, 86)],
+    [
+        (70, None),
+        (75, None),
+        (80, 80),
+        (86, 86),
+        (89, 86),
+        (90, 90),
+        (100, 80),
+        (103, 80),
+        (120, 86),
+    ],
 )
 def test_a_gpu_gets_the_rules_whose_limits_it_keeps(capability: int, expected: int | None) -> None:
     assert _tiles.gpu_of(capability).tiles == expected

@@ -415,12 +415,14 @@ def _dense(
     under_autocast = torch._C._is_any_autocast_enabled()
     if under_autocast or torch.compiler.is_compiling():
         query, key, value = autocast(query, key, value)
-    kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap, window_size
+    kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap
     signature = None
     monitor = None if with_stats else _hooks.current
-    if monitor is None and not (under_autocast and attn_mask is not None):
+    # The checks may cast a mask: the address of the caller's is not what kernels read.
+    casts_mask = under_autocast and attn_mask is not None
+    if monitor is None and not casts_mask:
         tensors = query, key, value, attn_mask, key_lengths
-        signature = signature_of((*tensors, sample), kind)
+        signature = signature_of((*tensors, sample), kind, window_size)
         if signature is not None and (results := repeat(op.Dense, signature, tensors, sample)):
             return _returned(results, with_stats, sample)
     params = {
@@ -450,19 +452,15 @@ def _dense(
             None,
             *call.operands,
             call.attn_mask,
-            call.dropout_p,
-            call.is_causal,
-            call.scale,
-            enable_gqa,
+            is_causal=call.is_causal,
             key_lengths=call.key_lengths,
-            softcap=call.softcap,
-            window_size=window_size,
+            **params,
         )
         if out is not None:
             return out
-    if call.key_lengths is not key_lengths:
+    if call.key_lengths is not key_lengths and not casts_mask:
         tensors = query, key, value, attn_mask, call.key_lengths
-        signature = signature_of((*tensors, sample), kind)
+        signature = signature_of((*tensors, sample), kind, window_size)
     return _first(op.Dense, signature, call, with_stats, sample, enable_gqa)
 
 
@@ -479,39 +477,34 @@ def _packed(
 ) -> Any:
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
-    kind = "attention_qkvpacked", with_stats, dropout_p, is_causal, scale, window_size
+    kind = "attention_qkvpacked", with_stats, dropout_p, is_causal, scale
     signature = None
     monitor = None if with_stats else _hooks.current
     if monitor is None:
         tensors = qkv, key_lengths
-        signature = signature_of((*tensors, sample), kind)
+        signature = signature_of((*tensors, sample), kind, window_size)
         if signature is not None and (results := repeat(op.Packed, signature, tensors, sample)):
             return _returned(results, with_stats, sample)
+    params = {
+        "dropout_p": dropout_p,
+        "is_causal": is_causal,
+        "scale": scale,
+        "window_size": window_size,
+    }
     arguments = checked_packed(
         qkv,
         key_lengths=key_lengths,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
         sample=sample,
         max_head_dim=MAX_HEAD_DIM if with_stats else ANY_HEAD_DIM,
+        **params,
     )
     if monitor is not None and qkv.shape[-1] <= MAX_HEAD_DIM:
-        out = monitor.attend(
-            None,
-            *op.split_qkv(qkv),
-            None,
-            arguments.dropout_p,
-            arguments.is_causal,
-            arguments.scale,
-            key_lengths=arguments.key_lengths,
-            window_size=window_size,
-        )
+        separate = op.split_qkv(qkv)
+        out = monitor.attend(None, *separate, key_lengths=arguments.key_lengths, **params)
         if out is not None:
             return out.transpose(1, 2).contiguous()
     if arguments.key_lengths is not key_lengths:
-        signature = signature_of((qkv, arguments.key_lengths, sample), kind)
+        signature = signature_of((qkv, arguments.key_lengths, sample), kind, window_size)
     return _first(op.Packed, signature, arguments, with_stats, sample)
 
 
@@ -546,9 +539,8 @@ def _varlen(
         dropout_p,
         is_causal,
         scale,
-        window_size,
     )
-    signature = signature_of((*tensors, sample), kind)
+    signature = signature_of((*tensors, sample), kind, window_size)
     if signature is not None and (results := repeat(op.Varlen, signature, tensors, sample)):
         return _returned(results, with_stats, sample)
     arguments = checked_varlen(
@@ -568,7 +560,7 @@ def _varlen(
     )
     if arguments.cu_seqlens is not cu_seqlens or arguments.cu_seqlens_k is not key_starts:
         tensors = query, key, value, arguments.cu_seqlens, arguments.cu_seqlens_k
-        signature = signature_of((*tensors, sample), kind)
+        signature = signature_of((*tensors, sample), kind, window_size)
     return _first(op.Varlen, signature, arguments, with_stats, sample)
 
 

@@ -141,11 +141,8 @@ def _fits_gluon(call: Call, rows: int, others: Sequence[Tensor]) -> bool:
 
 def online_tile(kernel: str, call: Call, *others: str) -> Tile:
     """Return the tile of a kernel for any length; ``others`` are additional features."""
-    table = tiles_of(kernel)
-    # A feature that no rule lists costs no registers.
-    listed = frozenset().union(*(rule.takes for rule in table.rules))
-    wanted = (call.profile().features & listed).union(others)
-    rule = find_rule(table, call.query, 0, wanted)
+    wanted = (call.profile().features - module_of(kernel).FREE).union(others)
+    rule = find_rule(tiles_of(kernel), call.query, 0, wanted)
     assert rule is not None, (kernel, call.query.shape, wanted)
     return rule.tile
 

@@ -20,7 +20,7 @@ from . import (
     op,
     reference,
 )
-from .checks import checked_dense
+from .checks import checked_dense, plain_mask
 
 
 def sampled_attention(
@@ -46,7 +46,10 @@ def sampled_attention(
     if query.device.type != "cpu":
         return attention_with_stats(*inputs, dropout_p, sample=sample, **params)
     out = attention(*inputs, dropout_p, **params)
-    return _with_statistics(out, out if dropout_p == 0 else None, sample, *inputs, **params)
+    # A CausalBias that is cast or detached is a tensor of whatever its memory holds.
+    attn_mask, params["is_causal"] = plain_mask(attn_mask, is_causal, query, key)
+    exact = out if dropout_p == 0 else None
+    return _with_statistics(out, exact, sample, query, key, value, attn_mask, **params)
 
 
 def sampled_attention_qkvpacked(
@@ -83,7 +86,16 @@ def _with_statistics(
     if attn_mask is not None and attn_mask.is_floating_point():
         attn_mask = attn_mask.detach().to(dtype)
     with torch.autocast("cpu", enabled=False):
-        call = checked_dense(q, k, v, attn_mask, dropout_p=0.0, max_head_dim=MAX_HEAD_DIM, **params)
+        call = checked_dense(
+            q,
+            k,
+            v,
+            attn_mask,
+            dropout_p=0.0,
+            sample=sample,
+            max_head_dim=MAX_HEAD_DIM,
+            **params,
+        )
         if exact is None or exact.dtype != dtype:
             exact = op.compute_plain(op.Dense, None, call, params.get("enable_gqa", False))
         k = reference.without_padding(k, call.key_lengths)
@@ -92,5 +104,7 @@ def _with_statistics(
             q, k, call.attn_mask, call.key_lengths, **numbers, **call.visibility
         )
         statistics = per_head(p, s, exact.detach()).float()
-        heads = exact.detach().index_select(0, sample).transpose(1, 2).flatten(2).float()
+        # A slot of a negative index may hold anything.
+        heads = exact.detach().index_select(0, sample.clamp(min=0))
+        heads = heads.transpose(1, 2).flatten(2).float()
     return attention_stats(out, lse.float(), statistics, heads)

@@ -75,9 +75,9 @@ def cross_covariance_attention(qkv: Tensor, temperature: Tensor, *, eps: float =
     Source: El-Nouby et al. 2021, section 3.2 (arXiv:2106.09681).
     """
     (qkv,) = autocast(qkv)
-    temperature = _one_axis(temperature)
-    signature = signature_of((qkv, temperature, None), ("cross_covariance_attention", eps))
-    if signature and (results := repeat(CrossCovarianceAttention, signature, (qkv, temperature))):
+    tensors = qkv, _one_axis(temperature)
+    signature = signature_of((*tensors, None), ("cross_covariance_attention", eps))
+    if signature and (results := repeat(CrossCovarianceAttention, signature, tensors)):
         out, *_ = results
         return out
     call = _checked_cross_covariance(qkv, temperature, eps)
@@ -102,10 +102,9 @@ def cross_covariance_attention_with_stats(
     with V as the sum of two float16 or three bfloat16 numbers, and the float32 sum is stored.
     """
     (qkv,) = autocast(qkv)
-    temperature = _one_axis(temperature)
+    tensors = qkv, _one_axis(temperature)
     kind = "cross_covariance_attention_with_stats", eps
-    signature = signature_of((qkv, temperature, sample), kind)
-    tensors = qkv, temperature
+    signature = signature_of((*tensors, sample), kind)
     if signature and (results := repeat(CrossCovarianceAttention, signature, tensors, sample)):
         return stats_of(results, sample)
     call = _checked_cross_covariance(qkv, temperature, eps)
@@ -198,7 +197,7 @@ def _checked_cross_covariance(
     _checked_channel(qkv, None)
     check_tensor("temperature", temperature)
     heads = qkv.shape[3]
-    if temperature.shape != (heads,):
+    if temperature.shape not in ((heads,), (heads, 1, 1)):
         raise ArgumentError(
             f"temperature must be ({heads},) or ({heads}, 1, 1), got {tuple(temperature.shape)}"
         )
@@ -215,7 +214,7 @@ def _checked_cross_covariance(
     # Products do not promote dtypes: convert to that of the sums.
     if temperature.dtype == torch.float64 and qkv.dtype != torch.float64:
         temperature = temperature.float()
-    return CrossCovarianceCall(qkv, temperature, float(eps))
+    return CrossCovarianceCall(qkv, temperature.flatten(), float(eps))
 
 
 # --- The operator --------------------------------------------------------------------------------

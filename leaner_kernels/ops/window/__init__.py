@@ -67,7 +67,7 @@ def window_attention(
     without shift and position bias.
     """
     (qkv,) = autocast(qkv)
-    signature = signature_of((qkv, None), ("window_attention", scale, window_size))
+    signature = signature_of((qkv, None), ("window_attention", scale), window_size)
     if signature and (results := repeat(WindowAttention, signature, (qkv,))):
         out, *_ = results
         return out
@@ -98,8 +98,8 @@ def window_attention_with_stats(
     Numerics of ``heads``: as in ``attention_with_stats``.
     """
     (qkv,) = autocast(qkv)
-    kind = "window_attention_with_stats", scale, window_size
-    signature = signature_of((qkv, sample), kind)
+    kind = "window_attention_with_stats", scale
+    signature = signature_of((qkv, sample), kind, window_size)
     if signature and (results := repeat(WindowAttention, signature, (qkv,), sample)):
         return stats_of(results, sample)
     call = _checked(qkv, window_size, scale)

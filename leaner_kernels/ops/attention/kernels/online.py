@@ -54,6 +54,8 @@ from .scores import (
     visible_rows,
 )
 
+# Features that cost no registers, so that no rule lists them.
+FREE = frozenset({"shared", "window"})
 # A mask, dropout, a scale that is not positive, a head dimension that does not fill its tile and
 # the capture of sampled entries need registers, so that these calls get smaller tiles. A varlen
 # batch needs a few more for addresses.
