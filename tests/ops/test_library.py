@@ -316,8 +316,9 @@ def test_wide_heads_are_pytorchs_with_one_warning() -> None:
     sdpa._warn_of_width.cache_clear()
     q, k, v = wide(2, 3, 20)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    with pytest.warns(UserWarning, match="head dimension 160 is above 128"):
+    with pytest.warns(UserWarning, match="head dimension 160 is above 128") as warned:
         out = attention(q, k, v, is_causal=True)
+    assert [warning.filename for warning in warned] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         attention(q, k, v)

@@ -4,7 +4,7 @@ Limits of the kernels: the head dimension is 1 to 128, because one tile of K and
 chip; the last axis is contiguous, because loads are vectors along it. PyTorch's function computes
 wider heads.
 
-A call passes through ``checks``, ``op``, ``dispatch``, ``launch`` and ``kernels``, in this order.
+A call passes through ``checks``, ``op``, ``dispatch`` and ``kernels``, in this order.
 On a GPU, a call with the signature of an earlier one goes directly to ``ops.route``, which launches
 the same kernel again.
 """

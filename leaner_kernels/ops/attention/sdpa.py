@@ -192,7 +192,7 @@ def _warn_of_width(head_dim: int) -> None:
     warnings.warn(
         f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
         "scaled_dot_product_attention, and gives no statistics",
-        stacklevel=5,  # past the functions between here and who called attention
+        stacklevel=7,  # past the functions between here and the caller of ``attention``
     )
 
 
