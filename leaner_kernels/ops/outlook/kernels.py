@@ -192,6 +192,7 @@ def _outlook_fwd_kernel(
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     b = slot
+    # In a capture, slot s of the output is map sample[s]; a negative index leaves its slot unwritten.
     if sample_ptr is not None:
         b = tl.load(sample_ptr + slot).to(tl.int64)
         if (b < 0) | (b >= B):
@@ -200,11 +201,14 @@ def _outlook_fwd_kernel(
     logits_ptr = head_of(logits_view, b, h)
     out_ptr += (slot * Y * X * H + h) * D
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    # Scores are in units of the exponential: base 2 for half precision. ``nats`` converts back.
     factor = scale * units(DTYPE)
     if stats_ptr is not None:
         sums = no_sums(BLOCK)
         out_square = tl.zeros([BLOCK], tl.float32)
 
+    # With statistics a program owns a whole head and walks over its cells. Otherwise it has one
+    # block of cells, and this loop one step.
     for first in range(part * BLOCK, CELLS, PARTS * BLOCK):
         cells = first + tl.arange(0, BLOCK)
         cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
@@ -215,7 +219,10 @@ def _outlook_fwd_kernel(
             accs += (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
         # Windows in a fixed order: the sum is bitwise deterministic.
         for t in tl.static_range(REACH * REACH):
+            # The cell's own window, then those that start up to REACH - 1 cells before it.
             i, j = cell_y - t // REACH, cell_x - t % REACH
+            # Cells at the rim have fewer windows. One that is not there has uniform probabilities
+            # of values that are loaded as zeros: it adds nothing.
             visible = (cells < CELLS) & (i >= 0) & (i < WINDOWS_Y) & (j >= 0) & (j < WINDOWS_X)
             window_ptr = logits_ptr + (i * logits_view.stride_y + j * logits_view.stride_x)
             # First the softmax of the rows that belong to this cell's pixels, then their products
@@ -325,6 +332,7 @@ def _outlook_fwd_kernel(
         if stats_ptr is not None:
             out_square += square
     if stats_ptr is not None:
+        # Means are over every row of softmax of the head.
         num_rows = WINDOWS_Y * WINDOWS_X * (K * K)
         sums = with_output(sums, out_square)
         store_statistics(stats_ptr, sums, head, tl.num_programs(0), num_rows, nats(DTYPE))
@@ -360,11 +368,13 @@ def _logits_gradient(
 ):
     """Write the gradients of the logits of windows ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    # A logit belongs to one window, and a window to one program: no sum crosses programs.
     windows, cols = first + tl.arange(0, BLOCK), tl.arange(0, BLOCK_COLS)
     visible = windows < WINDOWS_Y * WINDOWS_X
     i, j = windows // WINDOWS_X, windows % WINDOWS_X  # (BLOCK,)
     top, left = i * STRIDE - PADDING, j * STRIDE - PADDING
     factor = scale * units(DTYPE)
+    # The length of a tensor is a power of two in Triton: columns past K * K are padding.
     real = visible[:, None] & (cols < K * K)[None, :]  # (BLOCK, BLOCK_COLS)
     # With HELD the values of a window stay in registers for all its rows.
     values = ()
@@ -399,6 +409,7 @@ def _logits_gradient(
             D=D,
             BLOCK_D=BLOCK_D,
         )
+        # dP[row, place] = dO[row] . V[place], summed along the head dimension.
         dp = tl.zeros([BLOCK, BLOCK_COLS], tl.float32)
         if HELD:
             for place in tl.static_range(K * K):
@@ -429,8 +440,10 @@ def _logits_gradient(
         # The row is complete here, so that its own maximum and sum serve; lse is for columns.
         e = exponential(s - tl.max(s, axis=1)[:, None], DTYPE)  # (BLOCK, BLOCK_COLS)
         p = e / tl.sum(e, axis=1)[:, None]  # (BLOCK, BLOCK_COLS)
+        # delta = sum(P * dP) of the row: the output of the forward is not read.
         delta = tl.sum(p * dp, axis=1)  # (BLOCK,)
         ds = p * (dp - delta[:, None]) * scale  # (BLOCK, BLOCK_COLS)
+        # dlogits is contiguous, whatever the strides of the logits are.
         rows = windows * (H * K * K * K * K) + row * (K * K)
         tl.store(dlogits_ptr + rows[:, None] + cols[None, :], ds.to(DTYPE), mask=real)
 
@@ -463,6 +476,8 @@ def _value_gradient(
 ):
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
+    # dV of a pixel is a sum over the windows that hold it, in the order of the forward: the cell owns
+    # its pixels, so that no program adds to the gradient of another.
     cells = first + tl.arange(0, BLOCK)
     cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
     accs = ()
@@ -503,6 +518,7 @@ def _value_gradient(
                     # One column of P: its rows belong to other pixels, which is why the log-sum-exp
                     # of the forward is read instead of summing each row again.
                     s = tl.load(ptrs + PLACES[t][r], mask=visible, other=0.0).to(tl.float32)
+                    # lse is in nats: the difference is converted to the exponential's units.
                     p = exponential((s * scale - lse) * units(DTYPE), DTYPE)  # (BLOCK,)
                     new_accs += (accs[r] + p[:, None] * do,)  # (BLOCK, BLOCK_D)
             accs = new_accs
@@ -564,6 +580,7 @@ def _outlook_bwd_kernel(
     v_ptr = head_of(v_view, b, h)
     logits_ptr = head_of(logits_view, b, h)
     do_ptr = head_of(do_view, b, h)
+    # lse is contiguous, (B, H, y, x, K * K).
     lse_ptr += head * WINDOWS_Y * WINDOWS_X * (K * K)
     # The two kinds of programs share one launch, so that neither waits for the other to finish.
     if part < WINDOW_PARTS:
