@@ -286,7 +286,8 @@ def signature_of(
     """
     if torch.compiler.is_compiling():
         return None
-    first, types = tensors[0], (*map(type, numbers),)  # for 1 is True
+    # Types too: True, 1 and 1.0 are equal, and not each is accepted.
+    first, types = tensors[0], (*map(type, numbers),)
     if window_size is not NO_WINDOW:
         sides = window_size if type(window_size) is tuple else ()
         types = *types, type(window_size), *map(type, sides)

@@ -270,8 +270,8 @@ class _BackwardPlan(NamedTuple):
     layouts: Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
-# What repeats a call, by its signature: ``_Plan``, ``LibraryCall``, or, for a backward that came
-# through the dispatcher, the dictionary of its ``_BackwardPlan``.
+# What repeats a call, by its signature: ``_Plan``, ``LibraryCall``, for a backward that came through
+# the dispatcher the dictionary of its ``_BackwardPlan``, and ``attention.aten.PYTORCHS``.
 plans: dict[Hashable, Any] = {}
 
 
@@ -546,9 +546,9 @@ class _Attention(dispatcher.SingleLevelFunction):
     """Put results on the graph that were computed already, and differentiate them."""
 
     @staticmethod
-    def forward(ctx, operator, plan, numbers, results, saved, *tensors):
+    def forward(ctx, operator, plan, numbers, results, *tensors):
         ctx.operator, ctx.plan, ctx.numbers = operator, plan, numbers
-        ctx.save_for_backward(*tensors, *saved)
+        ctx.save_for_backward(*tensors, *operator.saved_of(results))
         # Zeros for the others would be a launch each.
         ctx.set_materialize_grads(False)
         out, *others = results
@@ -589,7 +589,7 @@ class _Attention(dispatcher.SingleLevelFunction):
         return *before, *gradients, *after
 
 
-_BEFORE_TENSORS = 5  # arguments of ``_Attention.forward``
+_BEFORE_TENSORS = 4  # arguments of ``_Attention.forward``
 
 
 @cache
@@ -624,13 +624,16 @@ def repeat(
     if type(plan) is LibraryCall:
         out = plan.run(tensors)
         return None if out is None else (out,)
-    first, *_ = tensors
-    seed = draw_seed(plan.dropout_p, first.device) if plan.dropout_p else None
+    first, seed = tensors[0], None
+    if plan.dropout_p:
+        seed = draw_seed(plan.dropout_p, first.device)
     results = run_plan(plan, first, addresses, seed, sample)
-    if recorded:
-        tensors = (*tensors, seed) if plan.takes_seed else tensors
-        return _recorded(operator, plan, plan.numbers, results, tensors)
-    return results
+    if not recorded:
+        return results
+    if plan.takes_seed:
+        tensors = *tensors, seed
+    out = _Attention.apply(operator, plan, plan.numbers, results, *tensors)
+    return (out,) if isinstance(out, Tensor) else out
 
 
 def compute(
@@ -669,7 +672,8 @@ def compute(
         named = arguments._asdict()
         tensors = [named[name] for name in operator.tensors]
         numbers = tuple(named[name] for name in operator.numbers)
-        return _recorded(operator, plan, numbers, results, tensors)
+        out = _Attention.apply(operator, plan, numbers, results, *tensors)
+        return (out,) if isinstance(out, Tensor) else out
     return results
 
 
@@ -692,19 +696,6 @@ def stats_of(results: Sequence[Tensor], sample: Tensor | None) -> AttentionStats
     """Return the results of ``NAME_with_stats`` by name."""
     out, lse, stats, heads, *_ = results
     return attention_stats(out, lse, stats, None if sample is None else heads)
-
-
-def _recorded(
-    operator: type[Operator],
-    plan: _Plan | None,
-    numbers: Sequence[Any],
-    results: Sequence[Tensor],
-    tensors: Sequence[Any],
-) -> Sequence[Tensor]:
-    """Put the results of a call on the graph."""
-    saved = operator.saved_of(results)
-    recorded = _Attention.apply(operator, plan, numbers, results, saved, *tensors)
-    return (recorded,) if isinstance(recorded, Tensor) else recorded
 
 
 def draw_seed(dropout_p: float, device: torch.device) -> Tensor | None:
@@ -762,8 +753,7 @@ def register(operator: type[Operator]) -> None:
         named = arguments._asdict()
         tensors = (named[name] for name in operator.tensors)
         numbers = tuple(named[name] for name in operator.numbers)
-        saved = operator.saved_of(results)
-        return dispatcher.apply(_Attention, operator, None, numbers, results, saved, *tensors)
+        return dispatcher.apply(_Attention, operator, None, numbers, results, *tensors)
 
     dispatcher.register(
         operator.name,

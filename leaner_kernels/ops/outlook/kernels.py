@@ -192,7 +192,8 @@ def _outlook_fwd_kernel(
     part, head = program % PARTS, program // PARTS
     slot, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     b = slot
-    # In a capture, slot s of the output is map sample[s]; a negative index leaves its slot unwritten.
+    # In a capture, slot s of the output is map sample[s].
+    # A negative index leaves its slot unwritten.
     if sample_ptr is not None:
         b = tl.load(sample_ptr + slot).to(tl.int64)
         if (b < 0) | (b >= B):
@@ -476,8 +477,8 @@ def _value_gradient(
 ):
     """Write the gradients of the values in cells ``first`` to ``first + BLOCK``."""
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
-    # dV of a pixel is a sum over the windows that hold it, in the order of the forward: the cell owns
-    # its pixels, so that no program adds to the gradient of another.
+    # dV of a pixel is a sum over the windows that hold it, in the order of the forward. The cell
+    # owns its pixels, so that no program adds to the gradient of another.
     cells = first + tl.arange(0, BLOCK)
     cell_y, cell_x = cells // CELLS_X, cells % CELLS_X  # (BLOCK,)
     accs = ()
