@@ -270,8 +270,8 @@ class _BackwardPlan(NamedTuple):
     layouts: Sequence[tuple[torch.Size, tuple[int, ...], torch.dtype]]
 
 
-# What repeats a call, by its signature: ``_Plan``, ``LibraryCall``, for a backward that came through
-# the dispatcher the dictionary of its ``_BackwardPlan``, and ``attention.aten.PYTORCHS``.
+# What repeats a call, by its signature: ``_Plan``; ``LibraryCall``; of a backward that came through
+# the dispatcher, the dictionary of its ``_BackwardPlan``; and ``attention.aten.PYTORCHS``.
 plans: dict[Hashable, Any] = {}
 
 
