@@ -286,8 +286,8 @@ def forward(
     if dropout_p:
         tensors, backward = _brought_in_reach(tensors), True
     query, key, value, mask, _ = tensors
-    watch = None if operator is FusedVarlen else _hooks.operators
-    sample = None if watch is None else watch.sample(query, key)
+    hook = None if operator is FusedVarlen else _hooks.operators
+    sample = None if hook is None else hook.sample(query, key)
     masked = operator is not FusedVarlen and mask is not None
     sharing = KERNELS_SHARE_LSE and not masked
     kind = operator.name, backward, sharing, *numbers
@@ -298,18 +298,18 @@ def forward(
     ):
         plan = route.remember(signature, PYTORCHS)
     if plan is PYTORCHS:
-        if watch is not None and sample is not None:
-            watch.recompute(query, key, value, mask, numbers.is_causal, numbers.scale)
+        if hook is not None and sample is not None:
+            hook.recompute(query, key, value, mask, numbers.is_causal, numbers.scale)
         return None
     with _device_of(query):
         seed = None
         if dropout_p:
             seed = torch.randint(torch.iinfo(torch.int64).max, (2,), device=query.device)
             _dropped.add(_kind_of(operator, query, dropout_p))
-        if watch is not None and sample is not None:
+        if hook is not None and sample is not None:
             inputs = *tensors, seed, sample, *numbers
             results = route.forward_on_gpu(operator, True, *inputs)
-            watch.capture(route.stats_of(results, sample))
+            hook.capture(route.stats_of(results, sample))
             sharing = False
         elif plan is None:
             allocate = partial(operator.allocate, with_stats=False, sample=None, lse_alone=sharing)
