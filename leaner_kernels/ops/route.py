@@ -120,25 +120,41 @@ class Operator:
         raise NotImplementedError
 
     @classmethod
+    def new_out(cls, arguments: Any) -> Tensor:
+        """Allocate the output, in the dtype of the first tensor."""
+        first, *_ = arguments
+        return first.new_empty(cls.shapes(arguments).out)
+
+    @classmethod
     def allocate(
-        cls, arguments: Any, with_stats: bool, sample: Tensor | None
+        cls,
+        arguments: Any,
+        with_stats: bool,
+        sample: Tensor | None,
+        *,
+        lse_alone: bool = False,
     ) -> tuple[Any, Tensor, Results]:
-        """Return the call of these arguments, the output, and the results that are filled."""
-        shapes, (first, *_) = cls.shapes(arguments), arguments
-        out = first.new_empty(shapes.out)
+        """Return the call of these arguments, the output, and the results that are filled.
+
+        With ``lse_alone``, the log-sum-exp is all that a backward gets beside the output.
+        """
+        call, out, shapes = cls.call(arguments), cls.new_out(arguments), cls.shapes(arguments)
 
         def float32(*shape: int) -> Tensor:
             return out.new_empty(shape, dtype=torch.float32)
 
-        call, results = cls.call(arguments), Results(out, lse=float32(*shapes.rows))
-        if not with_stats:
-            return call, out, results
-        slots = 0 if sample is None else sample.shape[0]
-        results = results._replace(
-            stats=float32(len(STATISTICS), *shapes.per_head),
-            heads=float32(slots, *shapes.heads),
-            sample=None if sample is None else sample.contiguous(),
-        )
+        results = Results(cls.as_query(out))
+        if "max_log_sum" in cls.saved and not lse_alone:
+            results = results._replace(max_log_sum=float32(*shapes.rows, 2))
+        if with_stats or results.max_log_sum is None:
+            results = results._replace(lse=float32(*shapes.rows))
+        if with_stats:
+            slots = 0 if sample is None else sample.shape[0]
+            results = results._replace(
+                stats=float32(len(STATISTICS), *shapes.per_head),
+                heads=float32(slots, *shapes.heads),
+                sample=None if sample is None else sample.contiguous(),
+            )
         return call, out, results
 
     @staticmethod

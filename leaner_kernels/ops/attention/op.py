@@ -24,7 +24,6 @@ from ..route import (
     register,
     remember,
 )
-from ..statistics import STATISTICS
 from . import cpu, dispatch, sdpa
 from .call import (
     NUMBERS,
@@ -83,44 +82,6 @@ class SoftmaxAttention(Operator):
     saved: Sequence[str] = ("out", "max_log_sum")
     cast = 3
 
-    @classmethod
-    def new_out(cls, arguments: Any) -> Tensor:
-        """Allocate the output, in the dtype of the first tensor."""
-        first, *_ = arguments
-        return first.new_empty(cls.shapes(arguments).out)
-
-    @classmethod
-    def allocate(
-        cls,
-        arguments: Any,
-        with_stats: bool,
-        sample: Tensor | None,
-        *,
-        lse_alone: bool = False,
-    ) -> tuple[Call, Tensor, Results]:
-        """Return the call of these arguments, the output, and the results that are filled.
-
-        With ``lse_alone``, the log-sum-exp is all that a backward gets beside the output.
-        """
-        call, out, shapes = cls.call(arguments), cls.new_out(arguments), cls.shapes(arguments)
-
-        def float32(*shape: int) -> Tensor:
-            return out.new_empty(shape, dtype=torch.float32)
-
-        if lse_alone:
-            return call, out, Results(cls.as_query(out), lse=float32(*shapes.rows))
-        results = Results(cls.as_query(out), max_log_sum=float32(*shapes.rows, 2))
-        if not with_stats:
-            return call, out, results
-        slots = 0 if sample is None else sample.shape[0]
-        results = results._replace(
-            lse=float32(*shapes.rows),
-            stats=float32(len(STATISTICS), *shapes.per_head),
-            heads=float32(slots, *shapes.heads),
-            sample=None if sample is None else sample.contiguous(),
-        )
-        return call, out, results
-
     @staticmethod
     def bind_saved(saved: dict[str, Tensor]) -> Results:
         """Return by name what a forward left: pairs, or the log-sum-exp, with one axis less."""
@@ -139,16 +100,6 @@ class SoftmaxAttention(Operator):
         sizes = *call.query.shape, *call.key.shape
         sequences = call.sequences
         return 0 in sizes or (sequences is not None and 0 in (sequences.rows, sequences.cols))
-
-    @staticmethod
-    def call(arguments: Any) -> Call:
-        """Return the call of these arguments."""
-        return arguments
-
-    @staticmethod
-    def as_query(out: Tensor) -> Tensor:
-        """Return an output, or its gradient, with the axes of the call's query."""
-        return out
 
     @classmethod
     def run_reference(cls, call: Call, results: Results) -> None:
