@@ -8,13 +8,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench import frames, report
 from bench.attention.cases import CASES
-from bench.gpu_model import command, machine_code, replay, units
+from bench.gpu_model import command, compile_ahead, machine_code, replay, units
 from bench.gpu_model.execute import executing
 
 GPU_NAME = units.GPUS["H100"]
@@ -221,17 +222,25 @@ RESULTS = sorted((ROOT / "bench/results").glob("20*-h200-*.json"))
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"),
+    ("name", "stage", "lines"),
     # Of kernels that are as they ran there.
     [
-        ("lra_2048", "forward"),
-        ("vit_base", "forward"),
-        ("gpt2_512", "forward"),
-        ("long_1024", "backward"),
+        ("lra_2048", "forward", True),
+        ("vit_base", "forward", True),
+        ("gpt2_512", "forward", True),
+        ("long_1024", "backward", False),
     ],
 )
-def test_what_an_h200_measured_is_met(name: str, stage: str) -> None:
-    """Within 10%, though the machine code is that of another release of Triton."""
+def test_what_an_h200_measured_is_met(
+    name: str, stage: str, lines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 10%, though the machine code is that of another release of Triton.
+
+    The counts of machine instructions are found by source line. In a backward whose calls take
+    several lines they are off by 3%, and right without lines; other kernels need the lines.
+    """
+    monkeypatch.setattr(knobs.compilation, "disable_line_info", not lines)
+    monkeypatch.setattr(compile_ahead, "_compiled", {})
     measured = report.own_kernels(frames.timed([frames.read(path) for path in RESULTS]))
     measured = measured[(measured["case"] == name) & (measured["stage"] == stage)]
     (case,) = (case for case in CASES if case.name == name)
