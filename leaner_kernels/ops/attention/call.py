@@ -96,8 +96,6 @@ class Call(NamedTuple):
         scaling. ``shared`` are key heads that several query heads share.
         """
         heads, dim = self.query.shape[1], self.query.shape[-1]
-        tensors = self.query, self.key, self.value, grad
-        strides = (stride for t in tensors if t is not None for stride in t.stride()[:-1])
         present = {
             "mask": self.attn_mask is not None,
             "dropout": self.seed is not None,
@@ -107,20 +105,37 @@ class Call(NamedTuple):
             "varlen": self.sequences is not None,
             "shared": heads != self.key.shape[1],
             "padded_dim": dim != block_dim(dim),
-            "unaligned": dim % 16 != 0 or any(stride % 16 for stride in strides),
+            "unaligned": dim % 16 != 0 or any(map(_is_unaligned, self.operands)),
         }
         features = frozenset(name for name, is_present in present.items() if is_present)
-        return Profile(self.rows, self.cols, self.batch, heads, features)
+        with_grad = features
+        if grad is not None and _is_unaligned(grad):
+            with_grad = features | {"unaligned"}
+        return Profile(self.rows, self.cols, self.batch, heads, features, with_grad)
+
+
+def _is_unaligned(t: Tensor) -> bool:
+    return any(stride % 16 for stride in t.stride()[:-1])
 
 
 class Profile(NamedTuple):
-    """Rows, columns, batch and heads of a call, and what a kernel must support beyond them."""
+    """What decides which kernel and tile a call gets.
+
+    Attributes:
+        rows: N, or the upper bound of a varlen batch.
+        cols: M, likewise.
+        batch: entries, or sequences.
+        heads: of the query.
+        features: of the operands, what a kernel must support beyond causal or shortened rows.
+        with_grad: the same of the operands and the gradient of the output.
+    """
 
     rows: int
     cols: int
     batch: int
     heads: int
     features: frozenset[str]
+    with_grad: frozenset[str]
 
 
 class PackedArguments(NamedTuple):

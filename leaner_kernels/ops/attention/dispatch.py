@@ -63,7 +63,7 @@ def _choose(
     for kernel, limits in kernels.items():
         if tile := tile_of(kernel, limits, gpu, call, profile, others):
             return Choice(kernel, tile)
-    return Choice(online, online_tile(online, call))
+    return Choice(online, online_tile(online, call, profile=profile))
 
 
 def tile_of(
@@ -77,7 +77,7 @@ def tile_of(
     """Return the tile of a kernel whose programs own a head, None if it does not support a call."""
     if not _supports(limits, gpu, call, profile, others):
         return None
-    tokens, features = max(profile.rows, profile.cols), profile.features - limits.free
+    tokens, features = max(profile.rows, profile.cols), profile.with_grad - limits.free
     rule = find_rule(tiles_of(kernel), call.query, tokens, features)
     if rule is None:
         return None
@@ -88,7 +88,7 @@ def _supports(
     limits: Limits, gpu: int, call: Call, profile: Profile, others: Sequence[Tensor]
 ) -> bool:
     """Return whether a call keeps the limits of a kernel on a GPU of compute capability ``gpu``."""
-    rows, cols, batch, heads, features = profile
+    rows, cols, batch, heads, features, _ = profile
     row = gpu_of(gpu)
     if row.tiles is None or (limits.family is not None and limits.family != row.kernels):
         return False
@@ -139,9 +139,10 @@ def _fits_gluon(call: Call, rows: int, others: Sequence[Tensor]) -> bool:
 # --- Tiles: a table in each kernel's file (``ops._tiles``) ----------------------------------------
 
 
-def online_tile(kernel: str, call: Call, *others: str) -> Tile:
+def online_tile(kernel: str, call: Call, *others: str, profile: Profile | None = None) -> Tile:
     """Return the tile of a kernel for any length; ``others`` are additional features."""
-    wanted = (call.profile().features - module_of(kernel).FREE).union(others)
+    profile = call.profile() if profile is None else profile
+    wanted = (profile.features - module_of(kernel).FREE).union(others)
     rule = find_rule(tiles_of(kernel), call.query, 0, wanted)
     assert rule is not None, (kernel, call.query.shape, wanted)
     return rule.tile
