@@ -297,7 +297,7 @@ def signature_of(
         return None
     try:
         return key_of(tensors, (*numbers, window_size, types), plain=True)
-    except RuntimeError:  # what is sparse has no address, and what is nested no shape
+    except RuntimeError:  # a sparse tensor has no address, and a nested one no shape
         return None
 
 

@@ -258,7 +258,7 @@ class _Plan(NamedTuple):
         takes_seed: whether the operator has dropout.
         dropout_p: probability for which each call draws a seed.
         numbers: those of the operator.
-        backward: launches, by the layouts of what a backward gets.
+        backward: launches, by the layouts of the inputs of a backward.
     """
 
     forward: CachedLaunch
@@ -439,7 +439,7 @@ def launch_backward(
         numbers: those of the operator.
         optional: whether the optional gradient is wanted.
     """
-    # Of what was saved too: hooks may have made other tensors of it.
+    # Saved tensors are part of the key: hooks may have replaced them by tensors of other layouts.
     low_bits = grad.data_ptr()
     addresses = [low_bits]
     first, *_ = inputs

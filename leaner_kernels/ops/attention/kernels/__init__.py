@@ -13,7 +13,7 @@ MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a
 
 
 class Limits(NamedTuple):
-    """What a kernel requires of a call, beside a rule of its table. Imports no kernel.
+    """The requirements of a kernel that its table of tiles does not state.
 
     Attributes:
         family: the ``kernels`` of the GPUs that it is for, or None for all that have tiles.
