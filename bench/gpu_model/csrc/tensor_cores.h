@@ -72,7 +72,7 @@ class Descriptor {
 
   // Address of element (row, k): rows of A, columns of B. A piece goes on along k, or along rows
   // where the operand is transposed.
-  u32 at(u32 row, u32 k) const {
+  u32 address_of(u32 row, u32 k) const {
     static constexpr u32 width_of[] = {16, 128, 64, 32};
     const u32 width = width_of[swizzle_], across = width / element_;
     u32 found = start_;
@@ -102,7 +102,7 @@ void load_shared(Machine& m, Warp& w, u64 bits, bool transposed, Format format, 
   const int row_step = transposed ? piece : 1, k_step = transposed ? 1 : piece;
   for (int row = 0; row < rows; row += row_step)
     for (int k = 0; k < depth_of(format); k += k_step) {
-      const u32 at = descriptor.at(first + row, k);
+      const u32 at = descriptor.address_of(first + row, k);
       u32 words[4];
       std::memcpy(words, m.shared_at(at, 16, w, 0), 16);
       m.start_wgmma_read(at, w);
