@@ -92,11 +92,11 @@ def checked_dense(
 def checked_packed(
     qkv: Tensor,
     *,
-    key_lengths: Any,
     dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    window_size: tuple[int, int],
+    key_lengths: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: tuple[int, int] = NO_WINDOW,
     sample: Tensor | None = None,
     max_head_dim: int,
 ) -> PackedArguments:

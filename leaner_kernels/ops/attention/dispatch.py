@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import _tiles
 from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
@@ -26,6 +25,7 @@ from ..gpus import LEAST_CAPABILITY, TUNED
 from ..route import Results
 from .call import LEAST_SCALE, Call, Gradients, Profile
 from .kernels import BACKWARD, FORWARD, STATISTICS, Limits
+from .sdpa import transformed
 
 
 class Choice(NamedTuple):
@@ -435,12 +435,3 @@ def _suits(call: Call) -> bool:
     if call.scale is not None and call.scale < LEAST_SCALE:
         return False
     return not torch.are_deterministic_algorithms_enabled() and not transformed(query)
-
-
-def transformed(query: Tensor) -> bool:
-    """Return whether torch.func or forward mode is active: libraries lack second derivatives."""
-    if torch.compiler.is_compiling():
-        return False
-    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
-        return False
-    return query.device.type in ("cpu", "cuda")

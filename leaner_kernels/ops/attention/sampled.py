@@ -12,15 +12,9 @@ from torch import Tensor
 
 from .._checks import MAX_HEAD_DIM, autocast
 from ..statistics import AttentionStats, attention_stats, per_head
-from . import (
-    attention,
-    attention_qkvpacked,
-    attention_qkvpacked_with_stats,
-    attention_with_stats,
-    op,
-    reference,
-)
-from .checks import checked_dense, plain_mask
+from . import attention_qkvpacked_with_stats, attention_with_stats, op, reference, sdpa
+from .call import Call
+from .checks import checked_dense, checked_packed
 
 
 def sampled_attention(
@@ -41,70 +35,58 @@ def sampled_attention(
     Arguments are those of ``attention_with_stats``. On the CPU, heads and head_norm are of the
     probabilities before dropout.
     """
-    inputs = query, key, value, attn_mask
     params |= {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    params |= {"dropout_p": dropout_p, "sample": sample}
     if query.device.type != "cpu":
-        return attention_with_stats(*inputs, dropout_p, sample=sample, **params)
-    out = attention(*inputs, dropout_p, **params)
-    # A CausalBias that is cast or detached is a tensor of whatever its memory holds.
-    attn_mask, params["is_causal"] = plain_mask(attn_mask, is_causal, query, key)
-    exact = out if dropout_p == 0 else None
-    return _with_statistics(out, exact, sample, query, key, value, attn_mask, **params)
+        return attention_with_stats(query, key, value, attn_mask, **params)
+    query, key, value = autocast(query, key, value)
+    call = checked_dense(query, key, value, attn_mask, max_head_dim=MAX_HEAD_DIM, **params)
+    return _with_statistics(call, enable_gqa, sample)
 
 
 def sampled_attention_qkvpacked(
     qkv: Tensor, *, sample: Tensor, dropout_p: float = 0.0, **params: Any
 ) -> AttentionStats:
     """Compute ``attention_qkvpacked_with_stats`` likewise."""
+    params |= {"dropout_p": dropout_p, "sample": sample}
     if qkv.device.type != "cpu":
-        return attention_qkvpacked_with_stats(qkv, sample=sample, dropout_p=dropout_p, **params)
-    out = attention_qkvpacked(qkv, dropout_p=dropout_p, **params)
-    exact = out.transpose(1, 2) if dropout_p == 0 else None
-    query, key, value = op.split_qkv(qkv)
-    return _with_statistics(out, exact, sample, query, key, value, None, **params)
+        return attention_qkvpacked_with_stats(qkv, **params)
+    (qkv,) = autocast(qkv)
+    call = op.Packed.call(checked_packed(qkv, max_head_dim=MAX_HEAD_DIM, **params))
+    stats = _with_statistics(call, False, sample)
+    return stats._replace(out=op.Packed.from_query(stats.out))
 
 
-@torch.no_grad()
-def _with_statistics(
-    out: Tensor,
-    exact: Tensor | None,
-    sample: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    **params: Any,
-) -> AttentionStats:
-    """Return ``out`` with the statistics of a call that ``attention`` has checked.
+def _with_statistics(call: Call, enable_gqa: bool, sample: Tensor) -> AttentionStats:
+    """Return the output of a checked call as ``attention`` computes it, and statistics.
 
-    ``exact`` is the output (B, H, N, D) without dropout, if that was computed. In half precision
-    its rounding would determine kappa: then, too, the heads are computed again, in float32.
+    In half precision the rounding of the output would determine kappa, and dropout changes it: then
+    the heads are computed again, in float32 without dropout.
     """
-    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (t.detach().to(dtype) for t in (query, key, value))
-    if attn_mask is not None and attn_mask.is_floating_point():
-        attn_mask = attn_mask.detach().to(dtype)
-    with torch.autocast("cpu", enabled=False):
-        call = checked_dense(
-            q,
-            k,
-            v,
-            attn_mask,
-            dropout_p=0.0,
-            sample=sample,
-            max_head_dim=MAX_HEAD_DIM,
-            **params,
-        )
-        if exact is None or exact.dtype != dtype:
-            exact = op.compute_plain(op.Dense, None, call, params.get("enable_gqa", False))
+    out = _output(call, enable_gqa)
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        q, k, v = (t.detach().to(dtype) for t in (call.query, call.key, call.value))
+        mask = call.attn_mask
+        if mask is not None and mask.is_floating_point():
+            mask = mask.detach().to(dtype)
+        exact = out.detach()
+        if call.dropout_p or exact.dtype != dtype:
+            wide = call._replace(query=q, key=k, value=v, attn_mask=mask, dropout_p=0.0)
+            exact = _output(wide, enable_gqa)
         k = reference.without_padding(k, call.key_lengths)
         numbers = {"scale": call.scale, "softcap": call.softcap}
         p, lse, s = reference.probabilities(
-            q, k, call.attn_mask, call.key_lengths, **numbers, **call.visibility
+            q, k, mask, call.key_lengths, **numbers, **call.visibility
         )
-        statistics = per_head(p, s, exact.detach()).float()
+        statistics = per_head(p, s, exact).float()
         # A slot of a negative index may hold anything.
-        heads = exact.detach().index_select(0, sample.clamp(min=0))
-        heads = heads.transpose(1, 2).flatten(2).float()
+        heads = exact.index_select(0, sample.clamp(min=0)).transpose(1, 2).flatten(2).float()
     return attention_stats(out, lse.float(), statistics, heads)
+
+
+def _output(call: Call, enable_gqa: bool) -> Tensor:
+    """Return what ``attention`` returns for a call on the CPU."""
+    if sdpa.transformed(call.query):  # PyTorch's function lacks derivatives that the operator has
+        return op.compute_plain(op.Dense, None, call, enable_gqa)
+    return sdpa.library_attention(call, enable_gqa)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -20,7 +21,6 @@ from .._checks import MAX_HEAD_DIM, ArgumentError, has_values
 from ..gpus import TUNED
 from ..route import draw_seed
 from .call import Call
-from .dispatch import transformed
 from .reference import visible, without_padding
 
 # Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
@@ -48,6 +48,15 @@ def _below_ours(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> T
         return function(*args, **kwargs)
     finally:
         passing.on = False
+
+
+def transformed(query: Tensor) -> bool:
+    """Return whether torch.func or forward mode is active: libraries lack second derivatives."""
+    if torch.compiler.is_compiling():
+        return False
+    if not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0:
+        return False
+    return query.device.type in ("cpu", "cuda")
 
 
 def library_attention(call: Call, enable_gqa: bool) -> Tensor:
