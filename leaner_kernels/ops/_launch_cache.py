@@ -93,7 +93,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 class Scratch(NamedTuple):
-    """A buffer that a launch needs beside its operands, new each time, and how it is reduced.
+    """A buffer that each launch allocates anew, and its reduction to a result.
 
     Attributes:
         pointer: the kernel's argument.

@@ -36,7 +36,7 @@ from .checks import (
     four_axes,
     plain_mask,
 )
-from .explain import Explanation, Route, check_capability, explain_call
+from .explain import Explanation, Route, check_assumed_capability, explain_call
 
 __all__ = [
     "AttentionStats",
@@ -632,7 +632,7 @@ def explain(
         ValueError: if the call itself would raise one, or does not have one of the arguments.
     """
     check_tensor("query", query)
-    check_capability(capability)
+    check_assumed_capability(capability)
     if (key is None) != (value is None):
         raise ArgumentError("key and value go together: give both, or a projection alone")
     operator: Any = op.Dense if cu_seqlens is None else op.Varlen

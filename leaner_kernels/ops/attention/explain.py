@@ -50,7 +50,7 @@ class Explanation(NamedTuple):
         return f"forward {self.forward}{backward}: {self.forward.reason}"
 
 
-def check_capability(capability: int | None) -> None:
+def check_assumed_capability(capability: int | None) -> None:
     """Raise ValueError unless ``capability`` is None or an int such as 90 for 9.0."""
     if capability is not None and (type(capability) is not int or capability < 50):
         raise ArgumentError(

@@ -8,7 +8,8 @@ whose table of tiles, in the kernel's file, has a rule for it; ``online`` comput
 
 from typing import NamedTuple
 
-ANY = 2**31
+from ..._tiles import ANY
+
 MAX_ENTRIES = 65_535 - 128  # a grid's second axis, less the spare programs of a varlen batch
 
 
