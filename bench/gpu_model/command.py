@@ -20,6 +20,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import Tensor
 from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
+from bench.gpu_model.candidates import CANDIDATES
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from bench.gpu_model.launches import AnyCase
@@ -300,6 +302,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--separate", action="store_true", help="pass q, k and v as separate tensors, not packed"
     )
     parser.add_argument(
+        "--candidate",
+        choices=tuple(CANDIDATES),
+        metavar="NAME",
+        help="variant of bench.gpu_model.candidates to simulate (none: what ships)",
+    )
+    parser.add_argument(
         "--json", type=Path, help="file to write predictions of forward and backward to (none)"
     )
     args = parser.parse_args(argv)
@@ -310,7 +318,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Benchmarks have the tensors of vision operators always packed.
             packed = not (args.separate and isinstance(case, AttentionCase))
             for arch, direction in product(args.arch, args.only):
-                launched = simulate(case, direction, arch, check=not args.unchecked, packed=packed)
+                variant = CANDIDATES[args.candidate].selected() if args.candidate else nullcontext()
+                with variant:
+                    launched = simulate(
+                        case, direction, arch, check=not args.unchecked, packed=packed
+                    )
                 for launch in launched:
                     lines = describe(launch, args.lines)
                     print(f"{case.name} {direction}, sm_{arch}", *lines, sep="\n", flush=True)  # noqa: T201

@@ -1,0 +1,70 @@
+"""Variants of kernels that no GPU has timed yet, and that no call gets by itself.
+
+    python -m bench.tune --candidates            # time each beside what ships, on the GPU at hand
+    python -m bench.gpu_model vit_base --only statistics --candidate NAME     # predict one
+
+A candidate that wins on a GPU is selected in the tables that it names, and leaves this list. One
+that loses is deleted with its code; docs/LOG.md keeps the numbers.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from bench.gpu_model.launches import changed_rules
+from leaner_kernels.ops import route
+from leaner_kernels.ops._tiles import Rule
+from leaner_kernels.ops.attention import kernels
+from leaner_kernels.ops.attention.kernels import Limits
+
+DIRECTIONS = "forward", "statistics", "capture", "backward"
+_ORDERS = {
+    "forward": kernels.FORWARD,
+    "statistics": kernels.STATISTICS,
+    "backward": kernels.BACKWARD,
+}
+
+
+class Candidate(NamedTuple):
+    """A variant of what ships, for one direction of some cases.
+
+    Attributes:
+        name: unique.
+        direction: one of ``DIRECTIONS``.
+        cases: names of cases of the benchmark.
+        tiles: by the name of a table, the constants and options that replace those of its tiles.
+        kernels: by the name of a table, the limits of a kernel that is tried before all others of
+            its direction. Its file is found by this name, as that of a kernel that ships.
+        settings: by dotted name, the values that replace variables of modules.
+    """
+
+    name: str
+    direction: str
+    cases: tuple[str, ...]
+    tiles: Mapping[str, Mapping[str, Any]] = {}
+    kernels: Mapping[str, Limits] = {}
+    settings: Mapping[str, Any] = {}
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        """Let every call use this candidate, and forget the launches of calls before and after."""
+
+        def change(table: str, row: Rule | None) -> Rule | None:
+            return row and replace(row, tile=row.tile.replace(**self.tiles.get(table, {})))
+
+        with ExitStack() as stack:
+            stack.enter_context(changed_rules(change))
+            for kernel, limits in self.kernels.items():
+                order = _ORDERS[kernel.rsplit("_", 1)[1]]
+                others = {name: row for name, row in order.items() if name != kernel}
+                stack.enter_context(mock.patch.dict(order, {kernel: limits} | others, clear=True))
+            for target, value in self.settings.items():
+                stack.enter_context(mock.patch(target, value))
+            route.plans.clear()
+            stack.callback(route.plans.clear)
+            yield
+
+
+CANDIDATES: dict[str, Candidate] = {candidate.name: candidate for candidate in ()}
