@@ -67,4 +67,18 @@ class Candidate(NamedTuple):
             yield
 
 
-CANDIDATES: dict[str, Candidate] = {candidate.name: candidate for candidate in ()}
+_HOPPER = Limits(
+    family="hopper", gluon=True, most_entries=kernels.MAX_ENTRIES, least_tokens=65, square_from=0
+)
+_TMA_CASES = "vit_base", "vit_large", "bert", "gpt2_512", "vit_384", "long_1024"
+# The warp-specialised kernels, one in place of ``hopper``, ``hopper_resident``, ``hopper_long``.
+TMA = tuple(
+    Candidate(f"tma_{direction}", direction, _TMA_CASES, kernels={kernel: _HOPPER})
+    for direction, kernel in (
+        ("forward", "hopper_tma_forward"),
+        ("statistics", "hopper_tma_forward_statistics"),
+        ("backward", "hopper_tma_backward"),
+    )
+)
+
+CANDIDATES: dict[str, Candidate] = {candidate.name: candidate for candidate in TMA}

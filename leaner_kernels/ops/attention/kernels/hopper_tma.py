@@ -39,6 +39,7 @@ from .gluon_tiles import Dropout, Mask, RowState, Scoring
 from .hopper import paired_step, step
 
 H200_SMS = 132
+TAILS = 16, 32  # keys of a product narrower than a tile
 _TAKES = "padded_dim", "shared"
 
 # For calls with as many rows as keys. A forward's block has ROWS rows, a backward's KEYS keys, half
@@ -252,6 +253,7 @@ def _fwd_consumer(
     HIDES: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    TAIL: gl.constexpr,
 ):
     """Compute every second tile of 64 rows of each block."""
     DTYPE: gl.constexpr = out_desc.dtype
@@ -261,6 +263,9 @@ def _fwd_consumer(
     PER_CONSUMER: gl.constexpr = ROWS // 128
     STATS: gl.constexpr = parts_ptr is not None
     zero = gl.zeros([64, 64], gl.float32, SCORES)
+    # Of the last tile of keys, which is masked, products read the first TAIL.
+    TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+    zero_tail = gl.zeros([64, TAIL], gl.float32, TAIL_SCORES)
     OWN: gl.constexpr = common.thread_sums(zero).type.layout
     no_partials = gl.zeros([64, 4], gl.float32, OWN)
     read = gl.to_tensor(0)
@@ -328,14 +333,14 @@ def _fwd_consumer(
             for i in range(whole, tiles):
                 stage, phase = ring_stage(read, STAGES)
                 mbarrier.wait(keys.full.index(stage), phase)
-                k = tile_of(keys.tiles.index(2 * stage))
-                v = tile_of(keys.tiles.index(2 * stage + 1))
+                k = tile_of(keys.tiles.index(2 * stage)).slice(0, TAIL)
+                v = tile_of(keys.tiles.index(2 * stage + 1)).slice(0, TAIL)
                 state = step(
                     state=state,
                     q=q,
                     k=k,
                     v=v,
-                    zero=zero,
+                    zero=zero_tail,
                     first=first,
                     start=i * 64,
                     scoring=scoring,
@@ -350,7 +355,7 @@ def _fwd_consumer(
                         q=next_q,
                         k=k,
                         v=v,
-                        zero=zero,
+                        zero=zero_tail,
                         first=first + 128,
                         start=i * 64,
                         scoring=scoring,
@@ -429,6 +434,7 @@ def _hopper_tma_fwd_kernel(
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
     ROWS: gl.constexpr,
+    TAIL: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_desc.dtype
@@ -465,6 +471,7 @@ def _hopper_tma_fwd_kernel(
                     HIDES,
                     STAGES,
                     ROWS,
+                    TAIL,
                 ),
             ),
             (
@@ -484,6 +491,7 @@ def _hopper_tma_fwd_kernel(
                     HIDES,
                     STAGES,
                     ROWS,
+                    TAIL,
                 ),
             ),
             (
@@ -1008,7 +1016,10 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
         shape = batch, heads, 2 * blocks, NUM_SUMS
         parts = call.query.new_empty(shape, dtype=torch.float32)
     tensors = {"q": call.query, "k": call.key, "v": call.value, "out": results.out}
-    arguments |= dict(**tile.arguments, blocks=blocks, parts_ptr=parts)
+    # A causal mask, and lengths, hide keys of any tile.
+    uniform = call.key_lengths is None and not call.is_causal
+    tail = next((size for size in TAILS if tokens % 64 <= size), 64) if uniform else 64
+    arguments |= dict(**tile.arguments, blocks=blocks, parts_ptr=parts, TAIL=tail)
     _describe_arguments(_hopper_tma_fwd_kernel, arguments, tensors)
     programs = num_programs(call.query.device, batch * heads * blocks)
     return Launch(_hopper_tma_fwd_kernel, (programs,), arguments)
