@@ -140,15 +140,15 @@ def parse(text: str) -> MachineCode:
             instructions.append(MachineInstruction(opcode, operands, guard or "", file, line))
         elif found := _CONTROL.match(row):
             instructions[-1] = instructions[-1]._replace(control=int(found[1], 16))
-    targets: dict[int, int] = {}
+    targets: dict[int, list[int]] = {}
     for number, one in enumerate(instructions):
         if one.name in ("BRX", "JMX"):
             raise ValueError(f"the machine code has {one.opcode}, whose target is not known")
         if one.name in ("BRA", "CALL") and (found := _TARGET.search(one.operands)):
-            targets[number] = labels[found[1]]
+            targets[number] = [labels[found[1]]]
     # ptxas also leaves loops by calls that nothing returns from.
     for number in [n for n in targets if instructions[n].name == "CALL"]:
-        if _returns(instructions, targets, targets[number]):
+        if _returns(instructions, targets, targets[number][0]):
             del targets[number]
     ends = {n for n, one in enumerate(instructions) if n in targets or one.name in ENDS}
     blocks, edges = ptx.basic_blocks(
@@ -178,7 +178,9 @@ def _always(one: MachineInstruction) -> bool:
     return not one.guard and "P" not in one.operands[:3]
 
 
-def _returns(instructions: list[MachineInstruction], targets: dict[int, int], number: int) -> bool:
+def _returns(
+    instructions: list[MachineInstruction], targets: dict[int, list[int]], number: int
+) -> bool:
     """Return whether what begins at an instruction leads to a RET."""
     seen: set[int] = set()
     left = [number]
@@ -191,7 +193,7 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
         if one.name == "RET":
             return True
         if one.name == "BRA":
-            left.append(targets[number])
+            left += targets[number]
         if one.name not in ENDS or not _always(one):
             left.append(number + 1)
     return False

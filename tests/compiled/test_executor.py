@@ -219,7 +219,7 @@ $leave:
     [
         "tcgen05.fence",
         "lg2.approx.f32 %r5, %r6",
-        "bar.sync 1, 64",
+        "bar.red.popc.u32 %r5, 1, 64, %p1",
         "shfl.sync.up.b32 %r5, %r6, 1, 0, -1",
     ],
 )
