@@ -27,6 +27,8 @@ template <class U> void add_integers(Operations& all) {
   all.each("xor" + b, [](U x, U y) { return U(x ^ y); });
   all.each("min" + s, [](S x, S y) { return std::min(x, y); });
   all.each("max" + s, [](S x, S y) { return std::max(x, y); });
+  all.each("min.relu" + s, [](S x, S y) { return std::max(std::min(x, y), S(0)); });
+  all.each("max.relu" + s, [](S x, S y) { return std::max(std::max(x, y), S(0)); });
   all.each("div" + u, [](U x, U y) { return y ? U(x / y) : U(-1); });
   all.each("rem" + u, [](U x, U y) { return y ? U(x % y) : x; });
   // The least number divided by -1 is itself.

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..._epilogue import NUM_SUMS
+from ..._epilogue import NUM_SUMS, PART
 from ..._gluon import (
     TensorDescriptor,
     fence_async_shared,
@@ -396,21 +396,24 @@ def _fwd_consumer(
         for t in gl.static_range(PER_CONSUMER):
             store_tile(out_desc, [b, h, first + t * 128, 0], queries.tiles.index(place + t))
         if STATS:
-            _store_part(parts_ptr, common.reduce_sums(sums), item * 2 + CONSUMER)
+            part = item * 2 + CONSUMER
+            _store_part(parts_ptr, common.reduce_sums(sums), part, work.N, scale)
         tma.store_wait(0)  # until the buffers have been read
         mbarrier.arrive(queries.empty.index(slot * 2 + CONSUMER), count=1)
         turn += 1
 
 
 @gluon.jit
-def _store_part(ptr, sums, part):
+def _store_part(ptr, sums, part, num_rows, scale):
     """Store reduced ``Sums`` as one of the parts that ``_epilogue.join`` adds up."""
-    ptr += part.to(gl.int64) * 5
-    gl.store(ptr, sums.largest)
-    gl.store(ptr + 1, sums.entropy)
+    ptr += part.to(gl.int64) * PART
+    # A maximum ignores nan and a sum propagates it; a diverged model must show.
+    diverged = sums.entropy != sums.entropy
+    gl.store(ptr, gl.where(diverged, float("nan"), sums.largest * scale))
+    gl.store(ptr + 1, sums.entropy / num_rows)
     gl.store(ptr + 2, sums.square)
     gl.store(ptr + 3, sums.out_square)
-    gl.store(ptr + 4, sums.row_max)
+    gl.store(ptr + 4, gl.where(diverged, float("nan"), sums.row_max * scale / num_rows))
 
 
 @gluon.jit(do_not_specialize=["H", "N", "heads"])
@@ -627,12 +630,12 @@ def _bwd_consumer(
     TILES: gl.constexpr = KEYS // 64
     OWN: gl.constexpr = KEYS // 128
     # Rows at once: more would spill.
-    PART: gl.constexpr = 64 if D * OWN < 128 else 32
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
+    PIECE: gl.constexpr = 64 if D * OWN < 128 else 32
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     COLS: gl.constexpr = gl.SliceLayout(0, SCORES)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
-    zero = gl.zeros([64, PART], gl.float32, SCORES)
+    zero = gl.zeros([64, PIECE], gl.float32, SCORES)
     no_grads = gl.zeros([64, D], gl.float32, GRADS)
     factor = scale * LOG2_E
     num_tiles = (work.N + 63) // 64
@@ -660,29 +663,29 @@ def _bwd_consumer(
                     v = tile_of(keys.v_tiles.index(slot * TILES + CONSUMER + 2 * t))
                     dk, dv = grads[2 * t], grads[2 * t + 1]
                     parts = ()
-                    for n in gl.static_range(64 // PART):
-                        q_part, do_part = q.slice(n * PART, PART), do.slice(n * PART, PART)
+                    for n in gl.static_range(64 // PIECE):
+                        q_part, do_part = q.slice(n * PIECE, PIECE), do.slice(n * PIECE, PIECE)
                         s, dp = common.start_products(k, v, q_part, do_part, zero)  # (keys, rows)
-                        lse = rows.lses.index(stage).slice(n * PART, PART).load(COLS)[None, :]
+                        lse = rows.lses.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
                         s = warpgroup_mma_wait(1, [s])
                         p = gl.exp2(common.exponents_of(s, lse, factor, False))
                         if HIDES or CAUSAL:
                             key = block * KEYS + (CONSUMER + 2 * t) * 64
                             key += gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
-                            row = (i * 64 + n * PART + gl.arange(0, PART, COLS))[None, :]
+                            row = (i * 64 + n * PIECE + gl.arange(0, PIECE, COLS))[None, :]
                             # Before dS is taken: P of a hidden key may overflow.
                             visible = limit if HIDES else None
                             p = common.mask_scores(p, row, key, visible, CAUSAL, 0.0)
                         left = gl.convert_layout(p.to(DTYPE), LEFT)
                         dv = warpgroup_mma(left, do_part, dv, is_async=True)
                         dp = warpgroup_mma_wait(1, [dp])
-                        delta = rows.deltas.index(stage).slice(n * PART, PART).load(COLS)[None, :]
+                        delta = rows.deltas.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
                         ds = (p * (dp - delta)).to(DTYPE)
                         dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q_part, dk, is_async=True)
                         dk, dv = warpgroup_mma_wait(0, [dk, dv])
                         parts = parts + (ds,)  # noqa: RUF005
                     ds = parts[0]
-                    if PART < 64:
+                    if PIECE < 64:
                         ds = gl.join(parts[0], parts[1]).permute((0, 2, 1)).reshape([64, 64])
                     mbarrier.wait(ds_empty, (stored & 1) ^ 1)
                     ds_tile.store(ds)
