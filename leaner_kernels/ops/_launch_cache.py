@@ -9,6 +9,7 @@ Triton compiled for as aligned.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -97,14 +98,14 @@ class Scratch(NamedTuple):
 
     Attributes:
         pointer: the kernel's argument.
-        target: the result that the buffer is reduced to.
+        target: the result that the buffer is reduced to, if any is.
         reduce: called with the buffer and the target after the launch.
         zero: whether the kernel expects zeros.
     """
 
     pointer: str
-    target: str
-    reduce: Callable[[Tensor, Tensor], None]
+    target: str | None = None
+    reduce: Callable[[Tensor, Tensor], None] | None = None
     zero: bool = False
 
 
@@ -150,24 +151,40 @@ class Launch(NamedTuple):
             kernel reads a copy of an operand, which a later call would have to make again.
         """
         compiled, scratch = self.start(), self.scratch
-        if scratch is not None:
+        if scratch is not None and scratch.reduce is not None and scratch.target is not None:
             scratch.reduce(self.arguments[scratch.pointer], results[scratch.target])
         if compiled is None:
             return None
         places, buffers = {}, {**operands, **results}
         position = {name: number for number, name in enumerate(buffers)}
         for pointer, name in pointers.items():
-            value = self.arguments.get(pointer)
-            tensor = value[0] if isinstance(value, tuple) else value
-            if not isinstance(tensor, Tensor):
+            tensor = _tensor_of(self.arguments.get(pointer))
+            if tensor is None:
                 continue
             buffer = buffers[name]
             assert buffer is not None
             if buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
                 return None
             places[pointer] = position[name], tensor.data_ptr() - buffer.data_ptr()
-        target = 0 if scratch is None else list(results).index(scratch.target)
+        target = 0
+        if scratch is not None and scratch.target is not None:
+            target = list(results).index(scratch.target)
         return CachedLaunch(compiled, self, places, target)
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    """Return the tensor of an argument: a tensor, a view, or a descriptor of Triton's for TMA."""
+    value = value[0] if isinstance(value, tuple) else getattr(value, "base", value)
+    return value if isinstance(value, Tensor) else None
+
+
+class _Address(NamedTuple):
+    """The address of a tensor, in place of the tensor that a descriptor names."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class CachedLaunch:
@@ -195,6 +212,7 @@ class CachedLaunch:
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
         self._pointers: list[tuple[int, int, int]] = []
         self._views: list[tuple[int, int, int, tuple[Any, ...]]] = []
+        self._descriptors: list[tuple[int, int, int, Any]] = []
         self._scratch = None
         scratch = launch.scratch
         for place, name in enumerate(names, start=len(before)):
@@ -207,6 +225,10 @@ class CachedLaunch:
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
                 _, *strides = value
                 self._views.append((place, *places[name], tuple(strides)))
+            elif _tensor_of(value) is not None:
+                descriptor: Any = copy(value)
+                descriptor.base = None
+                self._descriptors.append((place, *places[name], descriptor))
             else:
                 continue
             self._arguments[place] = None  # so that the entry keeps no tensor alive
@@ -218,6 +240,9 @@ class CachedLaunch:
             arguments[place] = addresses[position] + offset
         for place, position, offset, strides in self._views:
             arguments[place] = (addresses[position] + offset,) + strides  # noqa: RUF005 - faster
+        for place, position, offset, descriptor in self._descriptors:
+            arguments[place] = described = copy(descriptor)
+            described.base = _Address(addresses[position] + offset)
         if self._scratch is None:
             self._start(arguments)
             return
@@ -226,7 +251,8 @@ class CachedLaunch:
         allocate = target.new_zeros if self._zero else target.new_empty
         scratch = arguments[place] = allocate(shape, dtype=dtype)
         self._start(arguments)
-        self._reduce(scratch, target)
+        if self._reduce is not None:
+            self._reduce(scratch, target)
 
 
 def _starter(

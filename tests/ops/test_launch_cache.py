@@ -73,6 +73,31 @@ def test_a_second_launch_takes_the_new_addresses_and_keeps_the_strides() -> None
     assert kernel.fast == [(7, (16, 12, 4, 1), 32, 16, None)]
 
 
+class Descriptor:
+    """As Triton's of a tensor that TMA copies: ``base`` is the tensor."""
+
+    def __init__(self, base: Any, shape: list[int]) -> None:
+        self.base, self.shape = base, shape
+
+
+def test_a_descriptor_of_a_second_launch_names_the_new_address_and_keeps_no_tensor() -> None:
+    kernel, whole = Kernel(), torch.empty(8)
+    alive = weakref.ref(whole)
+    arguments = {"x_ptr": Descriptor(whole[2:], [6]), "y_ptr": None, "z_ptr": None}
+    launch = Launch(kernel, (5,), arguments | {"stride": 7, "BLOCK": 16})
+    entry = launch.first({"x_ptr": "x"}, {"x": whole}, {})
+    assert entry is not None
+    arguments.clear()
+    kernel.slow.clear()
+    del whole, launch
+    assert alive() is None
+    entry.run([160], [])
+    entry.run([320], [])
+    described = [launch[1] for launch in kernel.fast]
+    assert [one.base.data_ptr() for one in described] == [160 + 8, 320 + 8]
+    assert [one.shape for one in described] == [[6], [6]]
+
+
 def test_a_pointer_into_an_operand_keeps_its_distance() -> None:
     kernel, whole = Kernel(), torch.empty(8)
     arguments = {"x_ptr": whole[2:], "y_ptr": whole[6:], "z_ptr": None, "stride": 7, "BLOCK": 16}
@@ -131,6 +156,19 @@ def test_each_launch_gets_scratch_of_its_own_and_an_entry_keeps_no_tensor_alive(
     assert all(result is target for _, result in reduced)
     assert {(buffer.shape, buffer.dtype) for buffer in made} == {((2, 3), torch.float16)}
     assert made[0].data_ptr() != made[1].data_ptr()
+
+
+def test_scratch_that_is_no_part_of_a_result_is_new_at_every_launch() -> None:
+    kernel = Kernel()
+    entry = first(
+        kernel, torch.empty(4), torch.empty(4), scratch=Scratch("z_ptr"), z=torch.empty(2, 3)
+    )
+    assert entry is not None
+    for _ in range(2):
+        entry.run([16, 32], [torch.empty(4)])
+    one, other = (launch[-1] for launch in kernel.fast)
+    assert one.shape == other.shape == (2, 3)
+    assert one.data_ptr() != other.data_ptr()
 
 
 def test_scratch_that_must_be_zero_is_zero_at_every_launch() -> None:

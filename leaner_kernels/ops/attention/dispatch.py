@@ -206,7 +206,7 @@ def prepare_backward(grad: Tensor, call: Call, saved: Results, gradients: Any) -
         scratch = Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True)
     prepare = module_of(kernel).prepare_backward
     launch: Launch = prepare(tile, grad, call, saved, Gradients(dq, dk, dv, ds))
-    return launch._replace(scratch=scratch)
+    return launch._replace(scratch=scratch or launch.scratch)
 
 
 def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:

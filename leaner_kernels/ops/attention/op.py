@@ -146,6 +146,13 @@ _SEPARATE = {
 }
 
 
+def _with_descriptors(pointers: dict[str, str]) -> dict[str, str]:
+    """Add the names of arguments that are TMA descriptors in place of views."""
+    views = {name: tensor for name, tensor in pointers.items() if name.endswith("_view")}
+    described = {f"{name.removesuffix('_view')}_desc": tensor for name, tensor in views.items()}
+    return pointers | described
+
+
 class Dense(SoftmaxAttention):
     """Query, key and value (B, H, N, D)."""
 
@@ -155,7 +162,7 @@ class Dense(SoftmaxAttention):
     Arguments, Gradients = Call, DenseGradients
     optional_gradient = "attn_mask"
     cast = 4
-    pointers: Mapping[str, str] = {**_POINTERS, **_SEPARATE}
+    pointers: Mapping[str, str] = _with_descriptors({**_POINTERS, **_SEPARATE})
 
     @staticmethod
     def shapes(arguments: Call) -> Shapes:
@@ -196,15 +203,17 @@ class Packed(SoftmaxAttention):
     tensors: Mapping[str, str] = PACKED_TENSORS
     numbers: Mapping[str, str] = PACKED_NUMBERS
     Arguments, Gradients = PackedArguments, PackedGradients
-    pointers: Mapping[str, str] = {
-        **_POINTERS,
-        "q_view": "qkv",
-        "k_view": "qkv",
-        "v_view": "qkv",
-        "dq_view": "dqkv",
-        "dk_view": "dqkv",
-        "dv_view": "dqkv",
-    }
+    pointers: Mapping[str, str] = _with_descriptors(
+        {
+            **_POINTERS,
+            "q_view": "qkv",
+            "k_view": "qkv",
+            "v_view": "qkv",
+            "dq_view": "dqkv",
+            "dk_view": "dqkv",
+            "dv_view": "dqkv",
+        }
+    )
     cast = 1
 
     @staticmethod

@@ -29,7 +29,7 @@ from ..._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from ..._launch_cache import Launch
+from ..._launch_cache import Launch, Scratch
 from ..._tiles import Tile, Tiles, block_dim, rule
 from ..._triton import LOG2_E
 from ...route import Results
@@ -158,10 +158,10 @@ def _fwd_producer(
     work,
     CAUSAL: gl.constexpr,
     GROUP: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
 ):
     """Copy Q of each block, and K and V of the keys that it sees."""
+    STAGES: gl.constexpr = keys.full.shape[0]
+    ROWS: gl.constexpr = queries.tiles.shape[0] * 32
     PER_CONSUMER: gl.constexpr = ROWS // 128
     copied = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -198,8 +198,7 @@ def _finish_rows(
     start,
     scoring,
     scale,
-    max_log_sum_ptr,
-    lse_ptr,
+    saved,
     STATS: gl.constexpr,
 ):
     """Write a tile of the output to shared memory, and the row statistics; return its ``Sums``."""
@@ -212,8 +211,8 @@ def _finish_rows(
     inside = rows < scoring.N
     own = head.to(gl.int64) * scoring.N + rows
     log_sum = common.store_row_statistics(
-        max_log_sum_ptr=max_log_sum_ptr,
-        lse_ptr=lse_ptr,
+        max_log_sum_ptr=saved.max_log_sum_ptr,
+        lse_ptr=saved.lse_ptr,
         rows=own,
         row_max=row_max,
         divisor=divisor,
@@ -225,7 +224,7 @@ def _finish_rows(
     )
     sums = common.no_sums(64, ROWS)
     if STATS:
-        gl.store(lse_ptr + own, row_max * scale + log_sum, mask=inside)
+        gl.store(saved.lse_ptr + own, row_max * scale + log_sum, mask=inside)
         sums = common.sums_of_rows(
             row_max,
             divisor,
@@ -244,19 +243,17 @@ def _fwd_consumer(
     keys,
     work,
     scale,
-    max_log_sum_ptr,
-    lse_ptr,
+    saved,
     parts_ptr,
     CONSUMER: gl.constexpr,
-    D: gl.constexpr,
     CAUSAL: gl.constexpr,
     HIDES: gl.constexpr,
-    STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
     TAIL: gl.constexpr,
 ):
     """Compute every second tile of 64 rows of each block."""
-    DTYPE: gl.constexpr = out_desc.dtype
+    D: gl.constexpr = out_desc.block_type.shape[3]
+    STAGES: gl.constexpr = keys.full.shape[0]
+    ROWS: gl.constexpr = queries.tiles.shape[0] * 32
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -374,8 +371,7 @@ def _fwd_consumer(
             start=first,
             scoring=scoring,
             scale=scale,
-            max_log_sum_ptr=max_log_sum_ptr,
-            lse_ptr=lse_ptr,
+            saved=saved,
             STATS=STATS,
         )
         if PER_CONSUMER == 2:
@@ -386,8 +382,7 @@ def _fwd_consumer(
                 start=first + 128,
                 scoring=scoring,
                 scale=scale,
-                max_log_sum_ptr=max_log_sum_ptr,
-                lse_ptr=lse_ptr,
+                saved=saved,
                 STATS=STATS,
             )
             if STATS:
@@ -455,52 +450,18 @@ def _hopper_tma_fwd_kernel(
     keys = Ring(tiles, full, empty)
     fence_async_shared()
     work = Work(H, N, heads, blocks, lengths_ptr)
+    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     gl.warp_specialize(
         [
             (
                 _fwd_consumer,
-                (
-                    out_desc,
-                    queries,
-                    keys,
-                    work,
-                    scale,
-                    max_log_sum_ptr,
-                    lse_ptr,
-                    parts_ptr,
-                    0,
-                    BLOCK_D,
-                    CAUSAL,
-                    HIDES,
-                    STAGES,
-                    ROWS,
-                    TAIL,
-                ),
+                (out_desc, queries, keys, work, scale, saved, parts_ptr, 0, CAUSAL, HIDES, TAIL),
             ),
             (
                 _fwd_consumer,
-                (
-                    out_desc,
-                    queries,
-                    keys,
-                    work,
-                    scale,
-                    max_log_sum_ptr,
-                    lse_ptr,
-                    parts_ptr,
-                    1,
-                    BLOCK_D,
-                    CAUSAL,
-                    HIDES,
-                    STAGES,
-                    ROWS,
-                    TAIL,
-                ),
+                (out_desc, queries, keys, work, scale, saved, parts_ptr, 1, CAUSAL, HIDES, TAIL),
             ),
-            (
-                _fwd_producer,
-                (q_desc, k_desc, v_desc, queries, keys, work, CAUSAL, GROUP, STAGES, ROWS),
-            ),
+            (_fwd_producer, (q_desc, k_desc, v_desc, queries, keys, work, CAUSAL, GROUP)),
         ],
         [4, 1],
         [REGISTERS, 24],
@@ -509,11 +470,13 @@ def _hopper_tma_fwd_kernel(
 
 # --- Backward -------------------------------------------------------------------------------------
 #
-# A program owns a head: no other adds to its gradients. Blocks of keys pass one after the other, and
-# over each pass the tiles of rows. A consumer owns tiles of keys, and sums their dK and dV in
-# registers. A third warpgroup, for rows, computes delta = sum(dO O) ahead of the consumers, and
-# multiplies dS, which these leave in shared memory, with K: dQ of a tile of rows is complete after
-# one block, or is added up over the blocks in their order. The result is bitwise deterministic.
+# A program owns a head: no other adds to its gradients. Blocks of keys pass one after the other,
+# and for each all tiles of rows. A consumer owns tiles of keys, and sums their dK and dV in its
+# registers. A third warpgroup serves the rows. It computes delta = sum(dO O) ahead of the
+# consumers, and multiplies dS, which they leave in shared memory, with K. One block completes dQ of
+# a tile of rows; several are added up in their order. The result is bitwise deterministic.
+#
+# These are five products for each pair of tiles. Kernels with two passes compute S and dP twice.
 
 
 class Rows(NamedTuple):
@@ -574,12 +537,12 @@ def _bwd_producer(
     keys,
     work,
     CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    KEYS: gl.constexpr,
 ):
     """Copy K and V of each block of keys, and Q, dO and O of the rows that see it."""
-    TILES: gl.constexpr = KEYS // 64
+    STAGES: gl.constexpr = rows.full.shape[0]
+    SLOTS: gl.constexpr = keys.full.shape[0]
+    TILES: gl.constexpr = keys.k_tiles.shape[0] // SLOTS
+    KEYS: gl.constexpr = TILES * 64
     num_tiles = (work.N + 63) // 64
     copied = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -612,23 +575,21 @@ def _bwd_consumer(
     dv_desc,
     rows,
     keys,
-    ds_tile,
-    ds_full,
-    ds_empty,
+    ds,
     work,
     scale,
     CONSUMER: gl.constexpr,
-    D: gl.constexpr,
     CAUSAL: gl.constexpr,
     HIDES: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    KEYS: gl.constexpr,
 ):
     """Compute dK and dV of every second tile of keys, and dS for the warpgroup of the rows."""
+    D: gl.constexpr = dk_desc.block_type.shape[3]
     DTYPE: gl.constexpr = dk_desc.dtype
-    TILES: gl.constexpr = KEYS // 64
-    OWN: gl.constexpr = KEYS // 128
+    STAGES: gl.constexpr = rows.full.shape[0]
+    SLOTS: gl.constexpr = keys.full.shape[0]
+    TILES: gl.constexpr = keys.k_tiles.shape[0] // SLOTS
+    KEYS: gl.constexpr = TILES * 64
+    OWN: gl.constexpr = TILES // 2
     # Rows at once: more would spill.
     PIECE: gl.constexpr = 64 if D * OWN < 128 else 32
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
@@ -680,17 +641,17 @@ def _bwd_consumer(
                         dv = warpgroup_mma(left, do_part, dv, is_async=True)
                         dp = warpgroup_mma_wait(1, [dp])
                         delta = rows.deltas.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
-                        ds = (p * (dp - delta)).to(DTYPE)
-                        dk = warpgroup_mma(gl.convert_layout(ds, LEFT), q_part, dk, is_async=True)
+                        grad = (p * (dp - delta)).to(DTYPE)
+                        dk = warpgroup_mma(gl.convert_layout(grad, LEFT), q_part, dk, is_async=True)
                         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-                        parts = parts + (ds,)  # noqa: RUF005
-                    ds = parts[0]
+                        parts = parts + (grad,)  # noqa: RUF005
+                    grad = parts[0]
                     if PIECE < 64:
-                        ds = gl.join(parts[0], parts[1]).permute((0, 2, 1)).reshape([64, 64])
-                    mbarrier.wait(ds_empty, (stored & 1) ^ 1)
-                    ds_tile.store(ds)
+                        grad = gl.join(parts[0], parts[1]).permute((0, 2, 1)).reshape([64, 64])
+                    mbarrier.wait(ds.empty.index(CONSUMER), (stored & 1) ^ 1)
+                    ds.tiles.index(CONSUMER).store(grad)
                     fence_async_shared()
-                    mbarrier.arrive(ds_full, count=1)
+                    mbarrier.arrive(ds.full.index(CONSUMER), count=1)
                     stored += 1
                     after = after + (dk, dv)  # noqa: RUF005
                 grads = after
@@ -745,26 +706,21 @@ def _bwd_rows(
     dq_desc,
     rows,
     keys,
-    ds_tiles,
-    ds_full,
-    ds_empty,
+    ds,
     work,
     scale,
-    max_log_sum_ptr,
-    lse_ptr,
+    saved,
     sums_ptr,
-    D: gl.constexpr,
     CAUSAL: gl.constexpr,
-    STAGES: gl.constexpr,
-    SLOTS: gl.constexpr,
-    KEYS: gl.constexpr,
 ):
     """Prepare tiles of rows for the consumers, and compute dQ from their dS."""
-    DTYPE: gl.constexpr = dq_desc.dtype
-    TILES: gl.constexpr = KEYS // 64
+    STAGES: gl.constexpr = rows.full.shape[0]
+    SLOTS: gl.constexpr = keys.full.shape[0]
+    TILES: gl.constexpr = keys.k_tiles.shape[0] // SLOTS
+    KEYS: gl.constexpr = TILES * 64
+    D: gl.constexpr = dq_desc.block_type.shape[3]
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     LAYOUT: gl.constexpr = common.copy_layout(D)
-    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     factor = scale * LOG2_E
     num_tiles = (work.N + 63) // 64
     done = gl.to_tensor(0)
@@ -790,12 +746,12 @@ def _bwd_rows(
                 stage, _ = ring_stage(done, STAGES)
                 dq = gl.zeros([64, D], gl.float32, GRADS)
                 for t in gl.static_range(TILES):
-                    mbarrier.wait(ds_full.index(t % 2), (taken + t // 2) & 1)
+                    mbarrier.wait(ds.full.index(t % 2), (taken + t // 2) & 1)
                     k = tile_of(keys.k_tiles.index(slot * TILES + t))
-                    ds = ds_tiles.index(t % 2).permute((1, 0))
-                    dq = warpgroup_mma(ds, k, dq, is_async=True)
+                    left = ds.tiles.index(t % 2).permute((1, 0))
+                    dq = warpgroup_mma(left, k, dq, is_async=True)
                     dq = warpgroup_mma_wait(0, [dq])
-                    mbarrier.arrive(ds_empty.index(t % 2), count=1)
+                    mbarrier.arrive(ds.empty.index(t % 2), count=1)
                 taken += TILES // 2
                 if sums_ptr is not None:
                     # A thread adds to what it wrote itself: no order among threads is needed.
@@ -884,89 +840,18 @@ def _hopper_tma_bwd_kernel(
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     init_ring(ds_full, ds_empty, 2, 1)
+    ds = Ring(ds_tiles, ds_full, ds_empty)
     fence_async_shared()
     work = Work(H, N, heads, blocks, lengths_ptr)
+    saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
     gl.warp_specialize(
         [
-            (
-                _bwd_consumer,
-                (
-                    dk_desc,
-                    dv_desc,
-                    rows,
-                    keys,
-                    ds_tiles.index(0),
-                    ds_full.index(0),
-                    ds_empty.index(0),
-                    work,
-                    scale,
-                    0,
-                    BLOCK_D,
-                    CAUSAL,
-                    HIDES,
-                    STAGES,
-                    SLOTS,
-                    KEYS,
-                ),
-            ),
-            (
-                _bwd_consumer,
-                (
-                    dk_desc,
-                    dv_desc,
-                    rows,
-                    keys,
-                    ds_tiles.index(1),
-                    ds_full.index(1),
-                    ds_empty.index(1),
-                    work,
-                    scale,
-                    1,
-                    BLOCK_D,
-                    CAUSAL,
-                    HIDES,
-                    STAGES,
-                    SLOTS,
-                    KEYS,
-                ),
-            ),
-            (
-                _bwd_rows,
-                (
-                    dq_desc,
-                    rows,
-                    keys,
-                    ds_tiles,
-                    ds_full,
-                    ds_empty,
-                    work,
-                    scale,
-                    max_log_sum_ptr,
-                    lse_ptr,
-                    sums_ptr,
-                    BLOCK_D,
-                    CAUSAL,
-                    STAGES,
-                    SLOTS,
-                    KEYS,
-                ),
-            ),
+            (_bwd_consumer, (dk_desc, dv_desc, rows, keys, ds, work, scale, 0, CAUSAL, HIDES)),
+            (_bwd_consumer, (dk_desc, dv_desc, rows, keys, ds, work, scale, 1, CAUSAL, HIDES)),
+            (_bwd_rows, (dq_desc, rows, keys, ds, work, scale, saved, sums_ptr, CAUSAL)),
             (
                 _bwd_producer,
-                (
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    do_desc,
-                    out_desc,
-                    rows,
-                    keys,
-                    work,
-                    CAUSAL,
-                    STAGES,
-                    SLOTS,
-                    KEYS,
-                ),
+                (q_desc, k_desc, v_desc, do_desc, out_desc, rows, keys, work, CAUSAL),
             ),
         ],
         [4, 4, 1],
@@ -1045,4 +930,5 @@ def prepare_backward(
     }
     arguments |= dict(**tile.arguments, blocks=blocks, sums_ptr=sums)
     _describe_arguments(_hopper_tma_bwd_kernel, arguments, tensors)
-    return Launch(_hopper_tma_bwd_kernel, (programs,), arguments)
+    scratch = None if sums is None else Scratch("sums_ptr")
+    return Launch(_hopper_tma_bwd_kernel, (programs,), arguments, scratch)
