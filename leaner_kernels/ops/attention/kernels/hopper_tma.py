@@ -39,28 +39,21 @@ from .gluon_tiles import Dropout, Mask, RowState, Scoring
 from .hopper import paired_step, step
 
 H200_SMS = 132
+SLOTS = 2  # blocks of K and V on chip in a backward
 TAILS = 16, 32  # keys of a product narrower than a tile
-_TAKES = "padded_dim", "shared"
 
-# For calls with as many rows as keys. A forward's block has ROWS rows, a backward's KEYS keys, half
-# of them for each of two warpgroups.
+# For calls with as many rows as keys. STAGES are those of the ring of tiles. REGISTERS are those of a
+# thread of a consumer.
 FORWARD_TILES = Tiles(
     "hopper_tma_forward",
-    rule(dim=64, tokens=128, takes=_TAKES, ROWS=128, STAGES=8, REGISTERS=240),
-    rule(dim=64, tokens=4096, takes=_TAKES, ROWS=256, STAGES=8, REGISTERS=240),
+    rule(dim=64, tokens=4096, takes=("padded_dim", "shared"), STAGES=8, REGISTERS=240),
     num_warps=4,
 )
-STATISTICS_TILES = Tiles(
-    "hopper_tma_forward_statistics",
-    rule(dim=64, tokens=128, takes=_TAKES, ROWS=128, STAGES=8, REGISTERS=240),
-    rule(dim=64, tokens=4096, takes=_TAKES, ROWS=256, STAGES=8, REGISTERS=240),
-    num_warps=4,
-)
+STATISTICS_TILES = Tiles("hopper_tma_forward_statistics", *FORWARD_TILES.rules)
 BACKWARD_TILES = Tiles(
     "hopper_tma_backward",
-    rule(dim=64, tokens=128, takes=("padded_dim",), KEYS=128, STAGES=4, SLOTS=2, REGISTERS=208),
-    rule(dim=32, tokens=4096, takes=("padded_dim",), KEYS=256, STAGES=4, SLOTS=2, REGISTERS=208),
-    rule(dim=64, tokens=4096, takes=("padded_dim",), KEYS=256, STAGES=2, SLOTS=2, REGISTERS=208),
+    rule(dim=32, tokens=4096, takes=("padded_dim",), STAGES=4, REGISTERS=208),
+    rule(dim=64, tokens=4096, takes=("padded_dim",), STAGES=2, REGISTERS=208),
     num_warps=4,
 )
 
@@ -883,6 +876,11 @@ def _describe_arguments(kernel: Any, arguments: dict[str, Any], tensors: dict[st
         del arguments[name]
 
 
+def block_size(tokens: int) -> int:
+    """Return the rows of a forward's block, or the keys of a backward's: two or four tiles."""
+    return 128 if tokens <= 128 else 256
+
+
 def num_programs(device: torch.device, work: int) -> int:
     """Return the number of programs that share ``work``: at most one on each SM."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -898,7 +896,8 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = forward_arguments(_hopper_tma_fwd_kernel, call, results)
-    blocks = triton.cdiv(tokens, tile["ROWS"])
+    rows = block_size(tokens)
+    blocks = triton.cdiv(tokens, rows)
     parts = None
     if results.stats is not None:
         shape = batch, heads, 2 * blocks, NUM_SUMS
@@ -907,7 +906,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     # A causal mask, and lengths, hide keys of any tile.
     uniform = call.key_lengths is None and not call.is_causal
     tail = next((size for size in TAILS if tokens % 64 <= size), 64) if uniform else 64
-    arguments |= dict(**tile.arguments, blocks=blocks, parts_ptr=parts, TAIL=tail)
+    arguments |= dict(**tile.arguments, ROWS=rows, TAIL=tail, blocks=blocks, parts_ptr=parts)
     _describe_arguments(_hopper_tma_fwd_kernel, arguments, tensors)
     programs = num_programs(call.query.device, batch * heads * blocks)
     return Launch(_hopper_tma_fwd_kernel, (programs,), arguments)
@@ -919,7 +918,8 @@ def prepare_backward(
     """Return the launch that writes dq, dk, dv (B, H, N, D)."""
     batch, heads, tokens, _ = call.query.shape
     arguments = backward_arguments(_hopper_tma_bwd_kernel, grad, call, saved, gradients)
-    blocks, programs = triton.cdiv(tokens, tile["KEYS"]), num_programs(grad.device, batch * heads)
+    keys, programs = block_size(tokens), num_programs(grad.device, batch * heads)
+    blocks = triton.cdiv(tokens, keys)
     sums = None
     if blocks > 1:
         shape = programs, triton.cdiv(tokens, 64) * 64, arguments["BLOCK_D"]
@@ -928,7 +928,7 @@ def prepare_backward(
         **{"q": call.query, "k": call.key, "v": call.value, "do": grad, "out": saved.out},
         **{"dq": gradients.dq, "dk": gradients.dk, "dv": gradients.dv},
     }
-    arguments |= dict(**tile.arguments, blocks=blocks, sums_ptr=sums)
+    arguments |= dict(**tile.arguments, KEYS=keys, SLOTS=SLOTS, blocks=blocks, sums_ptr=sums)
     _describe_arguments(_hopper_tma_bwd_kernel, arguments, tensors)
     scratch = None if sums is None else Scratch("sums_ptr")
     return Launch(_hopper_tma_bwd_kernel, (programs,), arguments, scratch)
