@@ -45,7 +45,7 @@ class Execution:
     Attributes:
         program: what was executed; ``counts`` holds an entry of each of its instructions.
         grid: programs of the launch.
-        findings: what was found, the first thousand.
+        findings: what was found, the first thousand less one and the last.
         found: how often, by what.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
@@ -167,9 +167,7 @@ _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # machine.h; 0
 
 
 def _expand(arguments: dict[str, Any], metadata: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what the kernel's parameters are, a tensor descriptor as Triton's launcher hands it over.
-
-    That is its tensor map, its shape and its strides.
+    """Yield the kernel's parameters: of a tensor descriptor its tensor map, shape and strides.
 
     Raises:
         ptx.UnsupportedError: a descriptor is one of im2col or of TF32, or the GPU has no TMA.
@@ -195,33 +193,31 @@ def _expand(arguments: dict[str, Any], metadata: Any) -> Iterator[tuple[str, Any
 
 
 def _tensor_maps(arguments: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the tensor maps of a launch, and its arguments with their addresses.
+    """Return the tensor maps of a launch, and its arguments with the addresses that csrc/bulk.h has.
 
     Raises:
         ExecutionError: TMA cannot take a tensor: its address or a stride is no multiple of 16
             bytes, or rows of a box are not as wide as the pattern of its swizzle.
     """
-    boxed = [value for value in arguments.values() if isinstance(value, TensorBoxes)]
+    values = list(arguments.values())
+    boxed = [n for n, value in enumerate(values) if isinstance(value, TensorBoxes)]
     maps = (library.TensorMap * max(1, len(boxed)))()
-    values, addresses = [], iter(maps)
-    for name, value in arguments.items():
-        if not isinstance(value, TensorBoxes):
-            values.append(value)
-            continue
-        found, size = next(addresses), value.tensor.element_size()
+    for number, (found, place) in enumerate(zip(maps, boxed), start=1):
+        value, name = values[place], list(arguments)[place]
+        size, rank = value.tensor.element_size(), len(value.shape)
         strides = [stride * size for stride in value.strides]
         row = value.box[-1] * size
         if value.tensor.data_ptr() % 16 or any(stride % 16 for stride in strides[:-1]):
             raise ExecutionError(f"{name}: TMA needs multiples of 16 bytes, got strides {strides}")
         if strides[-1] != size or row % 16 or (value.swizzle and row != value.swizzle):
             raise ExecutionError(f"{name}: TMA cannot copy rows of {row} bytes, {value.swizzle=}")
-        found.base, found.size, found.rank = value.tensor.data_ptr(), size, len(value.shape)
-        found.dims[: found.rank] = value.shape[::-1]
-        found.strides[: found.rank] = strides[::-1]
-        found.box[: found.rank] = value.box[::-1]
+        found.base, found.size, found.rank = value.tensor.data_ptr(), size, rank
+        found.dims[:rank] = value.shape[::-1]
+        found.strides[:rank] = strides[::-1]
+        found.box[:rank] = value.box[::-1]
         found.swizzle, found.nan = value.swizzle, value.nan
         found.kind = _KINDS.get(value.tensor.dtype, 0)
-        values.append(ctypes.addressof(found))
+        values[place] = number * ctypes.sizeof(found)
     return maps, values
 
 
@@ -293,6 +289,8 @@ def execute(
         last = f"; {findings[-1]}" if findings else ""
         if waiting := [f for f in findings if f.what == DEADLOCK]:
             last = "".join(dict.fromkeys(f"; [{f.where}] {f.instruction}" for f in waiting))
+            if waiting[0] is not findings[0]:
+                last += f"; before: {findings[0]}"
         raise ExecutionError(f"{program.kernel.name}: {job.error.decode()}{last}")
     return Execution(
         program,

@@ -105,8 +105,8 @@ def parse(text: str) -> Kernel:
                     statement = statement[label.end() :].strip()
                 if not statement:
                     continue
-                if inside:
-                    statement = _WORD.sub(lambda word: local.get(word[0], word[0]), statement)
+                for name, renamed in local.items():
+                    statement = re.sub(rf"(?<![\w$%]){name}(?![\w$])", renamed, statement)
                 found = _statement(statement, file, line)
                 if inside and found.opcode.startswith("bra"):
                     found = found._replace(operands=(f"{found.operands[0]}@{blocks}",))
@@ -122,9 +122,6 @@ def parse(text: str) -> Kernel:
         tables,
         files,
     )
-
-
-_WORD = re.compile(r"%?[\w$]+")
 
 
 def _block(text: str) -> str:

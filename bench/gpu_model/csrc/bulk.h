@@ -91,11 +91,12 @@ inline bool wait_for_phase(Machine& m, Warp& w, const Instruction& i, u32 mask) 
 
 // ---- TMA ----
 
+// Map n lies at address (n + 1) 128, in 32 bits too, as compilers pass addresses of parameters.
 inline const TensorMap& tensor_map(const Machine& m, u64 address) {
-  const u64 at = address - reinterpret_cast<u64>(m.job.maps);
-  if (at % sizeof(TensorMap) || at / sizeof(TensorMap) >= u64(m.job.num_maps))
+  const u64 number = address / sizeof(TensorMap) - 1;
+  if (address % sizeof(TensorMap) || number >= u64(m.job.num_maps))
     throw Fault("no tensor map where TMA is given one");
-  return m.job.maps[at / sizeof(TensorMap)];
+  return m.job.maps[number];
 }
 
 // Rows of 128, 64 or 32 bytes have their pieces of 16 exchanged, as wgmma expects them.

@@ -62,10 +62,11 @@ class Machine {
     return u32(agent);
   }
 
+  // Where there is no place left, the last report is overwritten.
   void report(Finding finding, const Warp& w, int lane, u64 address, int other = -1) {
     job.found[finding]++;
-    if (job.num_reports < job.max_reports)
-      job.reports[job.num_reports++] = {finding, s32(now - job.code), s32(w.id), lane,
+    if (job.num_reports < job.max_reports) job.num_reports++;
+    job.reports[job.num_reports - 1] = {finding, s32(now - job.code), s32(w.id), lane,
                                         s32(program), other, address};
   }
   [[noreturn]] void stop(Finding finding, const Warp& w, int lane, u64 address) {
@@ -239,7 +240,7 @@ class Machine {
     if (reading_[at / 16]) return report(WGMMA_READS, w, lane, at);
     if (storing_[at / 16]) return report(STORE_READS, w, lane, at);
     const View& view = views[w.id];
-    if (u32 other = readers_.unseen(asynchronous_[at / 16], view))
+    if (u32 other = readers_.missing(asynchronous_[at / 16], view.seen))
       return report(WRITE_AFTER_READ, w, lane, at, warp_of(other));
     readers_.drop(asynchronous_[at / 16]);
     for (u32 b = at; b < at + 16; b++) {
@@ -247,8 +248,10 @@ class Machine {
       const u32 before = written_[b];
       if (before && !view.has(before)) return report(unseen(before, WRITE_AFTER_WRITE), w, lane, b, warp_of(before));
       if (before && !fenced(before, view)) return report(TMA_PROXY_FENCE, w, lane, b, warp_of(before));
-      if (u32 other = readers_.unseen(read_[b], view))
+      if (u32 other = readers_.missing(read_[b], view.seen))
         return report(WRITE_AFTER_READ, w, lane, b, warp_of(other));
+      if (u32 other = readers_.missing(read_[b], view.fenced))
+        return report(TMA_PROXY_FENCE, w, lane, b, warp_of(other));
       readers_.drop(read_[b]);
       written_[b] = tag;
     }
@@ -328,7 +331,7 @@ class Machine {
       if (reading_[piece]) report(WGMMA_READS, w, lane, at);
       if constexpr (PARTITIONED) {
         if (storing_[piece]) report(STORE_READS, w, lane, at);
-        if (u32 other = readers_.unseen(asynchronous_[piece], views[w.id]))
+        if (u32 other = readers_.missing(asynchronous_[piece], views[w.id].seen))
           return report(WRITE_AFTER_READ, w, lane, at, warp_of(other));
         readers_.drop(asynchronous_[piece]);
       }
@@ -338,7 +341,7 @@ class Machine {
       if (!same && conflicts<PARTITIONED>(written_[b], me, w))
         return report(unseen(written_[b], WRITE_AFTER_WRITE), w, lane, b, warp_of(written_[b]));
       if constexpr (PARTITIONED) {
-        if (u32 other = readers_.unseen(read_[b], views[w.id]))
+        if (u32 other = readers_.missing(read_[b], views[w.id].seen))
           return report(WRITE_AFTER_READ, w, lane, b, warp_of(other));
         readers_.drop(read_[b]);
       } else if (is_others(read_[b], me)) {
@@ -443,7 +446,7 @@ class Machine {
         continue;
       }
       if (others) return report(READER_AND_WRITER, w, lane, address, program_of(reader));
-      if (u32 other = readers_.unseen(readers, view); other && !same)
+      if (u32 other = readers_.missing(readers, view.seen); other && !same)
         return report(WRITE_AFTER_READ, w, lane, address, warp_of(other));
       readers_.drop(readers);
       reader = 0;

@@ -13,17 +13,18 @@
 
 constexpr int AGENTS = 128;
 
-struct Clocks {
-  std::array<u32, AGENTS> at{};
-  void join(const Clocks& other) {
-    for (int n = 0; n < AGENTS; n++) at[n] = std::max(at[n], other.at[n]);
-  }
-};
-
 constexpr u32 SEVERAL = 255;  // in place of an agent: those of a set
 constexpr u32 tag_of(u32 clock, u32 agent) { return clock << 8 | (agent + 1); }
 constexpr u32 clock_of(u32 tag) { return tag >> 8; }
 constexpr int agent_of(u32 tag) { return int(tag & 255) - 1; }
+
+struct Clocks {
+  std::array<u32, AGENTS> at{};
+  bool has(u32 tag) const { return at[agent_of(tag)] >= clock_of(tag); }
+  void join(const Clocks& other) {
+    for (int n = 0; n < AGENTS; n++) at[n] = std::max(at[n], other.at[n]);
+  }
+};
 
 // What is handed over: everything seen, and what of it the asynchronous proxy sees too.
 struct View {
@@ -32,7 +33,7 @@ struct View {
     seen.join(other.seen);
     fenced.join(other.fenced);
   }
-  bool has(u32 tag) const { return seen.at[agent_of(tag)] >= clock_of(tag); }
+  bool has(u32 tag) const { return seen.has(tag); }
 };
 
 // The readers of a byte since its last write: one tag, or the number of a set of them.
@@ -42,11 +43,11 @@ class ReaderSets {
     sets_.clear();
     free_.clear();
   }
-  // A tag that the view has not seen, or 0.
-  u32 unseen(u32 readers, const View& view) const {
-    if ((readers & 255) != SEVERAL) return readers && !view.has(readers) ? readers : 0;
+  // A tag that these clocks are not as late as, or 0.
+  u32 missing(u32 readers, const Clocks& clocks) const {
+    if ((readers & 255) != SEVERAL) return readers && !clocks.has(readers) ? readers : 0;
     for (u32 tag : sets_[readers >> 8])
-      if (!view.has(tag)) return tag;
+      if (!clocks.has(tag)) return tag;
     return 0;
   }
   void add(u32& readers, u32 tag, const View& view) {
