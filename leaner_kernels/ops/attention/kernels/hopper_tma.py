@@ -520,6 +520,16 @@ def first_row_tile(block, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def sees_tile(work, block, tile, row_tile, KEYS: gl.constexpr, CAUSAL: gl.constexpr):
+    """Return whether some row of a tile sees some key of a tile of a block."""
+    first = block * KEYS + tile * 64
+    sees = first < work.N
+    if CAUSAL:
+        sees = sees & (first <= row_tile * 64)
+    return sees
+
+
+@gluon.jit
 def _bwd_producer(
     q_desc,
     k_desc,
@@ -613,39 +623,46 @@ def _bwd_consumer(
                 do = tile_of(rows.tiles.index(3 * stage + 1))
                 after = ()
                 for t in gl.static_range(OWN):
-                    k = tile_of(keys.k_tiles.index(slot * TILES + CONSUMER + 2 * t))
-                    v = tile_of(keys.v_tiles.index(slot * TILES + CONSUMER + 2 * t))
                     dk, dv = grads[2 * t], grads[2 * t + 1]
-                    parts = ()
-                    for n in gl.static_range(64 // PIECE):
-                        q_part, do_part = q.slice(n * PIECE, PIECE), do.slice(n * PIECE, PIECE)
-                        s, dp = common.start_products(k, v, q_part, do_part, zero)  # (keys, rows)
-                        lse = rows.lses.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
-                        s = warpgroup_mma_wait(1, [s])
-                        p = gl.exp2(common.exponents_of(s, lse, factor, False))
-                        if HIDES or CAUSAL:
-                            key = block * KEYS + (CONSUMER + 2 * t) * 64
-                            key += gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
-                            row = (i * 64 + n * PIECE + gl.arange(0, PIECE, COLS))[None, :]
-                            # Before dS is taken: P of a hidden key may overflow.
-                            visible = limit if HIDES else None
-                            p = common.mask_scores(p, row, key, visible, CAUSAL, 0.0)
-                        left = gl.convert_layout(p.to(DTYPE), LEFT)
-                        dv = warpgroup_mma(left, do_part, dv, is_async=True)
-                        dp = warpgroup_mma_wait(1, [dp])
-                        delta = rows.deltas.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
-                        grad = (p * (dp - delta)).to(DTYPE)
-                        dk = warpgroup_mma(gl.convert_layout(grad, LEFT), q_part, dk, is_async=True)
-                        dk, dv = warpgroup_mma_wait(0, [dk, dv])
-                        parts = parts + (grad,)  # noqa: RUF005
-                    grad = parts[0]
-                    if PIECE < 64:
-                        grad = gl.join(parts[0], parts[1]).permute((0, 2, 1)).reshape([64, 64])
-                    mbarrier.wait(ds.empty.index(CONSUMER), (stored & 1) ^ 1)
-                    ds.tiles.index(CONSUMER).store(grad)
-                    fence_async_shared()
-                    mbarrier.arrive(ds.full.index(CONSUMER), count=1)
-                    stored += 1
+                    if sees_tile(work, block, CONSUMER + 2 * t, i, KEYS, CAUSAL):
+                        k = tile_of(keys.k_tiles.index(slot * TILES + CONSUMER + 2 * t))
+                        v = tile_of(keys.v_tiles.index(slot * TILES + CONSUMER + 2 * t))
+                        parts = ()
+                        for n in gl.static_range(64 // PIECE):
+                            q_part, do_part = q.slice(n * PIECE, PIECE), do.slice(n * PIECE, PIECE)
+                            s, dp = common.start_products(
+                                k, v, q_part, do_part, zero
+                            )  # (keys, rows)
+                            lse = rows.lses.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
+                            s = warpgroup_mma_wait(1, [s])
+                            p = gl.exp2(common.exponents_of(s, lse, factor, False))
+                            if HIDES or CAUSAL:
+                                key = block * KEYS + (CONSUMER + 2 * t) * 64
+                                key += gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
+                                row = (i * 64 + n * PIECE + gl.arange(0, PIECE, COLS))[None, :]
+                                # Before dS is taken: P of a hidden key may overflow.
+                                visible = limit if HIDES else None
+                                p = common.mask_scores(p, row, key, visible, CAUSAL, 0.0)
+                            left = gl.convert_layout(p.to(DTYPE), LEFT)
+                            dv = warpgroup_mma(left, do_part, dv, is_async=True)
+                            dp = warpgroup_mma_wait(1, [dp])
+                            delta = (
+                                rows.deltas.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
+                            )
+                            grad = (p * (dp - delta)).to(DTYPE)
+                            dk = warpgroup_mma(
+                                gl.convert_layout(grad, LEFT), q_part, dk, is_async=True
+                            )
+                            dk, dv = warpgroup_mma_wait(0, [dk, dv])
+                            parts = parts + (grad,)  # noqa: RUF005
+                        grad = parts[0]
+                        if PIECE < 64:
+                            grad = gl.join(parts[0], parts[1]).permute((0, 2, 1)).reshape([64, 64])
+                        mbarrier.wait(ds.empty.index(CONSUMER), (stored & 1) ^ 1)
+                        ds.tiles.index(CONSUMER).store(grad)
+                        fence_async_shared()
+                        mbarrier.arrive(ds.full.index(CONSUMER), count=1)
+                        stored += 1
                     after = after + (dk, dv)  # noqa: RUF005
                 grads = after
                 mbarrier.arrive(rows.empty.index(stage), count=1)
@@ -718,7 +735,7 @@ def _bwd_rows(
     num_tiles = (work.N + 63) // 64
     done = gl.to_tensor(0)
     turn = gl.to_tensor(0)
-    taken = gl.to_tensor(0)
+    taken, taken_odd = gl.to_tensor(0), gl.to_tensor(0)
     _prepare_rows(rows, saved, gl.program_id(0), 0, done, work.N, factor, STAGES, LAYOUT)
     for head in range(gl.program_id(0), work.heads, gl.num_programs(0)):
         b, h = head // work.H, head % work.H
@@ -739,13 +756,19 @@ def _bwd_rows(
                 stage, _ = ring_stage(done, STAGES)
                 dq = gl.zeros([64, D], gl.float32, GRADS)
                 for t in gl.static_range(TILES):
-                    mbarrier.wait(ds.full.index(t % 2), (taken + t // 2) & 1)
-                    k = tile_of(keys.k_tiles.index(slot * TILES + t))
-                    left = ds.tiles.index(t % 2).permute((1, 0))
-                    dq = warpgroup_mma(left, k, dq, is_async=True)
-                    dq = warpgroup_mma_wait(0, [dq])
-                    mbarrier.arrive(ds.empty.index(t % 2), count=1)
-                taken += TILES // 2
+                    if sees_tile(work, block, t, i, KEYS, CAUSAL):
+                        mbarrier.wait(
+                            ds.full.index(t % 2), (taken if t % 2 == 0 else taken_odd) & 1
+                        )
+                        k = tile_of(keys.k_tiles.index(slot * TILES + t))
+                        left = ds.tiles.index(t % 2).permute((1, 0))
+                        dq = warpgroup_mma(left, k, dq, is_async=True)
+                        dq = warpgroup_mma_wait(0, [dq])
+                        mbarrier.arrive(ds.empty.index(t % 2), count=1)
+                        if t % 2 == 0:
+                            taken += 1
+                        else:
+                            taken_odd += 1
                 if sums_ptr is not None:
                     # A thread adds to what it wrote itself: no order among threads is needed.
                     offsets = i * 64 + gl.arange(0, 64, gl.SliceLayout(1, GRADS))
