@@ -284,12 +284,13 @@ def _fwd_consumer(
         next_state = state
         if PER_CONSUMER == 2:
             next_q = tile_of(queries.tiles.index(place + 1))
+            has_next = first + 128 < work.N
         for i in range(whole):
             stage, phase = ring_stage(read, STAGES)
             mbarrier.wait(keys.full.index(stage), phase)
             k = tile_of(keys.tiles.index(2 * stage))
             v = tile_of(keys.tiles.index(2 * stage + 1))
-            if PER_CONSUMER == 2:
+            if PER_CONSUMER == 2 and has_next:
                 state, next_state = paired_step(
                     state=state,
                     next_state=next_state,
@@ -325,21 +326,22 @@ def _fwd_consumer(
                 mbarrier.wait(keys.full.index(stage), phase)
                 k = tile_of(keys.tiles.index(2 * stage)).slice(0, TAIL)
                 v = tile_of(keys.tiles.index(2 * stage + 1)).slice(0, TAIL)
-                state = step(
-                    state=state,
-                    q=q,
-                    k=k,
-                    v=v,
-                    zero=zero_tail,
-                    first=first,
-                    start=i * 64,
-                    scoring=scoring,
-                    SCALED=False,
-                    HIDES=HIDES,
-                    CAUSAL=CAUSAL,
-                    STATS=STATS,
-                )
-                if PER_CONSUMER == 2:
+                if not CAUSAL or i * 64 <= first:
+                    state = step(
+                        state=state,
+                        q=q,
+                        k=k,
+                        v=v,
+                        zero=zero_tail,
+                        first=first,
+                        start=i * 64,
+                        scoring=scoring,
+                        SCALED=False,
+                        HIDES=HIDES,
+                        CAUSAL=CAUSAL,
+                        STATS=STATS,
+                    )
+                if PER_CONSUMER == 2 and has_next:
                     next_state = step(
                         state=next_state,
                         q=next_q,
