@@ -124,7 +124,11 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
     """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
     used = compile_launch(execution.launch, capability)
     code: MachineCode = used.code
-    runs = machine_code.runs(code, replay.counted(execution))
+    found: list[list[replay.WarpTrace]] = []
+    if execution.recorded is None:
+        runs = machine_code.runs(code, replay.counted(execution))
+    else:
+        runs, found = replay.partitions(execution, code)
 
     def on(gpu: units.GPU) -> Prediction:
         if not runs.usable:
@@ -138,12 +142,13 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
         try:
             work = replay.Work(
                 code,
-                machine_code.walks(code, runs),
+                [] if found else machine_code.walks(code, runs),
                 execution.warps,
                 execution.programs * times,
                 used.programs_per_sm,
                 replay.accesses(execution),
                 execution.tensor_bytes * times,
+                found,
             )
             return Prediction(floors, replay.time(work, gpu))
         except ValueError as error:

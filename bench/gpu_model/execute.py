@@ -18,6 +18,8 @@ from bench.gpu_model import compile_ahead, decode, library, ptx
 from bench.gpu_model.compile_ahead import WARP, Launch
 
 MAX_REPORTS = 1000
+MAX_RECORDED = 8  # programs
+MAX_EVENTS = 1_000_000  # of all that are recorded
 DEADLOCK = "waits for ever"
 MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 
@@ -38,6 +40,20 @@ class ExecutionError(RuntimeError):
     """A kernel that cannot go on, or that findings were reported of."""
 
 
+class Recorded(NamedTuple):
+    """What warps of some programs did, where partitions of warps differ.
+
+    Attributes:
+        executed: (programs, warps, instructions), how often each ran.
+        events: in order, with the fields of machine.h's ``Event``.
+        complete: whether every event is there.
+    """
+
+    executed: np.ndarray
+    events: np.ndarray
+    complete: bool
+
+
 @dataclass(frozen=True)
 class Execution:
     """A launch that was executed.
@@ -49,6 +65,7 @@ class Execution:
         found: how often, by what.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
+        recorded: of a counted kernel whose warps meet at barriers of their own.
     """
 
     program: decode.Program
@@ -58,6 +75,7 @@ class Execution:
     counts: Any
     tensor_bytes: float
     launch: Launch | None = None
+    recorded: Recorded | None = None
 
     @property
     def name(self) -> str:
@@ -252,6 +270,9 @@ def execute(
     registers = _registers(program, values, warps)
     counts = (library.Counts * len(program.code))()
     reports = (library.Report * MAX_REPORTS)()
+    records = min(prod(grid), MAX_RECORDED) if count and program.partitioned else 0
+    executed = np.zeros((records, warps, len(program.code)), dtype=np.uint32)
+    events = np.empty(MAX_EVENTS if records else 0, dtype=library.Event)
     job = library.Job(
         code=program.code,
         operands=ctypes.addressof(program.operands),
@@ -271,6 +292,11 @@ def execute(
         maps=maps,
         num_maps=len(maps),
         tables=ctypes.addressof(program.tables),
+        recorded=records,
+        num_instructions=len(program.code),
+        max_events=len(events),
+        events=events.ctypes.data_as(ctypes.POINTER(library.Event)),
+        executed_by=executed.ctypes.data,
         counts=counts,
         reports=reports,
         max_reports=MAX_REPORTS,
@@ -299,6 +325,11 @@ def execute(
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
         float(sum(size for _, size in tensors)),
+        recorded=Recorded(
+            executed, events[: job.num_events].copy(), job.num_events <= len(events)
+        )
+        if records
+        else None,
     )
 
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -32,6 +32,15 @@ KEPT = {
     "ld.global": "LDG",
     "st.global": "STG",
     "shfl": "SHFL",
+    "mbarrier.init": "SYNCS.EXCH",
+    "mbarrier.inval": "SYNCS.CCTL",
+    "mbarrier.arrive": "SYNCS.ARRIVE",
+    "mbarrier.try_wait": "SYNCS.PHASECHK",
+    "bulk.load": "UTMALDG",
+    "bulk.store": "UTMASTG",
+    "bulk.reduce": "UTMAREDG",
+    "bulk.commit": "UTMACMDFLUSH",
+    "setmaxnreg": "USETMAXREG",
 }
 NOT_KEPT = "cp.async."  # begins like another, and becomes another instruction
 MAX_OFF = 0.25  # of counts
@@ -42,15 +51,16 @@ FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a co
 
 PRODUCTS = "HMMA", "HGMMA"
 SPILLS = "LDL", "STL"
-ENDS = "BRA", "EXIT", "RET"
+ENDS = "BRA", "BRX", "EXIT", "RET"
 _LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
 
 Key = tuple[str, str, int]  # machine instruction, file, line
-WITHOUT_LINE = {"HGMMA"}  # ptxas gives it the line of another
+WITHOUT_LINE = {"HGMMA", "SYNCS.PHASECHK"}  # ptxas gives them the line of another
 
 
 class MachineInstruction(NamedTuple):
@@ -68,8 +78,14 @@ class MachineInstruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The opcode without modifiers."""
-        return self.opcode.partition(".")[0]
+        """The opcode without modifiers, of an mbarrier's with what is done to it."""
+        parts = self.opcode.split(".")
+        return ".".join(parts[:2]) if parts[0] == "SYNCS" else parts[0]
+
+    @property
+    def counted(self) -> bool:
+        """Whether it runs as often as its block; a guard keeps warps from a barrier."""
+        return not (self.name == "BAR" and self.guard)
 
 
 class MachineCode(NamedTuple):
@@ -142,7 +158,9 @@ def parse(text: str) -> MachineCode:
             instructions[-1] = instructions[-1]._replace(control=int(found[1], 16))
     targets: dict[int, list[int]] = {}
     for number, one in enumerate(instructions):
-        if one.name in ("BRX", "JMX"):
+        if one.name == "BRX" and (found := _TARGETS.search(one.operands)):
+            targets[number] = [labels[name.strip()] for name in found[1].split(",")]
+        elif one.name in ("BRX", "JMX"):
             raise ValueError(f"the machine code has {one.opcode}, whose target is not known")
         if one.name in ("BRA", "CALL") and (found := _TARGET.search(one.operands)):
             targets[number] = [labels[found[1]]]
@@ -228,8 +246,12 @@ class Runs(NamedTuple):
         return self.off <= MAX_OFF
 
 
-def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
-    """Return how often each block runs, so that flow is kept and ``counts`` is met best."""
+def runs(code: MachineCode, counts: Mapping[Key, float], *, one_warp: bool = False) -> Runs:
+    """Return how often each block runs, so that flow is kept and ``counts`` is met best.
+
+    With ``one_warp`` counts are those of a warp: what blocks lead to that it runs nothing of, it
+    does not run either, though another partition may run the same source lines.
+    """
     from scipy.optimize import nnls
 
     end = len(code.blocks)
@@ -254,8 +276,13 @@ def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
     static: dict[Key, Counter[int]] = defaultdict(Counter)
     for block, (start, stop) in enumerate(code.blocks):
         for one in code.instructions[start:stop]:
-            static[key_of(one.name, one.file, one.line)][block] += 1
+            if one.counted:
+                static[key_of(one.name, one.file, one.line)][block] += 1
     met = [key for key in counts if key in static]
+    if one_warp:
+        idle = {block for key in met if not counts[key] for block in static[key]}
+        for number in set(range(end)) - _reached(code, idle):
+            equation([(n, 1.0) for n in into[number]], 0.0, FLOW)
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
         equation(terms, counts[key], 1.0 / sum(static[key].values()))
@@ -276,6 +303,16 @@ def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
     missing = sum(n for key, n in counts.items() if key not in static)
     of_edge = list(map(float, found[1:]))
     return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
+
+
+def _reached(code: MachineCode, without: set[int]) -> set[int]:
+    """Return the blocks that the first one leads to by ways without others."""
+    import networkx
+
+    flow = networkx.DiGraph(code.edges)
+    flow.add_node(0)
+    flow.remove_nodes_from(without)
+    return networkx.descendants(flow, 0) | {0} if 0 in flow else set()
 
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:

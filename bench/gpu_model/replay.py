@@ -24,6 +24,8 @@ MAX_ISSUED = 3_000_000  # by one SM; beyond, the rate so far goes on
 _SHARED_WIDTH = re.compile(r"88\.?([24])")
 _BARRIER = re.compile(r"0x([0-9a-f]+)(?:, 0x([0-9a-f]+))?")
 MAX_BARRIERS = 15
+# Groups of TMA's stores are waited for as those of cp.async are.
+SAME_AS = {"UTMACMDFLUSH": "LDGDEPBAR", "UTMAREDG": "UTMASTG"}
 
 
 class Access(NamedTuple):
@@ -31,6 +33,27 @@ class Access(NamedTuple):
 
     wavefronts: float = 0.0
     bytes: float = 0.0
+
+
+class Event(NamedTuple):
+    """What a warp does with an mbarrier or TMA.
+
+    Attributes:
+        phase: of the program's, by number; -1 for none.
+        bytes: that are copied.
+        arrives: whether the phase ends no earlier; otherwise the warp waits for its end.
+    """
+
+    phase: int
+    bytes: int
+    arrives: bool
+
+
+class WarpTrace(NamedTuple):
+    """What one warp executes: the numbers of its instructions, and its events, each in order."""
+
+    instructions: Sequence[int]
+    events: Sequence[Event] = ()
 
 
 class Work(NamedTuple):
@@ -44,6 +67,7 @@ class Work(NamedTuple):
         programs_per_sm: how many are resident at once.
         accesses: of machine instructions whose accesses are known; others use their full width.
         memory_bytes: what the launch moves to and from memory at least; the rest comes from L2.
+        partitions: where warps differ, in place of ``traces``: of each kind of program, its warps.
     """
 
     code: MachineCode
@@ -53,6 +77,7 @@ class Work(NamedTuple):
     programs_per_sm: int
     accesses: Mapping[Key, Access]
     memory_bytes: float
+    partitions: Sequence[Sequence[WarpTrace]] = ()
 
 
 class Timing(NamedTuple):
@@ -91,28 +116,31 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     memory_bytes = gpu.bytes_per_s * units.ATTAINED_BYTES / (gpu.num_sms * gpu.sustained_hz)
     accessed = [_access(one, work.accesses) for one in work.code.instructions]
     programs = int(-(-work.programs // gpu.num_sms))
-    kinds = min(len(work.traces), programs)
+    every = work.partitions or [[WarpTrace(trace)] * work.warps for trace in work.traces]
+    lengths = [sum(len(warp.instructions) for warp in kind) for kind in every]
+    kinds = min(len(every), programs)
     # Of more kinds than programs, evenly.
-    chosen = [work.traces[(2 * n + 1) * len(work.traces) // (2 * kinds)] for n in range(kinds)]
-    longer = np.mean([*map(len, chosen)]) / np.mean([*map(len, work.traces)])
+    places = [(2 * n + 1) * len(every) // (2 * kinds) for n in range(kinds)]
+    longer = np.mean([lengths[n] for n in places]) / np.mean(lengths)
     if abs(longer - 1) > machine_code.MAX_DIFFERENCE:
         raise ValueError(f"{programs} programs in a row take paths {longer:.2f} times the mean")
-    trace = np.concatenate([np.array(one, dtype=np.int32) for one in chosen])
-    starts = np.cumsum([0, *map(len, chosen)], dtype=np.int64)
+    traces = _Traces([every[n] for n in places])
     sizes = np.array([access.bytes for access in accessed])
-    bytes_moved = float(sizes[trace].sum()) / kinds * work.warps * work.programs
+    issued = sum(lengths[n] for n in places)
+    moved = sum(sizes[warp.instructions].sum() for n in places for warp in every[n])
+    bytes_moved = float(moved + traces.event_bytes.sum()) / kinds * work.programs
     from_memory = min(1.0, work.memory_bytes / bytes_moved) if bytes_moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
     for step, one, access in zip(steps, work.code.instructions, accessed, strict=True):
         _fill(step, one, access, access.bytes * from_memory, executor, gpu)
-    most = max(4 * work.programs_per_sm * kinds, MAX_ISSUED * kinds // (len(trace) * work.warps))
+    most = max(4 * work.programs_per_sm * kinds, MAX_ISSUED * kinds // issued)
     replayed = min(programs, most)
     finished = np.zeros(replayed)
     waited_at = np.zeros(len(steps))
     job = library.Replay(
         steps=steps,
-        trace=trace.ctypes.data,
-        starts=starts.ctypes.data,
+        **{name: value.ctypes.data for name, value in traces.arrays.items()},
+        phases=traces.phases,
         kinds=kinds,
         warps=work.warps,
         residents=min(work.programs_per_sm, replayed),
@@ -121,6 +149,8 @@ def time(work: Work, gpu: units.GPU) -> Timing:
         dram_bytes=memory_bytes,
         cache_latency=model.cache_latency,
         dram_latency=model.memory_latency,
+        from_memory=from_memory,
+        bulk=model.bulk,
         saved=work.memory_bytes / work.programs / memory_bytes,
         barrier=model.barrier,
         start=model.start,
@@ -148,6 +178,99 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     waited = dict(zip(executor.reasons, (n / total for n in job.waited), strict=True))
     seconds = model.launch + cycles / gpu.sustained_hz
     return Timing(seconds, busy, waited, list(waited_at))
+
+
+class _Traces:
+    """The arrays of replay.cpp that hold what warps of each kind of program execute.
+
+    ``phases`` is the number of phases of a program, ``event_bytes`` what each event copies.
+    """
+
+    def __init__(self, kinds: Sequence[Sequence[WarpTrace]]) -> None:
+        warps = [warp for kind in kinds for warp in kind]
+        distinct = {id(warp.instructions): warp.instructions for warp in warps}
+        starts = dict(zip(distinct, np.cumsum([0, *map(len, distinct.values())])))
+        begins = [starts[id(warp.instructions)] for warp in warps]
+        events = [event for warp in warps for event in warp.events]
+        self.event_bytes = np.array([event.bytes for event in events], dtype=float)
+        self.phases = 1 + max((event.phase for event in events), default=-1)
+        missing = np.zeros((len(kinds), self.phases), dtype=np.int32)
+        for of_kind, kind in zip(missing, kinds):
+            for event in (event for warp in kind for event in warp.events):
+                if event.arrives and event.phase >= 0:
+                    of_kind[event.phase] += 1
+        self.arrays = {
+            "trace": np.concatenate([np.array(t, dtype=np.int32) for t in distinct.values()]),
+            "begins": np.array(begins, dtype=np.int64),
+            "ends": np.array(
+                [n + len(w.instructions) for n, w in zip(begins, warps)], dtype=np.int64
+            ),
+            "events": np.cumsum([0, *(len(w.events) for w in warps)], dtype=np.int64),
+            "event_phases": np.array([event.phase for event in events], dtype=np.int32),
+            "missing": missing,
+            "event_bytes": self.event_bytes,
+        }
+
+
+WAITS = {"mbarrier.try_wait"}
+EVENTS = {"mbarrier.arrive", "bulk.load", "bulk.store", "bulk.reduce", *WAITS}
+_EVENT_STEPS = {machine_code.kept(name) for name in EVENTS}
+
+
+def partitions(
+    execution: Execution, code: MachineCode
+) -> tuple[machine_code.Runs, list[list[WarpTrace]]]:
+    """Return how often the mean warp runs each block, and what each warp executes.
+
+    Of a kernel whose warps meet at barriers of their own: of each program that was recorded, its
+    warps. Those that ran every instruction as often share their way through the code.
+
+    Raises:
+        ValueError: not all events were recorded, or a warp's way differs from what it did.
+    """
+    recorded = execution.recorded
+    if recorded is None or not recorded.complete:
+        raise ValueError("a program does more with mbarriers than is recorded")
+    names = [execution.program.operation_names[i.operation] for i in execution.program.code]
+    keys = [key for key, _ in kept_counts(execution)]
+    kept = [n for n, name in enumerate(names) if machine_code.kept(name)]
+    ways: dict[bytes, tuple[machine_code.Runs, list[int]]] = {}
+    programs: list[list[WarpTrace]] = []
+    total: Counter[str] = Counter()
+    of_block, of_edge = np.zeros(len(code.blocks)), np.zeros(len(code.edges))
+    for number, executed in enumerate(recorded.executed):
+        phases: dict[tuple[int, int], int] = {}
+        events: list[list[Event]] = [[] for _ in executed]
+        for event in recorded.events[recorded.events["program"] == number]:
+            place, phase = (int(event["mbarrier"]), int(event["phase"])), -1
+            if place[0] >= 0:
+                phase = phases.setdefault(place, len(phases))
+            arrives = names[event["instruction"]] not in WAITS
+            events[event["warp"]].append(Event(phase, int(event["bytes"]), arrives))
+        warps = []
+        for of_warp, did in zip(executed, events):
+            counts: Counter[Key] = Counter()
+            for key, n in zip(keys, of_warp[kept]):
+                counts[key] += float(n)
+            same = of_warp.tobytes()
+            if same not in ways:
+                runs = machine_code.runs(code, counts, one_warp=True)
+                ways[same] = runs, machine_code.walks(code, runs, most=1)[0]
+            runs, way = ways[same]
+            steps = sum(code.instructions[n].name in _EVENT_STEPS for n in way)
+            if steps != len(did):
+                raise ValueError(f"a warp's way has {steps} uses of mbarriers and TMA, not {len(did)}")
+            of_block += runs.of_block
+            of_edge += runs.of_edge
+            total["off"] += runs.off * counts.total()
+            total["all"] += counts.total()
+            warps.append(WarpTrace(way, did))
+        programs.append(warps)
+    warps_in_all = execution.warps * len(programs)
+    mean = machine_code.Runs(
+        list(of_block / warps_in_all), list(of_edge / warps_in_all), total["off"] / (total["all"] or 1)
+    )
+    return mean, programs
 
 
 def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:
@@ -231,8 +354,11 @@ def _fill(
     name = one.name
     if name == "WARPGROUP":
         name = ".".join(one.opcode.split(".")[:2])
+    name = SAME_AS.get(name, name)
     step.kind = executor.kinds.get("store" if name in units.STORES else name, 0)
-    if name == "BAR":
+    if name == "BAR" and not one.counted:
+        step.kind = 0
+    elif name == "BAR":
         meeting = _BARRIER.fullmatch(one.operands)
         if not meeting or ".ARV" in one.opcode or int(meeting[1], 16) > MAX_BARRIERS:
             raise ValueError(f"{one.opcode} {one.operands} is not modelled")

@@ -58,8 +58,11 @@ inline void invalidate_mbarrier(Machine& m, Warp& w, const Instruction& i, u32 m
 // where nothing arrives.
 enum { ARRIVES = 1, EXPECTS = 2 };
 inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
+  s32 recorded = -1;
+  u32 phase = 0;
   each_lane(mask, [&](int lane) {
     Mbarrier& b = mbarrier(m, w, shared_address(w, 0, i.offset, lane), lane);
+    recorded = m.number_of(b), phase = b.phase;
     if (i.variant & EXPECTS) b.bytes += w.lanes<u32>(i.count - 1)[lane];
     if (i.variant & ARRIVES) {
       const u32 count = w.lanes<u32>(1)[lane];
@@ -70,23 +73,28 @@ inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
     }
     settle(b);
   });
+  m.record(w, recorded, phase, 0);
 }
 
 // Operands: predicate, address, parity. False where the phase of that parity, which is the current one
 // or the one before, has not ended.
 inline bool wait_for_phase(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   bool ended = true;
-  u32 last = ~0u;
+  u32 last = ~0u, phase = 0;
+  s32 recorded = -1;
   each_lane(mask, [&](int lane) {
     const u32 at = shared_address(w, 1, i.offset, lane), parity = w.lanes<u32>(2)[lane] & 1;
     if (!ended || (at | parity) == last) return;  // at is a multiple of 8
     last = at | parity;
     Mbarrier& b = mbarrier(m, w, at, lane);
     ended = (b.phase & 1) != parity;
+    if (b.phase) recorded = m.number_of(b), phase = b.phase - 1;  // before the first all have ended
     if (ended) m.views[w.id].join(b.completed);
   });
-  if (ended) w.predicate(0) |= mask;
-  return ended;
+  if (!ended) return false;
+  w.predicate(0) |= mask;
+  m.record(w, recorded, phase, 0);
+  return true;
 }
 
 // ---- TMA ----
@@ -156,6 +164,7 @@ inline void count_bulk(Machine& m, u64 sectors, u32 bytes) {
 
 // Operands: shared address, tensor map, coordinates from the innermost, address of the mbarrier.
 inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
+  if (!mask) m.record(w, -1, 0, 0);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     Mbarrier& b = mbarrier(m, w, shared_address(w, i.count - 1, i.variant, lane), lane);
@@ -168,6 +177,7 @@ inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
       if (size) std::memcpy(place + skipped, m.global_elements(from, size, w, lane, READ, tag, false), size);
       moved += size;
     });
+    m.record(w, m.number_of(b), b.phase, u32(moved));
     b.loaded = b.clock, b.loader = w.id, b.load = s32(m.now - m.job.code);
     b.bytes -= bytes;
     settle(b);
@@ -201,6 +211,7 @@ inline void add_elements(const TensorMap& map, u8* to, const u8* from, u32 bytes
 
 // Operands: shared address, tensor map, coordinates from the innermost.
 template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction& i, u32 mask) {
+  if (!mask) m.record(w, -1, 0, 0);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     const u32 tag = tag_of(w.stored + 1, m.agent_of_stores(w));
@@ -214,6 +225,7 @@ template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction&
       else std::memcpy(place, data, size);
       moved += size;
     });
+    m.record(w, -1, 0, u32(moved));
     count_bulk(m, (moved + 31) / 32, bytes);
   });
 }

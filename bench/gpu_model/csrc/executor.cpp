@@ -78,8 +78,7 @@ class Executor {
   }
 
   void run() {
-    const s64 programs = job_.grid[0] * job_.grid[1] * job_.grid[2];
-    for (s64 n = 0; n < programs; n++) run_program(n);
+    for (s64 n = 0; n < programs(); n++) run_program(n);
   }
 
  private:
@@ -90,9 +89,14 @@ class Executor {
   std::vector<Handler> run_;
   std::vector<Kind> kind_;
 
+  s64 programs() const { return job_.grid[0] * job_.grid[1] * job_.grid[2]; }
+
   void run_program(s64 number) {
     machine_.program = u32(number);
     machine_.clear();
+    const s64 stride = job_.recorded ? programs() / job_.recorded : 0;
+    const bool recorded = stride && number % stride == 0 && number / stride < job_.recorded;
+    machine_.recording = recorded ? s32(number / stride) : -1;
     const u32 place[] = {u32(number % job_.grid[0]), u32(number / job_.grid[0] % job_.grid[1]),
                          u32(number / job_.grid[0] / job_.grid[1])};
     for (Warp& w : warps_) start(w, place);
@@ -265,6 +269,7 @@ class Executor {
       if (job_.count) {
         machine_.counts().executed++;
         machine_.counts().skipped += std::popcount(w.active & ~mask);
+        if (machine_.recording >= 0) machine_.executed_by(w)++;
       }
       w.pc++;
       if (i.operation >= CONTROLS) {
@@ -279,7 +284,9 @@ class Executor {
       } else if (i.operation == TABLE) {
         branch_by_table(w, i);
       } else if (i.operation == PHASE || i.operation == SET_REGISTERS) {
-        if (!mask || (i.operation == PHASE ? wait_for_phase(machine_, w, i, mask) : set_registers(w, i))) continue;
+        if (i.operation == PHASE ? wait_for_phase(machine_, w, i, mask) : set_registers(w, i)) continue;
+        if (job_.count) machine_.counts().executed--;  // it is yet to come
+        if (machine_.recording >= 0) machine_.executed_by(w)--;
         w.pc--;
         w.waiting = true;
         return left != job_.limit;

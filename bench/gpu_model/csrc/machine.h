@@ -95,6 +95,12 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 enum Elements { INTEGER, FLOAT32, BFLOAT16, FLOAT16, ELEMENTS };  // as execute.py has them
 
+// What one warp did with an mbarrier, or a copy of TMA; -1 where no lane took part. Where it waits, the
+// phase that ended.
+struct Event {
+  s32 program, warp, instruction, mbarrier, phase, bytes;
+};
+
 struct Job {
   const Instruction* code;
   const s32* operands;
@@ -110,6 +116,10 @@ struct Job {
   const TensorMap* maps;
   s64 num_maps;
   const s32* tables;  // targets of brx.idx
+  // Of ``recorded`` programs, evenly: events in order, and how often each warp ran each instruction.
+  s64 recorded, num_instructions, max_events, num_events;
+  Event* events;
+  u32* executed_by;
   Counts* counts;
   Report* reports;
   s64 max_reports, num_reports, found[32];

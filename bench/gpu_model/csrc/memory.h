@@ -40,6 +40,7 @@ class Machine {
 
   std::vector<View> views;  // of each warp
   std::vector<Mbarrier> mbarriers;
+  s32 number_of(const Mbarrier& b) const { return s32(&b - mbarriers.data()); }
 
   u32 tag(const Warp& w) const { return tag_of(job.partitioned ? views[w.id].seen.at[w.id] : epoch, w.id); }
 
@@ -74,6 +75,17 @@ class Machine {
     throw Fault(finding_names[finding]);
   }
   Counts& counts() { return job.counts[now - job.code]; }
+
+  s32 recording = -1;  // the number of the program among those that are recorded
+  void record(const Warp& w, s32 mbarrier, u32 phase, u32 bytes) {
+    if (recording < 0) return;
+    if (job.num_events < job.max_events)
+      job.events[job.num_events] = {recording, s32(w.id), s32(now - job.code), mbarrier, s32(phase), s32(bytes)};
+    job.num_events++;
+  }
+  u32& executed_by(const Warp& w) {
+    return job.executed_by[(recording * warps.size() + w.id) * job.num_instructions + (now - job.code)];
+  }
 
   // ---- global memory ----
 
