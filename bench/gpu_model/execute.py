@@ -211,7 +211,7 @@ def _expand(arguments: dict[str, Any], metadata: Any) -> Iterator[tuple[str, Any
 
 
 def _tensor_maps(arguments: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """Return the tensor maps of a launch, and its arguments with the addresses that csrc/bulk.h has.
+    """Return the tensor maps of a launch, and its arguments with their addresses in csrc/bulk.h.
 
     Raises:
         ExecutionError: TMA cannot take a tensor: its address or a stride is no multiple of 16
@@ -325,9 +325,7 @@ def execute(
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
         float(sum(size for _, size in tensors)),
-        recorded=Recorded(
-            executed, events[: job.num_events].copy(), job.num_events <= len(events)
-        )
+        recorded=Recorded(executed, events[: job.num_events].copy(), job.num_events <= len(events))
         if records
         else None,
     )

@@ -259,7 +259,9 @@ def partitions(
             runs, way = ways[same]
             steps = sum(code.instructions[n].name in _EVENT_STEPS for n in way)
             if steps != len(did):
-                raise ValueError(f"a warp's way has {steps} uses of mbarriers and TMA, not {len(did)}")
+                raise ValueError(
+                    f"a warp's way has {steps} uses of mbarriers and TMA, not {len(did)}"
+                )
             of_block += runs.of_block
             of_edge += runs.of_edge
             total["off"] += runs.off * counts.total()
@@ -268,7 +270,9 @@ def partitions(
         programs.append(warps)
     warps_in_all = execution.warps * len(programs)
     mean = machine_code.Runs(
-        list(of_block / warps_in_all), list(of_edge / warps_in_all), total["off"] / (total["all"] or 1)
+        list(of_block / warps_in_all),
+        list(of_edge / warps_in_all),
+        total["off"] / (total["all"] or 1),
     )
     return mean, programs
 

@@ -99,9 +99,9 @@ class Model(NamedTuple):
 # samples and the times of six kernels on an H200: ViT-B, BERT and GPT-2 of 512 tokens, forward and
 # backward. Under load L2 takes 300 cycles and memory 800, and L2 hands an SM 22 bytes a cycle
 # (5.1 TB/s in all). On sm_80 and sm_86 the rate of L2 is a guess, latencies are those of an idle
-# GPU and the defaults are the H200's: none of their GPUs has been measured. No kernel with TMA has
-# been measured: ``bulk`` is an assumption, and that warps go on as long after the end of an mbarrier's
-# phase as after a barrier is one too.
+# GPU and the defaults are the H200's: none of their GPUs has been measured. Nor has any kernel with
+# TMA. ``bulk`` is an assumption, and so is the delay after the end of an mbarrier's phase, which is
+# that of a barrier.
 MODELS = {
     80: Model(260, 560, 40, 25),
     86: Model(260, 560, 32, 33),

@@ -13,7 +13,7 @@ from torch import Tensor
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("runs with --backend executed", allow_module_level=True)
 
-from bench.gpu_model import decode, library, ptx
+from bench.gpu_model import command, decode, library, ptx, replay, units
 from bench.gpu_model.execute import Execution, ExecutionError, TensorBoxes, execute, executing
 from leaner_kernels.ops import _gluon
 
@@ -217,7 +217,7 @@ def test_what_tma_cannot_copy_stops() -> None:
         copy_box(torch.zeros(64, 65, dtype=BF16), [8, 64], [0, 0])
 
 
-# --- A ring that one warp fills ---------------------------------------------------------------------
+# --- A ring that one warp fills -------------------------------------------------------------------
 
 
 @gluon.jit
@@ -264,9 +264,8 @@ def _double_ring(y_desc, ring, out, ready, empty, tiles, FAULT: gl.constexpr):
         tile = ring.index(stage).load(layout)  # (ROWS, 64)
         if FAULT != "no fence before the load":
             fence_async_shared()
-        if FAULT != "early release":
-            if FAULT != "no release":
-                mbarrier.arrive(empty.index(stage), count=1)
+        if FAULT != "early release" and FAULT != "no release":
+            mbarrier.arrive(empty.index(stage), count=1)
         if FAULT != "overwritten store":
             tma.store_wait(0)
         out.store(tile + tile)
@@ -280,7 +279,7 @@ def _double_ring(y_desc, ring, out, ready, empty, tiles, FAULT: gl.constexpr):
 def _ring_kernel(x_desc, y_desc, tiles, STAGES: gl.constexpr, FAULT: gl.constexpr):
     """Write twice what is read, by tiles; a warp loads while four others double."""
     SHAPE: gl.constexpr = x_desc.block_type.shape
-    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + SHAPE, x_desc.layout)
+    ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, SHAPE[0], SHAPE[1]], x_desc.layout)
     out = gl.allocate_shared_memory(x_desc.dtype, SHAPE, y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -349,7 +348,7 @@ def test_mistakes_with_a_ring_are_found(fault: str, wanted: set[str]) -> None:
     assert any(text in key for text in wanted for key in found), found
 
 
-# --- Products of two groups of warps ------------------------------------------------------------------
+# --- Products of two groups of warps --------------------------------------------------------------
 
 
 @gluon.jit
@@ -402,8 +401,8 @@ def _product_kernel(
     """Multiply 128 rows of A by B: each group of four warps half of the rows."""
     A: gl.constexpr = a_desc.block_type.shape
     B: gl.constexpr = b_desc.block_type.shape
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + A, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + B, b_desc.layout)
+    a_ring = gl.allocate_shared_memory(a_desc.dtype, [STAGES, A[0], A[1]], a_desc.layout)
+    b_ring = gl.allocate_shared_memory(b_desc.dtype, [STAGES, B[0], B[1]], b_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -420,14 +419,14 @@ def _product_kernel(
     )
 
 
-def run_product(fault: str = "", arrivals: int = 2) -> tuple[bool, Execution]:
+def run_product(fault: str = "", arrivals: int = 2, stages: int = 2) -> tuple[bool, Execution]:
     torch.manual_seed(0)
     # Sums of few halves are exact in float32, in any order.
     a, b = (torch.randint(-8, 9, shape).to(BF16) for shape in ((256, 320), (320, 128)))
     out = torch.zeros(256, 128)
-    with executing(90) as executions:
+    with executing(90, count=True) as executions:
         operands = boxes(a, [128, 64]), boxes(b, [64, 128])
-        _product_kernel[2,](*operands, out, 5, 2, arrivals, fault, num_warps=4)
+        _product_kernel[2,](*operands, out, 5, stages, arrivals, fault, num_warps=4)
     return torch.equal(out.double(), a.double() @ b.double()), executions[0]
 
 
@@ -451,6 +450,48 @@ def test_mistakes_with_products_are_found(fault: str, arrivals: int, wanted: set
     assert any(text in key for text in wanted for key in found), found
 
 
+# --- In time --------------------------------------------------------------------------------------
+
+
+def predicted_ring(stages: int) -> tuple[float, replay.Timing]:
+    """Return the bytes a second that a copy through a ring moves on an H200, and its timing."""
+    tiles, gpu = 48, units.GPUS["H200"]
+    x = torch.randn(2 * tiles * 64, 64).to(BF16)
+    y = torch.zeros_like(x)
+    with executing(90, count=True, check=False) as executions:
+        described = boxes(x, [64, 64]), boxes(y, [64, 64])
+        _ring_kernel[2,](*described, tiles, stages, "", num_warps=4)
+    timing = command.predict(executions[0], 90, gpu.num_sms / 2).on["H200"].timing
+    assert timing is not None
+    moved = gpu.num_sms * tiles * 2 * 64 * 64 * 2
+    return moved / (timing.seconds - units.MODELS[90].launch), timing
+
+
+def test_a_ring_is_bound_by_memory_where_it_has_stages() -> None:
+    """Within 15% of what a copy attains; with a stage alone each load waits for the one before."""
+    gpu = units.GPUS["H200"]
+    rate, timing = predicted_ring(4)
+    assert timing.binds == "global memory"
+    assert rate == pytest.approx(gpu.bytes_per_s * units.ATTAINED_BYTES, rel=0.15)
+    waiting, alone = predicted_ring(1)
+    assert waiting < 0.6 * rate
+    assert alone.binds == "latency"
+    assert alone.waited["mbarrier"] > 0.1
+
+
+def test_products_of_partitions_are_timed() -> None:
+    """Longer with a stage than with two, for then each product waits for its operands."""
+    seconds = []
+    for stages in (2, 1):
+        _, execution = run_product(stages=stages)
+        predicted = command.predict(execution, 90, 66.0)
+        timing = predicted.on["H200"].timing
+        assert timing is not None, predicted.on["H200"].reason
+        assert predicted.runs.off < 0.05
+        seconds.append(timing.seconds)
+    assert seconds[1] > 1.1 * seconds[0]
+
+
 # --- Reductions -----------------------------------------------------------------------------------
 
 
@@ -459,7 +500,7 @@ def _reduce_kernel(x_desc, out_desc, tiles, EACH: gl.constexpr, WAIT: gl.constex
     """Add tiles of a program to a tile of its own, or all to one."""
     SHAPE: gl.constexpr = x_desc.block_type.shape
     ROWS: gl.constexpr = SHAPE[0]
-    buffer = gl.allocate_shared_memory(x_desc.dtype, [2] + SHAPE, x_desc.layout)
+    buffer = gl.allocate_shared_memory(x_desc.dtype, [2, SHAPE[0], SHAPE[1]], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(2):
         mbarrier.init(ready.index(stage), count=1)
@@ -506,7 +547,7 @@ def test_reductions_of_floats_need_an_order(
         torch.testing.assert_close(out[:16], total.sum(0).to(dtype))
 
 
-# --- Every barrier, wait and fence that Triton compiles ---------------------------------------------
+# --- Every barrier, wait and fence that Triton compiles -------------------------------------------
 
 SYNCHRONISING = {
     *("bar", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait", "bulk.commit_group"),

@@ -151,7 +151,8 @@ class SM {
         for (int64_t w = 0; w < job_.warps; ++w) {
             const int64_t n = kind * job_.warps + w, of_all = slot * job_.warps + w;
             warps_[of_all] = Warp{slot, int(of_all % kSchedulers), program, job_.begins[n], job_.ends[n],
-                                  job_.events ? job_.events[n] : 0, when - 1, when};
+                                  job_.events[n], when - 1, when};
+            await_phase(warps_[of_all]);
         }
     }
 
@@ -268,6 +269,15 @@ class SM {
         }
     }
 
+    // Hold a warp whose next step waits for a phase until that ends.
+    void await_phase(Warp& warp) {
+        if (step(warp).kind != kPhaseWait || job_.event_phases[warp.event] < 0) return;
+        Phase& phase = phases_[warp.slot][job_.event_phases[warp.event]];
+        if (!phase.missing) return wait_for(warp, phase.end + job_.barrier, kWaitPhase);
+        ++warp.held;
+        phase.waiting.push_back(&warp);
+    }
+
     static void wait_for(Warp& warp, double when, Reason reason) {
         if (when > warp.ready) warp.ready = when, warp.reason = reason;
     }
@@ -311,15 +321,7 @@ class SM {
             const int64_t waited = int64_t(ends.size()) - s.argument - 1;
             if (waited >= 0) wait_for(warp, ends[waited], reason);
         };
-        if (s.kind == kPhaseWait && job_.event_phases[warp.event] >= 0) {
-            Phase& phase = phases_[warp.slot][job_.event_phases[warp.event]];
-            if (!phase.missing) {
-                wait_for(warp, phase.end + job_.barrier, kWaitPhase);
-            } else {
-                ++warp.held;
-                phase.waiting.push_back(&warp);
-            }
-        }
+        await_phase(warp);
         if (s.kind == kCopyWait) groups(warp.copies, kWaitMemory);
         // fence.proxy.async becomes a MEMBAR too, which waits until the warp's stores are acknowledged.
         if (s.kind == kFence) wait_for(warp, warp.stored, kWaitMemory);
