@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path, PurePath
 from typing import NamedTuple
@@ -286,15 +286,24 @@ def runs(code: MachineCode, counts: Mapping[Key, float], *, one_warp: bool = Fal
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
         equation(terms, counts[key], 1.0 / sum(static[key].values()))
-    found, _ = nnls(np.array(rows), np.array(wanted))
+
+    entered: list[np.ndarray] = []
+
+    def solve() -> np.ndarray:
+        if one_warp:
+            return _whole_numbers(np.array(rows), np.array(wanted), entered)
+        return nnls(np.array(rows), np.array(wanted))[0]
+
+    found = solve()
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
     while unequal := [blocks for blocks in _unequal(edges, found) if blocks not in seen]:
         seen += unequal
         for blocks in unequal:
             ways = [n for n, (start, to) in enumerate(edges) if start not in blocks >= {to}]
-            equation([(n, 1.0) for n in ways], 1.0, ENTERED)
-        found, _ = nnls(np.array(rows), np.array(wanted))
+            equation([(n, 1.0) for n in ways], 1.0, 0.0 if one_warp else ENTERED)
+            entered.append(np.isin(np.arange(len(edges)), ways).astype(float))
+        found = solve()
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
     differences = sum(
         abs(counts[key] - sum(of_block[b] * times for b, times in static[key].items()))
@@ -303,6 +312,31 @@ def runs(code: MachineCode, counts: Mapping[Key, float], *, one_warp: bool = Fal
     missing = sum(n for key, n in counts.items() if key not in static)
     of_edge = list(map(float, found[1:]))
     return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
+
+
+def _whole_numbers(
+    rows: np.ndarray, wanted: np.ndarray, entered: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Return the whole numbers, 0 or more, that bring ``rows`` closest to ``wanted``.
+
+    Each of ``entered`` comes to at least 1.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    equations, unknowns = rows.shape
+    # Of each equation, what is missing and what is too much.
+    off = np.eye(equations)
+    constraints = [LinearConstraint(np.hstack([rows, off, -off]), wanted, wanted)]
+    constraints += [
+        LinearConstraint(np.concatenate([one, np.zeros(2 * equations)]), 1, np.inf)
+        for one in entered
+    ]
+    cost = np.concatenate([np.zeros(unknowns), np.ones(2 * equations)])
+    whole = np.concatenate([np.ones(unknowns), np.zeros(2 * equations)])
+    solved = milp(cost, integrality=whole, bounds=Bounds(0, np.inf), constraints=constraints)
+    if solved.x is None:
+        raise ValueError("no way through the code has the counts of a warp")
+    return np.round(solved.x[:unknowns])
 
 
 def _reached(code: MachineCode, without: set[int]) -> set[int]:

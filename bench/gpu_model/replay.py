@@ -7,7 +7,7 @@ L2 and memory for all four, barriers, cp.async and wgmma, with as many programs 
 """
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -240,13 +240,16 @@ def partitions(
     of_block, of_edge = np.zeros(len(code.blocks)), np.zeros(len(code.edges))
     for number, executed in enumerate(recorded.executed):
         phases: dict[tuple[int, int], int] = {}
-        events: list[list[Event]] = [[] for _ in executed]
+        # ptxas keeps the order of a kind: of waits, of arrivals, of loads.
+        events: list[dict[str, deque[Event]]] = [defaultdict(deque) for _ in executed]
         for event in recorded.events[recorded.events["program"] == number]:
             place, phase = (int(event["mbarrier"]), int(event["phase"])), -1
             if place[0] >= 0:
                 phase = phases.setdefault(place, len(phases))
-            arrives = names[event["instruction"]] not in WAITS
-            events[event["warp"]].append(Event(phase, int(event["bytes"]), arrives))
+            name = names[event["instruction"]]
+            step = machine_code.kept(name) or name
+            done = Event(phase, int(event["bytes"]), name not in WAITS)
+            events[event["warp"]][step].append(done)
         warps = []
         for of_warp, did in zip(executed, events):
             counts: Counter[Key] = Counter()
@@ -257,16 +260,14 @@ def partitions(
                 runs = machine_code.runs(code, counts, one_warp=True)
                 ways[same] = runs, machine_code.walks(code, runs, most=1)[0]
             runs, way = ways[same]
-            steps = sum(code.instructions[n].name in _EVENT_STEPS for n in way)
-            if steps != len(did):
-                raise ValueError(
-                    f"a warp's way has {steps} uses of mbarriers and TMA, not {len(did)}"
-                )
+            steps = [step for n in way if (step := code.instructions[n].name) in _EVENT_STEPS]
+            if Counter(steps) != {step: len(queue) for step, queue in did.items()}:
+                raise ValueError(f"a warp's way has other uses of mbarriers and TMA: {Counter(steps)}")
             of_block += runs.of_block
             of_edge += runs.of_edge
             total["off"] += runs.off * counts.total()
             total["all"] += counts.total()
-            warps.append(WarpTrace(way, did))
+            warps.append(WarpTrace(way, [did[step].popleft() for step in steps]))
         programs.append(warps)
     warps_in_all = execution.warps * len(programs)
     mean = machine_code.Runs(
