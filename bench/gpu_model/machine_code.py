@@ -407,6 +407,55 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
     return made
 
 
+def trail(code: MachineCode, found: Runs) -> list[int]:
+    """Return the numbers of the instructions that one warp executes, given whole numbers of runs.
+
+    Each branch takes each of its ways as often as ``found`` says, spread evenly.
+
+    Raises:
+        ValueError: no way through the code has these numbers.
+    """
+    left = {edge: round(times) for edge, times in zip(code.edges, found.of_edge, strict=True)}
+    ways: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for edge in left:
+        ways[edge[0]].append(edge)
+    taken: Counter[tuple[int, int]] = Counter()
+    whole = dict(left)
+    trace: list[int] = []
+    block = 0
+    while block < len(code.blocks):
+        trace += range(*code.blocks[block])
+        open_ways = [edge for edge in ways[block] if left[edge]]
+        # The way that is furthest behind its even share; of equals a loop goes on.
+        open_ways.sort(key=lambda edge: ((taken[edge] + 1) / whole[edge], edge[1] > edge[0]))
+        while len(open_ways) > 1 and not _can_finish(left, ways, open_ways[0]):
+            open_ways.pop(0)
+        if not open_ways:
+            raise ValueError("no way through its blocks has the counts of a warp")
+        left[open_ways[0]] -= 1
+        taken[open_ways[0]] += 1
+        block = open_ways[0][1]
+    if any(left.values()):
+        raise ValueError("no way through its blocks has all counts of a warp")
+    return trace
+
+
+def _can_finish(
+    left: Mapping[tuple[int, int], int],
+    ways: Mapping[int, list[tuple[int, int]]],
+    first: tuple[int, int],
+) -> bool:
+    """Return whether all that is left can be taken after one step."""
+    wanted = {edge[0] for edge, times in left.items() if times - (edge == first)}
+    reached, waiting = {first[1]}, [first[1]]
+    while waiting:
+        for edge in ways.get(waiting.pop(), ()):
+            if left[edge] - (edge == first) and edge[1] not in reached:
+                reached.add(edge[1])
+                waiting.append(edge[1])
+    return wanted <= reached
+
+
 def executed(code: MachineCode, of_block: list[float], warps: int = 1) -> Counter[str]:
     """Return how often so many warps run each machine instruction.
 

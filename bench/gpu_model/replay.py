@@ -258,11 +258,12 @@ def partitions(
             same = of_warp.tobytes()
             if same not in ways:
                 runs = machine_code.runs(code, counts, one_warp=True)
-                ways[same] = runs, machine_code.walks(code, runs, most=1)[0]
+                ways[same] = runs, machine_code.trail(code, runs)
             runs, way = ways[same]
             steps = [step for n in way if (step := code.instructions[n].name) in _EVENT_STEPS]
-            if Counter(steps) != {step: len(queue) for step, queue in did.items()}:
-                raise ValueError(f"a warp's way has other uses of mbarriers and TMA: {Counter(steps)}")
+            used = Counter(steps)
+            if used != {step: len(queue) for step, queue in did.items()}:
+                raise ValueError(f"a warp has other uses of mbarriers and TMA than {dict(used)}")
             of_block += runs.of_block
             of_edge += runs.of_edge
             total["off"] += runs.off * counts.total()

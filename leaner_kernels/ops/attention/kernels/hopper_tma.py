@@ -30,23 +30,32 @@ from ..._gluon import (
     warpgroup_mma_wait,
 )
 from ..._launch_cache import Launch, Scratch
-from ..._tiles import Tile, Tiles, block_dim, rule
+from ..._tiles import OPTIONS, Tile, Tiles, block_dim, rule
 from ..._triton import LOG2_E
 from ...route import Results
 from ..call import Call, Gradients, backward_arguments, forward_arguments
 from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, RowState, Scoring
-from .hopper import paired_step, step
+from .hopper import step
 
 H200_SMS = 132
 SLOTS = 2  # blocks of K and V on chip in a backward
 TAILS = 16, 32  # keys of a product narrower than a tile
 
-# For calls with as many rows as keys. STAGES are those of the ring of tiles. REGISTERS are those of a
-# thread of a consumer.
+# For calls with as many rows as keys. STAGES are those of the ring of tiles. REGISTERS are those of
+# a thread of a consumer.
 FORWARD_TILES = Tiles(
     "hopper_tma_forward",
-    rule(dim=64, tokens=4096, takes=("padded_dim", "shared"), STAGES=8, REGISTERS=240),
+    rule(
+        dim=64,
+        tokens=128,
+        takes=("padded_dim", "shared"),
+        CONSUMERS=2,
+        STAGES=4,
+        REGISTERS=104,
+        maxnreg=80,
+    ),
+    rule(dim=64, tokens=4096, takes=("padded_dim", "shared"), CONSUMERS=4, STAGES=8, REGISTERS=120),
     num_warps=4,
 )
 STATISTICS_TILES = Tiles("hopper_tma_forward_statistics", *FORWARD_TILES.rules)
@@ -154,24 +163,24 @@ def _fwd_producer(
 ):
     """Copy Q of each block, and K and V of the keys that it sees."""
     STAGES: gl.constexpr = keys.full.shape[0]
-    ROWS: gl.constexpr = queries.tiles.shape[0] * 32
-    PER_CONSUMER: gl.constexpr = ROWS // 128
+    CONSUMERS: gl.constexpr = queries.tiles.shape[0] // 2
+    ROWS: gl.constexpr = CONSUMERS * 64
     copied = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     for item in range(gl.program_id(0), work.heads * work.blocks, gl.num_programs(0)):
         b, h, _, block, limit = locate(work, item)
         slot, phase = ring_stage(turn, 2)
-        for c in gl.static_range(2):
-            mbarrier.wait(queries.empty.index(slot * 2 + c), phase ^ 1)
-            full = queries.full.index(slot * 2 + c)
-            mbarrier.expect(full, PER_CONSUMER * q_desc.block_type.nbytes)
-            for t in gl.static_range(PER_CONSUMER):
-                load_tile(
-                    q_desc,
-                    [b, h, block * ROWS + t * 128 + c * 64, 0],
-                    full,
-                    queries.tiles.index((slot * 2 + c) * PER_CONSUMER + t),
-                )
+        for c in gl.static_range(CONSUMERS):
+            place = slot * CONSUMERS + c
+            mbarrier.wait(queries.empty.index(place), phase ^ 1)
+            start_load(
+                q_desc,
+                b,
+                h,
+                block * ROWS + c * 64,
+                queries.tiles.index(place),
+                queries.full.index(place),
+            )
         for i in range(visible_key_tiles(work.N, limit, block * ROWS, CAUSAL, ROWS)):
             stage, phase = ring_stage(copied, STAGES)
             mbarrier.wait(keys.empty.index(stage), phase ^ 1)
@@ -243,14 +252,14 @@ def _fwd_consumer(
     HIDES: gl.constexpr,
     TAIL: gl.constexpr,
 ):
-    """Compute every second tile of 64 rows of each block."""
+    """Compute one tile of 64 rows of each block."""
     D: gl.constexpr = out_desc.block_type.shape[3]
     STAGES: gl.constexpr = keys.full.shape[0]
-    ROWS: gl.constexpr = queries.tiles.shape[0] * 32
+    CONSUMERS: gl.constexpr = queries.tiles.shape[0] // 2
+    ROWS: gl.constexpr = CONSUMERS * 64
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    PER_CONSUMER: gl.constexpr = ROWS // 128
     STATS: gl.constexpr = parts_ptr is not None
     zero = gl.zeros([64, 64], gl.float32, SCORES)
     # Of the last tile of keys, which is masked, products read the first TAIL.
@@ -265,8 +274,8 @@ def _fwd_consumer(
         scoring = Scoring(work.N, limit, scale * LOG2_E, Mask(None, None, None, None), Dropout())
         first = block * ROWS + CONSUMER * 64
         slot, phase = ring_stage(turn, 2)
-        mbarrier.wait(queries.full.index(slot * 2 + CONSUMER), phase)
-        place = (slot * 2 + CONSUMER) * PER_CONSUMER
+        place = slot * CONSUMERS + CONSUMER
+        mbarrier.wait(queries.full.index(place), phase)
         q = tile_of(queries.tiles.index(place))
         state = RowState(
             gl.zeros([64, D], gl.float32, OUT),
@@ -281,43 +290,25 @@ def _fwd_consumer(
         if CAUSAL:
             whole = gl.minimum(whole, first // 64)
         whole = gl.minimum(whole, tiles)
-        next_state = state
-        if PER_CONSUMER == 2:
-            next_q = tile_of(queries.tiles.index(place + 1))
-            has_next = first + 128 < work.N
         for i in range(whole):
             stage, phase = ring_stage(read, STAGES)
             mbarrier.wait(keys.full.index(stage), phase)
             k = tile_of(keys.tiles.index(2 * stage))
             v = tile_of(keys.tiles.index(2 * stage + 1))
-            if PER_CONSUMER == 2 and has_next:
-                state, next_state = paired_step(
-                    state=state,
-                    next_state=next_state,
-                    q=q,
-                    next_q=next_q,
-                    k=k,
-                    v=v,
-                    zero=zero,
-                    scoring=scoring,
-                    SCALED=False,
-                    STATS=STATS,
-                )
-            else:
-                state = step(
-                    state=state,
-                    q=q,
-                    k=k,
-                    v=v,
-                    zero=zero,
-                    first=first,
-                    start=i * 64,
-                    scoring=scoring,
-                    SCALED=False,
-                    HIDES=False,
-                    CAUSAL=False,
-                    STATS=STATS,
-                )
+            state = step(
+                state=state,
+                q=q,
+                k=k,
+                v=v,
+                zero=zero,
+                first=first,
+                start=i * 64,
+                scoring=scoring,
+                SCALED=False,
+                HIDES=False,
+                CAUSAL=False,
+                STATS=STATS,
+            )
             mbarrier.arrive(keys.empty.index(stage), count=1)
             read += 1
         if HIDES or CAUSAL:
@@ -341,24 +332,9 @@ def _fwd_consumer(
                         CAUSAL=CAUSAL,
                         STATS=STATS,
                     )
-                if PER_CONSUMER == 2 and has_next:
-                    next_state = step(
-                        state=next_state,
-                        q=next_q,
-                        k=k,
-                        v=v,
-                        zero=zero_tail,
-                        first=first + 128,
-                        start=i * 64,
-                        scoring=scoring,
-                        SCALED=False,
-                        HIDES=HIDES,
-                        CAUSAL=CAUSAL,
-                        STATS=STATS,
-                    )
                 mbarrier.arrive(keys.empty.index(stage), count=1)
                 read += 1
-        # The output is stored from the buffers of Q, which the last product has read.
+        # The output is stored from the buffer of Q, which the last product has read.
         sums = _finish_rows(
             state=state,
             tile=q,
@@ -369,27 +345,13 @@ def _fwd_consumer(
             saved=saved,
             STATS=STATS,
         )
-        if PER_CONSUMER == 2:
-            next_sums = _finish_rows(
-                state=next_state,
-                tile=next_q,
-                head=head,
-                start=first + 128,
-                scoring=scoring,
-                scale=scale,
-                saved=saved,
-                STATS=STATS,
-            )
-            if STATS:
-                sums = common.add_sums(sums, next_sums)
         fence_async_shared()
-        for t in gl.static_range(PER_CONSUMER):
-            store_tile(out_desc, [b, h, first + t * 128, 0], queries.tiles.index(place + t))
+        store_tile(out_desc, [b, h, first, 0], queries.tiles.index(place))
         if STATS:
-            part = item * 2 + CONSUMER
+            part = item * CONSUMERS + CONSUMER
             _store_part(parts_ptr, common.reduce_sums(sums), part, work.N, scale)
-        tma.store_wait(0)  # until the buffers have been read
-        mbarrier.arrive(queries.empty.index(slot * 2 + CONSUMER), count=1)
+        tma.store_wait(0)  # until the buffer has been read
+        mbarrier.arrive(queries.empty.index(place), count=1)
         turn += 1
 
 
@@ -426,41 +388,138 @@ def _hopper_tma_fwd_kernel(
     CAUSAL: gl.constexpr,
     GROUP: gl.constexpr,
     STAGES: gl.constexpr,
-    ROWS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     TAIL: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_desc.dtype
     SHARED: gl.constexpr = q_desc.layout
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    tiles = gl.allocate_shared_memory(DTYPE, [ROWS // 32, 1, 1, 64, BLOCK_D], SHARED)
-    full = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [4, 1], BARRIER)
-    init_ring(full, empty, 4, 1)
+    tiles = gl.allocate_shared_memory(DTYPE, [2 * CONSUMERS, 1, 1, 64, BLOCK_D], SHARED)
+    full = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [2 * CONSUMERS, 1], BARRIER)
+    init_ring(full, empty, 2 * CONSUMERS, 1)
     queries = Ring(tiles, full, empty)
     tiles = gl.allocate_shared_memory(DTYPE, [2 * STAGES, 1, 1, 64, BLOCK_D], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    init_ring(full, empty, STAGES, 2)
+    init_ring(full, empty, STAGES, CONSUMERS)
     keys = Ring(tiles, full, empty)
     fence_async_shared()
     work = Work(H, N, heads, blocks, lengths_ptr)
     saved = common.SavedRows(max_log_sum_ptr, lse_ptr)
-    gl.warp_specialize(
-        [
-            (
-                _fwd_consumer,
-                (out_desc, queries, keys, work, scale, saved, parts_ptr, 0, CAUSAL, HIDES, TAIL),
-            ),
-            (
-                _fwd_consumer,
-                (out_desc, queries, keys, work, scale, saved, parts_ptr, 1, CAUSAL, HIDES, TAIL),
-            ),
-            (_fwd_producer, (q_desc, k_desc, v_desc, queries, keys, work, CAUSAL, GROUP)),
-        ],
-        [4, 1],
-        [REGISTERS, 24],
-    )
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        0,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        1,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (_fwd_producer, (q_desc, k_desc, v_desc, queries, keys, work, CAUSAL, GROUP)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        0,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        1,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        2,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (
+                    _fwd_consumer,
+                    (
+                        out_desc,
+                        queries,
+                        keys,
+                        work,
+                        scale,
+                        saved,
+                        parts_ptr,
+                        3,
+                        CAUSAL,
+                        HIDES,
+                        TAIL,
+                    ),
+                ),
+                (_fwd_producer, (q_desc, k_desc, v_desc, queries, keys, work, CAUSAL, GROUP)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
 
 
 # --- Backward -------------------------------------------------------------------------------------
@@ -897,20 +956,21 @@ def _describe_arguments(kernel: Any, arguments: dict[str, Any], tensors: dict[st
     arguments |= {"heads": heads, "HIDES": arguments["N"] % 64 != 0}
     if arguments["lengths_ptr"] is not None:
         arguments["HIDES"] = True
-    for name in arguments.keys() - {*kernel.arg_names, "num_warps", "enable_fp_fusion"}:
+    for name in arguments.keys() - {*kernel.arg_names, *OPTIONS, "enable_fp_fusion"}:
         del arguments[name]
 
 
 def block_size(tokens: int) -> int:
-    """Return the rows of a forward's block, or the keys of a backward's: two or four tiles."""
+    """Return the keys of a backward's block: two or four tiles."""
     return 128 if tokens <= 128 else 256
 
 
-def num_programs(device: torch.device, work: int) -> int:
-    """Return the number of programs that share ``work``: at most one on each SM."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return min(work, H200_SMS)
-    return min(work, torch.cuda.get_device_properties(device).multi_processor_count)
+def num_programs(device: torch.device, work: int, per_sm: int = 1) -> int:
+    """Return the number of programs that share ``work``: at most ``per_sm`` on each SM."""
+    sms = H200_SMS
+    if device.type == "cuda" and torch.cuda.is_available():
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(work, per_sm * sms)
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
@@ -921,19 +981,19 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
     """
     batch, heads, tokens, _ = call.query.shape
     arguments = forward_arguments(_hopper_tma_fwd_kernel, call, results)
-    rows = block_size(tokens)
-    blocks = triton.cdiv(tokens, rows)
+    blocks = triton.cdiv(tokens, 64 * tile["CONSUMERS"])
     parts = None
     if results.stats is not None:
-        shape = batch, heads, 2 * blocks, NUM_SUMS
+        shape = batch, heads, tile["CONSUMERS"] * blocks, NUM_SUMS
         parts = call.query.new_empty(shape, dtype=torch.float32)
     tensors = {"q": call.query, "k": call.key, "v": call.value, "out": results.out}
     # A causal mask, and lengths, hide keys of any tile.
     uniform = call.key_lengths is None and not call.is_causal
     tail = next((size for size in TAILS if tokens % 64 <= size), 64) if uniform else 64
-    arguments |= dict(**tile.arguments, ROWS=rows, TAIL=tail, blocks=blocks, parts_ptr=parts)
+    arguments |= dict(**tile.arguments, TAIL=tail, blocks=blocks, parts_ptr=parts)
     _describe_arguments(_hopper_tma_fwd_kernel, arguments, tensors)
-    programs = num_programs(call.query.device, batch * heads * blocks)
+    per_sm = 2 if "maxnreg" in tile.options else 1
+    programs = num_programs(call.query.device, batch * heads * blocks, per_sm)
     return Launch(_hopper_tma_fwd_kernel, (programs,), arguments)
 
 
