@@ -212,9 +212,25 @@ class _Traces:
         }
 
 
-WAITS = {"mbarrier.try_wait"}
-EVENTS = {"mbarrier.arrive", "bulk.load", "bulk.store", "bulk.reduce", *WAITS}
-_EVENT_STEPS = {machine_code.kept(name) for name in EVENTS}
+WAITS = "SYNCS.PHASECHK"
+EVENTS = {WAITS, "SYNCS.ARRIVE", "UTMALDG", "UTMASTG", "UTMAREDG"}
+
+
+class _Way(NamedTuple):
+    """Instructions in order, how often blocks run, and of ``EVENTS`` name and landmark."""
+
+    instructions: list[int]
+    of_block: np.ndarray
+    events: list[tuple[str, int]]
+
+
+def _way(code: MachineCode, passed: Sequence[machine_code.Landmark]) -> _Way:
+    steps = machine_code.way(code, passed)
+    instructions = [n for n, _ in steps]
+    times = np.bincount(instructions, minlength=len(code.instructions))
+    of_block = times[[start for start, _ in code.blocks]]
+    named = ((code.instructions[n].name, place) for n, place in steps)
+    return _Way(instructions, of_block, [one for one in named if one[0] in EVENTS])
 
 
 def partitions(
@@ -223,58 +239,47 @@ def partitions(
     """Return how often the mean warp runs each block, and what each warp executes.
 
     Of a kernel whose warps meet at barriers of their own: of each program that was recorded, its
-    warps. Those that ran every instruction as often share their way through the code.
+    warps. Those that passed the same landmarks share their way through the code.
 
     Raises:
-        ValueError: not all events were recorded, or a warp's way differs from what it did.
+        ValueError: not everything was recorded, or no way through the code passes it.
     """
     recorded = execution.recorded
     if recorded is None or not recorded.complete:
-        raise ValueError("a program does more with mbarriers than is recorded")
-    names = [execution.program.operation_names[i.operation] for i in execution.program.code]
-    keys = [key for key, _ in kept_counts(execution)]
-    kept = [n for n, name in enumerate(names) if machine_code.kept(name)]
-    ways: dict[bytes, tuple[machine_code.Runs, list[int]]] = {}
+        raise ValueError("a program has more barriers, products and copies than are recorded")
+    operations = execution.program.operation_names
+    names = [machine_code.kept(operations[i.operation]) or "" for i in execution.program.code]
+    ways: dict[tuple[machine_code.Landmark, ...], _Way] = {}
+    of_block = np.zeros(len(code.blocks))
     programs: list[list[WarpTrace]] = []
-    total: Counter[str] = Counter()
-    of_block, of_edge = np.zeros(len(code.blocks)), np.zeros(len(code.edges))
-    for number, executed in enumerate(recorded.executed):
-        phases: dict[tuple[int, int], int] = {}
-        events: list[list[Event]] = [[] for _ in executed]
-        for event in recorded.events[recorded.events["program"] == number]:
-            place, phase = (int(event["mbarrier"]), int(event["phase"])), -1
-            if place[0] >= 0:
-                phase = phases.setdefault(place, len(phases))
-            arrives = names[event["instruction"]] not in WAITS
-            events[event["warp"]].append(Event(phase, int(event["bytes"]), arrives))
+    for number in range(len(recorded.executed)):
+        of_program = recorded.events[recorded.events["program"] == number]
+        phases: dict[tuple[int, int], int] = {(-1, 0): -1}
         warps = []
-        for of_warp, did in zip(executed, events):
-            counts: Counter[Key] = Counter()
-            for key, n in zip(keys, of_warp[kept]):
-                counts[key] += float(n)
-            same = of_warp.tobytes()
-            if same not in ways:
-                runs = machine_code.runs(code, counts, one_warp=True)
-                ways[same] = runs, machine_code.walks(code, runs, most=1)[0]
-            runs, way = ways[same]
-            steps = sum(code.instructions[n].name in _EVENT_STEPS for n in way)
-            if steps != len(did):
-                raise ValueError(
-                    f"a warp's way has {steps} uses of mbarriers and TMA, not {len(did)}"
-                )
-            of_block += runs.of_block
-            of_edge += runs.of_edge
-            total["off"] += runs.off * counts.total()
-            total["all"] += counts.total()
-            warps.append(WarpTrace(way, did))
+        for warp in range(execution.warps):
+            rows = of_program[of_program["warp"] == warp].tolist()
+            found = [library.Event(*row) for row in rows]
+            passed = tuple(
+                machine_code.Landmark(names[one.instruction], not one.lanes) for one in found
+            )
+            if passed not in ways:
+                ways[passed] = _way(code, passed)
+            way = ways[passed]
+            events = []
+            for name, place in way.events:
+                one = found[place] if place >= 0 else library.Event(mbarrier=-1)
+                phase = phases.setdefault((one.mbarrier, one.phase), len(phases) - 1)
+                events.append(Event(phase, one.bytes, name != WAITS))
+            of_block += way.of_block
+            warps.append(WarpTrace(way.instructions, events))
         programs.append(warps)
-    warps_in_all = execution.warps * len(programs)
-    mean = machine_code.Runs(
-        list(of_block / warps_in_all),
-        list(of_edge / warps_in_all),
-        total["off"] / (total["all"] or 1),
-    )
-    return mean, programs
+    of_block /= execution.warps * len(programs)
+    executed = recorded.executed.mean((0, 1))
+    counts: Counter[Key] = Counter()
+    for (key, _), n in zip(kept_counts(execution), executed[[bool(name) for name in names]]):
+        counts[key] += n
+    off = machine_code.off(code, of_block, counts)
+    return machine_code.Runs(list(of_block), [], off), programs
 
 
 def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:

@@ -73,7 +73,7 @@ inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
     }
     settle(b);
   });
-  m.record(w, recorded, phase, 0);
+  m.record(w, mask, recorded, phase);
 }
 
 // Operands: predicate, address, parity. False where the phase of that parity, which is the current one
@@ -93,7 +93,7 @@ inline bool wait_for_phase(Machine& m, Warp& w, const Instruction& i, u32 mask) 
   });
   if (!ended) return false;
   w.predicate(0) |= mask;
-  m.record(w, recorded, phase, 0);
+  m.record(w, mask, recorded, phase);
   return true;
 }
 
@@ -164,7 +164,7 @@ inline void count_bulk(Machine& m, u64 sectors, u32 bytes) {
 
 // Operands: shared address, tensor map, coordinates from the innermost, address of the mbarrier.
 inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  if (!mask) m.record(w, -1, 0, 0);
+  if (!mask) m.record(w, mask);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     Mbarrier& b = mbarrier(m, w, shared_address(w, i.count - 1, i.variant, lane), lane);
@@ -177,7 +177,7 @@ inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
       if (size) std::memcpy(place + skipped, m.global_elements(from, size, w, lane, READ, tag, false), size);
       moved += size;
     });
-    m.record(w, m.number_of(b), b.phase, u32(moved));
+    m.record(w, mask, m.number_of(b), b.phase, u32(moved));
     b.loaded = b.clock, b.loader = w.id, b.load = s32(m.now - m.job.code);
     b.bytes -= bytes;
     settle(b);
@@ -211,7 +211,7 @@ inline void add_elements(const TensorMap& map, u8* to, const u8* from, u32 bytes
 
 // Operands: shared address, tensor map, coordinates from the innermost.
 template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  if (!mask) m.record(w, -1, 0, 0);
+  if (!mask) m.record(w, mask);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     const u32 tag = tag_of(w.stored + 1, m.agent_of_stores(w));
@@ -225,7 +225,7 @@ template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction&
       else std::memcpy(place, data, size);
       moved += size;
     });
-    m.record(w, -1, 0, u32(moved));
+    m.record(w, mask, -1, 0, u32(moved));
     count_bulk(m, (moved + 31) / 32, bytes);
   });
 }

@@ -95,10 +95,10 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 enum Elements { INTEGER, FLOAT32, BFLOAT16, FLOAT16, ELEMENTS };  // as execute.py has them
 
-// What one warp did with an mbarrier, or a copy of TMA; -1 where no lane took part. Where it waits, the
-// phase that ended.
+// An instruction that ptxas keeps in its place, as a warp ran it, and how many lanes. Of an mbarrier its
+// number and phase, where a warp waits the one that ended; -1 for none. Of TMA the bytes that are copied.
 struct Event {
-  s32 program, warp, instruction, mbarrier, phase, bytes;
+  s32 program, warp, instruction, lanes, mbarrier, phase, bytes;
 };
 
 struct Job {

@@ -77,10 +77,11 @@ class Machine {
   Counts& counts() { return job.counts[now - job.code]; }
 
   s32 recording = -1;  // the number of the program among those that are recorded
-  void record(const Warp& w, s32 mbarrier, u32 phase, u32 bytes) {
+  void record(const Warp& w, u32 mask, s32 mbarrier = -1, u32 phase = 0, u32 bytes = 0) {
     if (recording < 0) return;
     if (job.num_events < job.max_events)
-      job.events[job.num_events] = {recording, s32(w.id), s32(now - job.code), mbarrier, s32(phase), s32(bytes)};
+      job.events[job.num_events] = {recording, s32(w.id), s32(now - job.code), std::popcount(mask),
+                                    mbarrier, s32(phase), s32(bytes)};
     job.num_events++;
   }
   u32& executed_by(const Warp& w) {
