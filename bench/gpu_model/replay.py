@@ -3,7 +3,8 @@
 ptxas writes into each machine instruction how long the next one of the warp waits and which
 scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues
 it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
-L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
+L2 and memory for all four, barriers, cp.async, wgmma, mbarriers and TMA, with as many programs as
+fit at once.
 """
 
 import re
@@ -127,7 +128,7 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     traces = _Traces([every[n] for n in places])
     sizes = np.array([access.bytes for access in accessed])
     issued = sum(lengths[n] for n in places)
-    moved = sum(sizes[warp.instructions].sum() for n in places for warp in every[n])
+    moved = sum(sizes[trace].sum() for trace in traces.of_warps())
     bytes_moved = float(moved + traces.event_bytes.sum()) / kinds * work.programs
     from_memory = min(1.0, work.memory_bytes / bytes_moved) if bytes_moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
@@ -210,6 +211,11 @@ class _Traces:
             "missing": missing,
             "event_bytes": self.event_bytes,
         }
+
+    def of_warps(self) -> Iterator[np.ndarray]:
+        """Yield the instructions of each warp of each kind."""
+        for begin, end in zip(self.arrays["begins"], self.arrays["ends"]):
+            yield self.arrays["trace"][begin:end]
 
 
 WAITS = "SYNCS.PHASECHK"

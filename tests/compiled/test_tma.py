@@ -1,6 +1,7 @@
 """TMA, mbarriers and partitions of warps: what the executor computes, and the mistakes it finds."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -30,6 +31,8 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tests.compiled.test_executor import LOAD_OTHER, run
+from tests.compiled.test_executor import STORE as STORE_WORD
 from tests.compiled.test_mutations import operation
 
 # Triton 3.9 renamed them, and 3.6 has no reduction.
@@ -215,6 +218,109 @@ def test_what_tma_cannot_copy_stops() -> None:
             copy_box(changed, [8, width], [0, 0], swizzle=swizzle)
     with pytest.raises(ExecutionError, match="TMA"):
         copy_box(torch.zeros(64, 65, dtype=BF16), [8, 64], [0, 0])
+
+
+# --- Barriers, in PTX -----------------------------------------------------------------------------
+
+WARPS = "setp.lt.u32 %p1, %r1, 32; setp.eq.b32 %p2, %r1, 0; setp.eq.b32 %p3, %r1, 32; "
+INIT = WARPS + "@%p2 mbarrier.init.shared::cta.b64 [512], {count}; "
+ARRIVE = "@%p{lane} mbarrier.arrive.shared::cta.b64 _, [512]; "
+MEET = "bar.sync 0; "
+SET = (
+    WARPS
+    + """
+  @%p1 bra $first;
+  setmaxnreg.{second}.sync.aligned.u32 {fewer};
+  bra $end;
+$first:
+  setmaxnreg.{first}.sync.aligned.u32 {more};
+$end:
+"""
+)
+OF_ALL, OF_ONE = "bar.sync 1, 64; ", "bar.sync 1, 32; "
+
+
+@pytest.mark.parametrize(
+    ("finding", "faulty", "right", "registers"),
+    [
+        (
+            "an mbarrier used without a barrier after its init",
+            INIT.format(count=1) + ARRIVE.format(lane=3),
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3),
+            0,
+        ),
+        (
+            "no mbarrier where one is used",
+            WARPS + MEET + ARRIVE.format(lane=3),
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3),
+            0,
+        ),
+        (
+            "more arrivals than an mbarrier expects",
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3).replace("512]", "512], 2"),
+            INIT.format(count=2) + MEET + ARRIVE.format(lane=3).replace("512]", "512], 2"),
+            0,
+        ),
+        (
+            "an mbarrier touched as ordinary memory",
+            INIT.format(count=1) + MEET + "@%p2 st.shared.b32 [516], %r1;",
+            INIT.format(count=1) + MEET + "@%p2 st.shared.b32 [520], %r1;",
+            0,
+        ),
+        # Of two named barriers neither is for both warps.
+        (
+            "read after write without a barrier",
+            STORE_WORD + OF_ONE + LOAD_OTHER,
+            STORE_WORD + OF_ALL + LOAD_OTHER,
+            0,
+        ),
+        (
+            "setmaxnreg of registers that cannot be",
+            SET.format(first="dec", more=72, second="dec", fewer=56),
+            SET.format(first="inc", more=72, second="dec", fewer=56),
+            64,
+        ),
+        (
+            "waits for ever",
+            SET.format(first="inc", more=72, second="dec", fewer=64),
+            SET.format(first="inc", more=72, second="dec", fewer=56),
+            64,
+        ),
+        ("waits for ever", WARPS + "@%p1 bra $end; bar.sync 1, 64; $end:", "bar.sync 1, 64;", 0),
+        (
+            "warps at different barriers",
+            WARPS + "@%p1 bra $one; bar.sync 1, 64; bra $end; $one: bar.sync 1; $end:",
+            WARPS + "@%p1 bra $one; bar.sync 1, 64; bra $end; $one: bar.sync 1, 64; $end:",
+            0,
+        ),
+    ],
+)
+def test_misuse_of_barriers_is_found(finding: str, faulty: str, right: str, registers: int) -> None:
+    def findings(body: str) -> str:
+        try:
+            execution = run(body, threads=64, registers=registers, shared=1024)
+        except ExecutionError as error:
+            return str(error) + ("waits for ever" if DEADLOCK in str(error) else "")
+        return str(execution.found)
+
+    assert finding in findings(faulty)
+    assert findings(right) == "{}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "setmaxnreg.inc.sync.aligned.u32 28",
+        "tensormap.replace.tile.rank.shared::cta.b1024.b32 [%rd1], 1",
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r1}], [%r2]",
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1]",
+        "bar.arrive 1, 64",
+    ],
+)
+def test_an_unsupported_copy_or_barrier_stops_with_its_text(text: str) -> None:
+    opcode = text.split()[0].replace("::cta", "")
+    with pytest.raises(ptx.UnsupportedError, match=re.escape(opcode)):
+        run(f"{text};")
 
 
 # --- A ring that one warp fills -------------------------------------------------------------------

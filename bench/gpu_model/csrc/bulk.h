@@ -41,8 +41,15 @@ inline void init_mbarrier(Machine& m, Warp& w, const Instruction& i, u32 mask) {
     const u32 at = shared_address(w, 0, i.offset, lane), count = w.lanes<u32>(1)[lane];
     m.shared_at(at, 8, w, lane);
     m.set_mbarrier(at, true, w, lane);
-    const u32 agent = m.agent_of_mbarrier(m.mbarriers.size()), init = m.tag(w);
-    m.mbarriers.push_back({.at = at, .count = count, .missing = count, .agent = agent, .init = init});
+    // At the place of another one its agent goes on.
+    auto same = [&](const Mbarrier& b) { return b.at == at; };
+    auto found = std::find_if(m.mbarriers.begin(), m.mbarriers.end(), same);
+    if (found == m.mbarriers.end()) {
+      const u32 agent = m.agent_of_mbarrier(m.mbarriers.size());
+      found = m.mbarriers.insert(found, {.at = at, .agent = agent});
+    }
+    *found = {.at = at, .count = count, .missing = count, .clock = found->clock, .agent = found->agent,
+              .init = m.tag(w), .loaded = found->loaded, .loader = found->loader, .load = found->load};
   });
 }
 
@@ -62,7 +69,7 @@ inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   u32 phase = 0;
   each_lane(mask, [&](int lane) {
     Mbarrier& b = mbarrier(m, w, shared_address(w, 0, i.offset, lane), lane);
-    recorded = m.number_of(b), phase = b.phase;
+    recorded = m.number_of(b), phase = b.clock;
     if (i.variant & EXPECTS) b.bytes += w.lanes<u32>(i.count - 1)[lane];
     if (i.variant & ARRIVES) {
       const u32 count = w.lanes<u32>(1)[lane];
@@ -88,7 +95,7 @@ inline bool wait_for_phase(Machine& m, Warp& w, const Instruction& i, u32 mask) 
     last = at | parity;
     Mbarrier& b = mbarrier(m, w, at, lane);
     ended = (b.phase & 1) != parity;
-    if (b.phase) recorded = m.number_of(b), phase = b.phase - 1;  // before the first all have ended
+    if (b.phase) recorded = m.number_of(b), phase = b.clock - 1;  // before the first all have ended
     if (ended) m.views[w.id].join(b.completed);
   });
   if (!ended) return false;
@@ -177,7 +184,7 @@ inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
       if (size) std::memcpy(place + skipped, m.global_elements(from, size, w, lane, READ, tag, false), size);
       moved += size;
     });
-    m.record(w, mask, m.number_of(b), b.phase, u32(moved));
+    m.record(w, mask, m.number_of(b), b.clock, u32(moved));
     b.loaded = b.clock, b.loader = w.id, b.load = s32(m.now - m.job.code);
     b.bytes -= bytes;
     settle(b);
