@@ -143,12 +143,18 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
     used = compile_launch(execution.launch, capability)
     code: MachineCode = used.code
     found: list[list[replay.WarpTrace]] = []
+    unknown = ""
     if execution.recorded is None:
         runs = machine_code.runs(code, replay.counted(execution))
     else:
-        runs, found = replay.partitions(execution, code)
+        try:
+            runs, found = replay.partitions(execution, code)
+        except ValueError as error:
+            runs, unknown = Runs([0.0] * len(code.blocks), [], 1.0), str(error)
 
     def on(gpu: units.GPU) -> Prediction:
+        if unknown:
+            return Prediction({}, None, unknown)
         if not runs.usable:
             return Prediction(
                 {}, None, f"its machine code is unknown, counts differ by {runs.off:.0%}"

@@ -19,7 +19,7 @@ from bench.gpu_model.compile_ahead import WARP, Launch
 
 MAX_REPORTS = 1000
 MAX_RECORDED = 8  # programs
-MAX_EVENTS = 1_000_000  # of all that are recorded
+MAX_EVENTS = 4_000_000  # of all that are recorded
 DEADLOCK = "waits for ever"
 MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 

@@ -6,14 +6,16 @@ block of machine code flows out of it again. From both follows how often each bl
 every instruction, those too that PTX does not have: spills above all.
 """
 
+import heapq
 import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -246,12 +248,8 @@ class Runs(NamedTuple):
         return self.off <= MAX_OFF
 
 
-def runs(code: MachineCode, counts: Mapping[Key, float], *, one_warp: bool = False) -> Runs:
-    """Return how often each block runs, so that flow is kept and ``counts`` is met best.
-
-    With ``one_warp`` counts are those of a warp: what blocks lead to that it runs nothing of, it
-    does not run either, though another partition may run the same source lines.
-    """
+def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
+    """Return how often each block runs, so that flow is kept and ``counts`` is met best."""
     from scipy.optimize import nnls
 
     end = len(code.blocks)
@@ -273,80 +271,44 @@ def runs(code: MachineCode, counts: Mapping[Key, float], *, one_warp: bool = Fal
     for block in range(end):
         out = [(n, -1.0) for n, (start, _) in enumerate(edges) if start == block]
         equation([*((n, 1.0) for n in into[block]), *out], 0.0, FLOW)
-    static: dict[Key, Counter[int]] = defaultdict(Counter)
-    for block, (start, stop) in enumerate(code.blocks):
-        for one in code.instructions[start:stop]:
-            if one.counted:
-                static[key_of(one.name, one.file, one.line)][block] += 1
+    static = _static(code)
     met = [key for key in counts if key in static]
-    if one_warp:
-        idle = {block for key in met if not counts[key] for block in static[key]}
-        for number in set(range(end)) - _reached(code, idle):
-            equation([(n, 1.0) for n in into[number]], 0.0, FLOW)
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
         equation(terms, counts[key], 1.0 / sum(static[key].values()))
-
-    entered: list[np.ndarray] = []
-
-    def solve() -> np.ndarray:
-        if one_warp:
-            return _whole_numbers(np.array(rows), np.array(wanted), entered)
-        return nnls(np.array(rows), np.array(wanted))[0]
-
-    found = solve()
+    found, _ = nnls(np.array(rows), np.array(wanted))
     # Flow alone lets a loop run that nothing enters: where counts allow it is entered once.
     seen: list[set[int]] = []
     while unequal := [blocks for blocks in _unequal(edges, found) if blocks not in seen]:
         seen += unequal
         for blocks in unequal:
             ways = [n for n, (start, to) in enumerate(edges) if start not in blocks >= {to}]
-            equation([(n, 1.0) for n in ways], 1.0, 0.0 if one_warp else ENTERED)
-            entered.append(np.isin(np.arange(len(edges)), ways).astype(float))
-        found = solve()
+            equation([(n, 1.0) for n in ways], 1.0, ENTERED)
+        found, _ = nnls(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
+    return Runs(of_block, list(map(float, found[1:])), off(code, of_block, counts))
+
+
+def _static(code: MachineCode) -> dict[Key, Counter[int]]:
+    """Return how often each block has each instruction."""
+    static: dict[Key, Counter[int]] = defaultdict(Counter)
+    for block, (start, stop) in enumerate(code.blocks):
+        for one in code.instructions[start:stop]:
+            if one.counted:
+                static[key_of(one.name, one.file, one.line)][block] += 1
+    return static
+
+
+def off(code: MachineCode, of_block: Sequence[float], counts: Mapping[Key, float]) -> float:
+    """Return ``Runs.off`` of blocks that run so often."""
+    static = _static(code)
     differences = sum(
-        abs(counts[key] - sum(of_block[b] * times for b, times in static[key].items()))
-        for key in met
+        abs(n - sum(of_block[block] * times for block, times in static[key].items()))
+        for key, n in counts.items()
+        if key in static
     )
     missing = sum(n for key, n in counts.items() if key not in static)
-    of_edge = list(map(float, found[1:]))
-    return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
-
-
-def _whole_numbers(
-    rows: np.ndarray, wanted: np.ndarray, entered: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Return the whole numbers, 0 or more, that bring ``rows`` closest to ``wanted``.
-
-    Each of ``entered`` comes to at least 1.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    equations, unknowns = rows.shape
-    # Of each equation, what is missing and what is too much.
-    off = np.eye(equations)
-    constraints = [LinearConstraint(np.hstack([rows, off, -off]), wanted, wanted)]
-    constraints += [
-        LinearConstraint(np.concatenate([one, np.zeros(2 * equations)]), 1, np.inf)
-        for one in entered
-    ]
-    cost = np.concatenate([np.zeros(unknowns), np.ones(2 * equations)])
-    whole = np.concatenate([np.ones(unknowns), np.zeros(2 * equations)])
-    solved = milp(cost, integrality=whole, bounds=Bounds(0, np.inf), constraints=constraints)
-    if solved.x is None:
-        raise ValueError("no way through the code has the counts of a warp")
-    return np.round(solved.x[:unknowns])
-
-
-def _reached(code: MachineCode, without: set[int]) -> set[int]:
-    """Return the blocks that the first one leads to by ways without others."""
-    import networkx
-
-    flow = networkx.DiGraph(code.edges)
-    flow.add_node(0)
-    flow.remove_nodes_from(without)
-    return networkx.descendants(flow, 0) | {0} if 0 in flow else set()
+    return (differences + missing) / (sum(counts.values()) or 1.0)
 
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
@@ -407,53 +369,86 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
     return made
 
 
-def trail(code: MachineCode, found: Runs) -> list[int]:
-    """Return the numbers of the instructions that one warp executes, given whole numbers of runs.
+class Landmark(NamedTuple):
+    """An instruction that ptxas keeps in its place, as a warp ran it.
 
-    Each branch takes each of its ways as often as ``found`` says, spread evenly.
+    ``idle`` says that no lane took part: ptxas may have the warp jump over it.
+    """
+
+    name: str
+    idle: bool
+
+
+LANDMARKS = {
+    *("BAR", "HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "UTMAREDG", "UTMACMDFLUSH"),
+    *("SYNCS.EXCH", "SYNCS.CCTL", "SYNCS.ARRIVE", "SYNCS.PHASECHK"),
+}
+
+
+def way(code: MachineCode, passed: Sequence[Landmark]) -> list[tuple[int, int]]:
+    """Return the instructions that one warp executes, in order, and of landmarks which it passes.
+
+    That is the shortest way through the blocks that passes all landmarks in their order; -1 stands
+    for none. A landmark with a guard may be one that does not run. Where a branch has none on
+    either side, the shorter side is taken.
 
     Raises:
-        ValueError: no way through the code has these numbers.
+        ValueError: no way passes them.
     """
-    left = {edge: round(times) for edge, times in zip(code.edges, found.of_edge, strict=True)}
-    ways: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for edge in left:
-        ways[edge[0]].append(edge)
-    taken: Counter[tuple[int, int]] = Counter()
-    whole = dict(left)
-    trace: list[int] = []
-    block = 0
-    while block < len(code.blocks):
-        trace += range(*code.blocks[block])
-        open_ways = [edge for edge in ways[block] if left[edge]]
-        # The way that is furthest behind its even share; of equals a loop goes on.
-        open_ways.sort(key=lambda edge: ((taken[edge] + 1) / whole[edge], edge[1] > edge[0]))
-        while len(open_ways) > 1 and not _can_finish(left, ways, open_ways[0]):
-            open_ways.pop(0)
-        if not open_ways:
-            raise ValueError("no way through its blocks has the counts of a warp")
-        left[open_ways[0]] -= 1
-        taken[open_ways[0]] += 1
-        block = open_ways[0][1]
-    if any(left.values()):
-        raise ValueError("no way through its blocks has all counts of a warp")
-    return trace
+    ways: dict[int, list[int]] = defaultdict(list)
+    for start, to in code.edges:
+        ways[start].append(to)
+    landmarks = [
+        [code.instructions[n] for n in range(*block) if code.instructions[n].name in LANDMARKS]
+        for block in code.blocks
+    ]
 
+    def through(block: int, at: int) -> dict[int, tuple[int, ...]]:
+        """Return, by the landmarks that are passed after a block, those that it passes."""
+        reached: dict[int, tuple[int, ...]] = {at: ()}
+        for one in landmarks[block]:
+            after: dict[int, tuple[int, ...]] = {}
+            for place, matched in reached.items():
+                n = place
+                while n < len(passed) and passed[n].name != one.name and passed[n].idle:
+                    n += 1
+                if n < len(passed) and passed[n].name == one.name:
+                    after.setdefault(n + 1, (*matched, n))
+                if one.guard:
+                    after.setdefault(place, (*matched, -1))
+            reached = after
+        return reached
 
-def _can_finish(
-    left: Mapping[tuple[int, int], int],
-    ways: Mapping[int, list[tuple[int, int]]],
-    first: tuple[int, int],
-) -> bool:
-    """Return whether all that is left can be taken after one step."""
-    wanted = {edge[0] for edge, times in left.items() if times - (edge == first)}
-    reached, waiting = {first[1]}, [first[1]]
-    while waiting:
-        for edge in ways.get(waiting.pop(), ()):
-            if left[edge] - (edge == first) and edge[1] not in reached:
-                reached.add(edge[1])
-                waiting.append(edge[1])
-    return wanted <= reached
+    # Of each block and number of landmarks before it: from where, and what was passed on the way.
+    before: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, ...]] | None] = {}
+    end = len(code.blocks)
+    queue: list[Any] = [(0, 0, 0, None)]
+    while queue:
+        length, block, at, origin = heapq.heappop(queue)
+        if (block, at) in before:
+            continue
+        before[block, at] = origin
+        if block == end:
+            break
+        size = code.blocks[block][1] - code.blocks[block][0]
+        for place, matched in through(block, at).items():
+            for to in ways[block]:
+                if to != end or all(landmark.idle for landmark in passed[place:]):
+                    heapq.heappush(queue, (length + size, to, place, ((block, at), matched)))
+    else:
+        raise ValueError("no way through the machine code passes what a warp did in order")
+    steps: list[list[tuple[int, int]]] = []
+    node = block, at
+    while (origin := before[node]) is not None:
+        node, matched = origin
+        left = iter(matched)
+        steps.append(
+            [
+                (n, next(left) if code.instructions[n].name in LANDMARKS else -1)
+                for n in range(*code.blocks[node[0]])
+            ]
+        )
+    return list(chain(*reversed(steps)))
 
 
 def executed(code: MachineCode, of_block: list[float], warps: int = 1) -> Counter[str]:

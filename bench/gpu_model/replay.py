@@ -3,11 +3,12 @@
 ptxas writes into each machine instruction how long the next one of the warp waits and which
 scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues
 it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
-L2 and memory for all four, barriers, cp.async and wgmma, with as many programs as fit at once.
+L2 and memory for all four, barriers, cp.async, wgmma, mbarriers and TMA, with as many programs as
+fit at once.
 """
 
 import re
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -127,7 +128,7 @@ def time(work: Work, gpu: units.GPU) -> Timing:
     traces = _Traces([every[n] for n in places])
     sizes = np.array([access.bytes for access in accessed])
     issued = sum(lengths[n] for n in places)
-    moved = sum(sizes[warp.instructions].sum() for n in places for warp in every[n])
+    moved = sum(sizes[trace].sum() for trace in traces.of_warps())
     bytes_moved = float(moved + traces.event_bytes.sum()) / kinds * work.programs
     from_memory = min(1.0, work.memory_bytes / bytes_moved) if bytes_moved else 0.0
     steps = (library.Step * len(work.code.instructions))()
@@ -211,10 +212,31 @@ class _Traces:
             "event_bytes": self.event_bytes,
         }
 
+    def of_warps(self) -> Iterator[np.ndarray]:
+        """Yield the instructions of each warp of each kind."""
+        for begin, end in zip(self.arrays["begins"], self.arrays["ends"]):
+            yield self.arrays["trace"][begin:end]
 
-WAITS = {"mbarrier.try_wait"}
-EVENTS = {"mbarrier.arrive", "bulk.load", "bulk.store", "bulk.reduce", *WAITS}
-_EVENT_STEPS = {machine_code.kept(name) for name in EVENTS}
+
+WAITS = "SYNCS.PHASECHK"
+EVENTS = {WAITS, "SYNCS.ARRIVE", "UTMALDG", "UTMASTG", "UTMAREDG"}
+
+
+class _Way(NamedTuple):
+    """Instructions in order, how often blocks run, and of ``EVENTS`` name and landmark."""
+
+    instructions: list[int]
+    of_block: np.ndarray
+    events: list[tuple[str, int]]
+
+
+def _way(code: MachineCode, passed: Sequence[machine_code.Landmark]) -> _Way:
+    steps = machine_code.way(code, passed)
+    instructions = [n for n, _ in steps]
+    times = np.bincount(instructions, minlength=len(code.instructions))
+    of_block = times[[start for start, _ in code.blocks]]
+    named = ((code.instructions[n].name, place) for n, place in steps)
+    return _Way(instructions, of_block, [one for one in named if one[0] in EVENTS])
 
 
 def partitions(
@@ -223,60 +245,47 @@ def partitions(
     """Return how often the mean warp runs each block, and what each warp executes.
 
     Of a kernel whose warps meet at barriers of their own: of each program that was recorded, its
-    warps. Those that ran every instruction as often share their way through the code.
+    warps. Those that passed the same landmarks share their way through the code.
 
     Raises:
-        ValueError: not all events were recorded, or a warp's way differs from what it did.
+        ValueError: not everything was recorded, or no way through the code passes it.
     """
     recorded = execution.recorded
     if recorded is None or not recorded.complete:
-        raise ValueError("a program does more with mbarriers than is recorded")
-    names = [execution.program.operation_names[i.operation] for i in execution.program.code]
-    keys = [key for key, _ in kept_counts(execution)]
-    kept = [n for n, name in enumerate(names) if machine_code.kept(name)]
-    ways: dict[bytes, tuple[machine_code.Runs, list[int]]] = {}
+        raise ValueError("a program has more barriers, products and copies than are recorded")
+    operations = execution.program.operation_names
+    names = [machine_code.kept(operations[i.operation]) or "" for i in execution.program.code]
+    ways: dict[tuple[machine_code.Landmark, ...], _Way] = {}
+    of_block = np.zeros(len(code.blocks))
     programs: list[list[WarpTrace]] = []
-    total: Counter[str] = Counter()
-    of_block, of_edge = np.zeros(len(code.blocks)), np.zeros(len(code.edges))
-    for number, executed in enumerate(recorded.executed):
-        phases: dict[tuple[int, int], int] = {}
-        # ptxas keeps the order of a kind: of waits, of arrivals, of loads.
-        events: list[dict[str, deque[Event]]] = [defaultdict(deque) for _ in executed]
-        for event in recorded.events[recorded.events["program"] == number]:
-            place, phase = (int(event["mbarrier"]), int(event["phase"])), -1
-            if place[0] >= 0:
-                phase = phases.setdefault(place, len(phases))
-            name = names[event["instruction"]]
-            step = machine_code.kept(name) or name
-            done = Event(phase, int(event["bytes"]), name not in WAITS)
-            events[event["warp"]][step].append(done)
+    for number in range(len(recorded.executed)):
+        of_program = recorded.events[recorded.events["program"] == number]
+        phases: dict[tuple[int, int], int] = {(-1, 0): -1}
         warps = []
-        for of_warp, did in zip(executed, events):
-            counts: Counter[Key] = Counter()
-            for key, n in zip(keys, of_warp[kept]):
-                counts[key] += float(n)
-            same = of_warp.tobytes()
-            if same not in ways:
-                runs = machine_code.runs(code, counts, one_warp=True)
-                ways[same] = runs, machine_code.trail(code, runs)
-            runs, way = ways[same]
-            steps = [step for n in way if (step := code.instructions[n].name) in _EVENT_STEPS]
-            used = Counter(steps)
-            if used != {step: len(queue) for step, queue in did.items()}:
-                raise ValueError(f"a warp has other uses of mbarriers and TMA than {dict(used)}")
-            of_block += runs.of_block
-            of_edge += runs.of_edge
-            total["off"] += runs.off * counts.total()
-            total["all"] += counts.total()
-            warps.append(WarpTrace(way, [did[step].popleft() for step in steps]))
+        for warp in range(execution.warps):
+            rows = of_program[of_program["warp"] == warp].tolist()
+            found = [library.Event(*row) for row in rows]
+            passed = tuple(
+                machine_code.Landmark(names[one.instruction], not one.lanes) for one in found
+            )
+            if passed not in ways:
+                ways[passed] = _way(code, passed)
+            way = ways[passed]
+            events = []
+            for name, place in way.events:
+                one = found[place] if place >= 0 else library.Event(mbarrier=-1)
+                phase = phases.setdefault((one.mbarrier, one.phase), len(phases) - 1)
+                events.append(Event(phase, one.bytes, name != WAITS))
+            of_block += way.of_block
+            warps.append(WarpTrace(way.instructions, events))
         programs.append(warps)
-    warps_in_all = execution.warps * len(programs)
-    mean = machine_code.Runs(
-        list(of_block / warps_in_all),
-        list(of_edge / warps_in_all),
-        total["off"] / (total["all"] or 1),
-    )
-    return mean, programs
+    of_block /= execution.warps * len(programs)
+    executed = recorded.executed.mean((0, 1))
+    counts: Counter[Key] = Counter()
+    for (key, _), n in zip(kept_counts(execution), executed[[bool(name) for name in names]]):
+        counts[key] += n
+    off = machine_code.off(code, of_block, counts)
+    return machine_code.Runs(list(of_block), [], off), programs
 
 
 def kept_counts(execution: Execution) -> Iterator[tuple[Key, Any]]:

@@ -1,6 +1,7 @@
 """TMA, mbarriers and partitions of warps: what the executor computes, and the mistakes it finds."""
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -30,6 +31,8 @@ from leaner_kernels.ops._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from tests.compiled.test_executor import LOAD_OTHER, run
+from tests.compiled.test_executor import STORE as STORE_WORD
 from tests.compiled.test_mutations import operation
 
 # Triton 3.9 renamed them, and 3.6 has no reduction.
@@ -215,6 +218,109 @@ def test_what_tma_cannot_copy_stops() -> None:
             copy_box(changed, [8, width], [0, 0], swizzle=swizzle)
     with pytest.raises(ExecutionError, match="TMA"):
         copy_box(torch.zeros(64, 65, dtype=BF16), [8, 64], [0, 0])
+
+
+# --- Barriers, in PTX -----------------------------------------------------------------------------
+
+WARPS = "setp.lt.u32 %p1, %r1, 32; setp.eq.b32 %p2, %r1, 0; setp.eq.b32 %p3, %r1, 32; "
+INIT = WARPS + "@%p2 mbarrier.init.shared::cta.b64 [512], {count}; "
+ARRIVE = "@%p{lane} mbarrier.arrive.shared::cta.b64 _, [512]; "
+MEET = "bar.sync 0; "
+SET = (
+    WARPS
+    + """
+  @%p1 bra $first;
+  setmaxnreg.{second}.sync.aligned.u32 {fewer};
+  bra $end;
+$first:
+  setmaxnreg.{first}.sync.aligned.u32 {more};
+$end:
+"""
+)
+OF_ALL, OF_ONE = "bar.sync 1, 64; ", "bar.sync 1, 32; "
+
+
+@pytest.mark.parametrize(
+    ("finding", "faulty", "right", "registers"),
+    [
+        (
+            "an mbarrier used without a barrier after its init",
+            INIT.format(count=1) + ARRIVE.format(lane=3),
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3),
+            0,
+        ),
+        (
+            "no mbarrier where one is used",
+            WARPS + MEET + ARRIVE.format(lane=3),
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3),
+            0,
+        ),
+        (
+            "more arrivals than an mbarrier expects",
+            INIT.format(count=1) + MEET + ARRIVE.format(lane=3).replace("512]", "512], 2"),
+            INIT.format(count=2) + MEET + ARRIVE.format(lane=3).replace("512]", "512], 2"),
+            0,
+        ),
+        (
+            "an mbarrier touched as ordinary memory",
+            INIT.format(count=1) + MEET + "@%p2 st.shared.b32 [516], %r1;",
+            INIT.format(count=1) + MEET + "@%p2 st.shared.b32 [520], %r1;",
+            0,
+        ),
+        # Of two named barriers neither is for both warps.
+        (
+            "read after write without a barrier",
+            STORE_WORD + OF_ONE + LOAD_OTHER,
+            STORE_WORD + OF_ALL + LOAD_OTHER,
+            0,
+        ),
+        (
+            "setmaxnreg of registers that cannot be",
+            SET.format(first="dec", more=72, second="dec", fewer=56),
+            SET.format(first="inc", more=72, second="dec", fewer=56),
+            64,
+        ),
+        (
+            "waits for ever",
+            SET.format(first="inc", more=72, second="dec", fewer=64),
+            SET.format(first="inc", more=72, second="dec", fewer=56),
+            64,
+        ),
+        ("waits for ever", WARPS + "@%p1 bra $end; bar.sync 1, 64; $end:", "bar.sync 1, 64;", 0),
+        (
+            "warps at different barriers",
+            WARPS + "@%p1 bra $one; bar.sync 1, 64; bra $end; $one: bar.sync 1; $end:",
+            WARPS + "@%p1 bra $one; bar.sync 1, 64; bra $end; $one: bar.sync 1, 64; $end:",
+            0,
+        ),
+    ],
+)
+def test_misuse_of_barriers_is_found(finding: str, faulty: str, right: str, registers: int) -> None:
+    def findings(body: str) -> str:
+        try:
+            execution = run(body, threads=64, registers=registers, shared=1024)
+        except ExecutionError as error:
+            return str(error) + ("waits for ever" if DEADLOCK in str(error) else "")
+        return str(execution.found)
+
+    assert finding in findings(faulty)
+    assert findings(right) == "{}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "setmaxnreg.inc.sync.aligned.u32 28",
+        "tensormap.replace.tile.rank.shared::cta.b1024.b32 [%rd1], 1",
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile::scatter4.bulk_group [%rd1, {%r1}], [%r2]",
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%r1]",
+        "bar.arrive 1, 64",
+    ],
+)
+def test_an_unsupported_copy_or_barrier_stops_with_its_text(text: str) -> None:
+    opcode = text.split()[0].replace("::cta", "")
+    with pytest.raises(ptx.UnsupportedError, match=re.escape(opcode)):
+        run(f"{text};")
 
 
 # --- A ring that one warp fills -------------------------------------------------------------------
@@ -450,6 +556,60 @@ def test_mistakes_with_products_are_found(fault: str, arrivals: int, wanted: set
     assert any(text in key for text in wanted for key in found), found
 
 
+# --- One partition -------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _squares_kernel(x_desc, out_ptr, tiles, EARLY: gl.constexpr):
+    """Sum the squares of (64, 64) tiles, each loaded into the same buffer."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    buffer = gl.allocate_shared_memory(x_desc.dtype, [64, 64], x_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ready, count=1)
+    mbarrier.expect(ready, x_desc.block_type.nbytes)
+    load_box(x_desc, [0, 0], ready, buffer)
+    acc = gl.zeros([64, 64], gl.float32, layout)
+    for n in range(tiles):
+        mbarrier.wait(ready, n & 1)
+        acc = warpgroup_mma(buffer, buffer, acc, is_async=True)
+        if not EARLY:
+            acc = warpgroup_mma_wait(0, [acc])
+        more = n + 1 < tiles
+        mbarrier.expect(ready, x_desc.block_type.nbytes, pred=more)
+        load_box(x_desc, [(n + 1) * 64, 0], ready, buffer, pred=more)
+        if EARLY:
+            acc = warpgroup_mma_wait(0, [acc])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
+    cols = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    gl.store(out_ptr + rows[:, None] * 64 + cols[None, :], acc)
+
+
+def run_squares(early: bool = False) -> tuple[bool, Execution]:
+    torch.manual_seed(0)
+    x = torch.randint(-8, 9, (5 * 64, 64)).to(BF16)
+    out = torch.zeros(64, 64)
+    with executing(90, count=True) as executions:
+        _squares_kernel[1,](boxes(x, [64, 64]), out, 5, early, num_warps=4)
+    tiles = x.double().reshape(5, 64, 64)
+    return torch.equal(out.double(), (tiles @ tiles).sum(0)), executions[0]
+
+
+def test_one_partition_loads_what_it_multiplies() -> None:
+    right, execution = run_squares()
+    assert right
+    assert not execution.found
+    timing = command.predict(execution, 90, 132.0).on["H200"].timing
+    assert timing is not None
+    # Each load waits for the product before, and the product for the load.
+    model = units.MODELS[90]
+    cycles = (timing.seconds - model.launch) * units.GPUS["H200"].sustained_hz
+    assert cycles > 5 * (model.bulk + model.cache_latency + 8192 / model.cache_bytes)
+
+
+def test_a_load_over_operands_of_a_product_under_way_is_found() -> None:
+    assert findings_of(lambda: run_squares(early=True))["written while wgmma reads"]
+
+
 # --- In time --------------------------------------------------------------------------------------
 
 
@@ -496,7 +656,9 @@ def test_products_of_partitions_are_timed() -> None:
 
 
 @gluon.jit
-def _reduce_kernel(x_desc, out_desc, tiles, EACH: gl.constexpr, WAIT: gl.constexpr):
+def _reduce_kernel(
+    x_desc, out_desc, tiles, EACH: gl.constexpr, WAIT: gl.constexpr, LEFT: gl.constexpr
+):
     """Add tiles of a program to a tile of its own, or all to one."""
     SHAPE: gl.constexpr = x_desc.block_type.shape
     ROWS: gl.constexpr = SHAPE[0]
@@ -507,7 +669,7 @@ def _reduce_kernel(x_desc, out_desc, tiles, EACH: gl.constexpr, WAIT: gl.constex
     first = gl.program_id(0)
     for n in range(tiles):
         mbarrier.expect(ready.index(n & 1), x_desc.block_type.nbytes)
-        tma.store_wait(1)
+        tma.store_wait(LEFT)
         load_box(x_desc, [(first * tiles + n) * ROWS, 0], ready.index(n & 1), buffer.index(n & 1))
         mbarrier.wait(ready.index(n & 1), n >> 1 & 1)
         if WAIT:
@@ -518,17 +680,18 @@ def _reduce_kernel(x_desc, out_desc, tiles, EACH: gl.constexpr, WAIT: gl.constex
 
 @pytest.mark.skipif(add_box is None, reason="this Triton's Gluon has no reduction by TMA")
 @pytest.mark.parametrize(
-    ("dtype", "each", "wait", "wanted"),
+    ("dtype", "each", "wait", "left", "wanted"),
     [
-        (torch.float32, True, True, set()),
-        (BF16, True, True, set()),
-        (torch.int32, False, False, set()),
-        (torch.float32, True, False, {"floats added by TMA in no fixed order"}),
-        (torch.float32, False, True, {"floats added by TMA in no fixed order"}),
+        (torch.float32, True, True, 1, set()),
+        (BF16, True, True, 1, set()),
+        (torch.int32, False, False, 1, set()),
+        (torch.float32, True, False, 1, {"floats added by TMA in no fixed order"}),
+        (torch.float32, False, True, 1, {"floats added by TMA in no fixed order"}),
+        (torch.int32, False, False, 2, {"written while a TMA store reads"}),
     ],
 )
 def test_reductions_of_floats_need_an_order(
-    dtype: torch.dtype, each: bool, wait: bool, wanted: set[str]
+    dtype: torch.dtype, each: bool, wait: bool, left: int, wanted: set[str]
 ) -> None:
     x = (8 * torch.randn(2 * 5 * 16, 32)).to(dtype)
     tiles = x.reshape(2, 5, 16, 32)
@@ -536,7 +699,7 @@ def test_reductions_of_floats_need_an_order(
     swizzle = 32 * x.element_size()
     with executing(90) as executions:
         described = boxes(x, [16, 32], swizzle), boxes(out, [16, 32], swizzle)
-        _reduce_kernel[2,](*described, 5, each, wait, num_warps=4)
+        _reduce_kernel[2,](*described, 5, each, wait, left, num_warps=4)
     assert set(executions[0].found) == wanted
     total = torch.zeros(2, 16, 32, dtype=dtype)
     for n in range(5):

@@ -41,8 +41,15 @@ inline void init_mbarrier(Machine& m, Warp& w, const Instruction& i, u32 mask) {
     const u32 at = shared_address(w, 0, i.offset, lane), count = w.lanes<u32>(1)[lane];
     m.shared_at(at, 8, w, lane);
     m.set_mbarrier(at, true, w, lane);
-    const u32 agent = m.agent_of_mbarrier(m.mbarriers.size()), init = m.tag(w);
-    m.mbarriers.push_back({.at = at, .count = count, .missing = count, .agent = agent, .init = init});
+    // At the place of another one its agent goes on.
+    auto same = [&](const Mbarrier& b) { return b.at == at; };
+    auto found = std::find_if(m.mbarriers.begin(), m.mbarriers.end(), same);
+    if (found == m.mbarriers.end()) {
+      const u32 agent = m.agent_of_mbarrier(m.mbarriers.size());
+      found = m.mbarriers.insert(found, {.at = at, .agent = agent});
+    }
+    *found = {.at = at, .count = count, .missing = count, .clock = found->clock, .agent = found->agent,
+              .init = m.tag(w), .loaded = found->loaded, .loader = found->loader, .load = found->load};
   });
 }
 
@@ -62,7 +69,7 @@ inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   u32 phase = 0;
   each_lane(mask, [&](int lane) {
     Mbarrier& b = mbarrier(m, w, shared_address(w, 0, i.offset, lane), lane);
-    recorded = m.number_of(b), phase = b.phase;
+    recorded = m.number_of(b), phase = b.clock;
     if (i.variant & EXPECTS) b.bytes += w.lanes<u32>(i.count - 1)[lane];
     if (i.variant & ARRIVES) {
       const u32 count = w.lanes<u32>(1)[lane];
@@ -73,7 +80,7 @@ inline void arrive(Machine& m, Warp& w, const Instruction& i, u32 mask) {
     }
     settle(b);
   });
-  m.record(w, recorded, phase, 0);
+  m.record(w, mask, recorded, phase);
 }
 
 // Operands: predicate, address, parity. False where the phase of that parity, which is the current one
@@ -88,12 +95,12 @@ inline bool wait_for_phase(Machine& m, Warp& w, const Instruction& i, u32 mask) 
     last = at | parity;
     Mbarrier& b = mbarrier(m, w, at, lane);
     ended = (b.phase & 1) != parity;
-    if (b.phase) recorded = m.number_of(b), phase = b.phase - 1;  // before the first all have ended
+    if (b.phase) recorded = m.number_of(b), phase = b.clock - 1;  // before the first all have ended
     if (ended) m.views[w.id].join(b.completed);
   });
   if (!ended) return false;
   w.predicate(0) |= mask;
-  m.record(w, recorded, phase, 0);
+  m.record(w, mask, recorded, phase);
   return true;
 }
 
@@ -164,7 +171,7 @@ inline void count_bulk(Machine& m, u64 sectors, u32 bytes) {
 
 // Operands: shared address, tensor map, coordinates from the innermost, address of the mbarrier.
 inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  if (!mask) m.record(w, -1, 0, 0);
+  if (!mask) m.record(w, mask);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     Mbarrier& b = mbarrier(m, w, shared_address(w, i.count - 1, i.variant, lane), lane);
@@ -177,7 +184,7 @@ inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
       if (size) std::memcpy(place + skipped, m.global_elements(from, size, w, lane, READ, tag, false), size);
       moved += size;
     });
-    m.record(w, m.number_of(b), b.phase, u32(moved));
+    m.record(w, mask, m.number_of(b), b.clock, u32(moved));
     b.loaded = b.clock, b.loader = w.id, b.load = s32(m.now - m.job.code);
     b.bytes -= bytes;
     settle(b);
@@ -211,7 +218,7 @@ inline void add_elements(const TensorMap& map, u8* to, const u8* from, u32 bytes
 
 // Operands: shared address, tensor map, coordinates from the innermost.
 template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction& i, u32 mask) {
-  if (!mask) m.record(w, -1, 0, 0);
+  if (!mask) m.record(w, mask);
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     const u32 tag = tag_of(w.stored + 1, m.agent_of_stores(w));
@@ -225,7 +232,7 @@ template <Access ACCESS> void bulk_store(Machine& m, Warp& w, const Instruction&
       else std::memcpy(place, data, size);
       moved += size;
     });
-    m.record(w, -1, 0, u32(moved));
+    m.record(w, mask, -1, 0, u32(moved));
     count_bulk(m, (moved + 31) / 32, bytes);
   });
 }

@@ -62,6 +62,12 @@ bool is_move(const Operation& o) { return o.name == "mov.32"; }
 
 bool is_wgmmas(const Operation& o) { return o.name.starts_with("wgmma"); }
 
+// What ptxas keeps in its place, less what records itself.
+bool stays(const Operation& o) {
+  static const char* names[] = {"bar", "mbarrier.init", "mbarrier.inval", "bulk.commit_group"};
+  return o.name.starts_with("wgmma.k") || std::find(std::begin(names), std::end(names), o.name) != std::end(names);
+}
+
 // ---- programs ----
 
 class Executor {
@@ -69,6 +75,7 @@ class Executor {
   explicit Executor(Job& job) : warps_(job.warps), machine_(job, warps_), job_(job) {
     for (const Operation& o : operations()) {
       run_.push_back(o.run);
+      stays_.push_back(stays(o));
       kind_.push_back(is_move(o) ? MOVE : is_wgmmas(o) ? WGMMA : ORDINARY);
     }
     for (u32 n = 0; n < warps_.size(); n++) {
@@ -88,6 +95,7 @@ class Executor {
   Job& job_;
   std::vector<Handler> run_;
   std::vector<Kind> kind_;
+  std::vector<bool> stays_;
 
   s64 programs() const { return job_.grid[0] * job_.grid[1] * job_.grid[2]; }
 
@@ -270,6 +278,7 @@ class Executor {
         machine_.counts().executed++;
         machine_.counts().skipped += std::popcount(w.active & ~mask);
         if (machine_.recording >= 0) machine_.executed_by(w)++;
+        if (stays_[i.operation]) machine_.record(w, mask);
       }
       w.pc++;
       if (i.operation >= CONTROLS) {
@@ -284,7 +293,10 @@ class Executor {
       } else if (i.operation == TABLE) {
         branch_by_table(w, i);
       } else if (i.operation == PHASE || i.operation == SET_REGISTERS) {
-        if (i.operation == PHASE ? wait_for_phase(machine_, w, i, mask) : set_registers(w, i)) continue;
+        if (i.operation == PHASE ? wait_for_phase(machine_, w, i, mask) : set_registers(w, i)) {
+          if (i.operation == SET_REGISTERS) machine_.record(w, mask);
+          continue;
+        }
         if (job_.count) machine_.counts().executed--;  // it is yet to come
         if (machine_.recording >= 0) machine_.executed_by(w)--;
         w.pc--;

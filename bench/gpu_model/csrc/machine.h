@@ -95,10 +95,10 @@ struct TensorMap {
 static_assert(sizeof(TensorMap) == 128);
 enum Elements { INTEGER, FLOAT32, BFLOAT16, FLOAT16, ELEMENTS };  // as execute.py has them
 
-// What one warp did with an mbarrier, or a copy of TMA; -1 where no lane took part. Where it waits, the
-// phase that ended.
+// An instruction that ptxas keeps in its place, as a warp ran it, and how many lanes. Of an mbarrier its
+// number and clock, where a warp waits that of the phase that ended; -1 for none. Of TMA the bytes that are copied.
 struct Event {
-  s32 program, warp, instruction, mbarrier, phase, bytes;
+  s32 program, warp, instruction, lanes, mbarrier, phase, bytes;
 };
 
 struct Job {
@@ -134,10 +134,10 @@ struct Copy {  // what one lane's cp.async brings
 
 // Counts arrivals and bytes, phase after phase; its agent's clock is that of the current phase.
 struct Mbarrier {
-  u32 at, count, missing;
+  u32 at, count = 0, missing = 0;
   s64 bytes = 0;  // expected ones that have not come
   u32 phase = 0, clock = 1;
-  u32 agent, init;           // the tag of its init
+  u32 agent, init = 0;       // the tag of its init
   View arriving, completed;  // what the arrivals of this phase, and of all before, passed on
   bool live = true;
   u32 loaded = 0, loader = 0;  // the clock of the last TMA load, and its warp
@@ -180,7 +180,7 @@ struct Warp {
   std::vector<ProxyFence> proxy_fences;
   std::vector<StoreGroup> stores;  // committed ones, oldest first
   std::vector<std::pair<int, u32>> open_stores;
-  u32 stored = 0;  // groups that were committed
+  u32 stored = 0, forgotten = 0;  // groups: that were committed, the last one that is not kept
   int barrier = -1;       // that it waits at, where warps meet at barriers of their own
   s64 max_registers = 0;  // as setmaxnreg left them
 

@@ -77,10 +77,11 @@ class Machine {
   Counts& counts() { return job.counts[now - job.code]; }
 
   s32 recording = -1;  // the number of the program among those that are recorded
-  void record(const Warp& w, s32 mbarrier, u32 phase, u32 bytes) {
+  void record(const Warp& w, u32 mask, s32 mbarrier = -1, u32 phase = 0, u32 bytes = 0) {
     if (recording < 0) return;
     if (job.num_events < job.max_events)
-      job.events[job.num_events] = {recording, s32(w.id), s32(now - job.code), mbarrier, s32(phase), s32(bytes)};
+      job.events[job.num_events] = {recording, s32(w.id), s32(now - job.code), std::popcount(mask),
+                                    mbarrier, s32(phase), s32(bytes)};
     job.num_events++;
   }
   u32& executed_by(const Warp& w) {
@@ -202,13 +203,19 @@ class Machine {
   }
 
   void commit_stores(Warp& w, u32 lanes) {
+    constexpr size_t kept = 64;  // more than a wait can leave under way
     w.stores.push_back({++w.stored, lanes, std::move(w.open_stores)});
     w.open_stores.clear();
+    if (w.stores.size() <= kept || !w.stores.front().reads.empty()) return;
+    w.forgotten = w.stores.front().number;
+    w.stores.erase(w.stores.begin());
   }
 
   // Of these lanes all groups but the last ``keep`` have read their data and, if ``written``, arrived.
   void finish_stores(Warp& w, u32 lanes, size_t keep, bool written) {
     size_t kept[LANES] = {};
+    u32& seen = views[w.id].seen.at[agent_of_stores(w)];
+    if (written) seen = std::max(seen, w.forgotten);
     for (size_t n = w.stores.size(); n--;) {
       StoreGroup& group = w.stores[n];
       u32 ended = 0;
@@ -220,7 +227,6 @@ class Machine {
         readers_.add(asynchronous_[read.second / 16], tag(w), views[w.id]);
         return true;
       });
-      u32& seen = views[w.id].seen.at[agent_of_stores(w)];
       if (written && ended) seen = std::max(seen, group.number);
       if (written) group.lanes &= ~ended;
     }
