@@ -59,6 +59,7 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 _TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
+_BARRIER = re.compile(r"0x([0-9a-f]+)")
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
 
 Key = tuple[str, str, int]  # machine instruction, file, line
@@ -83,6 +84,12 @@ class MachineInstruction(NamedTuple):
         """The opcode without modifiers, of an mbarrier's with what is done to it."""
         parts = self.opcode.split(".")
         return ".".join(parts[:2]) if parts[0] == "SYNCS" else parts[0]
+
+    @property
+    def landmark(self) -> str:
+        """The opcode without modifiers, of a barrier with its number: partitions have their own."""
+        found = _BARRIER.match(self.operands) if self.name == "BAR" else None
+        return f"BAR {int(found[1], 16)}" if found else self.name
 
     @property
     def counted(self) -> bool:
@@ -410,9 +417,9 @@ def way(code: MachineCode, passed: Sequence[Landmark]) -> list[tuple[int, int]]:
             after: dict[int, tuple[int, ...]] = {}
             for place, matched in reached.items():
                 n = place
-                while n < len(passed) and passed[n].name != one.name and passed[n].idle:
+                while n < len(passed) and passed[n].name != one.landmark and passed[n].idle:
                     n += 1
-                if n < len(passed) and passed[n].name == one.name:
+                if n < len(passed) and passed[n].name == one.landmark:
                     after.setdefault(n + 1, (*matched, n))
                 if one.guard:
                     after.setdefault(place, (*matched, -1))

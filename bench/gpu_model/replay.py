@@ -255,6 +255,8 @@ def partitions(
         raise ValueError("a program has more barriers, products and copies than are recorded")
     operations = execution.program.operation_names
     names = [machine_code.kept(operations[i.operation]) or "" for i in execution.program.code]
+    of_barrier = zip(names, execution.program.code, strict=True)
+    names = [f"BAR {one.size}" if name == "BAR" else name for name, one in of_barrier]
     ways: dict[tuple[machine_code.Landmark, ...], _Way] = {}
     of_block = np.zeros(len(code.blocks))
     programs: list[list[WarpTrace]] = []
