@@ -62,7 +62,7 @@ STATISTICS_TILES = Tiles("hopper_tma_forward_statistics", *FORWARD_TILES.rules)
 BACKWARD_TILES = Tiles(
     "hopper_tma_backward",
     rule(dim=32, tokens=4096, takes=("padded_dim",), STAGES=4, REGISTERS=208),
-    rule(dim=64, tokens=4096, takes=("padded_dim",), STAGES=2, REGISTERS=208),
+    rule(dim=64, tokens=4096, takes=("padded_dim",), STAGES=3, REGISTERS=208),
     num_warps=4,
 )
 
