@@ -185,8 +185,12 @@ def parse(text: str) -> MachineCode:
 
 
 def innermost_loops(code: MachineCode) -> set[int]:
-    """Return the blocks of loops that have no loop inside."""
+    """Return the blocks of loops that have no loop inside; a wait for an mbarrier is no loop."""
     import networkx
+
+    def waits(block: int) -> bool:
+        instructions = code.instructions[slice(*code.blocks[block])]
+        return any(one.name == "SYNCS.PHASECHK" for one in instructions)
 
     def innermost(flow: "networkx.DiGraph") -> Iterator[int]:
         for loop in networkx.strongly_connected_components(flow):
@@ -197,7 +201,15 @@ def innermost_loops(code: MachineCode) -> set[int]:
                 inside.remove_edges_from(list(inside.in_edges(entered)))
                 yield from list(innermost(inside)) or loop
 
-    return set(innermost(networkx.DiGraph(code.edges)))
+    # ptxas may put the turns of a wait into a block or two of their own.
+    flow = networkx.DiGraph(code.edges)
+    own = {block for block in flow if block < len(code.blocks) and waits(block)}
+    flow.remove_edges_from([(start, to) for start, to in flow.edges if {start, to} <= own])
+    for start in own:
+        flow.remove_edges_from(
+            [(to, start) for to in list(flow[start]) if set(flow[to]) == {start}]
+        )
+    return set(innermost(flow))
 
 
 def _always(one: MachineInstruction) -> bool:

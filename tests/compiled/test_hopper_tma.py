@@ -97,8 +97,8 @@ def is_noticed(
 
 
 # How many of a kind may go unnoticed, and why. Barriers between the warps of a warpgroup are
-# Triton's: some stand where an mbarrier orders the same. The last product of a loop adds to registers
-# that nothing else reads before the next wait.
+# Triton's: some stand where an mbarrier orders the same. The last product of a loop adds to what
+# nothing else reads before the next wait.
 BARRIERS = 30
 FORWARD_REDUNDANT = {"bar": BARRIERS}
 BACKWARD_REDUNDANT = {
