@@ -280,7 +280,11 @@ def _starter(
                 own(*arguments[count:])
                 return
         active: Any = driver.active
-        arguments[stream] = active.get_current_stream(active.get_current_device())
+        device_of = active.get_current_device
+        if device_of is torch.cuda.current_device:
+            # Without three Python calls that initialise CUDA: the first launch has done so.
+            device_of = torch._C._cuda_getDevice
+        arguments[stream] = active.get_current_stream(device_of())
         run(*arguments)
 
     return start, before
@@ -302,15 +306,19 @@ Signature = tuple[Hashable, list[int], bool]
 
 
 def signature_of(
-    tensors: Sequence[Any], numbers: Sequence[Any], window_size: Any = NO_WINDOW
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    window_size: Any = NO_WINDOW,
+    *,
+    eager: bool = False,
 ) -> Signature | None:
     """Return the signature of a call on the current GPU, None where more than autograd may see it.
 
     The dispatcher enters Python once for autograd and once for the implementation, and converts all
     arguments for each, which takes longer than a short kernel runs: calls with a signature go
-    without.
+    without. ``eager`` tells that the caller has checked that nothing is being compiled.
     """
-    if torch.compiler.is_compiling():
+    if not eager and torch.compiler.is_compiling():
         return None
     # Types too: True, 1 and 1.0 are equal, and not each is accepted.
     first, types = tensors[0], (*map(type, numbers),)

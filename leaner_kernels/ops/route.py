@@ -318,12 +318,12 @@ def run_plan(
         seed: of dropout.
         sample: batch entries whose heads are captured.
     """
-    results = [
-        first.new_empty_strided(shape, strides, dtype=dtype)
-        for shape, strides, dtype in plan.layouts
-    ]
     addresses.append(0 if seed is None else seed.data_ptr())
-    addresses += [t.data_ptr() for t in results]
+    results = []
+    for shape, strides, dtype in plan.layouts:  # Python 3.11 would call two list comprehensions
+        result = first.new_empty_strided(shape, strides, dtype=dtype)
+        results.append(result)
+        addresses.append(result.data_ptr())
     plan.forward.run(addresses, results)
     if plan.capture is not None and sample is not None:
         plan.capture.run(addresses, results)
