@@ -67,4 +67,20 @@ class Candidate(NamedTuple):
             yield
 
 
-CANDIDATES: dict[str, Candidate] = {candidate.name: candidate for candidate in ()}
+_WINDOWS = "davit_stage1", "davit_stage3", "gpt2_64"
+CANDIDATES: dict[str, Candidate] = {
+    candidate.name: candidate
+    for candidate in (
+        # The one tile of up to 64 tokens without a loop, in fewer registers.
+        Candidate("one_tile_forward", "forward", _WINDOWS, {"short_forward": {"ONE_TILE": True}}),
+        Candidate(
+            "one_tile_statistics",
+            "statistics",
+            _WINDOWS,
+            {"short_forward_statistics": {"ONE_TILE": True}},
+        ),
+        Candidate(
+            "one_tile_backward", "backward", _WINDOWS, {"short_backward": {"ONE_TILE": True}}
+        ),
+    )
+}
