@@ -82,5 +82,23 @@ CANDIDATES: dict[str, Candidate] = {
         Candidate(
             "one_tile_backward", "backward", _WINDOWS, {"short_backward": {"ONE_TILE": True}}
         ),
+        # Sums of a head stay within threads and are reduced once, together.
+        Candidate(
+            "partial_statistics",
+            "statistics",
+            ("vit_base", "vit_large", "vit_huge", "bert"),
+            {"hopper_forward_statistics": {"PARTIAL": True}},
+        ),
+        # Two tiles of rows together, as in the forward of such calls.
+        Candidate(
+            "paired_statistics",
+            "statistics",
+            ("gpt2_512",),
+            {"hopper_forward_statistics": {"PARTIAL": True, "PAIRED": True, "maxnreg": 168}},
+        ),
+        # Six programs on an SM instead of five, for 8 bytes of stack.
+        Candidate(
+            "tnt_registers", "forward", ("tnt",), {"warp_multihead_forward": {"maxnreg": 80}}
+        ),
     )
 }
