@@ -19,7 +19,8 @@ from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import kernels
 from leaner_kernels.ops.attention.kernels import Limits
 
-DIRECTIONS = "forward", "statistics", "capture", "backward"
+# "module" is a ManyHeadAttention, forward and backward, from its input.
+DIRECTIONS = "forward", "statistics", "capture", "backward", "module"
 _ORDERS = {
     "forward": kernels.FORWARD,
     "statistics": kernels.STATISTICS,
@@ -95,6 +96,13 @@ CANDIDATES: dict[str, Candidate] = {
             "statistics",
             ("gpt2_512",),
             {"hopper_forward_statistics": {"PARTIAL": True, "PAIRED": True, "maxnreg": 168}},
+        ),
+        # The gradient of the projection's bias from the backward of attention.
+        Candidate(
+            "qkv_bias",
+            "module",
+            ("vit_base", "vit_large", "bert"),
+            settings={"leaner_kernels.ops.attention.biased.ENABLED": True},
         ),
         # Six programs on an SM instead of five, for 8 bytes of stack.
         Candidate(

@@ -96,16 +96,19 @@ class Scratch(NamedTuple):
     """A buffer that each launch allocates anew, and its reduction to a result.
 
     Attributes:
-        pointer: the kernel's argument.
+        pointer: the kernel's argument; the name of another result, which is reduced instead of a
+            buffer, if ``of_result``.
         target: the result that the buffer is reduced to.
         reduce: called with the buffer and the target after the launch.
         zero: whether the kernel expects zeros.
+        of_result: see ``pointer``.
     """
 
     pointer: str
     target: str
     reduce: Callable[[Tensor, Tensor], None]
     zero: bool = False
+    of_result: bool = False
 
 
 class Launch(NamedTuple):
@@ -151,7 +154,8 @@ class Launch(NamedTuple):
         """
         compiled, scratch = self.start(), self.scratch
         if scratch is not None:
-            scratch.reduce(self.arguments[scratch.pointer], results[scratch.target])
+            source = results if scratch.of_result else self.arguments
+            scratch.reduce(source[scratch.pointer], results[scratch.target])
         if compiled is None:
             return None
         places, buffers = {}, {**operands, **results}
@@ -166,8 +170,12 @@ class Launch(NamedTuple):
             if buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
                 return None
             places[pointer] = position[name], tensor.data_ptr() - buffer.data_ptr()
-        target = 0 if scratch is None else list(results).index(scratch.target)
-        return CachedLaunch(compiled, self, places, target)
+        reduced = None
+        if scratch is not None:
+            order = list(results)
+            source = order.index(scratch.pointer) if scratch.of_result else None
+            reduced = source, order.index(scratch.target)
+        return CachedLaunch(compiled, self, places, reduced)
 
 
 class CachedLaunch:
@@ -178,7 +186,8 @@ class CachedLaunch:
         launch: what it was launched with.
         places: for each pointer of the kernel, the position of its buffer among the addresses that
             ``run`` gets, and its distance in bytes from the start of this buffer.
-        target: the position of the result that any scratch is reduced to, among the results.
+        reduced: of a scratch, the positions among the results of the one that is reduced, None for
+            a buffer, and of the one that it is reduced to.
     """
 
     def __init__(
@@ -186,7 +195,7 @@ class CachedLaunch:
         compiled: Any,
         launch: Launch,
         places: Mapping[str, tuple[int, int]],
-        target: int = 0,
+        reduced: tuple[int | None, int] | None = None,
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
@@ -195,13 +204,15 @@ class CachedLaunch:
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
         self._pointers: list[tuple[int, int, int]] = []
         self._views: list[tuple[int, int, int, tuple[Any, ...]]] = []
-        self._scratch = None
+        self._scratch = self._source = None
         scratch = launch.scratch
+        if scratch is not None and reduced is not None:
+            self._zero, self._reduce = scratch.zero, scratch.reduce
+            self._source, self._target = reduced
         for place, name in enumerate(names, start=len(before)):
             value = self._arguments[place]
-            if scratch is not None and name == scratch.pointer:
+            if scratch is not None and name == scratch.pointer and not scratch.of_result:
                 self._scratch = place, value.shape, value.dtype
-                self._zero, self._reduce, self._target = scratch.zero, scratch.reduce, target
             elif isinstance(value, Tensor):
                 self._pointers.append((place, *places[name]))
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
@@ -220,6 +231,8 @@ class CachedLaunch:
             arguments[place] = (addresses[position] + offset,) + strides  # noqa: RUF005 - faster
         if self._scratch is None:
             self._start(arguments)
+            if self._source is not None:
+                self._reduce(results[self._source], results[self._target])
             return
         place, shape, dtype = self._scratch
         target = results[self._target]

@@ -6,17 +6,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("runs with --backend executed", allow_module_level=True)
 
 from bench.gpu_model.candidates import CANDIDATES
 from bench.gpu_model.execute import executing
-from leaner_kernels.ops import _gluon, _tiles
+from leaner_kernels.ops import _gluon, _tiles, route
+from leaner_kernels.ops.attention import op
 from tests import attention_cases
 from tests.attention_cases import AttentionTestCase, aligned, make_inputs, run_operators
 from tests.backends import check_findings
 from tests.compiled.test_gluon import run_without_statistics
+from tests.error_budget import assert_within_budget
 
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
@@ -71,7 +74,8 @@ CHANGED = {
 
 
 def test_every_candidate_is_executed() -> None:
-    assert set(CHANGED) == set(CANDIDATES)
+    kernels = {name for name, candidate in CANDIDATES.items() if candidate.direction != "module"}
+    assert set(CHANGED) == kernels
 
 
 @pytest.mark.parametrize(
@@ -105,3 +109,65 @@ def test_a_candidate_stays_within_the_error_budget_and_repeats_its_bits(
     first, second = results
     assert all(torch.equal(first[name], second[name]) for name in first)
     attention_cases.check(make_inputs(case, BF16, "cpu", aligned), first)
+
+
+# The kernel sums over tokens in all but the last two, whose gradients are summed afterwards.
+BIASED = (
+    (90, 197, 64, False, None),
+    (90, 197, 48, True, (60, 197)),
+    (90, 128, 32, False, None),
+    (90, 100, 64, False, (1, 100)),
+    (90, 250, 16, True, None),
+    (90, 300, 32, False, None),
+    (80, 197, 64, False, None),
+)
+
+
+@pytest.mark.parametrize(("gpu", "tokens", "dim", "causal", "lengths"), BIASED)
+def test_a_backward_returns_the_gradient_of_the_bias_of_a_projection(
+    gpu: int,
+    tokens: int,
+    dim: int,
+    causal: bool,
+    lengths: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    torch.manual_seed(0)
+    qkv = torch.randn(2, tokens, 3, 2, dim, dtype=BF16)
+    grad = torch.randn(2, tokens, 2, dim, dtype=BF16)
+    bias = torch.zeros(6 * dim, dtype=BF16 if causal else torch.float32)  # as in autocast
+    key_lengths = None if lengths is None else torch.tensor(lengths, dtype=torch.int32)
+    hidden = torch.zeros(2, 1, tokens, tokens, dtype=torch.bool)
+    if causal:
+        hidden |= torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    if key_lengths is not None:
+        hidden |= torch.arange(tokens) >= key_lengths.view(2, 1, 1, 1)
+
+    def library(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        x = qkv.to(dtype).requires_grad_()
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        s = (dim**-0.5 * (q @ k.mT)).masked_fill(hidden, float("-inf"))
+        out = (torch.softmax(s, dim=-1) @ v).transpose(1, 2)
+        (dqkv,) = torch.autograd.grad(out, x, grad.to(dtype))
+        return dqkv, dqkv.sum((0, 1), dtype=torch.float64).flatten()
+
+    attend, _, differentiate = route.launchers(op.Biased)
+    tensors, numbers = (qkv, bias, key_lengths, None), (0.0, causal, None, -1, -1)
+    results = []
+    for _ in range(2):
+        with executing(gpu) as executions:
+            saved = attend(*tensors, *numbers)
+            results.append(differentiate(grad, *tensors, *saved, *numbers))
+        check_findings(executions)
+    (dqkv, dbias), (again, bias_again) = results
+    assert torch.equal(dqkv, again)
+    assert torch.equal(dbias, bias_again)
+    (rounded, rounded_sum), (exact, exact_sum) = library(BF16), library(torch.float64)
+    assert_within_budget(dqkv, rounded, exact)
+    assert_within_budget(dbias, rounded_sum, exact_sum)
+    plain, _, differentiate_plain = route.launchers(op.Packed)
+    with executing(gpu):
+        saved = plain(qkv, key_lengths, None, *numbers)
+        expected = differentiate_plain(grad, qkv, key_lengths, None, *saved, *numbers)
+    assert torch.equal(dqkv, expected)
