@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from bench.gpu_model.compile_ahead import recorded
 from bench.gpu_model.launches import AnyCase
 from bench.gpu_model.machine_code import disassemble
 from bench.harness import clock, command
+from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, Tile, rule
@@ -138,11 +139,23 @@ class TileProblem:
         inputs, grad, *results = tensors
         if direction == "forward":
             return [self.call.attend(*inputs, *self.call.params)[0]]
+        if direction == "module":
+            out, *_ = results
+            x = out.transpose(1, 2).flatten(2).requires_grad_()
+            wanted = x, *self.module.parameters()
+            return list(torch.autograd.grad(self.module(x).sum(), wanted))
         if direction == "backward":
             return [t for t in self.call.gradients(grad, inputs, *results) if t.numel()]
         sample = self.sample if direction == "capture" else None
         out, lse, stats, heads, *_ = self.call.with_stats(*inputs, sample, *self.call.params)
         return [out, lse, *stats.unbind(), *([heads] if heads.numel() else [])]
+
+    @cached_property
+    def module(self) -> ManyHeadAttention:
+        """The module of attention with the sizes of the case."""
+        _, heads, _, dim = self.call.inputs[0].shape
+        device = self.sample.device
+        return ManyHeadAttention(heads * dim, heads, dim, device=device, dtype=self.case.dtype)
 
     @contextmanager
     def trying(self, kernel: str = "", tile: Any = ()) -> Iterator[list[Any]]:

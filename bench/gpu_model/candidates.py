@@ -19,7 +19,8 @@ from leaner_kernels.ops._tiles import Rule
 from leaner_kernels.ops.attention import kernels
 from leaner_kernels.ops.attention.kernels import Limits
 
-DIRECTIONS = "forward", "statistics", "capture", "backward"
+# "module" is a ManyHeadAttention, forward and backward, from its input.
+DIRECTIONS = "forward", "statistics", "capture", "backward", "module"
 _ORDERS = {
     "forward": kernels.FORWARD,
     "statistics": kernels.STATISTICS,
@@ -80,5 +81,46 @@ TMA = tuple(
         ("backward", "hopper_tma_backward"),
     )
 )
-
-CANDIDATES: dict[str, Candidate] = {candidate.name: candidate for candidate in TMA}
+_WINDOWS = "davit_stage1", "davit_stage3", "gpt2_64"
+CANDIDATES: dict[str, Candidate] = {
+    candidate.name: candidate
+    for candidate in (
+        *TMA,
+        # The one tile of up to 64 tokens without a loop, in fewer registers.
+        Candidate("one_tile_forward", "forward", _WINDOWS, {"short_forward": {"ONE_TILE": True}}),
+        Candidate(
+            "one_tile_statistics",
+            "statistics",
+            _WINDOWS,
+            {"short_forward_statistics": {"ONE_TILE": True}},
+        ),
+        Candidate(
+            "one_tile_backward", "backward", _WINDOWS, {"short_backward": {"ONE_TILE": True}}
+        ),
+        # Sums of a head stay within threads and are reduced once, together.
+        Candidate(
+            "partial_statistics",
+            "statistics",
+            ("vit_base", "vit_large", "vit_huge", "bert"),
+            {"hopper_forward_statistics": {"PARTIAL": True}},
+        ),
+        # Two tiles of rows together, as in the forward of such calls.
+        Candidate(
+            "paired_statistics",
+            "statistics",
+            ("gpt2_512",),
+            {"hopper_forward_statistics": {"PARTIAL": True, "PAIRED": True, "maxnreg": 168}},
+        ),
+        # The gradient of the projection's bias from the backward of attention.
+        Candidate(
+            "qkv_bias",
+            "module",
+            ("vit_base", "vit_large", "bert"),
+            settings={"leaner_kernels.ops.attention.biased.ENABLED": True},
+        ),
+        # Six programs on an SM instead of five, for 8 bytes of stack.
+        Candidate(
+            "tnt_registers", "forward", ("tnt",), {"warp_multihead_forward": {"maxnreg": 80}}
+        ),
+    )
+}

@@ -142,10 +142,14 @@ class Capturing(nn.Module):
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to compute statistics."""
         refuse_tracing(self)
-        if not (self.capture_samples > 0 or self.track_logits) or batch == 0:
+        if not self._measures() or batch == 0:
             return None, False
         capturing = self.capture_samples > 0
         return evenly_spaced(batch, self.capture_samples, device) if capturing else None, True
+
+    def _measures(self) -> bool:
+        """Return whether a forward computes statistics."""
+        return self.capture_samples > 0 or self.track_logits
 
     def __prepare_scriptable__(self) -> NoReturn:
         # ``torch.jit.script`` calls this before it compiles a module.

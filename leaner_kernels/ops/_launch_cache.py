@@ -97,16 +97,19 @@ class Scratch(NamedTuple):
     """A buffer that each launch allocates anew, and its reduction to a result.
 
     Attributes:
-        pointer: the kernel's argument.
+        pointer: the kernel's argument; the name of another result, which is reduced instead of a
+            buffer, if ``of_result``.
         target: the result that the buffer is reduced to, if any is.
         reduce: called with the buffer and the target after the launch.
         zero: whether the kernel expects zeros.
+        of_result: see ``pointer``.
     """
 
     pointer: str
     target: str | None = None
     reduce: Callable[[Tensor, Tensor], None] | None = None
     zero: bool = False
+    of_result: bool = False
 
 
 class Launch(NamedTuple):
@@ -115,7 +118,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    scratch: Scratch | None = None
+    scratch: tuple[Scratch, ...] = ()
 
     def start(self) -> Any:
         """Launch, and return what Triton compiled: nothing, in its interpreter.
@@ -150,9 +153,11 @@ class Launch(NamedTuple):
             The cached launch. None in Triton's interpreter, which compiles nothing, and if the
             kernel reads a copy of an operand, which a later call would have to make again.
         """
-        compiled, scratch = self.start(), self.scratch
-        if scratch is not None and scratch.reduce is not None and scratch.target is not None:
-            scratch.reduce(self.arguments[scratch.pointer], results[scratch.target])
+        compiled = self.start()
+        for one in self.scratch:
+            if one.reduce is not None and one.target is not None:
+                source = results if one.of_result else self.arguments
+                one.reduce(source[one.pointer], results[one.target])
         if compiled is None:
             return None
         places, buffers = {}, {**operands, **results}
@@ -166,10 +171,7 @@ class Launch(NamedTuple):
             if buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
                 return None
             places[pointer] = position[name], tensor.data_ptr() - buffer.data_ptr()
-        target = 0
-        if scratch is not None and scratch.target is not None:
-            target = list(results).index(scratch.target)
-        return CachedLaunch(compiled, self, places, target)
+        return CachedLaunch(compiled, self, places, list(results))
 
 
 def _tensor_of(value: Any) -> Tensor | None:
@@ -195,7 +197,7 @@ class CachedLaunch:
         launch: what it was launched with.
         places: for each pointer of the kernel, the position of its buffer among the addresses that
             ``run`` gets, and its distance in bytes from the start of this buffer.
-        target: the position of the result that any scratch is reduced to, among the results.
+        results: the names of the results, in the order in which ``run`` gets them.
     """
 
     def __init__(
@@ -203,7 +205,7 @@ class CachedLaunch:
         compiled: Any,
         launch: Launch,
         places: Mapping[str, tuple[int, int]],
-        target: int = 0,
+        results: Sequence[str] = (),
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
@@ -213,13 +215,18 @@ class CachedLaunch:
         self._pointers: list[tuple[int, int, int]] = []
         self._views: list[tuple[int, int, int, tuple[Any, ...]]] = []
         self._descriptors: list[tuple[int, int, int, Any]] = []
-        self._scratch = None
-        scratch = launch.scratch
+        self._buffers: list[tuple[int, Any, torch.dtype, bool]] = []
+        self._reductions: list[tuple[Callable[[Tensor, Tensor], None], int, int, bool]] = []
+        for one in launch.scratch:
+            if one.reduce is not None and one.target is not None:
+                named = results if one.of_result else [*map(str, before), *names]
+                place, target = named.index(one.pointer), results.index(one.target)
+                self._reductions.append((one.reduce, place, target, one.of_result))
+        buffers = {one.pointer: one.zero for one in launch.scratch if not one.of_result}
         for place, name in enumerate(names, start=len(before)):
             value = self._arguments[place]
-            if scratch is not None and name == scratch.pointer:
-                self._scratch = place, value.shape, value.dtype
-                self._zero, self._reduce, self._target = scratch.zero, scratch.reduce, target
+            if (zero := buffers.get(name)) is not None:
+                self._buffers.append((place, value.shape, value.dtype, zero))
             elif isinstance(value, Tensor):
                 self._pointers.append((place, *places[name]))
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
@@ -243,16 +250,12 @@ class CachedLaunch:
         for place, position, offset, descriptor in self._descriptors:
             arguments[place] = described = copy(descriptor)
             described.base = _Address(addresses[position] + offset)
-        if self._scratch is None:
-            self._start(arguments)
-            return
-        place, shape, dtype = self._scratch
-        target = results[self._target]
-        allocate = target.new_zeros if self._zero else target.new_empty
-        scratch = arguments[place] = allocate(shape, dtype=dtype)
+        for place, shape, dtype, zero in self._buffers:
+            allocate = results[0].new_zeros if zero else results[0].new_empty
+            arguments[place] = allocate(shape, dtype=dtype)
         self._start(arguments)
-        if self._reduce is not None:
-            self._reduce(scratch, target)
+        for reduce, place, target, of_result in self._reductions:
+            reduce((results if of_result else arguments)[place], results[target])
 
 
 def _starter(

@@ -504,6 +504,8 @@ def _bind_backward(
     tensors = (named[name] for name in operator.tensors)
     arguments = operator.Arguments(*tensors, *numbers)
     saved = operator.bind_saved({name: named[name] for name in operator.saved})
+    if saved.out is not None:
+        saved = saved._replace(out=operator.as_query(saved.out))
     return operator.call(arguments), saved, operator.new_gradients(arguments, optional)
 
 

@@ -26,10 +26,11 @@ from leaner_kernels import (
     outlook_attention,
     window_attention,
 )
+from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _launch_cache, _tiles, covariance, outlook, route, window
 from leaner_kernels.ops import attention as ops_attention
 from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention import biased, dispatch
 from tests.aot import pretended_gpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -162,6 +163,34 @@ def test_other_operators_repeat_their_launches_too(
     assert layouts[0] == layouts[1]
     forward, backward = launches
     assert set(addresses) <= {*forward.addresses, *backward.addresses}
+
+
+def test_a_module_that_hands_its_bias_over_repeats_its_launches(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(biased, "ENABLED", True)
+    biased._sums_bias.cache_clear()
+    started: list[Launch] = []
+    first = Launch.first
+
+    def noting(launch: Launch, *args: Any) -> Any:
+        started.append(launch)
+        return first(launch, *args)
+
+    monkeypatch.setattr(Launch, "first", noting)
+    module = ManyHeadAttention(128, 2, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        module.zero_grad()
+        module(leaf(2, 197, 128)).sum().backward()
+        assert all(p.grad is not None for p in module.parameters())
+    backward = started[-1].arguments
+    assert backward["bias_ptr"].shape == (2, 9, 2, 64)
+    assert len(started) == 2
+    assert len(launches) == 4
+    assert short == ["attention_qkvpacked_biased"] * 2
+    # Of other lengths the layer is called as it is.
+    module(leaf(2, 300, 128)).sum().backward()
+    assert started[-1].arguments.get("bias_ptr") is None
 
 
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])

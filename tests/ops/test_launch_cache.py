@@ -60,7 +60,7 @@ def first(
         "BLOCK": 16,
         "num_warps": 4,
     }
-    launch = Launch(kernel, (5,), arguments, scratch)
+    launch = Launch(kernel, (5,), arguments, () if scratch is None else (scratch,))
     return launch.first(POINTERS, {"x": x}, {"y": y})
 
 
@@ -179,3 +179,14 @@ def test_scratch_that_must_be_zero_is_zero_at_every_launch() -> None:
     for _ in range(2):
         entry.run([16, 32], [torch.empty(4)])
     assert sums == [0, 0, 0]
+
+
+def test_a_result_is_reduced_to_another_after_each_launch() -> None:
+    kernel, reduced = Kernel(), []
+    scratch = Scratch("y", "y", lambda *tensors: reduced.append(tensors), of_result=True)
+    entry = first(kernel, torch.empty(4), torch.empty(4), scratch=scratch)
+    assert entry is not None
+    result = torch.empty(4)
+    entry.run([16, 32], [result])
+    assert [tensor is result for tensor in reduced[1]] == [True, True]
+    assert kernel.fast == [(7, 16, 32, 16, None)]

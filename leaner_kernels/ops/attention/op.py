@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
 from .._launch_cache import Signature
+from ..dispatcher import in_forward_mode
 from ..route import (
     LibraryCall,
     Operator,
@@ -26,12 +27,14 @@ from ..route import (
 )
 from . import cpu, dispatch, sdpa
 from .call import (
+    BIASED_TENSORS,
     NUMBERS,
     PACKED_NUMBERS,
     PACKED_TENSORS,
     TENSORS,
     VARLEN_NUMBERS,
     VARLEN_TENSORS,
+    BiasedArguments,
     Call,
     PackedArguments,
     Sequences,
@@ -73,6 +76,17 @@ class PackedGradients(NamedTuple):
         """Yield dq, dk and dv (B, H, N, D), views."""
         # Autograd lets nothing be written to views that were taken together.
         return (self.dqkv.select(2, part).transpose(1, 2) for part in range(3))
+
+
+class BiasedGradients(NamedTuple):
+    """The gradients of a projection (B, N, 3, H, D) and of its bias (3 * H * D,)."""
+
+    dqkv: Tensor
+    dbias: Tensor
+
+    def separate(self) -> Iterator[Tensor]:
+        """Yield dq, dk and dv (B, H, N, D), views."""
+        return PackedGradients(self.dqkv).separate()
 
 
 class SoftmaxAttention(Operator):
@@ -252,6 +266,36 @@ class Packed(SoftmaxAttention):
         return Products(product, product)
 
 
+class Biased(Packed):
+    """One projection (B, N, 3, H, D) whose bias gets its gradient here, not where it was added.
+
+    The sum of ``dqkv`` over tokens is at hand in a backward, whereas a linear layer reads ``dqkv``
+    once more. The layer adds the bias detached.
+    """
+
+    name = "attention_qkvpacked_biased"
+    tensors: Mapping[str, str] = BIASED_TENSORS
+    Arguments, Gradients = BiasedArguments, BiasedGradients
+
+    @staticmethod
+    def call(arguments: BiasedArguments) -> Call:
+        """Return the call of these arguments."""
+        named = arguments._asdict()
+        bias = named.pop("bias")
+        if in_forward_mode() or torch._C._are_functorch_transforms_active():
+            # Further derivatives are those of the reference: add 0 that depends on the bias.
+            named["qkv"] = named["qkv"] + (bias - bias.detach()).view(named["qkv"].shape[2:])
+        return Packed.call(PackedArguments(**named))
+
+    @classmethod
+    def run_reference_backward(
+        cls, grad: Tensor, call: Call, saved: Results, gradients: BiasedGradients
+    ) -> None:
+        """Fill the gradients by the reference."""
+        super().run_reference_backward(grad, call, saved, gradients)
+        dispatch.sum_tokens(gradients.dqkv, gradients.dbias)
+
+
 class Varlen(SoftmaxAttention):
     """Sequences side by side: query, key and value (T, H, D)."""
 
@@ -370,5 +414,5 @@ def _library_again(
     return operator.from_query(sdpa.library_attention(call, enable_gqa))
 
 
-for _operator in (Dense, Packed, Varlen):
+for _operator in (Dense, Packed, Biased, Varlen):
     register(_operator)

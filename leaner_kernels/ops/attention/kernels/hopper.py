@@ -46,6 +46,7 @@ from .scores import FILL_BLOCK, SPARE_PROGRAMS, fill_gradients, find_sequence
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
 # passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
+# ``PARTIAL`` keeps the sums of the statistics within threads until the end of a head.
 _SHARED = ("shared",)
 _ALL = "dropout", "mask", "shared"
 FORWARD_TILES = Tiles(
@@ -271,6 +272,7 @@ def _hopper_fwd_kernel(
     MASK: gl.constexpr,
     GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
+    PARTIAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -342,7 +344,9 @@ def _hopper_fwd_kernel(
     # Partial sums of rows, one for each of a row's four threads.
     OWN: gl.constexpr = common.thread_sums(zero).type.layout
     zero_partials = gl.zeros([64, 4], gl.float32, OWN)
-    if STATS:
+    if PARTIAL:
+        sums = common.no_partial_sums(OWN)
+    elif STATS:
         sums = common.no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
@@ -518,6 +522,20 @@ def _hopper_fwd_kernel(
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
+            if PARTIAL:
+                if not (RAGGED or n > 0):
+                    inside = None
+                sums = common.add_partial_sums(
+                    sums=sums,
+                    acc=acc,
+                    row_max=row_max,
+                    divisor=divisor,
+                    centred=centred,
+                    square=square,
+                    inside=inside,
+                    MASKED=MASKED,
+                )
+            elif STATS:
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
                 rows_sums = common.sums_of_rows(
                     row_max,
@@ -528,7 +546,9 @@ def _hopper_fwd_kernel(
                     inside,
                 )
                 sums = common.add_sums(sums, rows_sums)
-    if STATS:
+    if PARTIAL:
+        sums = common.reduce_partial_sums(sums)
+    elif STATS:
         sums = common.reduce_sums(sums)
     if T > 0:
         # The tail's rows as columns: S^T = K Q^T (keys, T) of all tiles is held in registers, and
@@ -561,7 +581,12 @@ def _hopper_fwd_kernel(
             exponent = common.exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
             p = gl.exp2(exponent)
             total_t += p
-            if STATS:
+            if PARTIAL:
+                if HIDES or CAUSAL or MASKED or i == FULL:
+                    exponent = gl.maximum(exponent, -1e30)
+                centred_t += p * exponent
+                square_t += p * p
+            elif STATS:
                 centred_t += p * gl.maximum(exponent, -1e30)
                 square_t += p * p
             if seed_ptr is not None:
@@ -580,7 +605,11 @@ def _hopper_fwd_kernel(
         p_buffer = p_buffers.index(FULL).slice(0, T)
         acc_t = warpgroup_mma(v_tail.permute((1, 0)), p_buffer, acc_t, is_async=True)
         acc_t = warpgroup_mma_wait(0, [acc_t])
-        divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
+        if PARTIAL:
+            total_t, centred_t, square_t = common.sum_three(total_t, centred_t, square_t)
+        else:
+            total_t = gl.sum(total_t, 0)
+        divisor_t = common.divisor_of(total_t, MASKED)
         acc_t = acc_t * (out_scale / divisor_t)[None, :]
         common.store_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
@@ -599,11 +628,13 @@ def _hopper_fwd_kernel(
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
+            if not PARTIAL:
+                centred_t, square_t = gl.sum(centred_t, 0), gl.sum(square_t, 0)
             rows_sums = common.sums_of_rows(
                 max_t,
                 divisor_t,
-                gl.sum(centred_t, 0),
-                gl.sum(square_t, 0),
+                centred_t,
+                square_t,
                 gl.sum(acc_t * acc_t, 0),
                 inside_t,
             )
@@ -638,6 +669,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
         FULL=full,
         T=tail,
         RAGGED=tail == 0 and tokens % 64 != 0,
+        PARTIAL=tile.constexprs.get("PARTIAL", False) and results.stats is not None,
     )
     return Launch(_hopper_fwd_kernel, (heads, batch), arguments)
 

@@ -1015,5 +1015,5 @@ def prepare_backward(
     }
     arguments |= dict(**tile.arguments, KEYS=keys, SLOTS=SLOTS, blocks=blocks, sums_ptr=sums)
     _describe_arguments(_hopper_tma_bwd_kernel, arguments, tensors)
-    scratch = None if sums is None else Scratch("sums_ptr")
+    scratch = () if sums is None else (Scratch("sums_ptr"),)
     return Launch(_hopper_tma_bwd_kernel, (programs,), arguments, scratch)
