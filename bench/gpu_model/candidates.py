@@ -111,6 +111,10 @@ CANDIDATES: dict[str, Candidate] = {
             ("gpt2_512",),
             {"hopper_forward_statistics": {"PARTIAL": True, "PAIRED": True, "maxnreg": 168}},
         ),
+        # The heads that are left for a sixth turn of the GPU have four programs each.
+        Candidate(
+            "split_last_heads", "backward", ("gpt2_512",), {"hopper_backward": {"RESIDENT": 3}}
+        ),
         # The gradient of the projection's bias from the backward of attention.
         Candidate(
             "qkv_bias",
