@@ -111,6 +111,13 @@ CANDIDATES: dict[str, Candidate] = {
             ("gpt2_512",),
             {"hopper_forward_statistics": {"PARTIAL": True, "PAIRED": True, "maxnreg": 168}},
         ),
+        # A capture on a stream of its own, beside the forward with statistics.
+        Candidate(
+            "capture_beside",
+            "capture",
+            ("vit_base", "vit_large", "bert", "gpt2_64", "gpt2_512", "davit_stage1", "tnt"),
+            settings={"leaner_kernels.ops.route.CAPTURES_BESIDE": True},
+        ),
         # The heads that are left for a sixth turn of the GPU have four programs each.
         Candidate(
             "split_last_heads", "backward", ("gpt2_512",), {"hopper_backward": {"RESIDENT": 3}}
