@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor as OfTriton
 
 if os.environ.get("LEANER_EXECUTE") != "1":
     pytest.skip("runs with --backend executed", allow_module_level=True)
@@ -61,7 +64,7 @@ COPY = """
   .param .align 64 .b8 kernel_param_0[128],
   .param .u64 .ptr .global .align 1 kernel_param_1
 )
-.reqntid 32
+.reqntid {threads}
 {{
   .reg .pred %p<9>;
   .reg .b32 %r<40>;
@@ -75,7 +78,9 @@ COPY = """
   add.s64 %rd5, %rd3, %rd4;
   mov.b32 %r3, 0;
   mov.b32 %r4, {bytes};
-  elect.sync %r5|%p1, -1;
+  elect.sync %r5|%p2, -1;
+  setp.ge.u32 %p3, %r1, {first};
+  and.pred %p1, %p2, %p3;
 {body}
   ret;
 }}
@@ -127,18 +132,18 @@ def copy_box(
         lines = [f"ld.global.b32 %r9, [%rd5+{n}]; st.shared.b32 [%r2+{n}], %r9;" for n in words]
         verbs = {"reduce": ".reduce" if reduce else "", "add": ".add.tile" if reduce else ""}
         lines.append(STORE.format(**fields, **verbs))
-    executor = library.load()
-    text = COPY.format(bytes=count, body="\n".join(lines))
     described = TensorBoxes(tensor, tensor.shape, tensor.stride(), box, swizzle, nan)
-    execution = execute(
-        executor,
-        decode.Program(ptx.parse(text), executor),
-        count + 8,
-        {"x": described, "data": found},
-        (1, 1, 1),
-    )
+    execution = run_copy("\n".join(lines), described, found)
     assert not execution.found, execution.findings[0]
     return found
+
+
+def run_copy(body: str, boxed: TensorBoxes, data: Tensor, threads: int = 32) -> Execution:
+    """Execute PTX whose last warp copies: as many bytes as ``data`` has, and then an mbarrier."""
+    executor = library.load()
+    text = COPY.format(bytes=data.nbytes, body=body, threads=threads, first=threads - 32)
+    program = decode.Program(ptx.parse(text), executor)
+    return execute(executor, program, data.nbytes + 8, {"x": boxed, "data": data}, (1, 1, 1))
 
 
 def padded(tensor: Tensor, box: list[int], start: list[int], fill: float) -> Tensor:
@@ -209,6 +214,45 @@ def test_a_reduction_adds(dtype: torch.dtype) -> None:
     wanted[15:] += data[:5]
     copy_box(tensor, [8, 16], [15, 0], data[:8], reduce=True)
     assert torch.equal(tensor, wanted)
+
+
+FENCE = "fence.proxy.async.shared::cta; "
+WRITE = "st.shared.b32 [%r2], %r3; "
+WRITE_TENSOR = "st.global.b32 [%rd5], %r3; "
+BOTH_MEET = "bar.sync 1, 64; "
+
+
+@pytest.mark.parametrize(
+    ("threads", "finding", "faulty", "right"),
+    [
+        (32, NO_FENCE, WRITE + "{load}", WRITE + FENCE + "{load}"),
+        (32, NO_FENCE, WRITE_TENSOR + "{load}", WRITE_TENSOR + FENCE + "{load}"),
+        (
+            64,
+            NO_FENCE,
+            WRITE + BOTH_MEET + "{store}",
+            WRITE + FENCE + BOTH_MEET + "{store}",
+        ),
+        # Without a barrier one warp writes what TMA has read for the other one.
+        (
+            64,
+            NO_BARRIER,
+            WRITE + FENCE + BOTH_MEET + "{store}" + "@!%p3 st.shared.b32 [%r2], %r1;",
+            WRITE + FENCE + BOTH_MEET + "{store}" + BOTH_MEET + "@!%p3 st.shared.b32 [%r2], %r1;",
+        ),
+    ],
+)
+def test_memory_that_tma_shares_with_warps_needs_order(
+    threads: int, finding: str, faulty: str, right: str
+) -> None:
+    tensor = torch.zeros(4, 16)
+    fields = {"axes": 2, "start": "0, 0", "bytes": 256}
+    load = LOAD.format(**fields)
+    store = STORE.format(**fields, reduce="", add="").replace(FENCE.strip(), "")
+    boxed = TensorBoxes(tensor, (4, 16), (16, 1), [4, 16], 0)
+    for body, wanted in (faulty, {finding}), (right, set()):
+        execution = run_copy(body.format(load=load, store=store), boxed, tensor, threads)
+        assert set(execution.found) == wanted
 
 
 def test_what_tma_cannot_copy_stops() -> None:
@@ -481,7 +525,8 @@ def _multiply(
     acc = gl.zeros([64, COLS], gl.float32, layout)
     for n in range(depth):
         stage, phase = n % STAGES, n // STAGES & 1
-        mbarrier.wait(ready.index(stage), phase)
+        if FAULT != "no wait":
+            mbarrier.wait(ready.index(stage), phase)
         a = a_ring.index(stage).slice(HALF * 64, 64)
         acc = warpgroup_mma(a, b_ring.index(stage), acc, is_async=True)
         if FAULT == "early release":
@@ -547,6 +592,7 @@ def test_groups_of_warps_multiply_what_another_warp_loads() -> None:
     ("fault", "arrivals", "wanted"),
     [
         ("early release", 2, {"written while wgmma reads", NO_BARRIER}),
+        ("no wait", 2, {NO_WAIT}),
         ("", 1, {DEADLOCK}),
         ("", 3, {DEADLOCK}),
     ],
@@ -608,6 +654,28 @@ def test_one_partition_loads_what_it_multiplies() -> None:
 
 def test_a_load_over_operands_of_a_product_under_way_is_found() -> None:
     assert findings_of(lambda: run_squares(early=True))["written while wgmma reads"]
+
+
+@triton.jit
+def _product_of_boxes(a_desc, b_desc, out_desc, depth, ROWS: tl.constexpr, DEPTH: tl.constexpr):
+    sums = tl.zeros([ROWS, ROWS], tl.float32)
+    for n in tl.range(depth, num_stages=3):
+        a = a_desc.load([tl.program_id(0) * ROWS, n * DEPTH])
+        sums = tl.dot(a, b_desc.load([n * DEPTH, 0]), sums)
+    out_desc.store([tl.program_id(0) * ROWS, 0], sums)
+
+
+def test_tensor_descriptors_of_triton_are_copied_too() -> None:
+    """Triton pipelines the loads itself, in every warp alike."""
+    torch.manual_seed(0)
+    a, b = (torch.randint(-8, 9, shape).to(BF16) for shape in ((100, 256), (256, 64)))
+    out = torch.zeros(100, 64)
+    shapes = (a, [64, 64]), (b, [64, 64]), (out, [64, 64])
+    described = [OfTriton.from_tensor(tensor, shape) for tensor, shape in shapes]
+    with executing(90) as executions:
+        _product_of_boxes[2,](*described, 4, 64, 64)
+    assert not executions[0].found
+    assert torch.equal(out.double(), a.double() @ b.double())
 
 
 # --- In time --------------------------------------------------------------------------------------
