@@ -242,9 +242,11 @@ class Program:
         self._set("elect", self._register(lane, 32), self._register(predicate, 1), results=2)
 
     def _decode_fence(self, s: Statement, parts: list[str]) -> None:
-        if parts[1] != "mbarrier_init" and parts[1:3] != ["proxy", "async"]:
+        if parts[1] == "mbarrier_init":  # orders what a barrier orders too, but for other programs
+            return self._set("nop")
+        if parts[1:3] != ["proxy", "async"]:
             raise UnsupportedError("a fence")
-        self._set("fence.proxy.async")
+        return self._set("fence.proxy.async")
 
     def _decode_mbarrier(self, s: Statement, parts: list[str]) -> None:
         self.partitioned = True

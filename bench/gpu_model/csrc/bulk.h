@@ -175,8 +175,6 @@ inline void bulk_load(Machine& m, Warp& w, const Instruction& i, u32 mask) {
   each_lane(mask, [&](int lane) {
     const Box box(m, w, i, lane);
     Mbarrier& b = mbarrier(m, w, shared_address(w, i.count - 1, i.variant, lane), lane);
-    if (m.job.check && !m.fenced(b.init, m.views[w.id]))
-      m.report(MBARRIER_FENCE, w, lane, b.at, agent_of(b.init));
     const u32 tag = tag_of(b.clock, b.agent);
     u64 moved = 0;
     const u32 bytes = each_piece(box.map, box.start, box.at, [&](u32 at, u64 from, u32 skipped, u32 size) {

@@ -65,7 +65,6 @@ struct Counts {  // of one instruction; skipped are lanes that its guard kept fr
   X(REDUCTION_ORDER, "floats added by TMA in no fixed order") \
   X(NO_MBARRIER, "no mbarrier where one is used") \
   X(MBARRIER_INIT, "an mbarrier used without a barrier after its init") \
-  X(MBARRIER_FENCE, "an mbarrier that TMA completes, without a fence after its init") \
   X(MBARRIER_TOUCHED, "an mbarrier touched as ordinary memory") \
   X(ARRIVALS, "more arrivals than an mbarrier expects") \
   X(REGISTER_COUNT, "setmaxnreg of registers that cannot be") \
@@ -79,7 +78,7 @@ const char* finding_names[] = {EACH_FINDING(TEXT) nullptr};
 }
 #undef NAME
 #undef TEXT
-static_assert(FINDINGS == 33);  // the length of Job::found
+static_assert(FINDINGS == 32);  // the length of Job::found
 
 struct Report {
   s32 finding, instruction, warp, lane, program, other;
@@ -123,7 +122,7 @@ struct Job {
   u32* executed_by;
   Counts* counts;
   Report* reports;
-  s64 max_reports, num_reports, found[33];
+  s64 max_reports, num_reports, found[32];
   s64 limit;  // instructions of a warp between barriers
   char error[1024];
 };

@@ -301,10 +301,6 @@ class Machine {
     }
   }
 
-  // Whether the asynchronous proxy sees what is seen: what it wrote itself it always does.
-  bool fenced(u32 before, const View& view) const {
-    return agent_of(before) >= int(warps.size()) || view.fenced.at[agent_of(before)] >= clock_of(before);
-  }
  private:
   // By byte of shared memory: epoch and warp of the last write and read, the warp whose copy is under
   // way, and when it was written; by 16 bytes, how many wgmma read.
@@ -379,6 +375,10 @@ class Machine {
   Finding unseen(u32 before, Finding otherwise) const {
     const int agent = agent_of(before), count = int(warps.size());
     return !job.partitioned || agent < count ? otherwise : agent < 2 * count ? STORE_IN_FLIGHT : LOAD_IN_FLIGHT;
+  }
+  // Whether the asynchronous proxy sees what is seen: what it wrote itself it always does.
+  bool fenced(u32 before, const View& view) const {
+    return agent_of(before) >= int(warps.size()) || view.fenced.at[agent_of(before)] >= clock_of(before);
   }
   void check_asynchronous_read(u32 at, const Warp& w, int lane, Finding no_fence) {
     check_mbarriers(at, 16, w, lane);
