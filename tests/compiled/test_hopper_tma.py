@@ -100,7 +100,9 @@ def is_noticed(
 # Triton's: some stand where an mbarrier orders the same. The last product of a loop adds to what
 # nothing else reads before the next wait.
 BARRIERS = 30
-FORWARD_REDUNDANT = {"bar": BARRIERS}
+# Triton's own code has no fence after the init of mbarriers, CUDA's guide has one.
+AFTER_INIT = 1
+FORWARD_REDUNDANT = {"bar": BARRIERS, "fence.proxy.async": AFTER_INIT}
 BACKWARD_REDUNDANT = {
     "bar": BARRIERS,
     "wgmma.wait_group": 2,
@@ -109,7 +111,7 @@ BACKWARD_REDUNDANT = {
     # released after the keys of the block before.
     "mbarrier.try_wait": 4,
     # Where the log-sum-exp needs no correction, dO is stored as it was.
-    "fence.proxy.async": 1,
+    "fence.proxy.async": 1 + AFTER_INIT,
 }
 
 
