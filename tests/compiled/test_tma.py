@@ -809,16 +809,18 @@ def unnoticed(run: Callable[[], tuple[bool, Execution]]) -> Counter[str]:
     return missed
 
 
-# Triton's own barriers around a partition, and what it puts beside those that are asked for.
+# Barriers of Triton alone: two stand where no partition gets to, and of those before a partition ends
+# one suffices. Triton before 3.8 has three more.
+OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
+
+
 @pytest.mark.parametrize(
-    ("run", "allowed"),
-    [
-        pytest.param(run_ring, {"bar": 4}, id="ring"),
-        pytest.param(run_product, {"bar": 2}, id="product"),
-    ],
+    ("run", "barriers"),
+    [pytest.param(run_ring, 4, id="ring"), pytest.param(run_product, 2, id="product")],
 )
 def test_what_orders_partitions_is_missed(
-    run: Callable[[], tuple[bool, Execution]], allowed: dict[str, int]
+    run: Callable[[], tuple[bool, Execution]], barriers: int
 ) -> None:
     missed = unnoticed(run)
-    assert {kind: n for kind, n in missed.items() if n > allowed.get(kind, 0)} == {}
+    assert missed.pop("bar") <= barriers + 3 * OLD
+    assert not missed.total(), missed
