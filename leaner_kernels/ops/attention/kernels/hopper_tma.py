@@ -696,14 +696,14 @@ def _bwd_consumer(
                             )  # (keys, rows)
                             lse = rows.lses.index(stage).slice(n * PIECE, PIECE).load(COLS)[None, :]
                             s = warpgroup_mma_wait(1, [s])
-                            p = gl.exp2(common.exponents_of(s, lse, factor, False))
                             if HIDES or CAUSAL:
                                 key = block * KEYS + (CONSUMER + 2 * t) * 64
                                 key += gl.arange(0, 64, gl.SliceLayout(1, SCORES))[:, None]
                                 row = (i * 64 + n * PIECE + gl.arange(0, PIECE, COLS))[None, :]
-                                # Before dS is taken: P of a hidden key may overflow.
+                                # Scores, not P: Triton 3.6 moves what follows exp2 past the fence.
                                 visible = limit if HIDES else None
-                                p = common.mask_scores(p, row, key, visible, CAUSAL, 0.0)
+                                s = common.mask_scores(s, row, key, visible, CAUSAL, float("-inf"))
+                            p = gl.exp2(common.exponents_of(s, lse, factor, False))
                             left = gl.convert_layout(p.to(DTYPE), LEFT)
                             dv = warpgroup_mma(left, do_part, dv, is_async=True)
                             dp = warpgroup_mma_wait(1, [dp])
