@@ -106,15 +106,17 @@ class _TimmCapturing(Capturing):
             del self.track_logits
 
     def _dropout_p(self: Any) -> float:
-        return self.attn_drop.p if self.training else 0.0
+        return (self._modules.get("attn_drop") or self.attn_drop).p if self.training else 0.0
 
     def _project(self: Any, heads: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return (..., dim) of (..., H, D)."""
         a, modules = heads.flatten(-2), self._modules
-        norm, drop = modules.get("norm"), modules.get("proj_drop")
+        # A part may have been replaced by a function, which ``_modules`` lacks.
+        norm = modules["norm"] if "norm" in modules else getattr(self, "norm", None)
+        drop = modules["proj_drop"] if "proj_drop" in modules else getattr(self, "proj_drop", None)
         if norm is not None:
             a = norm(a)
-        a = modules["proj"](a if gate is None else a * gate)
+        a = (modules.get("proj") or self.proj)(a if gate is None else a * gate)
         return a if drop is None else drop(a)
 
     def _attend_qkvpacked(self, finish: Any, qkv: Tensor, **params: Any) -> Tensor:
@@ -249,7 +251,7 @@ class Attention(_TimmCapturing, layers.Attention):
 
     @property
     def _plain(self) -> bool:
-        q_norm, k_norm = self._modules["q_norm"], self._modules["k_norm"]
+        q_norm, k_norm = self._modules.get("q_norm"), self._modules.get("k_norm")
         return isinstance(q_norm, nn.Identity) and isinstance(k_norm, nn.Identity)
 
     def forward(
@@ -261,9 +263,8 @@ class Attention(_TimmCapturing, layers.Attention):
         modules: Any = self._modules
         gate = None if self.gate is None else self.gate(x).sigmoid()
         finish = self._project if gate is None else partial(self._project, gate=gate)
-        dropout_p = modules["attn_drop"].p if self.training else 0.0
-        projected = modules["qkv"](x)
-        params = {"dropout_p": dropout_p, "is_causal": is_causal}
+        projected = (modules.get("qkv") or self.qkv)(x)
+        params = {"dropout_p": self._dropout_p(), "is_causal": is_causal}
         if attn_mask is None and self._plain:
             qkv = torch.unflatten(projected, -1, (3, self.num_heads, -1))
             operators = attention_qkvpacked, self._qkvpacked_with_stats

@@ -116,6 +116,13 @@ def test_parts_that_are_replaced_or_hooked_after_the_swap_are_called():
     x = images()
     torch.testing.assert_close(model(x), oracle(x))
     assert called["model"] == called["oracle"] == [*names]
+    for network in (oracle, model):
+        attn = network.blocks[0].attn
+        for name in ("qkv", "norm", "proj", "proj_drop"):
+            part = getattr(attn, name)
+            delattr(attn, name)
+            setattr(attn, name, lambda t, part=part: 2 * part(t))  # no module
+    torch.testing.assert_close(model(x), oracle(x))
 
 
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)

@@ -170,8 +170,11 @@ def write_synced(file: IO[bytes], pieces: Iterable[bytes | memoryview]) -> dict[
     digest, size = hashlib.sha256(), 0
     # Hashing takes about as long as writing, and both leave the interpreter to other threads.
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
+        hashed = None
         for piece in pieces:
-            hashing.submit(digest.update, piece)
+            if hashed is not None:
+                hashed.result()  # so that no more than two pieces are held
+            hashed = hashing.submit(digest.update, piece)
             file.write(piece)
             size += len(piece)
         file.flush()

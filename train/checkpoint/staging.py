@@ -94,7 +94,7 @@ class Staging:
         """
         self.stop()
         size = sum(tensor.nbytes for tensor in tensors)
-        if not self._fits(self._missing(size)):
+        if not self._fits(self._missing(size) * self._local_size):
             return None
         while self._missing(size):
             if not self._add_segment(size):
@@ -183,10 +183,10 @@ def available_memory() -> int | None:
     try:
         system = Path("/proc/meminfo").read_text()
         groups = Path("/proc/self/cgroup").read_text()
-    except OSError:
+        fields = dict(line.split(":", 1) for line in system.splitlines())
+        available = [1024 * int(fields["MemAvailable"].split()[0])]
+    except (OSError, LookupError, ValueError):
         return None
-    fields = dict(line.split(":", 1) for line in system.splitlines())
-    available = [1024 * int(fields["MemAvailable"].split()[0])]
     root = Path("/sys/fs/cgroup")
     for line in groups.splitlines():
         number, _, name = line.split(":", 2)
@@ -205,8 +205,8 @@ def _free_of_group(folder: Path) -> int | None:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
+        # The system drops files that it has read as soon as memory is short.
+        files = int(stat["inactive_file"]) + int(stat["active_file"])
+        return None if limit == "max" else int(limit) - used + files
+    except (OSError, LookupError, ValueError):
         return None
-    # The system drops files that it has read as soon as memory is short.
-    files = int(stat["inactive_file"]) + int(stat["active_file"])
-    return None if limit == "max" else int(limit) - used + files

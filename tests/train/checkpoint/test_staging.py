@@ -180,3 +180,19 @@ def test_the_memory_of_a_control_group_is_what_its_limit_leaves(tmp_path: Path) 
     assert staging._free_of_group(tmp_path) == 450
     (tmp_path / "memory.max").write_text("max\n")
     assert staging._free_of_group(tmp_path) is None
+    (tmp_path / "memory.stat").write_text("anon 5\n")
+    assert staging._free_of_group(tmp_path) is None
+
+
+def test_ranks_of_a_host_take_no_memory_that_their_copies_together_would_exceed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging, "available_memory", lambda: 4_000_000)
+    warned: list[str] = []
+    memory = Staging(CPU, 8, warned.append)
+    tensors = [torch.zeros(1_000_000, dtype=torch.uint8)]
+    memory.begin(1_000_000)
+    assert memory.copy(tensors) is None
+    assert not memory._segments
+    assert len(warned) == 1
+    assert Staging(CPU, 4, quiet).copy(tensors) is not None
