@@ -233,6 +233,7 @@ BOTH_MEET = "bar.sync 1, 64; "
             WRITE + BOTH_MEET + "{store}",
             WRITE + FENCE + BOTH_MEET + "{store}",
         ),
+        (32, NO_WAIT, "{unwaited}{store}", "{load}{store}"),
         # Without a barrier one warp writes what TMA has read for the other one.
         (
             64,
@@ -250,9 +251,15 @@ def test_memory_that_tma_shares_with_warps_needs_order(
     load = LOAD.format(**fields)
     store = STORE.format(**fields, reduce="", add="").replace(FENCE.strip(), "")
     boxed = TensorBoxes(tensor, (4, 16), (16, 1), [4, 16], 0)
-    for body, wanted in (faulty, {finding}), (right, set()):
-        execution = run_copy(body.format(load=load, store=store), boxed, tensor, threads)
-        assert set(execution.found) == wanted
+    unwaited = load.partition("  {")[0]
+    found = [
+        run_copy(
+            body.format(load=load, unwaited=unwaited, store=store), boxed, tensor, threads
+        ).found
+        for body in (faulty, right)
+    ]
+    assert finding in found[0]
+    assert not found[1]
 
 
 def test_what_tma_cannot_copy_stops() -> None:
@@ -809,8 +816,8 @@ def unnoticed(run: Callable[[], tuple[bool, Execution]]) -> Counter[str]:
     return missed
 
 
-# Barriers of Triton alone: two stand where no partition gets to, and of those before a partition ends
-# one suffices. Triton before 3.8 has three more.
+# Barriers of Triton alone: two stand where no partition gets to, and of those before its end
+# one suffices. Triton before 3.8 adds three.
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 8)
 
 

@@ -326,7 +326,7 @@ class Machine {
     else return is_others(before, me);
   }
 
-  template <bool PARTITIONED> void check_read_as(u32 at, u32 bytes, const Warp& w, int lane) {
+  template <bool PARTITIONED> [[gnu::always_inline]] void check_read_as(u32 at, u32 bytes, const Warp& w, int lane) {
     if constexpr (PARTITIONED) check_mbarriers(at, bytes, w, lane);
     const u32 me = tag(w);
     for (u32 b = at; b < at + bytes; b++) {
@@ -341,7 +341,7 @@ class Machine {
 
   // Two warps that write the same are no race: layouts repeat what they have too little of.
   template <bool PARTITIONED>
-  void check_write_as(u32 at, const u8* data, u32 bytes, const Warp& w, int lane, bool copy) {
+  [[gnu::always_inline]] void check_write_as(u32 at, const u8* data, u32 bytes, const Warp& w, int lane, bool copy) {
     if constexpr (PARTITIONED) check_mbarriers(at, bytes, w, lane);
     const u32 me = tag(w);
     const bool same = !copy && !std::memcmp(shared.data() + at, data, bytes);
