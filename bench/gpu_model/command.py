@@ -20,6 +20,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -32,6 +33,7 @@ from torch import Tensor
 from bench.attention.cases import AttentionCase
 from bench.attention.catalogue import ON_GPU
 from bench.gpu_model import launches, library, machine_code, ptx, replay, units
+from bench.gpu_model.candidates import CANDIDATES, TMA
 from bench.gpu_model.compile_ahead import Resources, compile_launch
 from bench.gpu_model.execute import Execution, ExecutionError, executing
 from bench.gpu_model.launches import AnyCase
@@ -40,19 +42,20 @@ from bench.harness import command
 from leaner_kernels.ops import _tiles
 
 DIRECTIONS = "forward", "statistics", "backward"
+H200_SMS = 132
 BYTES, UNKNOWN = "bytes", "unknown"
 
 
-def smaller(case: AnyCase) -> tuple[AnyCase, float]:
+def smaller(case: AnyCase, *, persistent: bool = False) -> tuple[AnyCase, float]:
     """Return a case with less of the same, and how many times as much the whole one is.
 
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
-    where a program may own several heads.
+    where a program may own several heads. ``persistent`` programs get as many as in the whole.
     """
     if not isinstance(case, AttentionCase):
         return dataclasses.replace(case, batch=1), float(case.batch)
     entries = case.batch if case.ragged else 8 if case.tokens <= 64 else 1
-    heads = min(case.heads, 4)
+    heads = -(-case.batch * case.heads // H200_SMS) if persistent else min(case.heads, 4)
     part = dataclasses.replace(case, batch=entries, heads=heads)
     return part, case.batch * case.heads / (entries * heads)
 
@@ -79,7 +82,7 @@ def run(
     for t in inputs:
         if isinstance(t, Tensor) and t.dtype == torch.int32:  # starts of sequences, or lengths
             t.copy_(torch.tensor([0, *case.lengths]).cumsum(0) if case.ragged else case.tokens)
-    with mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)):
+    with fewer_programs(times):
         if direction == "backward":
             with executing(capability, check=False):
                 out, kept = call.attend(*inputs, *call.params)
@@ -92,6 +95,23 @@ def run(
             else:
                 call.gradients(grad, inputs, out, kept)
     return executions
+
+
+@contextmanager
+def fewer_programs(times: float) -> Iterator[None]:
+    """Let programs compute as many heads as in a call of ``times`` as many heads."""
+    from leaner_kernels.ops import _gluon
+
+    with ExitStack() as stack:
+        enough = int(_tiles.ENOUGH_PROGRAMS / times)
+        stack.enter_context(mock.patch.object(_tiles, "ENOUGH_PROGRAMS", enough))
+        if _gluon.AVAILABLE:
+            from leaner_kernels.ops.attention.kernels import hopper_tma
+
+            stack.enter_context(
+                mock.patch.object(hopper_tma, "H200_SMS", max(1, int(hopper_tma.H200_SMS / times)))
+            )
+        yield
 
 
 class Prediction(NamedTuple):
@@ -122,9 +142,19 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
     """Time a launch, ``times`` as large as it was executed, on the GPUs of a compute capability."""
     used = compile_launch(execution.launch, capability)
     code: MachineCode = used.code
-    runs = machine_code.runs(code, replay.counted(execution))
+    found: list[list[replay.WarpTrace]] = []
+    unknown = ""
+    if execution.recorded is None:
+        runs = machine_code.runs(code, replay.counted(execution))
+    else:
+        try:
+            runs, found = replay.partitions(execution, code)
+        except ValueError as error:
+            runs, unknown = Runs([0.0] * len(code.blocks), [], 1.0), str(error)
 
     def on(gpu: units.GPU) -> Prediction:
+        if unknown:
+            return Prediction({}, None, unknown)
         if not runs.usable:
             return Prediction(
                 {}, None, f"its machine code is unknown, counts differ by {runs.off:.0%}"
@@ -136,12 +166,13 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
         try:
             work = replay.Work(
                 code,
-                machine_code.walks(code, runs),
+                [] if found else machine_code.walks(code, runs),
                 execution.warps,
                 execution.programs * times,
                 used.programs_per_sm,
                 replay.accesses(execution),
                 execution.tensor_bytes * times,
+                found,
             )
             return Prediction(floors, replay.time(work, gpu))
         except ValueError as error:
@@ -152,10 +183,16 @@ def predict(execution: Execution, capability: int, times: float) -> Predicted:
 
 
 def simulate(
-    case: AnyCase, direction: str, capability: int, *, check: bool = True, packed: bool = True
+    case: AnyCase,
+    direction: str,
+    capability: int,
+    *,
+    check: bool = True,
+    packed: bool = True,
+    persistent: bool = False,
 ) -> list[Predicted]:
     """Execute a part of one direction of a case as ``run`` does, and time the whole."""
-    part, times = smaller(case)
+    part, times = smaller(case, persistent=persistent)
     executions = run(part, direction, capability, times=times, check=check, packed=packed)
     return [predict(execution, capability, times) for execution in executions]
 
@@ -300,6 +337,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--separate", action="store_true", help="pass q, k and v as separate tensors, not packed"
     )
     parser.add_argument(
+        "--candidate",
+        choices=tuple(CANDIDATES),
+        metavar="NAME",
+        help="variant of bench.gpu_model.candidates to simulate (none: what ships)",
+    )
+    parser.add_argument(
         "--json", type=Path, help="file to write predictions of forward and backward to (none)"
     )
     args = parser.parse_args(argv)
@@ -310,7 +353,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Benchmarks have the tensors of vision operators always packed.
             packed = not (args.separate and isinstance(case, AttentionCase))
             for arch, direction in product(args.arch, args.only):
-                launched = simulate(case, direction, arch, check=not args.unchecked, packed=packed)
+                variant = CANDIDATES[args.candidate].selected() if args.candidate else nullcontext()
+                with variant:
+                    launched = simulate(
+                        case,
+                        direction,
+                        arch,
+                        check=not args.unchecked,
+                        packed=packed,
+                        persistent=args.candidate in {candidate.name for candidate in TMA},
+                    )
                 for launch in launched:
                     lines = describe(launch, args.lines)
                     print(f"{case.name} {direction}, sm_{arch}", *lines, sep="\n", flush=True)  # noqa: T201

@@ -9,13 +9,21 @@ import re
 from typing import NamedTuple
 
 from bench.gpu_model import library
-from bench.gpu_model.ptx import BITS, Kernel, Statement, UnsupportedError, reconvergence
+from bench.gpu_model.ptx import (
+    BITS,
+    Kernel,
+    Statement,
+    UnsupportedError,
+    branch_targets,
+    reconvergence,
+)
 
 SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
 # What changes neither the result here nor which instruction it is.
 MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
 SPECIAL = ["%laneid", "%tid.x", "%ntid.x"]  # filled in by the executor
 SPECIAL += [f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz"]
+WARP, MAX_BARRIERS = 32, 16
 UNSIGNED_NAMES = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}
 
 
@@ -37,6 +45,8 @@ class Program:
         special: slots of ``SPECIAL``.
         operation_names: the executor's, by their numbers in ``code``.
         tracks_wgmma: it has asynchronous products.
+        partitioned: it has mbarriers, or barriers of some warps.
+        tables: the targets of all brx.idx.
     """
 
     def __init__(self, kernel: Kernel, executor: library.Library) -> None:
@@ -49,13 +59,16 @@ class Program:
         self._operands: list[int] = []
         self.special = [self._register(name, 32) for name in SPECIAL]
         self.code = (library.Instruction * len(kernel.statements))()
-        self.tracks_wgmma = False
+        self.tracks_wgmma = self.partitioned = False
+        tables: list[int] = []
+        self._tables = tables
         for instruction, statement in zip(self.code, kernel.statements, strict=True):
             self._now = instruction
             self._decode(statement)
         for branch, target in reconvergence(kernel).items():
             self.code[branch].reconverge = target
         self.operands = (ctypes.c_int32 * len(self._operands))(*self._operands)
+        self.tables = (ctypes.c_int32 * max(1, len(tables)))(*tables)
 
     # ---- operands ----
 
@@ -157,20 +170,27 @@ class Program:
     def _decode_mov(self, s: Statement, parts: list[str]) -> None:
         to, source = s.operands
         bits = BITS[parts[-1]]
+        if source in dict(self.kernel.parameters):  # its address: that of a tensor map
+            return self._decode_parameter(s)
         if to.startswith("{"):
             narrow = _vector(to)
             width = bits // len(narrow)
             slots = [self._register(n, width) for n in narrow]
             name = f"unpack.{bits}.{width}"
             whole = self._operand(source, bits)
-            self._set(name, *slots, whole, results=len(narrow))
-        elif source.startswith("{"):
+            return self._set(name, *slots, whole, results=len(narrow))
+        if source.startswith("{"):
             narrow = _vector(source)
             width = bits // len(narrow)
             slots = [self._operand(n, width) for n in narrow]
-            self._set(f"pack.{bits}.{width}", self._register(to, bits), *slots, results=1)
-        else:
-            self._decode_lanes(s, parts)
+            return self._set(f"pack.{bits}.{width}", self._register(to, bits), *slots, results=1)
+        return self._decode_lanes(s, parts)
+
+    def _decode_cvta(self, s: Statement, parts: list[str]) -> None:
+        """An address is the same in every space."""
+        if parts[1:] != ["param", "u64"]:
+            raise UnsupportedError("an address of another space")
+        self._set("mov.64", *(self._register(name, 64) for name in s.operands), results=1)
 
     def _decode_cvt(self, s: Statement, parts: list[str]) -> None:
         source = s.operands[1]
@@ -184,6 +204,14 @@ class Program:
     def _decode_bra(self, s: Statement, parts: list[str]) -> None:
         self._set("bra", target=self.kernel.labels[s.operands[0]])
 
+    def _decode_brx(self, s: Statement, parts: list[str]) -> None:
+        if s.guard:
+            raise UnsupportedError("a guard")
+        targets = branch_targets(self.kernel, s)
+        index = self._operand(s.operands[0], 32)
+        self._set("brx", index, target=len(self._tables), vector=len(targets))
+        self._tables += targets
+
     def _decode_ret(self, s: Statement, parts: list[str]) -> None:
         if s.guard:
             raise UnsupportedError("a guard")
@@ -192,14 +220,64 @@ class Program:
     def _decode_bar(self, s: Statement, parts: list[str]) -> None:
         if "warp" in parts:
             return self._set("nop")
-        if parts[-1] not in ("sync", "aligned") or s.operands != ("0",) or s.guard:
-            raise UnsupportedError("a barrier of some warps")
-        return self._set("bar")
+        number, threads = (*map(int, s.operands), 0)[:2]
+        arrives = set(parts[1:]) - {"cta", "sync", "aligned"}
+        if arrives or s.guard or threads % WARP or not 0 <= number < MAX_BARRIERS:
+            raise UnsupportedError("a barrier")
+        if (number, threads) != (0, 0):
+            self.partitioned = True
+        return self._set("bar", size=number, vector=threads // WARP)
+
+    _decode_barrier = _decode_bar
+
+    def _decode_setmaxnreg(self, s: Statement, parts: list[str]) -> None:
+        count = int(s.operands[0])
+        if count % 8 or not 24 <= count <= 256:
+            raise UnsupportedError(f"{count} registers, where 24 to 256 in steps of 8 can be set")
+        self.partitioned = True
+        self._set("setmaxnreg", size=count, variant=parts[1] == "inc")
+
+    def _decode_elect(self, s: Statement, parts: list[str]) -> None:
+        lane, predicate = s.operands[0].split("|")
+        self._set("elect", self._register(lane, 32), self._register(predicate, 1), results=2)
 
     def _decode_fence(self, s: Statement, parts: list[str]) -> None:
+        if parts[1] == "mbarrier_init":  # orders what a barrier orders too, but for other programs
+            return self._set("nop")
         if parts[1:3] != ["proxy", "async"]:
             raise UnsupportedError("a fence")
-        self._set("fence.proxy.async")
+        return self._set("fence.proxy.async")
+
+    def _decode_mbarrier(self, s: Statement, parts: list[str]) -> None:
+        self.partitioned = True
+        verb = parts[1]
+        if verb in ("try_wait", "test_wait"):  # a warp that polls is taken to wait
+            if "parity" not in parts:
+                raise UnsupportedError("a wait for a state")
+            predicate, address, parity = s.operands[:3]
+            base, offset = self._address(address, 32)
+            slots = self._register(predicate, 1), base, self._operand(parity, 32)
+            return self._set("mbarrier.try_wait", *slots, results=1, offset=offset)
+        if "expect_tx" in parts or verb == "arrive":
+            arrives = verb == "arrive"
+            state, *operands = s.operands if arrives else ("_", *s.operands)
+            if state != "_" or "noComplete" in parts:
+                raise UnsupportedError("the state of an mbarrier")
+            expects = "expect_tx" in parts
+            address, *number = operands
+            base, offset = self._address(address, 32)
+            count = "1" if expects or not number else number[0]
+            slots = [base, self._operand(count, 32)]
+            if expects:
+                slots.append(self._operand(number[0], 32))
+            return self._set(
+                "mbarrier.arrive", *slots, offset=offset, variant=arrives | expects << 1
+            )
+        if verb not in ("init", "inval"):
+            raise UnsupportedError(s.opcode)
+        base, offset = self._address(s.operands[0], 32)
+        counts = (self._operand(count, 32) for count in s.operands[1:])
+        return self._set(f"mbarrier.{verb}", base, *counts, offset=offset)
 
     def _decode_parameter(self, s: Statement) -> None:
         to, source = s.operands
@@ -236,7 +314,36 @@ class Program:
 
     _decode_ld = _decode_st
 
+    def _decode_bulk(self, s: Statement, parts: list[str]) -> None:
+        self.partitioned = True
+        if "commit_group" in parts:
+            return self._set("bulk.commit_group")
+        if "wait_group" in parts:
+            pending = int(s.operands[0])
+            return self._set("bulk.wait_group", size=pending, variant="read" not in parts)
+        modes = {"cp", "reduce", "async", "bulk", "tensor", "shared", "global", "tile", "add"}
+        modes |= {"bulk_group", "mbarrier::complete_tx::bytes", "1d", "2d", "3d", "4d", "5d"}
+        if unknown := set(parts) - modes or {"tensor"} - set(parts):
+            raise UnsupportedError(", ".join(sorted(unknown)))
+        loads = parts.index("shared") < parts.index("global")
+        shared, tensor = s.operands[:2] if loads else s.operands[1::-1]
+        to, offset = self._address(shared, 32)
+        tensor_map, _, coordinates = tensor.strip("[] ").partition(",")
+        starts = _vector(coordinates.strip())
+        slots = [to, self._operand(tensor_map.strip(), 64)]
+        slots += [self._operand(start, 32) for start in starts]
+        name = "bulk.reduce" if "reduce" in parts else "bulk.store"
+        barrier_offset = 0
+        if loads:
+            name = "bulk.load"
+            barrier, barrier_offset = self._address(s.operands[2], 32)
+            slots.append(barrier)
+        more = {"vector": len(starts), "offset": offset, "variant": barrier_offset}
+        return self._set(name, *slots, **more)
+
     def _decode_cp(self, s: Statement, parts: list[str]) -> None:
+        if "bulk" in parts:
+            return self._decode_bulk(s, parts)
         if parts[2] == "commit_group":
             return self._set(s.opcode)
         if parts[2] == "wait_group":

@@ -2,7 +2,7 @@
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +18,9 @@ from bench.gpu_model import compile_ahead, decode, library, ptx
 from bench.gpu_model.compile_ahead import WARP, Launch
 
 MAX_REPORTS = 1000
+MAX_RECORDED = 8  # programs
+MAX_EVENTS = 4_000_000  # of all that are recorded
+DEADLOCK = "waits for ever"
 MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 
 
@@ -37,6 +40,20 @@ class ExecutionError(RuntimeError):
     """A kernel that cannot go on, or that findings were reported of."""
 
 
+class Recorded(NamedTuple):
+    """What warps of some programs did, where partitions of warps differ.
+
+    Attributes:
+        executed: (programs, warps, instructions), how often each ran.
+        events: in order, with the fields of machine.h's ``Event``.
+        complete: whether every event is there.
+    """
+
+    executed: np.ndarray
+    events: np.ndarray
+    complete: bool
+
+
 @dataclass(frozen=True)
 class Execution:
     """A launch that was executed.
@@ -44,10 +61,11 @@ class Execution:
     Attributes:
         program: what was executed; ``counts`` holds an entry of each of its instructions.
         grid: programs of the launch.
-        findings: what was found, the first thousand.
+        findings: what was found, the first thousand less one and the last.
         found: how often, by what.
         tensor_bytes: of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
+        recorded: of a counted kernel whose warps meet at barriers of their own.
     """
 
     program: decode.Program
@@ -57,6 +75,7 @@ class Execution:
     counts: Any
     tensor_bytes: float
     launch: Launch | None = None
+    recorded: Recorded | None = None
 
     @property
     def name(self) -> str:
@@ -115,11 +134,13 @@ def executing(
         if found.key not in _programs:
             compiled = found.compile()
             program = decode.Program(ptx.parse(compiled.asm["ptx"]), executor)
-            _programs[found.key] = program, compiled.metadata.shared
+            _programs[found.key] = program, compiled.metadata
+        program, metadata = _programs[found.key]
         execution = execute(
             executor,
-            *_programs[found.key],
-            found.arguments,
+            program,
+            metadata.shared,
+            dict(_expand(found.arguments, metadata)),
             (*grid, 1, 1)[:3],
             check=check,
             count=count,
@@ -136,7 +157,86 @@ def executing(
         yield log
 
 
-_programs: dict[tuple[str, str, int], tuple[decode.Program, int]] = {}
+_programs: dict[tuple[str, str, int], tuple[decode.Program, Any]] = {}
+
+
+class TensorBoxes(NamedTuple):
+    """A tensor that TMA copies boxes of; the innermost axis of ``strides`` and ``box`` is the last.
+
+    Attributes:
+        tensor: what holds the elements.
+        shape: of what is copied; elements outside are read as zero or NaN and not written.
+        strides: elements.
+        box: elements of a copy.
+        swizzle: bytes of a row of shared memory whose pieces are exchanged, 0 for none.
+        nan: whether NaN is read outside.
+    """
+
+    tensor: Tensor
+    shape: Sequence[int]
+    strides: Sequence[int]
+    box: Sequence[int]
+    swizzle: int
+    nan: bool = False
+
+
+SWIZZLES = 0, 32, 64, 128  # bytes, by Triton's numbers
+_KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # machine.h; 0 is an integer
+
+
+def _expand(arguments: dict[str, Any], metadata: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the kernel's parameters: of a tensor descriptor its tensor map, shape and strides.
+
+    Raises:
+        ptx.UnsupportedError: a descriptor is one of im2col or of TF32, or the GPU has no TMA.
+    """
+    described = iter(metadata.tensordesc_meta or ())
+    for name, value in arguments.items():
+        if not hasattr(value, "block_shape"):
+            yield name, value
+            continue
+        found = next(described, None)
+        rounds = getattr(value, "round_f32_to_tf32", False)
+        if found is None or found.get("is_im2col") or found["fp4_padded"] or rounds:
+            raise ptx.UnsupportedError(
+                f"{name}: a tensor descriptor that is not a plain one of TMA"
+            )
+        swizzle, nan = SWIZZLES[found["swizzle"]], value.padding == "nan"
+        yield (
+            name,
+            TensorBoxes(value.base, value.shape, value.strides, found["block_size"], swizzle, nan),
+        )
+        for kind, numbers in ("shape", value.shape), ("strides", value.strides):
+            yield from ((f"{name}.{kind}.{axis}", n) for axis, n in enumerate(numbers))
+
+
+def _tensor_maps(arguments: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """Return the tensor maps of a launch, and its arguments with their addresses in csrc/bulk.h.
+
+    Raises:
+        ExecutionError: TMA cannot take a tensor: its address or a stride is no multiple of 16
+            bytes, or rows of a box are not as wide as the pattern of its swizzle.
+    """
+    values = list(arguments.values())
+    boxed = [n for n, value in enumerate(values) if isinstance(value, TensorBoxes)]
+    maps = (library.TensorMap * max(1, len(boxed)))()
+    for number, (found, place) in enumerate(zip(maps, boxed), start=1):
+        value, name = values[place], list(arguments)[place]
+        size, rank = value.tensor.element_size(), len(value.shape)
+        strides = [stride * size for stride in value.strides]
+        row = value.box[-1] * size
+        if value.tensor.data_ptr() % 16 or any(stride % 16 for stride in strides[:-1]):
+            raise ExecutionError(f"{name}: TMA needs multiples of 16 bytes, got strides {strides}")
+        if strides[-1] != size or row % 16 or (value.swizzle and row != value.swizzle):
+            raise ExecutionError(f"{name}: TMA cannot copy rows of {row} bytes, {value.swizzle=}")
+        found.base, found.size, found.rank = value.tensor.data_ptr(), size, rank
+        found.dims[:rank] = value.shape[::-1]
+        found.strides[:rank] = strides[::-1]
+        found.box[:rank] = value.box[::-1]
+        found.swizzle, found.nan = value.swizzle, value.nan
+        found.kind = _KINDS.get(value.tensor.dtype, 0)
+        values[place] = number * ctypes.sizeof(found)
+    return maps, values
 
 
 class _Memory(NamedTuple):
@@ -157,13 +257,22 @@ def execute(
 ) -> Execution:
     """Run one launch: ``shared`` bytes of shared memory a program, otherwise as ``executing``.
 
-    ``arguments`` are numbers and tensors of the CPU in the order of the kernel's parameters.
+    ``arguments`` are numbers, tensors of the CPU and ``TensorBoxes`` of them in the order of the
+    kernel's parameters.
     """
+    maps, values = _tensor_maps(arguments)
+    arguments = {
+        name: value.tensor if isinstance(value, TensorBoxes) else value
+        for name, value in arguments.items()
+    }
     memory = _memory(arguments, check)
     warps = program.kernel.threads // WARP
-    registers = _registers(program, list(arguments.values()), warps)
+    registers = _registers(program, values, warps)
     counts = (library.Counts * len(program.code))()
     reports = (library.Report * MAX_REPORTS)()
+    records = min(prod(grid), MAX_RECORDED) if count and program.partitioned else 0
+    executed = np.zeros((records, warps, len(program.code)), dtype=np.uint32)
+    events = np.empty(MAX_EVENTS if records else 0, dtype=library.Event)
     job = library.Job(
         code=program.code,
         operands=ctypes.addressof(program.operands),
@@ -178,6 +287,16 @@ def execute(
         check=check,
         count=count,
         tracks_wgmma=check and program.tracks_wgmma,
+        partitioned=program.partitioned,
+        max_registers=program.kernel.max_registers,
+        maps=maps,
+        num_maps=len(maps),
+        tables=ctypes.addressof(program.tables),
+        recorded=records,
+        num_instructions=len(program.code),
+        max_events=len(events),
+        events=events.ctypes.data_as(ctypes.POINTER(library.Event)),
+        executed_by=executed.ctypes.data,
         counts=counts,
         reports=reports,
         max_reports=MAX_REPORTS,
@@ -194,6 +313,10 @@ def execute(
     ]
     if not whole:
         last = f"; {findings[-1]}" if findings else ""
+        if waiting := [f for f in findings if f.what == DEADLOCK]:
+            last = "".join(dict.fromkeys(f"; [{f.where}] {f.instruction}" for f in waiting))
+            if waiting[0] is not findings[0]:
+                last += f"; before: {findings[0]}"
         raise ExecutionError(f"{program.kernel.name}: {job.error.decode()}{last}")
     return Execution(
         program,
@@ -202,6 +325,9 @@ def execute(
         {name: n for name, n in zip(executor.findings, job.found, strict=True) if n},
         counts,
         float(sum(size for _, size in tensors)),
+        recorded=Recorded(executed, events[: job.num_events].copy(), job.num_events <= len(events))
+        if records
+        else None,
     )
 
 

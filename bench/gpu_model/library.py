@@ -55,8 +55,8 @@ def structures(file: str, *names: str) -> Iterator[Any]:
         yield types[name]
 
 
-Instruction, Region, Counts, Report, Job = structures(
-    "machine.h", "Instruction", "Region", "Counts", "Report", "Job"
+Instruction, Region, Counts, Report, TensorMap, Event, Job = structures(
+    "machine.h", "Instruction", "Region", "Counts", "Report", "TensorMap", "Event", "Job"
 )
 Step, Replay = structures("replay.cpp", "Step", "Replay")
 

@@ -6,14 +6,16 @@ block of machine code flows out of it again. From both follows how often each bl
 every instruction, those too that PTX does not have: spills above all.
 """
 
+import heapq
 import re
 import subprocess
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +34,15 @@ KEPT = {
     "ld.global": "LDG",
     "st.global": "STG",
     "shfl": "SHFL",
+    "mbarrier.init": "SYNCS.EXCH",
+    "mbarrier.inval": "SYNCS.CCTL",
+    "mbarrier.arrive": "SYNCS.ARRIVE",
+    "mbarrier.try_wait": "SYNCS.PHASECHK",
+    "bulk.load": "UTMALDG",
+    "bulk.store": "UTMASTG",
+    "bulk.reduce": "UTMAREDG",
+    "bulk.commit": "UTMACMDFLUSH",
+    "setmaxnreg": "USETMAXREG",
 }
 NOT_KEPT = "cp.async."  # begins like another, and becomes another instruction
 MAX_OFF = 0.25  # of counts
@@ -42,15 +53,17 @@ FLOW = 1000.0  # how much more a block that loses or gains runs weighs than a co
 
 PRODUCTS = "HMMA", "HGMMA"
 SPILLS = "LDL", "STL"
-ENDS = "BRA", "EXIT", "RET"
+ENDS = "BRA", "BRX", "EXIT", "RET"
 _LINE = re.compile(r'//## File "([^"]*)", line (\d+)')
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _CODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _TARGET = re.compile(r"`\((\.L_x_\d+)\)")
+_TARGETS = re.compile(r'BRANCH_TARGETS ([^"]+)"')
+_BARRIER = re.compile(r"0x([0-9a-f]+)")
 _CONTROL = re.compile(r"^\s+/\* 0x([0-9a-f]{16}) \*/$")
 
 Key = tuple[str, str, int]  # machine instruction, file, line
-WITHOUT_LINE = {"HGMMA"}  # ptxas gives it the line of another
+WITHOUT_LINE = {"HGMMA", "SYNCS.PHASECHK"}  # ptxas gives them the line of another
 
 
 class MachineInstruction(NamedTuple):
@@ -68,8 +81,20 @@ class MachineInstruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The opcode without modifiers."""
-        return self.opcode.partition(".")[0]
+        """The opcode without modifiers, of an mbarrier's with what is done to it."""
+        parts = self.opcode.split(".")
+        return ".".join(parts[:2]) if parts[0] == "SYNCS" else parts[0]
+
+    @property
+    def landmark(self) -> str:
+        """The opcode without modifiers, of a barrier with its number: partitions have their own."""
+        found = _BARRIER.match(self.operands) if self.name == "BAR" else None
+        return f"BAR {int(found[1], 16)}" if found else self.name
+
+    @property
+    def counted(self) -> bool:
+        """Whether it runs as often as its block; a guard keeps warps from a barrier."""
+        return not (self.name == "BAR" and self.guard)
 
 
 class MachineCode(NamedTuple):
@@ -140,15 +165,17 @@ def parse(text: str) -> MachineCode:
             instructions.append(MachineInstruction(opcode, operands, guard or "", file, line))
         elif found := _CONTROL.match(row):
             instructions[-1] = instructions[-1]._replace(control=int(found[1], 16))
-    targets: dict[int, int] = {}
+    targets: dict[int, list[int]] = {}
     for number, one in enumerate(instructions):
-        if one.name in ("BRX", "JMX"):
+        if one.name == "BRX" and (found := _TARGETS.search(one.operands)):
+            targets[number] = [labels[name.strip()] for name in found[1].split(",")]
+        elif one.name in ("BRX", "JMX"):
             raise ValueError(f"the machine code has {one.opcode}, whose target is not known")
         if one.name in ("BRA", "CALL") and (found := _TARGET.search(one.operands)):
-            targets[number] = labels[found[1]]
+            targets[number] = [labels[found[1]]]
     # ptxas also leaves loops by calls that nothing returns from.
     for number in [n for n in targets if instructions[n].name == "CALL"]:
-        if _returns(instructions, targets, targets[number]):
+        if _returns(instructions, targets, targets[number][0]):
             del targets[number]
     ends = {n for n, one in enumerate(instructions) if n in targets or one.name in ENDS}
     blocks, edges = ptx.basic_blocks(
@@ -158,8 +185,12 @@ def parse(text: str) -> MachineCode:
 
 
 def innermost_loops(code: MachineCode) -> set[int]:
-    """Return the blocks of loops that have no loop inside."""
+    """Return the blocks of loops that have no loop inside; a wait for an mbarrier is no loop."""
     import networkx
+
+    def waits(block: int) -> bool:
+        instructions = code.instructions[slice(*code.blocks[block])]
+        return any(one.name == "SYNCS.PHASECHK" for one in instructions)
 
     def innermost(flow: "networkx.DiGraph") -> Iterator[int]:
         for loop in networkx.strongly_connected_components(flow):
@@ -170,7 +201,15 @@ def innermost_loops(code: MachineCode) -> set[int]:
                 inside.remove_edges_from(list(inside.in_edges(entered)))
                 yield from list(innermost(inside)) or loop
 
-    return set(innermost(networkx.DiGraph(code.edges)))
+    # ptxas may put the turns of a wait into a block or two of their own.
+    flow = networkx.DiGraph(code.edges)
+    own = {block for block in flow if block < len(code.blocks) and waits(block)}
+    flow.remove_edges_from([(start, to) for start, to in flow.edges if {start, to} <= own])
+    for start in own:
+        flow.remove_edges_from(
+            [(to, start) for to in list(flow[start]) if set(flow[to]) == {start}]
+        )
+    return set(innermost(flow))
 
 
 def _always(one: MachineInstruction) -> bool:
@@ -178,7 +217,9 @@ def _always(one: MachineInstruction) -> bool:
     return not one.guard and "P" not in one.operands[:3]
 
 
-def _returns(instructions: list[MachineInstruction], targets: dict[int, int], number: int) -> bool:
+def _returns(
+    instructions: list[MachineInstruction], targets: dict[int, list[int]], number: int
+) -> bool:
     """Return whether what begins at an instruction leads to a RET."""
     seen: set[int] = set()
     left = [number]
@@ -191,7 +232,7 @@ def _returns(instructions: list[MachineInstruction], targets: dict[int, int], nu
         if one.name == "RET":
             return True
         if one.name == "BRA":
-            left.append(targets[number])
+            left += targets[number]
         if one.name not in ENDS or not _always(one):
             left.append(number + 1)
     return False
@@ -249,10 +290,7 @@ def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
     for block in range(end):
         out = [(n, -1.0) for n, (start, _) in enumerate(edges) if start == block]
         equation([*((n, 1.0) for n in into[block]), *out], 0.0, FLOW)
-    static: dict[Key, Counter[int]] = defaultdict(Counter)
-    for block, (start, stop) in enumerate(code.blocks):
-        for one in code.instructions[start:stop]:
-            static[key_of(one.name, one.file, one.line)][block] += 1
+    static = _static(code)
     met = [key for key in counts if key in static]
     for key in met:
         terms = [(n, float(times)) for block, times in static[key].items() for n in into[block]]
@@ -267,13 +305,29 @@ def runs(code: MachineCode, counts: dict[Key, float]) -> Runs:
             equation([(n, 1.0) for n in ways], 1.0, ENTERED)
         found, _ = nnls(np.array(rows), np.array(wanted))
     of_block = [float(sum(found[n] for n in into[block])) for block in range(end)]
+    return Runs(of_block, list(map(float, found[1:])), off(code, of_block, counts))
+
+
+def _static(code: MachineCode) -> dict[Key, Counter[int]]:
+    """Return how often each block has each instruction."""
+    static: dict[Key, Counter[int]] = defaultdict(Counter)
+    for block, (start, stop) in enumerate(code.blocks):
+        for one in code.instructions[start:stop]:
+            if one.counted:
+                static[key_of(one.name, one.file, one.line)][block] += 1
+    return static
+
+
+def off(code: MachineCode, of_block: Sequence[float], counts: Mapping[Key, float]) -> float:
+    """Return ``Runs.off`` of blocks that run so often."""
+    static = _static(code)
     differences = sum(
-        abs(counts[key] - sum(of_block[b] * times for b, times in static[key].items()))
-        for key in met
+        abs(n - sum(of_block[block] * times for block, times in static[key].items()))
+        for key, n in counts.items()
+        if key in static
     )
     missing = sum(n for key, n in counts.items() if key not in static)
-    of_edge = list(map(float, found[1:]))
-    return Runs(of_block, of_edge, (differences + missing) / (sum(counts.values()) or 1.0))
+    return (differences + missing) / (sum(counts.values()) or 1.0)
 
 
 def _unequal(edges: list[tuple[int, int]], times: np.ndarray) -> list[set[int]]:
@@ -332,6 +386,88 @@ def walks(code: MachineCode, found: Runs, most: int = 48) -> list[list[int]]:
             f"the way through its blocks differs from counts by {difference / expected:.0%}"
         )
     return made
+
+
+class Landmark(NamedTuple):
+    """An instruction that ptxas keeps in its place, as a warp ran it.
+
+    ``idle`` says that no lane took part: ptxas may have the warp jump over it.
+    """
+
+    name: str
+    idle: bool
+
+
+LANDMARKS = {
+    *("BAR", "HGMMA", "USETMAXREG", "UTMALDG", "UTMASTG", "UTMAREDG", "UTMACMDFLUSH"),
+    *("SYNCS.EXCH", "SYNCS.CCTL", "SYNCS.ARRIVE", "SYNCS.PHASECHK"),
+}
+
+
+def way(code: MachineCode, passed: Sequence[Landmark]) -> list[tuple[int, int]]:
+    """Return the instructions that one warp executes, in order, and of landmarks which it passes.
+
+    That is the shortest way through the blocks that passes all landmarks in their order; -1 stands
+    for none. A landmark with a guard may be one that does not run. Where a branch has none on
+    either side, the shorter side is taken.
+
+    Raises:
+        ValueError: no way passes them.
+    """
+    ways: dict[int, list[int]] = defaultdict(list)
+    for start, to in code.edges:
+        ways[start].append(to)
+    landmarks = [
+        [code.instructions[n] for n in range(*block) if code.instructions[n].name in LANDMARKS]
+        for block in code.blocks
+    ]
+
+    def through(block: int, at: int) -> dict[int, tuple[int, ...]]:
+        """Return, by the landmarks that are passed after a block, those that it passes."""
+        reached: dict[int, tuple[int, ...]] = {at: ()}
+        for one in landmarks[block]:
+            after: dict[int, tuple[int, ...]] = {}
+            for place, matched in reached.items():
+                n = place
+                while n < len(passed) and passed[n].name != one.landmark and passed[n].idle:
+                    n += 1
+                if n < len(passed) and passed[n].name == one.landmark:
+                    after.setdefault(n + 1, (*matched, n))
+                if one.guard:
+                    after.setdefault(place, (*matched, -1))
+            reached = after
+        return reached
+
+    # Of each block and number of landmarks before it: from where, and what was passed on the way.
+    before: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, ...]] | None] = {}
+    end = len(code.blocks)
+    queue: list[Any] = [(0, 0, 0, None)]
+    while queue:
+        length, block, at, origin = heapq.heappop(queue)
+        if (block, at) in before:
+            continue
+        before[block, at] = origin
+        if block == end:
+            break
+        size = code.blocks[block][1] - code.blocks[block][0]
+        for place, matched in through(block, at).items():
+            for to in ways[block]:
+                if to != end or all(landmark.idle for landmark in passed[place:]):
+                    heapq.heappush(queue, (length + size, to, place, ((block, at), matched)))
+    else:
+        raise ValueError("no way through the machine code passes what a warp did in order")
+    steps: list[list[tuple[int, int]]] = []
+    node = block, at
+    while (origin := before[node]) is not None:
+        node, matched = origin
+        left = iter(matched)
+        steps.append(
+            [
+                (n, next(left) if code.instructions[n].name in LANDMARKS else -1)
+                for n in range(*code.blocks[node[0]])
+            ]
+        )
+    return list(chain(*reversed(steps)))
 
 
 def executed(code: MachineCode, of_block: list[float], warps: int = 1) -> Counter[str]:

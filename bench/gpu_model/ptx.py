@@ -4,7 +4,8 @@ Source: PTX ISA 9.0.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 
@@ -24,14 +25,20 @@ class Statement(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """One .entry. ``labels`` are indices of the statements that follow them."""
+    """One .entry. ``labels`` are indices of the statements that follow them.
+
+    ``tables`` holds the labels that each brx.idx chooses from, and ``max_registers`` the value of
+    .maxnreg, 0 if the kernel has none.
+    """
 
     name: str
     parameters: list[tuple[str, str]]  # name and type
     threads: int
+    max_registers: int
     registers: dict[str, int]  # bits by prefix: "%r"
     statements: list[Statement]
     labels: dict[str, int]
+    tables: dict[str, tuple[str, ...]]
     files: dict[int, str]
 
 
@@ -39,11 +46,18 @@ BITS = {"pred": 1, "f16": 16, "bf16": 16, "f16x2": 32, "bf16x2": 32, "tf32": 32,
 BITS |= {f"{kind}{bits}": bits for kind in "bsuf" for bits in (8, 16, 32, 64)}
 
 
+_PARAMETER = re.compile(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)[^,]*?(\w+)(?:\[\d+\])?\s*(?:,|$)")
+_TABLE = re.compile(r"([\w$]+):\s*\.branchtargets([^;]*);")
+_DECLARED = re.compile(r"\.reg\s+\.(\w+)\s+([^;<]+?)(?:<\d+>)?\s*;?$")
+
+
 def parse(text: str) -> Kernel:
     """Split the text of one kernel into statements.
 
+    Labels and registers of a block of inline assembly are its own: they get the block's number.
+
     Raises:
-        UnsupportedError: it declares local or shared memory, or a register inside a block.
+        UnsupportedError: it declares local or shared memory.
     """
     entry = re.search(r"\.entry\s+(\w+)\s*\((.*?)\)\s*(.*?)\{", text, re.DOTALL)
     if entry is None:
@@ -51,38 +65,73 @@ def parse(text: str) -> Kernel:
     threads = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", entry[3])
     if threads is None:
         raise UnsupportedError(".entry without .reqntid")
-    declared_parameters = filter(None, map(str.split, entry[2].split(",")))
-    parameters = [(words[-1], words[1].lstrip(".")) for words in declared_parameters]
+    limit = re.search(r"\.maxnreg\s+(\d+)", entry[3])
+    parameters = [(name, kind) for kind, name in _PARAMETER.findall(entry[2])]
     files = {int(n): name for n, name in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', text)}
-    body = text[entry.end() :]
-    end = re.search(r"^\}", body, re.MULTILINE)
-    body = re.sub(r"//[^\n]*", "", body[: end.start() if end else len(body)])
-    body = body.replace(".shared::cta", ".shared")  # of this program, as .shared is
+    body = _block(re.sub(r"//[^\n]*", "", text[entry.end() :]))
+    # Of this program, as .shared is; the one program of a cluster shares nothing else.
+    body = re.sub(r"\.shared::(?:cta|cluster)\b", ".shared", body)
+    tables = {name: tuple(map(str.strip, to.split(","))) for name, to in _TABLE.findall(body)}
+    body = _TABLE.sub("", body)
 
     registers: dict[str, int] = {}
     statements: list[Statement] = []
     labels: dict[str, int] = {}
-    file = line = 0
+    file = line = blocks = 0
+    local: dict[str, str] = {}  # of the open block: its names, as they are here
+    inside = False
     for row in map(str.strip, body.split("\n")):
         if row.startswith(".loc"):
             file, line = map(int, row.split()[1:3])
-        elif declared := re.match(r"\.reg\s+\.(\w+)\s+(%\w+?)<\d+>;", row):
-            registers[declared[2]] = BITS[declared[1]]
-        elif row.startswith((".local", ".shared", ".reg")):
+        elif row.startswith((".local", ".shared")):
             raise UnsupportedError(row)
-        elif not row.startswith("."):
+        elif not row.startswith(".") or row.startswith(".reg"):
             for piece in row.split(";"):
                 statement = piece.strip()
-                if label := re.match(r"(\$?[\w$]+):", statement):
-                    labels[label[1]] = len(statements)
-                    statement = statement[label.end() :].strip()
                 if statement.startswith("{"):  # of inline assembly
                     statement = statement[1:].strip()
-                if statement.startswith(".reg"):
-                    raise UnsupportedError(statement)
-                if statement not in ("", "}"):
-                    statements.append(_statement(statement, file, line))
-    return Kernel(entry[1], parameters, int(threads[1]), registers, statements, labels, files)
+                    inside, blocks, local = True, blocks + 1, {}
+                if statement == "}":
+                    inside, local = False, {}
+                    continue
+                if declared := _DECLARED.match(statement):
+                    for name in map(str.strip, declared[2].split(",")):
+                        if inside:
+                            local[name] = f"%block{blocks}_{name.lstrip('%')}"
+                        registers[local.get(name, name).rstrip("0123456789")] = BITS[declared[1]]
+                    continue
+                if label := re.match(r"(\$?[\w$]+):(?!:)", statement):
+                    labels[f"{label[1]}@{blocks}" if inside else label[1]] = len(statements)
+                    statement = statement[label.end() :].strip()
+                if not statement:
+                    continue
+                for name, renamed in local.items():
+                    statement = re.sub(rf"(?<![\w$%]){name}(?![\w$])", renamed, statement)
+                found = _statement(statement, file, line)
+                if inside and found.opcode.startswith("bra"):
+                    found = found._replace(operands=(f"{found.operands[0]}@{blocks}",))
+                statements.append(found)
+    return Kernel(
+        entry[1],
+        parameters,
+        int(threads[1]),
+        int(limit[1]) if limit else 0,
+        registers,
+        statements,
+        labels,
+        tables,
+        files,
+    )
+
+
+def _block(text: str) -> str:
+    """Return the text before the brace that closes the block which it begins in."""
+    depth = 1
+    for brace in re.finditer("[{}]", text):
+        depth += 1 if brace[0] == "{" else -1
+        if not depth:
+            return text[: brace.start()]
+    return text
 
 
 def _statement(text: str, file: int, line: int) -> Statement:
@@ -90,14 +139,25 @@ def _statement(text: str, file: int, line: int) -> Statement:
     if text.startswith("@"):
         guard, rest = text[1:].split(None, 1)
     opcode, _, operands = rest.partition(" ") if " " in rest else rest.partition("\t")
-    parts = re.split(r",(?![^{\[]*[}\]])", operands)  # at commas outside of brackets
-    return Statement(
-        opcode.strip(), tuple(filter(None, map(str.strip, parts))), guard, text, file, line
-    )
+    return Statement(opcode.strip(), tuple(_operands(operands)), guard, text, file, line)
+
+
+def _operands(text: str) -> Iterator[str]:
+    """Yield what stands between commas outside of brackets."""
+    depth = start = 0
+    for found in re.finditer(r"[\[{,\]}]", f"{text},"):
+        if found[0] == "," and not depth:
+            if operand := text[start : found.start()].strip():
+                yield operand
+            start = found.end()
+        depth += (found[0] in "[{") - (found[0] in "]}")
 
 
 def basic_blocks(
-    count: int, targets: Mapping[int, int], ends: Collection[int], always: Callable[[int], bool]
+    count: int,
+    targets: Mapping[int, Sequence[int]],
+    ends: Collection[int],
+    always: Callable[[int], bool],
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Divide instructions into basic blocks; return (start, end) of each, and edges (from, to).
 
@@ -105,23 +165,32 @@ def basic_blocks(
 
     Args:
         count: number of instructions.
-        targets: by branch, the instruction that it leads to.
+        targets: by branch, the instructions that it leads to.
         ends: the branches, and what ends the kernel.
         always: whether one of ``ends`` never goes on with the next instruction.
     """
-    starts = sorted({0, *targets.values(), *(n + 1 for n in ends if n + 1 < count)})
+    starts = sorted({0, *chain(*targets.values()), *(n + 1 for n in ends if n + 1 < count)})
     blocks = list(zip(starts, [*starts[1:], count]))
     number_of = {start: number for number, start in enumerate(starts)}
     edges: list[tuple[int, int]] = []
     for number, (_, end) in enumerate(blocks):
         last = end - 1
         if last in targets:
-            edges.append((number, number_of[targets[last]]))
+            edges += [(number, number_of[target]) for target in targets[last]]
         elif last in ends:
             edges.append((number, len(blocks)))
         if not (last in ends and always(last)) and number + 1 < len(blocks):
             edges.append((number, number + 1))
     return blocks, list(dict.fromkeys(edges))
+
+
+BRANCHES = "bra", "brx", "ret", "exit"
+
+
+def branch_targets(kernel: Kernel, branch: Statement) -> list[int]:
+    """Return the statements that a branch may lead to, in the order of a table."""
+    last = branch.operands[-1]
+    return [kernel.labels[name] for name in kernel.tables.get(last, (last,))]
 
 
 def reconvergence(kernel: Kernel) -> dict[int, int]:
@@ -132,8 +201,8 @@ def reconvergence(kernel: Kernel) -> dict[int, int]:
     import networkx
 
     statements = kernel.statements
-    ends = {n for n, s in enumerate(statements) if s.opcode.startswith(("bra", "ret", "exit"))}
-    targets = {n: kernel.labels[statements[n].operands[0]] for n in ends if statements[n].operands}
+    ends = {n for n, s in enumerate(statements) if s.opcode.startswith(BRANCHES)}
+    targets = {n: branch_targets(kernel, statements[n]) for n in ends if statements[n].operands}
     blocks, edges = basic_blocks(len(statements), targets, ends, lambda n: not statements[n].guard)
     leave = len(blocks)
     reversed_flow = networkx.DiGraph((to, start) for start, to in edges)

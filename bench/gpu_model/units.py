@@ -76,6 +76,7 @@ class Model(NamedTuple):
         start: from the end of a program to the first instruction of the next one in its place.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
         wgmma_tail: from the end of a product to the warps that wait for it.
+        bulk: from a TMA copy to its first request of L2.
         launch: seconds that the start and the end of a launch add.
     """
 
@@ -88,6 +89,7 @@ class Model(NamedTuple):
     shared_queue: float = 24
     wgmma_queue: float = 256
     wgmma_tail: float = 26
+    bulk: float = 150
     launch: float = 3e-6
 
 
@@ -97,7 +99,9 @@ class Model(NamedTuple):
 # samples and the times of six kernels on an H200: ViT-B, BERT and GPT-2 of 512 tokens, forward and
 # backward. Under load L2 takes 300 cycles and memory 800, and L2 hands an SM 22 bytes a cycle
 # (5.1 TB/s in all). On sm_80 and sm_86 the rate of L2 is a guess, latencies are those of an idle
-# GPU and the defaults are the H200's: none of their GPUs has been measured.
+# GPU and the defaults are the H200's: none of their GPUs has been measured. Nor has any kernel with
+# TMA. ``bulk`` is an assumption, and so is the delay after the end of an mbarrier's phase, which is
+# that of a barrier.
 MODELS = {
     80: Model(260, 560, 40, 25),
     86: Model(260, 560, 32, 33),
@@ -127,7 +131,7 @@ def unit_of(opcode: str, gpu: GPU) -> Unit:
         return Unit("tensor cores", SCHEDULERS * tensor_cycles(opcode, gpu), latency)
     if name in GLOBAL:
         return Unit("global memory", latency=40)
-    if name in SHARED or name in LOCAL:
+    if name in SHARED or name in LOCAL or name == "SYNCS":
         return Unit("shared memory", latency=31 if name == "LDSM" else 24)
     if name == "MUFU" or name in CONVERSIONS:
         return Unit("special functions", lanes / SPECIAL, 20 + lanes / SPECIAL)

@@ -194,8 +194,10 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested:
             raise ValueError("a nested query is not supported: enable_nested_tensor=False")
-        widths = {"query": self.embed_dim, "key": self.kdim, "value": self.vdim}
-        for (name, width), t in zip(widths.items(), (query, key, value), strict=True):
+        inputs = [("query", query, self.embed_dim)]
+        if not (query is key is value and self._qkv_same_embed_dim):
+            inputs += [("key", key, self.kdim), ("value", value, self.vdim)]
+        for name, t, width in inputs:
             if query.dim() not in (2, 3) or t.dim() != query.dim() or t.shape[-1] != width:
                 raise ValueError(
                     f"{name} must be ({'B, N, ' if query.dim() == 3 else 'N, '}{width}), "

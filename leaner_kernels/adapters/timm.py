@@ -106,15 +106,18 @@ class _TimmCapturing(Capturing):
             del self.track_logits
 
     def _dropout_p(self: Any) -> float:
-        return self.attn_drop.p if self.training else 0.0
+        return (self._modules.get("attn_drop") or self.attn_drop).p if self.training else 0.0
 
     def _project(self: Any, heads: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return (..., dim) of (..., H, D)."""
-        a = heads.flatten(-2)
-        if hasattr(self, "norm"):
-            a = self.norm(a)
-        a = self.proj(a if gate is None else a * gate)
-        return self.proj_drop(a) if hasattr(self, "proj_drop") else a
+        a, modules = heads.flatten(-2), self._modules
+        # A part may have been replaced by a function, which ``_modules`` lacks.
+        norm = modules["norm"] if "norm" in modules else getattr(self, "norm", None)
+        drop = modules["proj_drop"] if "proj_drop" in modules else getattr(self, "proj_drop", None)
+        if norm is not None:
+            a = norm(a)
+        a = (modules.get("proj") or self.proj)(a if gate is None else a * gate)
+        return a if drop is None else drop(a)
 
     def _attend_qkvpacked(self, finish: Any, qkv: Tensor, **params: Any) -> Tensor:
         """Attend within each batch entry of (B, N, 3, H, D); ``finish`` gets (B, N, H, D)."""
@@ -152,7 +155,7 @@ def _split_heads(projected: Tensor, heads: int, parts: int = 1) -> tuple[Tensor,
 
 def _qkvpacked(projected: Tensor, heads: int) -> Tensor:
     """Return (B, N, 3, H, D), a view of (B, N, 3 * H * D)."""
-    return projected.unflatten(-1, (3, heads, -1))
+    return torch.unflatten(projected, -1, (3, heads, -1))  # the method is a Python function
 
 
 def _biased_qkv(module: Any, x: Tensor) -> Tensor:
@@ -248,18 +251,24 @@ class Attention(_TimmCapturing, layers.Attention):
 
     @property
     def _plain(self) -> bool:
-        return isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity)
+        q_norm, k_norm = self._modules.get("q_norm"), self._modules.get("k_norm")
+        return isinstance(q_norm, nn.Identity) and isinstance(k_norm, nn.Identity)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Attend between the tokens of (B, N, dim), as timm's."""
+        # nn.Module looks ``self.qkv`` up in Python, in ten times as long. For one image, the time
+        # of the host is the time of the forward.
+        modules: Any = self._modules
         gate = None if self.gate is None else self.gate(x).sigmoid()
-        finish = partial(self._project, gate=gate)
+        finish = self._project if gate is None else partial(self._project, gate=gate)
+        projected = (modules.get("qkv") or self.qkv)(x)
         params = {"dropout_p": self._dropout_p(), "is_causal": is_causal}
-        projected = self.qkv(x)
         if attn_mask is None and self._plain:
-            return self._attend_qkvpacked(finish, _qkvpacked(projected, self.num_heads), **params)
+            qkv = torch.unflatten(projected, -1, (3, self.num_heads, -1))
+            operators = attention_qkvpacked, self._qkvpacked_with_stats
+            return self._run(finish, *operators, qkv, **params)
         q, k, v = _split_heads(projected, self.num_heads, 3)
         return self._attend(finish, self.q_norm(q), self.k_norm(k), v, attn_mask, **params)
 

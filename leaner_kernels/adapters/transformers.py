@@ -18,7 +18,6 @@ itself but lets transformers create its masks.
 
 import inspect
 import sys
-from contextlib import nullcontext
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -263,7 +262,8 @@ def attention_forward(
     is Agarwal et al. 2025 (arXiv:2508.10925).
     """
     refuse_tracing(module)
-    _refuse(module, {name: value for name, value in kwargs.items() if name not in HARMLESS})
+    if not HARMLESS.issuperset(kwargs):
+        _refuse(module, {name: value for name, value in kwargs.items() if name not in HARMLESS})
     if query.shape[0] == 1 != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     if is_causal is None:
@@ -314,7 +314,10 @@ def attention_forward(
         attention_mask = torch.cat([scores.expand(*query.shape[:3], cols), sink], dim=-1)
     if attention_mask is not None and attention_mask.is_floating_point():
         attention_mask = attention_mask.to(query.dtype)
-    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        query, key, value = (
+            t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value)
+        )
     params |= {"is_causal": causal, "softcap": softcap or 0.0}
     shape = query.shape
     shared = attention_mask is None or attention_mask.dim() < 3 or attention_mask.shape[-3] == 1
@@ -323,9 +326,12 @@ def attention_forward(
         # Query heads that share a key become rows of one head, so that K and V are read once.
         query = query.reshape(shape[0], key.shape[1], -1, shape[3])
         params["enable_gqa"] = False
-    # To a monitor a single query is no layer, and these rows are one.
-    with _hooks.untraced() if folded else nullcontext():
+    if not folded:
         out = attention(query, key, value, attention_mask, **params)
+    else:
+        # To a monitor a single query is no layer, and these rows are one.
+        with _hooks.untraced():
+            out = attention(query, key, value, attention_mask, **params)
     return out.reshape(shape).transpose(1, 2).contiguous(), None
 
 
@@ -367,7 +373,7 @@ def _unknown_keywords(cls: type) -> list[str]:
     return sorted({name for names in calls for name in names if isinstance(name, str)} - supported)
 
 
-# Constants to torch.compile, which would warn of the cache and trace through every class.
+# Constants to torch.compile, which would warn of the caches and trace through every class.
 @torch.compiler.assume_constant_result
 def _supports_sdpa(config: type) -> bool:
     """Whether the models of a configuration all support PyTorch's attention.
@@ -375,12 +381,22 @@ def _supports_sdpa(config: type) -> bool:
     Others were written for eager attention, in which no mask means that nothing is hidden, whatever
     ``is_causal`` is.
     """
+    return _all_support_sdpa(config)
+
+
+@cache
+def _all_support_sdpa(config: type) -> bool:
     return all(cls._supports_sdpa for cls in _classes(config) if issubclass(cls, PreTrainedModel))
 
 
 @torch.compiler.assume_constant_result
 def _self_made(config: type) -> str | None:
     """Return the name of an attention beside a configuration that does not dispatch, or None."""
+    return _find_self_made(config)
+
+
+@cache
+def _find_self_made(config: type) -> str | None:
     for cls in _classes(config):
         own = swap.calls(cls, "softmax") or swap.calls(cls, "scaled_dot_product_attention")
         given = inspect.signature(cls.__init__).parameters.get("config")

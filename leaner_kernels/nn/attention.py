@@ -1,12 +1,13 @@
 """The module of softmax attention."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..ops.attention import attention, attention_qkvpacked
+from ..ops.attention import attention, attention_qkvpacked, biased
 from .capture import Capturing
 
 
@@ -77,16 +78,26 @@ class ManyHeadAttention(Capturing):
             ValueError: if ``attention`` raises one, or ``skip`` differs from ``x`` in shape.
         """
         self._check_input(x, skip, "B, N")
-        qkv = self.qkv(x).view(*x.shape[:2], 3, self.num_heads, self.head_dim)
+        dropout_p = self.attn_drop if self.training else 0.0
+        hands_over = (
+            attn_mask is None
+            and not self._measures()
+            and biased.takes(self.qkv, x, self.num_heads, is_causal, dropout_p)
+        )
+        if hands_over:
+            attend, projected = partial(biased.attend, self.qkv.bias), biased.project(self.qkv, x)
+        else:
+            attend, projected = attention_qkvpacked, self.qkv(x)
+        qkv = projected.view(*x.shape[:2], 3, self.num_heads, self.head_dim)
         params = {
             "key_lengths": key_lengths,
-            "dropout_p": self.attn_drop if self.training else 0.0,
+            "dropout_p": dropout_p,
             "is_causal": is_causal,
             "store": {"skip": skip, "key_lengths": key_lengths},
         }
         # With a mask there is no packed path: autograd joins the gradients of q, k and v by copies.
         if attn_mask is None:
-            operators = attention_qkvpacked, self._qkvpacked_with_stats
+            operators = attend, self._qkvpacked_with_stats
             return self._run(self._project, *operators, qkv, **params)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         return self._run(

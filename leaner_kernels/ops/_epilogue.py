@@ -101,6 +101,28 @@ def add_sums(sums, others):
 
 
 @triton.jit
+def _combine(
+    largest, entropy, square, out_square, row_max, largest_2, entropy_2, square_2, out_2, row_max_2
+):
+    return (
+        tl.maximum(largest, largest_2),
+        entropy + entropy_2,
+        square + square_2,
+        out_square + out_2,
+        row_max + row_max_2,
+    )
+
+
+@triton.jit
+def reduce_sums(sums):
+    """Reduce the ``Sums`` of rows, all five at once: warps then meet once, not five times."""
+    largest, entropy, square, out_square, row_max = tl.reduce(
+        (sums.largest, sums.entropy, sums.square, sums.out_square, sums.row_max), 0, _combine
+    )
+    return Sums(largest, entropy, square, out_square, row_max)
+
+
+@triton.jit
 def store_statistics(ptr, sums, head, num_heads, num_rows, scale):
     """Store the statistics of a head with complete sums into (statistics, B, H).
 
@@ -126,6 +148,26 @@ def _store(ptr, sums, step, num_rows, scale, COMPLETE: tl.constexpr):
         square = tl.sqrt(square)
         out_square = tl.sqrt(out_square)
     mean_row_max = tl.sum(sums.row_max) * scale / num_rows
+    _store_reduced(ptr, largest, entropy, square, out_square, mean_row_max, step, num_rows)
+
+
+@triton.jit
+def store_reduced(ptr, sums, head, num_heads, num_rows, scale):
+    """Store the statistics of a head as ``store_statistics`` does, from scalars."""
+    _store_reduced(
+        ptr=ptr + head,
+        largest=sums.largest * scale,
+        entropy=sums.entropy,
+        square=tl.sqrt(sums.square),
+        out_square=tl.sqrt(sums.out_square),
+        mean_row_max=sums.row_max * scale / num_rows,
+        step=tl.cast(num_heads, tl.int64),
+        num_rows=num_rows,
+    )
+
+
+@triton.jit
+def _store_reduced(ptr, largest, entropy, square, out_square, mean_row_max, step, num_rows):
     # A maximum ignores nan and a sum propagates it; a diverged model must show.
     diverged = entropy != entropy
     tl.store(ptr, tl.where(diverged, float("nan"), largest))

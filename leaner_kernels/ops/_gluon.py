@@ -16,9 +16,12 @@ try:
     from triton.experimental.gluon.language.nvidia.ampere import mma_v2 as mma
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
+        mbarrier,
+        tma,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 except ImportError:
     AVAILABLE = KEEPS_FENCES = False
 else:
@@ -26,6 +29,8 @@ else:
     copy_async: Any = getattr(async_copy, "async_load", None)
     copy_async = copy_async or async_copy.async_copy_global_to_shared
     commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
+    load_tile: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    store_tile: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     barrier: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noqa: B009
     # Public since 3.9; 3.6 has a private method.
     KEEPS_FENCES = hasattr(gl.shared_memory_descriptor, "reinterpret")
@@ -44,14 +49,19 @@ else:
 __all__ = [
     "AVAILABLE",
     "KEEPS_FENCES",
+    "TensorDescriptor",
     "barrier",
     "commit_copies",
     "copy_async",
     "fence_async_shared",
     "gl",
     "gluon",
+    "load_tile",
+    "mbarrier",
     "mma",
     "reinterpret",
+    "store_tile",
+    "tma",
     "wait_copies",
     "warpgroup_mma",
     "warpgroup_mma_wait",

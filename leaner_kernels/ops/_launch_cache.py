@@ -9,6 +9,7 @@ Triton compiled for as aligned.
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -96,16 +97,19 @@ class Scratch(NamedTuple):
     """A buffer that each launch allocates anew, and its reduction to a result.
 
     Attributes:
-        pointer: the kernel's argument.
-        target: the result that the buffer is reduced to.
+        pointer: the kernel's argument; the name of another result, which is reduced instead of a
+            buffer, if ``of_result``.
+        target: the result that the buffer is reduced to, if any is.
         reduce: called with the buffer and the target after the launch.
         zero: whether the kernel expects zeros.
+        of_result: see ``pointer``.
     """
 
     pointer: str
-    target: str
-    reduce: Callable[[Tensor, Tensor], None]
+    target: str | None = None
+    reduce: Callable[[Tensor, Tensor], None] | None = None
     zero: bool = False
+    of_result: bool = False
 
 
 class Launch(NamedTuple):
@@ -114,7 +118,7 @@ class Launch(NamedTuple):
     kernel: Any
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    scratch: Scratch | None = None
+    scratch: tuple[Scratch, ...] = ()
 
     def start(self) -> Any:
         """Launch, and return what Triton compiled: nothing, in its interpreter.
@@ -149,25 +153,40 @@ class Launch(NamedTuple):
             The cached launch. None in Triton's interpreter, which compiles nothing, and if the
             kernel reads a copy of an operand, which a later call would have to make again.
         """
-        compiled, scratch = self.start(), self.scratch
-        if scratch is not None:
-            scratch.reduce(self.arguments[scratch.pointer], results[scratch.target])
+        compiled = self.start()
+        for one in self.scratch:
+            if one.reduce is not None and one.target is not None:
+                source = results if one.of_result else self.arguments
+                one.reduce(source[one.pointer], results[one.target])
         if compiled is None:
             return None
         places, buffers = {}, {**operands, **results}
         position = {name: number for number, name in enumerate(buffers)}
         for pointer, name in pointers.items():
-            value = self.arguments.get(pointer)
-            tensor = value[0] if isinstance(value, tuple) else value
-            if not isinstance(tensor, Tensor):
+            tensor = _tensor_of(self.arguments.get(pointer))
+            if tensor is None:
                 continue
             buffer = buffers[name]
             assert buffer is not None
             if buffer.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
                 return None
             places[pointer] = position[name], tensor.data_ptr() - buffer.data_ptr()
-        target = 0 if scratch is None else list(results).index(scratch.target)
-        return CachedLaunch(compiled, self, places, target)
+        return CachedLaunch(compiled, self, places, list(results))
+
+
+def _tensor_of(value: Any) -> Tensor | None:
+    """Return the tensor of an argument: a tensor, a view, or a descriptor of Triton's for TMA."""
+    value = value[0] if isinstance(value, tuple) else getattr(value, "base", value)
+    return value if isinstance(value, Tensor) else None
+
+
+class _Address(NamedTuple):
+    """The address of a tensor, in place of the tensor that a descriptor names."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
 class CachedLaunch:
@@ -178,7 +197,7 @@ class CachedLaunch:
         launch: what it was launched with.
         places: for each pointer of the kernel, the position of its buffer among the addresses that
             ``run`` gets, and its distance in bytes from the start of this buffer.
-        target: the position of the result that any scratch is reduced to, among the results.
+        results: the names of the results, in the order in which ``run`` gets them.
     """
 
     def __init__(
@@ -186,7 +205,7 @@ class CachedLaunch:
         compiled: Any,
         launch: Launch,
         places: Mapping[str, tuple[int, int]],
-        target: int = 0,
+        results: Sequence[str] = (),
     ) -> None:
         names = launch.kernel.arg_names
         # A compiled kernel wants all three axes, unlike one that is still to be compiled.
@@ -195,18 +214,28 @@ class CachedLaunch:
         self._arguments = [*before, *(launch.arguments[name] for name in names)]
         self._pointers: list[tuple[int, int, int]] = []
         self._views: list[tuple[int, int, int, tuple[Any, ...]]] = []
-        self._scratch = None
-        scratch = launch.scratch
+        self._descriptors: list[tuple[int, int, int, Any]] = []
+        self._buffers: list[tuple[int, Any, torch.dtype, bool]] = []
+        self._reductions: list[tuple[Callable[[Tensor, Tensor], None], int, int, bool]] = []
+        for one in launch.scratch:
+            if one.reduce is not None and one.target is not None:
+                named = results if one.of_result else [*map(str, before), *names]
+                place, target = named.index(one.pointer), results.index(one.target)
+                self._reductions.append((one.reduce, place, target, one.of_result))
+        buffers = {one.pointer: one.zero for one in launch.scratch if not one.of_result}
         for place, name in enumerate(names, start=len(before)):
             value = self._arguments[place]
-            if scratch is not None and name == scratch.pointer:
-                self._scratch = place, value.shape, value.dtype
-                self._zero, self._reduce, self._target = scratch.zero, scratch.reduce, target
+            if (zero := buffers.get(name)) is not None:
+                self._buffers.append((place, value.shape, value.dtype, zero))
             elif isinstance(value, Tensor):
                 self._pointers.append((place, *places[name]))
             elif isinstance(value, tuple) and isinstance(value[0], Tensor):
                 _, *strides = value
                 self._views.append((place, *places[name], tuple(strides)))
+            elif _tensor_of(value) is not None:
+                descriptor: Any = copy(value)
+                descriptor.base = None
+                self._descriptors.append((place, *places[name], descriptor))
             else:
                 continue
             self._arguments[place] = None  # so that the entry keeps no tensor alive
@@ -218,15 +247,15 @@ class CachedLaunch:
             arguments[place] = addresses[position] + offset
         for place, position, offset, strides in self._views:
             arguments[place] = (addresses[position] + offset,) + strides  # noqa: RUF005 - faster
-        if self._scratch is None:
-            self._start(arguments)
-            return
-        place, shape, dtype = self._scratch
-        target = results[self._target]
-        allocate = target.new_zeros if self._zero else target.new_empty
-        scratch = arguments[place] = allocate(shape, dtype=dtype)
+        for place, position, offset, descriptor in self._descriptors:
+            arguments[place] = described = copy(descriptor)
+            described.base = _Address(addresses[position] + offset)
+        for place, shape, dtype, zero in self._buffers:
+            allocate = results[0].new_zeros if zero else results[0].new_empty
+            arguments[place] = allocate(shape, dtype=dtype)
         self._start(arguments)
-        self._reduce(scratch, target)
+        for reduce, place, target, of_result in self._reductions:
+            reduce((results if of_result else arguments)[place], results[target])
 
 
 def _starter(
@@ -254,7 +283,11 @@ def _starter(
                 own(*arguments[count:])
                 return
         active: Any = driver.active
-        arguments[stream] = active.get_current_stream(active.get_current_device())
+        device_of = active.get_current_device
+        if device_of is torch.cuda.current_device:
+            # Without three Python calls that initialise CUDA: the first launch has done so.
+            device_of = torch._C._cuda_getDevice
+        arguments[stream] = active.get_current_stream(device_of())
         run(*arguments)
 
     return start, before
@@ -276,15 +309,19 @@ Signature = tuple[Hashable, list[int], bool]
 
 
 def signature_of(
-    tensors: Sequence[Any], numbers: Sequence[Any], window_size: Any = NO_WINDOW
+    tensors: Sequence[Any],
+    numbers: Sequence[Any],
+    window_size: Any = NO_WINDOW,
+    *,
+    eager: bool = False,
 ) -> Signature | None:
     """Return the signature of a call on the current GPU, None where more than autograd may see it.
 
     The dispatcher enters Python once for autograd and once for the implementation, and converts all
     arguments for each, which takes longer than a short kernel runs: calls with a signature go
-    without.
+    without. ``eager`` tells that the caller has checked that nothing is being compiled.
     """
-    if torch.compiler.is_compiling():
+    if not eager and torch.compiler.is_compiling():
         return None
     # Types too: True, 1 and 1.0 are equal, and not each is accepted.
     first, types = tensors[0], (*map(type, numbers),)

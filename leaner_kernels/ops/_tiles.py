@@ -171,6 +171,13 @@ def capability(device: torch.device) -> int:
     return 10 * properties.major + properties.minor
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of SMs of a GPU; those of an H200 without a GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def check_capability(device: torch.device) -> None:
     """Raise ValueError for a GPU that Triton does not compile for."""
     if (gpu := capability(device)) < LEAST_CAPABILITY:

@@ -97,6 +97,34 @@ def test_a_copy_of_a_swapped_model_is_swapped_and_can_be_undone(duplicate):
     assert isinstance(model.blocks[0].attn, Capturing)
 
 
+def test_parts_that_are_replaced_or_hooked_after_the_swap_are_called():
+    """The swapped forward looks its parts up at each call, so that nothing of the swap is stale."""
+    oracle = vit()
+    model = swapped(oracle)
+    names = "qkv", "q_norm", "k_norm", "norm", "proj", "proj_drop"
+    called = {"oracle": [], "model": []}
+    for key, network in (("oracle", oracle), ("model", model)):
+        attn = network.blocks[0].attn
+        torch.manual_seed(1)
+        attn.q_norm = nn.RMSNorm(attn.head_dim)
+        attn.norm = nn.Tanh()
+        attn.proj = nn.Linear(attn.proj.in_features, attn.proj.out_features)
+        for name in names:
+            getattr(attn, name).register_forward_hook(
+                lambda _module, _args, _out, key=key, name=name: called[key].append(name)
+            )
+    x = images()
+    torch.testing.assert_close(model(x), oracle(x))
+    assert called["model"] == called["oracle"] == [*names]
+    for network in (oracle, model):
+        attn = network.blocks[0].attn
+        for name in ("qkv", "norm", "proj", "proj_drop"):
+            part = getattr(attn, name)
+            delattr(attn, name)
+            setattr(attn, name, lambda t, part=part: 2 * part(t))  # no module
+    torch.testing.assert_close(model(x), oracle(x))
+
+
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=str)
 def test_kappa_monitor_reports_each_swapped_layer(case):
     model = made(case, training=True)

@@ -5,6 +5,7 @@ Tensors of the CPU say that they lie on a GPU; kernels are neither compiled nor 
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -26,10 +27,11 @@ from leaner_kernels import (
     outlook_attention,
     window_attention,
 )
+from leaner_kernels.nn import ManyHeadAttention
 from leaner_kernels.ops import _launch_cache, _tiles, covariance, outlook, route, window
 from leaner_kernels.ops import attention as ops_attention
 from leaner_kernels.ops._launch_cache import Launch
-from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention import biased, dispatch
 from tests.aot import pretended_gpu
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -162,6 +164,111 @@ def test_other_operators_repeat_their_launches_too(
     assert layouts[0] == layouts[1]
     forward, backward = launches
     assert set(addresses) <= {*forward.addresses, *backward.addresses}
+
+
+def test_a_module_that_hands_its_bias_over_repeats_its_launches(
+    launches: list[Launched], short: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(biased, "ENABLED", True)
+    biased._sums_bias.cache_clear()
+    started: list[Launch] = []
+    first = Launch.first
+
+    def noting(launch: Launch, *args: Any) -> Any:
+        started.append(launch)
+        return first(launch, *args)
+
+    monkeypatch.setattr(Launch, "first", noting)
+    module = ManyHeadAttention(128, 2, 64, dtype=torch.bfloat16)
+    for _ in range(3):
+        module.zero_grad()
+        module(leaf(2, 197, 128)).sum().backward()
+        assert all(p.grad is not None for p in module.parameters())
+    backward = started[-1].arguments
+    assert backward["bias_ptr"].shape == (2, 9, 2, 64)
+    assert len(started) == 2
+    assert len(launches) == 4
+    assert short == ["attention_qkvpacked_biased"] * 2
+    # Of other lengths the layer is called as it is.
+    module(leaf(2, 300, 128)).sum().backward()
+    assert started[-1].arguments.get("bias_ptr") is None
+
+
+class Stream:
+    """A stream that notes what waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Log of launches by stream, and of what each stream waits for."""
+    log: list[str] = []
+    current, side = Stream("current", log), Stream("side", log)
+    active = [current]
+
+    @contextmanager
+    def entered(stream: Stream) -> Iterator[None]:
+        active.append(stream)
+        yield
+        active.pop()
+
+    def start(launch: Launch, *args: Any) -> Any:
+        kind = "capture" if launch.arguments.get("CAPTURE") else "forward"
+        log.append(f"{kind} on {active[-1].name}")
+        return first(launch, *args)
+
+    def run(entry: _launch_cache.CachedLaunch, *args: Any) -> None:
+        log.append(f"again on {active[-1].name}")
+        again(entry, *args)
+
+    first, again = Launch.first, _launch_cache.CachedLaunch.run
+    monkeypatch.setattr(Launch, "first", start)
+    monkeypatch.setattr(_launch_cache.CachedLaunch, "run", run)
+    monkeypatch.setattr(route, "_side_stream", lambda _: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: current)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    return log
+
+
+def test_a_capture_may_run_beside_its_forward(launches: list[Launched], streams: list[str]) -> None:
+    q, sample = leaf(2, 3, 64, 32), torch.tensor([1], dtype=torch.int32)
+    for launched in ("capture", "again"):
+        streams.clear()
+        attention_with_stats(q, q, q, sample=sample)
+        second = "forward" if launched == "capture" else "again"
+        assert streams == [
+            "side waits for current",
+            f"{launched} on side",
+            f"{second} on current",
+            "current waits for side",
+        ]
+    streams.clear()
+    attention_with_stats(q, q, q)
+    assert streams == ["forward on current"]
+
+
+def test_the_stream_of_a_capture_is_waited_for_when_the_forward_fails(
+    launches: list[Launched], streams: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(launch: Launch, *_: Any) -> None:
+        if not launch.arguments.get("CAPTURE"):
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Launch, "first", fail)
+    q, sample = leaf(2, 3, 64, 32), torch.tensor([1], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attention_with_stats(q, q, q, sample=sample)
+    assert streams == ["side waits for current", "current waits for side"]
+
+
+def test_a_capture_follows_its_forward() -> None:
+    assert not route.CAPTURES_BESIDE
+    assert route._side_stream(torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize("order", ["contiguous", "as the output"])

@@ -1,14 +1,20 @@
 """Tuning, as far as it goes without a GPU: candidates, rules and the choice between trials."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from bench import tune
 from bench.attention.cases import AttentionCase
+from bench.attention.catalogue import ON_GPU
 from bench.attention.operators import CASES, OperatorCase
-from leaner_kernels.ops import _tiles
+from bench.gpu_model.candidates import CANDIDATES, DIRECTIONS, Candidate
+from leaner_kernels.ops import _tiles, route
 from leaner_kernels.ops._launch_cache import Launch
 from leaner_kernels.ops._tiles import Rule, rule
+from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops.attention.kernels import BACKWARD
 from tests.tile_tables import TABLES
 
 BF16 = torch.bfloat16
@@ -45,13 +51,80 @@ def test_tiles_around_the_one_that_ships_are_tried(
         other = next(t for t in others if all(t[o] != shipped.get(o, 1) for o in CHANGED))
         started.clear()
         with problem.trying(kernel, other) as compiled:
-            results = problem.run(kernel, problem.sets[0])
+            results = problem.run(tune.direction_of(kernel), problem.sets[0])
         assert len(results) == 1 if "forward" in kernel else results
         # A kernel in Gluon has no stages.
         options = [option for option in CHANGED if option in started[-1].arguments]
         assert any(all(one.arguments[o] == other[o] for o in options) for one in started)
         assert len(compiled) == len(started)
         assert as_rule(tune.line(row, other)).tile == rule(**other).tile
+
+
+def test_a_candidate_replaces_the_tile_or_the_kernel_of_a_call_and_nothing_stays() -> None:
+    call = ON_GPU["vit_base"]
+    with mock.patch.object(_tiles, "capability", return_value=90):
+        problem = tune.launches.call_of(call)
+        ships = problem.launches(90)
+        faster = Candidate("t", "forward", ("vit_base",), {"hopper_forward": {"maxnreg": 96}})
+        other = Candidate(
+            "k", "backward", ("vit_base",), kernels={"hopper_backward": BACKWARD["hopper_backward"]}
+        )
+        setting = Candidate("s", "forward", (), settings={f"{__name__}.CHANGED": ("maxnreg",)})
+        with faster.selected():
+            assert [one.kwargs["maxnreg"] for one in problem.launches(90)["forward"]] == [96]
+        with other.selected():
+            backward = problem.launches(90)["backward"]
+            assert [one.name for one in backward] == ["_hopper_bwd_kernel"]
+            assert len(BACKWARD) == len(dispatch.BACKWARD)
+            assert next(iter(BACKWARD)) in other.kernels
+        route.plans["earlier"] = None
+        with setting.selected():
+            assert not route.plans
+            assert CHANGED == ("maxnreg",)
+        assert CHANGED == ("num_warps", "num_stages")
+        again = problem.launches(90)
+    for kind, launches in ships.items():
+        named = [(one.name, one.kwargs.get("maxnreg")) for one in launches]
+        assert named == [(one.name, one.kwargs.get("maxnreg")) for one in again[kind]], kind
+
+
+@pytest.mark.parametrize("candidate", CANDIDATES.values(), ids=str)
+def test_a_candidate_names_what_exists(candidate: Candidate) -> None:
+    assert candidate.direction in DIRECTIONS
+    assert set(candidate.cases) <= set(ON_GPU)
+    assert set(candidate.tiles) <= set(TABLES)
+    for target in candidate.settings:
+        mock.patch(target, None).start()
+        mock.patch.stopall()
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_every_direction_of_a_candidate_runs(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Launch] = []
+    monkeypatch.setattr(Launch, "start", lambda launch: started.append(launch))
+    monkeypatch.setattr(_tiles, "capability", lambda _: 90)
+    problem = tune.TileProblem(EVERY["middle"], torch.device("cpu"))
+    started.clear()
+    with tune.gathering() as compiled:
+        results = problem.run(direction, problem.sets[0])
+    launches, count = {
+        "forward": (1, 1),
+        "statistics": (1, 7),
+        "capture": (2, 8),
+        "backward": (1, 3),
+        "module": (0, 5),  # a module on a CPU
+    }[direction]
+    assert len(compiled) == len(started) == launches
+    assert len(results) == count
+
+
+def test_a_comparison_shows_what_was_gained_or_why_there_is_no_time() -> None:
+    timed = tune.Comparison("c", "bert", "forward", 40.0, 30.0, 96)
+    assert str(timed) == "bert forward: 40.0 us, c 30.0 us (-25.0%)"
+    failed = timed._replace(microseconds=None, reason="spills in a loop")
+    assert str(failed) == "bert forward: 40.0 us, c spills in a loop"
 
 
 def test_the_fastest_that_has_a_time_wins() -> None:

@@ -51,11 +51,16 @@ def run(
     threads: int = 32,
     grid: int = 1,
     shared: int = 1024,
+    registers: int = 0,
     **options: bool,
 ) -> Execution:
-    """Execute a body: %rd1 to %rd3 are tensors, %r1 the thread, %r2 the program, %r3 4 %r1."""
+    """Execute a body: %rd1 to %rd3 are tensors, %r1 the thread, %r2 the program, %r3 4 %r1.
+
+    ``registers`` is the value of .maxnreg, if any.
+    """
     executor = library.load()
-    program = decode.Program(ptx.parse(KERNEL.format(threads=threads, body=body)), executor)
+    limits = f"{threads} .maxnreg {registers}" if registers else threads
+    program = decode.Program(ptx.parse(KERNEL.format(threads=limits, body=body)), executor)
     given = [*tensors, *(torch.zeros(1),) * (3 - len(tensors))]
     arguments = dict(zip("abc", given, strict=True))
     return execute(executor, program, shared, arguments, (grid, 1, 1), **options)
@@ -219,7 +224,7 @@ $leave:
     [
         "tcgen05.fence",
         "lg2.approx.f32 %r5, %r6",
-        "bar.sync 1, 64",
+        "bar.red.popc.u32 %r5, 1, 64, %p1",
         "shfl.sync.up.b32 %r5, %r6, 1, 0, -1",
     ],
 )

@@ -14,8 +14,8 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.execute import Execution, executing
 from leaner_kernels import attention
-from leaner_kernels.ops import _gluon, _tiles
-from leaner_kernels.ops.attention import dispatch
+from leaner_kernels.ops import _gluon, _tiles, route
+from leaner_kernels.ops.attention import dispatch, op
 from leaner_kernels.ops.attention.call import Call
 from leaner_kernels.ops.attention.kernels import BACKWARD, FORWARD, STATISTICS
 from tests import attention_cases, varlen_cases
@@ -28,7 +28,7 @@ from tests.attention_cases import (
     side_by_side,
 )
 from tests.backends import check_findings
-from tests.error_budget import assert_all_within_budget
+from tests.error_budget import assert_all_within_budget, assert_within_budget
 from tests.varlen_cases import VarlenTestCase
 
 if not _gluon.AVAILABLE:
@@ -184,6 +184,34 @@ def test_a_head_is_cut_into_tiles_and_a_tail(
         takers = [k for k in kernels if dispatch.tile_of(k, LIMITS[k], gpu, call, profile)]
         for kernel, run in product(kernels, runs):
             assert (function_of(kernel) in launched[run]) == (kernel in takers[:1])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens", "dim"),
+    [(90, 197, 64), (90, 300, 32), (90, 100, 48), (90, 50, 24), (80, 197, 64), (80, 600, 32)],
+)
+def test_gradients_of_one_projection_read_its_output(
+    gpu: int, tokens: int, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output lies as (B, N, H, D); a backward once read it as (B, H, N, D)."""
+    monkeypatch.setattr(_tiles, "ENOUGH_PROGRAMS", 1)
+    torch.manual_seed(0)
+    qkv = torch.randn(1, tokens, 3, 2, dim, dtype=BF16)
+    grad = torch.randn(1, tokens, 2, dim, dtype=BF16)
+
+    def library(dtype: torch.dtype) -> Tensor:
+        x = qkv.to(dtype).requires_grad_()
+        q, k, v = x.permute(2, 0, 3, 1, 4).unbind(0)
+        out = torch.softmax(dim**-0.5 * (q @ k.mT), dim=-1) @ v
+        return torch.autograd.grad(out.transpose(1, 2), x, grad.to(dtype))[0]
+
+    attend, _, differentiate = route.launchers(op.Packed)
+    numbers = 0.0, False, None, -1, -1
+    with executing(gpu) as executions:
+        saved = attend(qkv, None, None, *numbers)
+        dqkv = differentiate(grad, qkv, None, None, *saved, *numbers)
+    check_findings([e for e in executions if not lacks_fence(e)])
+    assert_within_budget(dqkv, library(BF16), library(torch.float64))
 
 
 # Statistics of heads that do not fit on chip.

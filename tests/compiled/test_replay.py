@@ -148,6 +148,47 @@ def test_warps_meet_at_a_barrier() -> None:
             cycles(work(line(text)))
 
 
+def test_a_warp_waits_for_the_bytes_of_a_phase() -> None:
+    """Another warp copies and a third arrives; whoever waits goes on after both."""
+    copy, wait = (
+        line("UTMALDG.2D [UR8], [UR6]"),
+        line("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3"),
+    )
+    compute, arrive = line("MUFU.EX2 R1, R2"), line("SYNCS.ARRIVE.TRANS64 RZ, [R2], RZ")
+    given = work(copy, wait, arrive, compute, warps=3)
+    end = len(given.code.instructions) - 1
+
+    def seconds_of(size: int, before: int) -> float:
+        event = replay.Event(0, size, True)
+        partitions = [
+            replay.WarpTrace([0, end], [event]),
+            replay.WarpTrace([1, end], [replay.Event(0, 0, False)]),
+            replay.WarpTrace([*[3] * before, 2, end], [event._replace(bytes=0)]),
+        ]
+        return cycles(given._replace(partitions=[partitions], memory_bytes=0.0))
+
+    arrives = MODEL.bulk + MODEL.cache_latency + MODEL.barrier
+    for size in (1024, 32 * 1024):
+        expected = arrives + size / MODEL.cache_bytes
+        assert seconds_of(size, 1) == pytest.approx(expected, rel=0.05)
+    assert seconds_of(1024, 1000) == pytest.approx(8 * 1000 + MODEL.barrier, rel=0.05)
+
+
+def test_warps_that_wait_for_each_others_phases_are_found() -> None:
+    wait, arrive = (
+        line("SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R2], R3"),
+        line("SYNCS.ARRIVE [R2], R3"),
+    )
+    given = work(wait, arrive, warps=2)
+    events = [replay.Event(n, 0, False) for n in range(2)]
+    partitions = [
+        replay.WarpTrace([0, 1, 2], [events[n], events[1 - n]._replace(arrives=True)])
+        for n in range(2)
+    ]
+    with pytest.raises(ValueError, match="wait for each other"):
+        cycles(given._replace(partitions=[partitions]))
+
+
 NESTED = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;
 .L_x_1:

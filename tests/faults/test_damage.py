@@ -164,12 +164,12 @@ def test_a_signal_during_a_save_waits_for_it_and_nothing_is_lost(
     write = checkpointer.pieces_of_shard
     writes = []
 
-    def interrupted(parts):
+    def interrupted(parts, body):
         writes.extend(path.name for path in (tmp_path / "checkpoints").glob(".step-*"))
         if len(writes) == 2:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
-        return write(parts)
+        return write(parts, body)
 
     monkeypatch.setattr(checkpointer, "pieces_of_shard", interrupted)
     train_here("--keep", 9, "--out", tmp_path)

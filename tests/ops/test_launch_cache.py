@@ -60,7 +60,7 @@ def first(
         "BLOCK": 16,
         "num_warps": 4,
     }
-    launch = Launch(kernel, (5,), arguments, scratch)
+    launch = Launch(kernel, (5,), arguments, () if scratch is None else (scratch,))
     return launch.first(POINTERS, {"x": x}, {"y": y})
 
 
@@ -71,6 +71,31 @@ def test_a_second_launch_takes_the_new_addresses_and_keeps_the_strides() -> None
     entry.run([16, 32], [y])
     assert len(kernel.slow) == 1
     assert kernel.fast == [(7, (16, 12, 4, 1), 32, 16, None)]
+
+
+class Descriptor:
+    """As Triton's of a tensor that TMA copies: ``base`` is the tensor."""
+
+    def __init__(self, base: Any, shape: list[int]) -> None:
+        self.base, self.shape = base, shape
+
+
+def test_a_descriptor_of_a_second_launch_names_the_new_address_and_keeps_no_tensor() -> None:
+    kernel, whole = Kernel(), torch.empty(8)
+    alive = weakref.ref(whole)
+    arguments = {"x_ptr": Descriptor(whole[2:], [6]), "y_ptr": None, "z_ptr": None}
+    launch = Launch(kernel, (5,), arguments | {"stride": 7, "BLOCK": 16})
+    entry = launch.first({"x_ptr": "x"}, {"x": whole}, {})
+    assert entry is not None
+    arguments.clear()
+    kernel.slow.clear()
+    del whole, launch
+    assert alive() is None
+    entry.run([160], [])
+    entry.run([320], [])
+    described = [launch[1] for launch in kernel.fast]
+    assert [one.base.data_ptr() for one in described] == [160 + 8, 320 + 8]
+    assert [one.shape for one in described] == [[6], [6]]
 
 
 def test_a_pointer_into_an_operand_keeps_its_distance() -> None:
@@ -133,6 +158,19 @@ def test_each_launch_gets_scratch_of_its_own_and_an_entry_keeps_no_tensor_alive(
     assert made[0].data_ptr() != made[1].data_ptr()
 
 
+def test_scratch_that_is_no_part_of_a_result_is_new_at_every_launch() -> None:
+    kernel = Kernel()
+    entry = first(
+        kernel, torch.empty(4), torch.empty(4), scratch=Scratch("z_ptr"), z=torch.empty(2, 3)
+    )
+    assert entry is not None
+    for _ in range(2):
+        entry.run([16, 32], [torch.empty(4)])
+    one, other = (launch[-1] for launch in kernel.fast)
+    assert one.shape == other.shape == (2, 3)
+    assert one.data_ptr() != other.data_ptr()
+
+
 def test_scratch_that_must_be_zero_is_zero_at_every_launch() -> None:
     kernel, sums = Kernel(), []
     scratch = Scratch("z_ptr", "y", lambda buffer, _: sums.append(buffer.sum().item()), zero=True)
@@ -141,3 +179,14 @@ def test_scratch_that_must_be_zero_is_zero_at_every_launch() -> None:
     for _ in range(2):
         entry.run([16, 32], [torch.empty(4)])
     assert sums == [0, 0, 0]
+
+
+def test_a_result_is_reduced_to_another_after_each_launch() -> None:
+    kernel, reduced = Kernel(), []
+    scratch = Scratch("y", "y", lambda *tensors: reduced.append(tensors), of_result=True)
+    entry = first(kernel, torch.empty(4), torch.empty(4), scratch=scratch)
+    assert entry is not None
+    result = torch.empty(4)
+    entry.run([16, 32], [result])
+    assert [tensor is result for tensor in reduced[1]] == [True, True]
+    assert kernel.fast == [(7, 16, 32, 16, None)]

@@ -30,11 +30,13 @@ from train.checkpoint.shards import (
     Part,
     cause,
     load_tensors,
+    ordered,
     part_of,
     pieces_of_shard,
     short,
     write_synced,
 )
+from train.checkpoint.staging import Staged, Staging
 from train.loop.optimizer import ShardAdamW, moments
 from train.loop.parallel import DistributedContext
 
@@ -171,6 +173,7 @@ class Checkpointer:
         begun_step: step of the checkpoint that this run began to save last, or went on from if it
             is one of the folder's; else None. On every rank.
         saved_step: the same of those that are whole on disk, on rank 0 alone.
+        staging: the memory for a copy of the state.
     """
 
     def __init__(
@@ -181,15 +184,20 @@ class Checkpointer:
         self.saved_step: int | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
-        # Memory on the host for a copy of the state: new memory costs more time than the copy.
-        self._copies: dict[str, Tensor] = {}
+        self.staging = Staging(world.device, world.local_size, log)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_exception: object):
+        self.staging.stop()
         # Also when training failed: the one on its way is from before that.
         self.wait()
+
+    def prepare(self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]) -> None:
+        """Take the memory for a copy of the state in the background, for a shorter first save."""
+        parts = self._own(model, optimizer, average)
+        self.staging.begin(sum(part.local.nbytes for part in parts.values()))
 
     def save(
         self,
@@ -199,7 +207,7 @@ class Checkpointer:
         average: dict[str, Tensor],
         train_state: dict[str, Any],
     ) -> None:
-        """Copy the state now and write it in the background.
+        """Copy the state now and write it in the background; without memory for a copy, write now.
 
         If it cannot be written, log that in one line, remove what was written of it, and go on.
 
@@ -218,15 +226,27 @@ class Checkpointer:
             "ranks": self.world.size,
             "torch": torch.__version__,
         }
-        parts = self._copy(self._parts(model, optimizer, average) | self._random_parts())
-        self._pending = self._writer.submit(self._write, step, parts, train_state)
+        parts = self._own(model, optimizer, average)
+        staged = self.staging.copy([part.local for part in parts.values()])
+        if staged is None and self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        self._pending = self._writer.submit(self._write, step, parts, staged, train_state)
         self.begun_step = step
+        if staged is None:
+            self.wait()
 
     def wait(self) -> None:
         """Wait until the checkpoint being written is whole, or has failed."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
+
+    def _own(
+        self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]
+    ) -> dict[str, Part]:
+        """Return the parts that this rank writes, in the order of its file."""
+        parts = self._parts(model, optimizer, average) | self._random_parts()
+        return ordered({name: part for name, part in parts.items() if part.owned})
 
     def _parts(
         self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]
@@ -249,19 +269,13 @@ class Checkpointer:
         state = _random_state(self.world.device)
         return {f"random.{self.world.rank}.{name}": part_of(t) for name, t in state.items()}
 
-    def _copy(self, parts: dict[str, Part]) -> dict[str, Part]:
-        """Return copies on the host of the parts that this rank writes."""
-        owned = {name: part for name, part in parts.items() if part.owned}
-        for name, part in owned.items():
-            if name not in self._copies:
-                # Not in pinned memory, whose blocks are powers of two.
-                self._copies[name] = torch.empty(part.local.shape, dtype=part.local.dtype)
-            self._copies[name].copy_(part.local, non_blocking=True)
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
-        return {name: part._replace(local=self._copies[name]) for name, part in owned.items()}
-
-    def _write(self, step: int, parts: dict[str, Part], train_state: dict[str, Any]) -> None:
+    def _write(
+        self,
+        step: int,
+        parts: dict[str, Part],
+        staged: Staged | None,
+        train_state: dict[str, Any],
+    ) -> None:
         """Write this rank's file; on rank 0 put the checkpoint in place when all have."""
         partial, group = self.folder / f".{checkpoint_name(step)}", self.world.host_group
         name = f"shard-{self.world.rank + 1:05}-model-00001-of-00001.safetensors"
@@ -272,7 +286,8 @@ class Checkpointer:
         dist.barrier(group)
         try:
             partial.mkdir(parents=True, exist_ok=True)
-            files[name] = _write_new(partial / name, pieces_of_shard(parts))
+            body = None if staged is None else staged.wait()
+            files[name] = _write_new(partial / name, pieces_of_shard(parts, body))
         except OSError as failure:
             error = cause(failure)
         written: list[Any] = [None] * self.world.size

@@ -125,8 +125,8 @@ def pieces_of_file(
 
     Args:
         layout: dtype and shape of every tensor, by name.
-        tensors: of these dtypes and shapes, in the same order, on the host and contiguous; each is
-            taken when it is due.
+        tensors: their bytes in the same order, on the host: of these dtypes and shapes, or cut in
+            another way; each is taken when it is due.
         metadata: text by name.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -141,13 +141,28 @@ def pieces_of_file(
         yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def pieces_of_shard(parts: Mapping[str, Part]) -> Iterator[bytes | memoryview]:
-    """Yield the file of one rank with the parts that it holds, which must be on the host."""
-    names = in_order({name: part.local.dtype for name, part in parts.items()})
-    layout = {name: (parts[name].local.dtype, parts[name].local.shape) for name in names}
-    offsets = {name: {"saved_offsets": parts[name].offsets} for name in names}
+def ordered(parts: Mapping[str, Part]) -> dict[str, Part]:
+    """Return parts in the order of a file."""
+    return {name: parts[name] for name in in_order({n: p.local.dtype for n, p in parts.items()})}
+
+
+def pieces_of_shard(
+    parts: Mapping[str, Part], body: Iterable[Tensor] | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the file of one rank.
+
+    Args:
+        parts: what it holds of the state.
+        body: a copy of the parts' bytes in the order of ``ordered``, on the host; without one, the
+            parts are read, each when it is due.
+    """
+    parts = ordered(parts)
+    layout = {name: (part.local.dtype, part.local.shape) for name, part in parts.items()}
+    offsets = {name: {"saved_offsets": part.offsets} for name, part in parts.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    return pieces_of_file(layout, (parts[name].local for name in names), metadata)
+    if body is None:
+        body = (part.local.cpu() for part in parts.values())
+    return pieces_of_file(layout, body, metadata)
 
 
 def write_synced(file: IO[bytes], pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
@@ -155,8 +170,11 @@ def write_synced(file: IO[bytes], pieces: Iterable[bytes | memoryview]) -> dict[
     digest, size = hashlib.sha256(), 0
     # Hashing takes about as long as writing, and both leave the interpreter to other threads.
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
+        hashed = None
         for piece in pieces:
-            hashing.submit(digest.update, piece)
+            if hashed is not None:
+                hashed.result()  # so that no more than two pieces are held
+            hashed = hashing.submit(digest.update, piece)
             file.write(piece)
             size += len(piece)
         file.flush()

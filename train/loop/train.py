@@ -87,6 +87,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
     settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
     held_out: dict[str, float] = {}
     before: PendingMetrics | None = None
+    first = progress.step
     loader = loading(
         run.task.train,
         schedule.sampler(progress.step, schedule.steps),
@@ -106,6 +107,9 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
                 stop = before is not None and log_metrics(run, before)
                 run.kappa.end()
             progress.step = done = step + 1
+            if step == first and settings.ckpt_every:
+                # The state has its final size, and the steps that follow hide the work.
+                run.checkpointer.prepare(run.model, run.optimizer, run.average.weights)
             newest.row |= timing
             newest.waiting = meter.waiting
             if run.task.tokens_per_item is not None:

@@ -27,6 +27,8 @@ template <class U> void add_integers(Operations& all) {
   all.each("xor" + b, [](U x, U y) { return U(x ^ y); });
   all.each("min" + s, [](S x, S y) { return std::min(x, y); });
   all.each("max" + s, [](S x, S y) { return std::max(x, y); });
+  all.each("min.relu" + s, [](S x, S y) { return std::max(std::min(x, y), S(0)); });
+  all.each("max.relu" + s, [](S x, S y) { return std::max(std::max(x, y), S(0)); });
   all.each("div" + u, [](U x, U y) { return y ? U(x / y) : U(-1); });
   all.each("rem" + u, [](U x, U y) { return y ? U(x % y) : x; });
   // The least number divided by -1 is itself.
@@ -106,6 +108,22 @@ template <class F, class... X> void of_pairs(Operations& all, std::string name, 
   });
 }
 
+// Of each half of a register. A float holds a product of two halves exactly, and rounding a sum of two to
+// it first changes nothing.
+template <auto TO_FLOAT, auto FROM_FLOAT> void add_pairs_of_halves(Operations& all, std::string type) {
+  auto pairs = [&](std::string name, auto f) {
+    all.each(name + "." + type, [](u32 a, u32 b) {
+      auto one = [&](int shift) {
+        return u32(FROM_FLOAT(decltype(f){}(TO_FLOAT(u16(a >> shift)), TO_FLOAT(u16(b >> shift))))) << shift;
+      };
+      return one(0) | one(16);
+    });
+  };
+  pairs("add", [](float a, float b) { return a + b; });
+  pairs("sub", [](float a, float b) { return a - b; });
+  pairs("mul", [](float a, float b) { return a * b; });
+}
+
 inline void add_floats(Operations& all) {
   auto floats = [&](auto name, auto f) {  // with subnormals, and with zeros in their place
     with_flushing(all, name, f, &decltype(f)::operator());
@@ -123,6 +141,8 @@ inline void add_floats(Operations& all) {
   floats("max3", [](float a, float b, float c) { return maximum(maximum(a, b), c); });
   floats("sqrt", [](float a) { return std::sqrt(a); });
   floats("ex2", [](float a) { return std::exp2(a); });
+  add_pairs_of_halves<bfloat16_to_float, float_to_bfloat16>(all, "bf16x2");
+  add_pairs_of_halves<half_to_float, float_to_half>(all, "f16x2");
   // Of halves and a float, as sm_120 has them.
   all.each("add.f32.bf16", [](u16 a, float b) { return canonical(bfloat16_to_float(a) + b); });
   all.each("add.f32.f16", [](u16 a, float b) { return canonical(half_to_float(a) + b); });

@@ -3,6 +3,7 @@
 // one waits, which scoreboards it sets and needs) gives what depends on what.
 #include <algorithm>
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <vector>
 
@@ -14,6 +15,7 @@ constexpr int kBarriers = 16;
 // Cycles, small beside the latencies of Model in units.py: until operands were read, in the unit of
 // shared memory and elsewhere; how far wgmma fetches ahead; and its start.
 constexpr double kReadShared = 10, kRead = 12, kFetchAhead = 64, kWgmmaStart = 4;
+constexpr double kPiece = 1024, kWavefront = 128;  // bytes
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // What an instruction occupies. The first of them belong to each scheduler, the others to all four.
@@ -29,12 +31,16 @@ enum Kind {
     kCopy,
     kStore,
     kFence,        // of the warp's own stores
+    kPhaseWait,    // of an mbarrier
+    kArrive,       // at an mbarrier
+    kBulkLoad,     // by TMA
+    kBulkStore,
 };
 
 // What a warp waits for, as the reports name it.
 enum Reason {
-    kFixed, kWaitShared, kWaitMemory, kWaitSpecial, kWaitTensor, kWaitBarrier, kWaitOther, kBusy,
-    kNotSelected, kReasons
+    kFixed, kWaitShared, kWaitMemory, kWaitSpecial, kWaitTensor, kWaitBarrier, kWaitPhase, kWaitOther,
+    kBusy, kNotSelected, kReasons
 };
 
 }  // namespace
@@ -49,14 +55,19 @@ struct Step {
 
 struct Replay {
     const Step* steps;
-    // Numbers of steps in the order that each warp executes them: those of program p from
-    // starts[p % kinds] to starts[p % kinds + 1].
+    // Numbers of steps in the order that warps execute them: those of warp w of program p from
+    // begins[n] to ends[n], n = p % kinds * warps + w. From events[n] on, what it does with mbarriers
+    // and TMA: the phase, or -1, and bytes. Of each kind and phase, how many arrivals and copies end it.
     const int32_t* trace;
-    const int64_t* starts;
+    const int64_t *begins, *ends, *events;
+    const int32_t *event_phases, *missing;
+    const double* event_bytes;
+    int64_t phases;  // of a program
     int64_t kinds, warps, residents, programs;
     // Bytes a cycle of this SM, and cycles.
     double cache_bytes, dram_bytes, cache_latency, dram_latency, saved;
-    double barrier, start, tail, queue, tensor_queue;
+    double from_memory;  // part of what TMA copies
+    double barrier, start, tail, bulk, queue, tensor_queue;
     double* finished;   // of each program
     double* waited_at;  // of each step
     double busy[kPipes];
@@ -65,12 +76,12 @@ struct Replay {
 };
 
 const char* kind_names[] = {"",      "BAR",    "LDGDEPBAR", "DEPBAR", "HGMMA", "WARPGROUP.DEPBAR",
-                            "LDGSTS", "store", "MEMBAR",    nullptr};
+                            "LDGSTS", "store", "MEMBAR", "SYNCS.PHASECHK", "SYNCS.ARRIVE", "UTMALDG", "UTMASTG", nullptr};
 const char* pipe_names[] = {"issue",   "multiply-add",  "other arithmetic", "special functions", "tensor cores",
                             "uniform", "shared memory", "global memory",    nullptr};
 const char* reason_names[] = {"fixed latency", "shared memory", "global memory", "special functions",
-                              "tensor cores",  "barrier",       "other latency", "busy unit",
-                              "another warp's turn",            nullptr};
+                              "tensor cores",  "barrier",       "mbarrier",      "other latency",
+                              "busy unit",     "another warp's turn", nullptr};
 
 }  // extern "C"
 
@@ -79,10 +90,10 @@ namespace {
 struct Warp {
     int slot, scheduler;
     int64_t program = -1;  // none: it has ended
-    int64_t at = 0, stop = 0;
+    int64_t at = 0, stop = 0, event = 0;
     double last = 0, ready = 0;
     Reason reason = kFixed;
-    bool at_barrier = false;
+    int held = 0;  // by barriers and phases that have not ended
     double scoreboard[kScoreboards] = {};
     Reason set_by[kScoreboards] = {};
     double copied = 0;             // when the last cp.async has arrived
@@ -92,12 +103,19 @@ struct Warp {
     std::vector<double> products;  // when each group of wgmma has ended
 };
 
+struct Phase {  // of an mbarrier
+    int missing;
+    double end = 0;  // when the last arrival or copy came
+    std::vector<Warp*> waiting{};
+};
+
 class SM {
    public:
     explicit SM(Replay& job) : job_(job), warps_(job.residents * job.warps) {
         for (auto& slots : meetings_) slots.resize(job.residents);
         for (size_t n = 0; n < warps_.size(); ++n) of_[n % kSchedulers].push_back(&warps_[n]);
         left_.resize(job.residents);
+        phases_.resize(job.residents);
         for (int slot = 0; slot < job.residents; ++slot) start(slot, 0.0);
     }
 
@@ -125,11 +143,17 @@ class SM {
 
     void start(int slot, double when) {
         if (started_ >= job_.programs) return;
-        const int64_t program = started_++, *trace = job_.starts + program % job_.kinds;
+        const int64_t program = started_++, kind = program % job_.kinds;
         left_[slot] = int(job_.warps);
         ++running_;
-        for (int64_t w = slot * job_.warps; w < (slot + 1) * job_.warps; ++w)
-            warps_[w] = Warp{slot, int(w % kSchedulers), program, trace[0], trace[1], when - 1, when};
+        phases_[slot].clear();
+        for (int64_t n = 0; n < job_.phases; ++n) phases_[slot].push_back({job_.missing[kind * job_.phases + n]});
+        for (int64_t w = 0; w < job_.warps; ++w) {
+            const int64_t n = kind * job_.warps + w, of_all = slot * job_.warps + w;
+            warps_[of_all] = Warp{slot, int(of_all % kSchedulers), program, job_.begins[n], job_.ends[n],
+                                  job_.events[n], when - 1, when};
+            await_phase(warps_[of_all]);
+        }
     }
 
     // When the unit of a step takes it.
@@ -148,7 +172,7 @@ class SM {
     Warp* choose(int k, double now, double& next) {
         Warp* found = nullptr;
         for (Warp* warp : of_[k]) {
-            if (warp->program < 0 || warp->at_barrier) continue;
+            if (warp->program < 0 || warp->held) continue;
             const double can = std::max(warp->ready, available(k, step(*warp)));
             if (can > now) {
                 next = std::min(next, can);
@@ -205,6 +229,7 @@ class SM {
                 if (s.pipe == kSpecial) kind = kWaitSpecial;
         }
         if (s.kind == kCopyCommit) warp.copies.push_back(warp.copied);
+        if (s.kind >= kPhaseWait) follow(warp, s, now);
         set(warp, s.writes, done, kind);
         set(warp, s.reads, read, kind);
         warp.last = now;
@@ -216,7 +241,54 @@ class SM {
         }
     }
 
+    // What a warp does next with an mbarrier or TMA.
+    void follow(Warp& warp, const Step& s, double now) {
+        const int phase = job_.event_phases[warp.event];
+        const double bytes = job_.event_bytes[warp.event++];
+        if (s.kind == kPhaseWait) return;
+        double when = now;
+        if (bytes > 0) {
+            const double begin = now + job_.bulk;
+            const double arrives = transfer(begin, {.bytes = bytes, .dram = bytes * job_.from_memory});
+            // Shared memory gives or takes the bytes as L2 takes or gives them.
+            const double moved = s.kind == kBulkLoad ? arrives : std::max(begin, cache_);
+            for (double left = bytes; left > 0; left -= kPiece)
+                bulk_.push_back({std::max(begin, moved - left / job_.cache_bytes), std::min(left, kPiece) / kWavefront});
+            if (s.kind == kBulkLoad) when = arrives;
+            else warp.copied = std::max(warp.copied, moved);
+        }
+        if (phase >= 0) contribute(phases_[warp.slot][phase], when);
+    }
+
+    void contribute(Phase& phase, double when) {
+        phase.end = std::max(phase.end, when);
+        if (--phase.missing) return;
+        for (Warp* other : phase.waiting) {
+            --other->held;
+            wait_for(*other, phase.end + job_.barrier, kWaitPhase);
+        }
+    }
+
+    // Hold a warp whose next step waits for a phase until that ends.
+    void await_phase(Warp& warp) {
+        if (step(warp).kind != kPhaseWait || job_.event_phases[warp.event] < 0) return;
+        Phase& phase = phases_[warp.slot][job_.event_phases[warp.event]];
+        if (!phase.missing) return wait_for(warp, phase.end + job_.barrier, kWaitPhase);
+        ++warp.held;
+        phase.waiting.push_back(&warp);
+    }
+
+    static void wait_for(Warp& warp, double when, Reason reason) {
+        if (when > warp.ready) warp.ready = when, warp.reason = reason;
+    }
+
+    // What TMA has moved by then goes first.
     void serve(double from, double wavefronts) {
+        while (!bulk_.empty() && bulk_.front().when <= from) {
+            shared_ = std::max(shared_, bulk_.front().when) + bulk_.front().wavefronts;
+            job_.busy[kShared] += bulk_.front().wavefronts;
+            bulk_.pop_front();
+        }
         shared_ = std::max(shared_, from) + wavefronts;
         job_.busy[kShared] += wavefronts;
     }
@@ -243,31 +315,27 @@ class SM {
         warp.ready = now + std::max(1, before.stall);
         warp.reason = kFixed;
         const Step& s = step(warp);
-        const auto wait_for = [&](double when, Reason reason) {
-            if (when > warp.ready) warp.ready = when, warp.reason = reason;
-        };
         for (int b = 0; b < kScoreboards; ++b)
-            if (s.waits >> b & 1) wait_for(warp.scoreboard[b], warp.set_by[b]);
+            if (s.waits >> b & 1) wait_for(warp, warp.scoreboard[b], warp.set_by[b]);
         const auto groups = [&](const std::vector<double>& ends, Reason reason) {
             const int64_t waited = int64_t(ends.size()) - s.argument - 1;
-            if (waited >= 0) wait_for(ends[waited], reason);
+            if (waited >= 0) wait_for(warp, ends[waited], reason);
         };
+        await_phase(warp);
         if (s.kind == kCopyWait) groups(warp.copies, kWaitMemory);
         // fence.proxy.async becomes a MEMBAR too, which waits until the warp's stores are acknowledged.
-        if (s.kind == kFence) wait_for(warp.stored, kWaitMemory);
+        if (s.kind == kFence) wait_for(warp, warp.stored, kWaitMemory);
         if (s.kind == kWgmmaWait) groups(warp.products, kWaitTensor);
     }
 
     void meet(Warp& warp, const Step& s, double now) {
         std::vector<Warp*>& meeting = meetings_[s.argument][warp.slot];
         meeting.push_back(&warp);
-        warp.at_barrier = true;
+        ++warp.held;
         if (int64_t(meeting.size()) < (s.warps ? s.warps : job_.warps)) return;
         for (Warp* other : meeting) {
-            other->at_barrier = false;
-            if (now + job_.barrier <= other->ready) continue;
-            other->ready = now + job_.barrier;
-            other->reason = kWaitBarrier;
+            --other->held;
+            wait_for(*other, now + job_.barrier, kWaitBarrier);
         }
         meeting.clear();
     }
@@ -298,6 +366,11 @@ class SM {
     double free_[kSchedulers][kPipes] = {};
     double shared_ = 0, cache_ = 0, dram_ = 0, end_ = 0;
     std::vector<std::vector<Warp*>> meetings_[kBarriers];  // by number and slot
+    struct Piece {  // of what TMA moves to or from shared memory
+        double when, wavefronts;
+    };
+    std::deque<Piece> bulk_;
+    std::vector<std::vector<Phase>> phases_;  // of the program in each slot
     std::vector<int> left_;
     int64_t started_ = 0, running_ = 0;
 };

@@ -179,10 +179,7 @@ inline void commit_wgmma(Machine&, Warp& w, const Instruction&, u32) {
 inline void wait_for_wgmma(Machine& m, Warp& w, const Instruction& i, u32) {
   m.finish_wgmma(w, size_t(i.variant));
 }
-inline void fence_proxy(Machine& m, Warp& w, const Instruction&, u32) {
-  w.proxy_fences.push_back({++m.clock, m.epoch});
-  m.clock++;
-}
+inline void fence_proxy(Machine& m, Warp& w, const Instruction&, u32) { m.fence_proxy(w); }
 
 // Before an ordinary instruction of a kernel with wgmma. A plain move is none: it is how the compiler
 // of Triton names registers, and ptxas joins what it names.

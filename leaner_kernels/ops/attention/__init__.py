@@ -412,19 +412,22 @@ def _dense(
     with_stats: bool = False,
     sample: Tensor | None = None,
 ) -> Any:
-    under_autocast = torch._C._is_any_autocast_enabled()
-    if under_autocast or torch.compiler.is_compiling():
+    under_autocast, compiling = torch._C._is_any_autocast_enabled(), torch.compiler.is_compiling()
+    if under_autocast or compiling:
         query, key, value = autocast(query, key, value)
     kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap
     signature = None
     monitor = None if with_stats else _hooks.current
     # The checks may cast a mask: the address of the caller's is not what kernels read.
     casts_mask = under_autocast and attn_mask is not None
-    if monitor is None and not casts_mask:
+    if monitor is None and not casts_mask and not compiling:
         tensors = query, key, value, attn_mask, key_lengths
-        signature = signature_of((*tensors, sample), kind, window_size)
+        signature = signature_of((*tensors, sample), kind, window_size, eager=True)
         if signature is not None and (results := repeat(op.Dense, signature, tensors, sample)):
-            return _returned(results, with_stats, sample)
+            if with_stats:
+                return stats_of(results, sample)
+            out, *_ = results
+            return out
     params = {
         "dropout_p": dropout_p,
         "scale": scale,
@@ -475,16 +478,20 @@ def _packed(
     with_stats: bool = False,
     sample: Tensor | None = None,
 ) -> Any:
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
     kind = "attention_qkvpacked", with_stats, dropout_p, is_causal, scale
     signature = None
     monitor = None if with_stats else _hooks.current
-    if monitor is None:
+    if monitor is None and not compiling:
         tensors = qkv, key_lengths
-        signature = signature_of((*tensors, sample), kind, window_size)
+        signature = signature_of((*tensors, sample), kind, window_size, eager=True)
         if signature is not None and (results := repeat(op.Packed, signature, tensors, sample)):
-            return _returned(results, with_stats, sample)
+            if with_stats:
+                return stats_of(results, sample)
+            out, *_ = results
+            return out
     params = {
         "dropout_p": dropout_p,
         "is_causal": is_causal,
@@ -525,7 +532,8 @@ def _varlen(
     with_stats: bool = False,
     sample: Tensor | None = None,
 ) -> Any:
-    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     key_starts = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     tensors = query, key, value, cu_seqlens, key_starts
@@ -540,9 +548,14 @@ def _varlen(
         is_causal,
         scale,
     )
-    signature = signature_of((*tensors, sample), kind, window_size)
-    if signature is not None and (results := repeat(op.Varlen, signature, tensors, sample)):
-        return _returned(results, with_stats, sample)
+    signature = None
+    if not compiling:
+        signature = signature_of((*tensors, sample), kind, window_size, eager=True)
+        if signature is not None and (results := repeat(op.Varlen, signature, tensors, sample)):
+            if with_stats:
+                return stats_of(results, sample)
+            out, *_ = results
+            return out
     arguments = checked_varlen(
         query,
         key,
@@ -580,13 +593,6 @@ def _first(
         return op.compute_plain(operator, signature, arguments, enable_gqa)
     results = compute(operator, signature, arguments, with_stats=True, sample=sample)
     return stats_of(results, sample)
-
-
-def _returned(results: Sequence[Tensor], with_stats: bool, sample: Tensor | None) -> Any:
-    if with_stats:
-        return stats_of(results, sample)
-    out, *_ = results
-    return out
 
 
 # --- Which implementation a call runs -------------------------------------------------------------

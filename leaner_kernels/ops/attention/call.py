@@ -151,6 +151,20 @@ class PackedArguments(NamedTuple):
     window_right: int = -1
 
 
+class BiasedArguments(NamedTuple):
+    """``PackedArguments`` of a projection, with the bias (3 * H * D,) that it contains already."""
+
+    qkv: Tensor
+    bias: Tensor
+    key_lengths: Tensor | None
+    seed: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    window_left: int = -1
+    window_right: int = -1
+
+
 class VarlenArguments(NamedTuple):
     """The arguments of ``attention_varlen``: tensors (T, H, D), starts (S + 1,), bounds."""
 
@@ -172,7 +186,9 @@ class VarlenArguments(NamedTuple):
 # Names and schema types of the operators' tensors and numbers, in the order of their arguments.
 _SEPARATE = {"query": "Tensor", "key": "Tensor", "value": "Tensor"}
 TENSORS = {**_SEPARATE, "attn_mask": "Tensor?", "key_lengths": "Tensor?", "seed": "Tensor?"}
-PACKED_TENSORS = {"qkv": "Tensor", "key_lengths": "Tensor?", "seed": "Tensor?"}
+_PACKED = {"key_lengths": "Tensor?", "seed": "Tensor?"}
+PACKED_TENSORS = {"qkv": "Tensor", **_PACKED}
+BIASED_TENSORS = {"qkv": "Tensor", "bias": "Tensor", **_PACKED}
 VARLEN_TENSORS = {
     **_SEPARATE,
     "cu_seqlens": "Tensor",
@@ -186,6 +202,11 @@ PACKED_NUMBERS = {**_SCORES, **_VISIBILITY}
 VARLEN_NUMBERS = {"max_seqlen": "SymInt", "max_seqlen_k": "SymInt", **_SCORES, **_VISIBILITY}
 
 
+# Sums of a head: dq of each of four warps and of a tail, dv of each warp. Those of dk are 0, since
+# the gradients of the scores of a row add up to 0.
+QUERY_SLOTS, BIAS_SLOTS = 5, 9
+
+
 class Gradients(NamedTuple):
     """The buffers that a backward fills.
 
@@ -194,12 +215,15 @@ class Gradients(NamedTuple):
         dk: (B, Hkv, M, D); in a varlen batch (Tk, Hkv, D).
         dv: as ``dk``.
         ds: (B, H, N, M) float32, the gradient of the scores under an additive mask, zero on entry.
+        bias_sums: (B, BIAS_SLOTS, H, D) float32, for kernels that have a ``bias_ptr``: sums over
+            tokens of ``dq`` in the first ``QUERY_SLOTS``, of ``dv`` in the others.
     """
 
     dq: Tensor
     dk: Tensor
     dv: Tensor
     ds: Tensor | None = None
+    bias_sums: Tensor | None = None
 
 
 # --- Arguments of the kernels ---------------------------------------------------------------------
@@ -319,6 +343,7 @@ def backward_arguments(
         max_log_sum_ptr=saved.max_log_sum,
         lse_ptr=saved.lse if saved.max_log_sum is None else None,
         ds_ptr=gradients.ds,
+        bias_ptr=gradients.bias_sums,
     )
 
 

@@ -23,7 +23,7 @@ from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS, Launch, Scratch
 from .._tiles import Tile, Tiles, block_dim, gpu_of
 from ..gpus import LEAST_CAPABILITY, TUNED
 from ..route import Results
-from .call import LEAST_SCALE, Call, Gradients, Profile
+from .call import BIAS_SLOTS, LEAST_SCALE, QUERY_SLOTS, Call, Gradients, Profile
 from .kernels import BACKWARD, FORWARD, STATISTICS, Limits
 from .sdpa import transformed
 
@@ -184,7 +184,7 @@ def prepare_forward(call: Call, results: Results) -> Launch:
         return launch
     from .._epilogue import join
 
-    return launch._replace(scratch=Scratch("parts_ptr", "stats", join))
+    return launch._replace(scratch=(Scratch("parts_ptr", "stats", join),))
 
 
 def prepare_capture(call: Call, results: Results) -> Launch:
@@ -198,15 +198,42 @@ def prepare_backward(grad: Tensor, call: Call, saved: Results, gradients: Any) -
     """Return what fills the gradients."""
     dq, dk, dv = gradients.separate()
     kernel, tile = choose_backward(call, grad, saved.out, (dq, dk, dv))
-    ds = scratch = None
+    ds, scratch = None, ()
     if getattr(gradients, "dattn_mask", None) is not None:
         # Tiles that no row may see are not visited by every kernel.
         shape = call.batch, call.query.shape[1], call.rows, call.cols
         ds = grad.new_zeros(shape, dtype=torch.float32)
-        scratch = Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True)
+        scratch = (Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True),)
+    bias_sums = None
+    if getattr(gradients, "dbias", None) is not None:
+        # Read by the kernels that sum over tokens; of others the gradients are summed afterwards.
+        shape = call.batch, BIAS_SLOTS, call.query.shape[1], call.query.shape[-1]
+        bias_sums = grad.new_empty(shape, dtype=torch.float32)
     prepare = module_of(kernel).prepare_backward
-    launch: Launch = prepare(tile, grad, call, saved, Gradients(dq, dk, dv, ds))
-    return launch._replace(scratch=scratch)
+    launch: Launch = prepare(tile, grad, call, saved, Gradients(dq, dk, dv, ds, bias_sums))
+    if bias_sums is not None:
+        scratch = (Scratch("dqkv", "dbias", sum_tokens, of_result=True),)
+        if launch.arguments.get("bias_ptr") is not None:
+            scratch = (Scratch("bias_ptr", "dbias", _sum_entries),)
+    return launch._replace(scratch=(*launch.scratch, *scratch))
+
+
+def sum_tokens(dqkv: Tensor, dbias: Tensor) -> None:
+    """Sum the gradient of a projection (B, N, 3, H, D) over tokens, in at least float32."""
+    dtype = torch.promote_types(dqkv.dtype, torch.float32)
+    dbias.copy_(dqkv.sum((0, 1), dtype=dtype).flatten())
+
+
+def _sum_entries(bias_sums: Tensor, dbias: Tensor) -> None:
+    """Sum (B, BIAS_SLOTS, H, D) over the batch and slots, in an order that sizes alone decide."""
+    slots, (of_query, of_key, of_value) = bias_sums.flatten(2), dbias.view(3, -1)
+    of_key.zero_()
+    parts = (of_query, slots[:, :QUERY_SLOTS]), (of_value, slots[:, QUERY_SLOTS:])
+    for target, part in parts:
+        if target.dtype == part.dtype:
+            torch.sum(part, (0, 1), out=target)
+        else:
+            target.copy_(part.sum((0, 1)))
 
 
 def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:

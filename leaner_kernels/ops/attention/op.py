@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._checks import MAX_ROW_STRIDE
 from .._launch_cache import Signature
+from ..dispatcher import in_forward_mode
 from ..route import (
     LibraryCall,
     Operator,
@@ -26,12 +27,14 @@ from ..route import (
 )
 from . import cpu, dispatch, sdpa
 from .call import (
+    BIASED_TENSORS,
     NUMBERS,
     PACKED_NUMBERS,
     PACKED_TENSORS,
     TENSORS,
     VARLEN_NUMBERS,
     VARLEN_TENSORS,
+    BiasedArguments,
     Call,
     PackedArguments,
     Sequences,
@@ -73,6 +76,17 @@ class PackedGradients(NamedTuple):
         """Yield dq, dk and dv (B, H, N, D), views."""
         # Autograd lets nothing be written to views that were taken together.
         return (self.dqkv.select(2, part).transpose(1, 2) for part in range(3))
+
+
+class BiasedGradients(NamedTuple):
+    """The gradients of a projection (B, N, 3, H, D) and of its bias (3 * H * D,)."""
+
+    dqkv: Tensor
+    dbias: Tensor
+
+    def separate(self) -> Iterator[Tensor]:
+        """Yield dq, dk and dv (B, H, N, D), views."""
+        return PackedGradients(self.dqkv).separate()
 
 
 class SoftmaxAttention(Operator):
@@ -146,6 +160,13 @@ _SEPARATE = {
 }
 
 
+def _with_descriptors(pointers: dict[str, str]) -> dict[str, str]:
+    """Add the names of arguments that are TMA descriptors in place of views."""
+    views = {name: tensor for name, tensor in pointers.items() if name.endswith("_view")}
+    described = {f"{name.removesuffix('_view')}_desc": tensor for name, tensor in views.items()}
+    return pointers | described
+
+
 class Dense(SoftmaxAttention):
     """Query, key and value (B, H, N, D)."""
 
@@ -155,7 +176,7 @@ class Dense(SoftmaxAttention):
     Arguments, Gradients = Call, DenseGradients
     optional_gradient = "attn_mask"
     cast = 4
-    pointers: Mapping[str, str] = {**_POINTERS, **_SEPARATE}
+    pointers: Mapping[str, str] = _with_descriptors({**_POINTERS, **_SEPARATE})
 
     @staticmethod
     def shapes(arguments: Call) -> Shapes:
@@ -196,15 +217,17 @@ class Packed(SoftmaxAttention):
     tensors: Mapping[str, str] = PACKED_TENSORS
     numbers: Mapping[str, str] = PACKED_NUMBERS
     Arguments, Gradients = PackedArguments, PackedGradients
-    pointers: Mapping[str, str] = {
-        **_POINTERS,
-        "q_view": "qkv",
-        "k_view": "qkv",
-        "v_view": "qkv",
-        "dq_view": "dqkv",
-        "dk_view": "dqkv",
-        "dv_view": "dqkv",
-    }
+    pointers: Mapping[str, str] = _with_descriptors(
+        {
+            **_POINTERS,
+            "q_view": "qkv",
+            "k_view": "qkv",
+            "v_view": "qkv",
+            "dq_view": "dqkv",
+            "dk_view": "dqkv",
+            "dv_view": "dqkv",
+        }
+    )
     cast = 1
 
     @staticmethod
@@ -241,6 +264,36 @@ class Packed(SoftmaxAttention):
         batch, rows, _three, heads, dim = arguments.qkv.shape
         product = 2 * batch * heads * rows * rows * dim
         return Products(product, product)
+
+
+class Biased(Packed):
+    """One projection (B, N, 3, H, D) whose bias gets its gradient here, not where it was added.
+
+    The sum of ``dqkv`` over tokens is at hand in a backward, whereas a linear layer reads ``dqkv``
+    once more. The layer adds the bias detached.
+    """
+
+    name = "attention_qkvpacked_biased"
+    tensors: Mapping[str, str] = BIASED_TENSORS
+    Arguments, Gradients = BiasedArguments, BiasedGradients
+
+    @staticmethod
+    def call(arguments: BiasedArguments) -> Call:
+        """Return the call of these arguments."""
+        named = arguments._asdict()
+        bias = named.pop("bias")
+        if in_forward_mode() or torch._C._are_functorch_transforms_active():
+            # Further derivatives are those of the reference: add 0 that depends on the bias.
+            named["qkv"] = named["qkv"] + (bias - bias.detach()).view(named["qkv"].shape[2:])
+        return Packed.call(PackedArguments(**named))
+
+    @classmethod
+    def run_reference_backward(
+        cls, grad: Tensor, call: Call, saved: Results, gradients: BiasedGradients
+    ) -> None:
+        """Fill the gradients by the reference."""
+        super().run_reference_backward(grad, call, saved, gradients)
+        dispatch.sum_tokens(gradients.dqkv, gradients.dbias)
 
 
 class Varlen(SoftmaxAttention):
@@ -361,5 +414,5 @@ def _library_again(
     return operator.from_query(sdpa.library_attention(call, enable_gqa))
 
 
-for _operator in (Dense, Packed, Varlen):
+for _operator in (Dense, Packed, Biased, Varlen):
     register(_operator)

@@ -396,12 +396,12 @@ class Covariance(NamedTuple):
             "dqkv_ptr": gradients.dqkv,
             "dtemperature_ptr": None,
         }
-        grid, scratch = (len(call.qkv) * arguments["H"],), None
+        grid, scratch = (len(call.qkv) * arguments["H"],), ()
         if self.normalise:
             # One for each batch entry, summed in a fixed order.
             shape = len(call.qkv), arguments["H"]
             arguments["dtemperature_ptr"] = call.qkv.new_empty(shape, dtype=torch.float32)
-            scratch = Scratch("dtemperature_ptr", "dtemperature", _sum_over_batch)
+            scratch = (Scratch("dtemperature_ptr", "dtemperature", _sum_over_batch),)
         return Launch(_covariance_bwd_kernel, grid, arguments, scratch)
 
     def _arguments(self, tiles: Tiles, call: Any) -> dict[str, Any]:

@@ -316,12 +316,12 @@ def prepare_forward(call: WindowCall, results: Results) -> Launch:
     """Return what fills the output, ``lse`` (B, H, Y, X) and any statistics."""
     arguments, tile = _arguments(call), _tile(FORWARD_TILES, call)
     programs = _programs(call, len(call.qkv), tile["ROWS"])
-    parts = scratch = None
+    parts, scratch = None, ()
     if results.stats is not None:
         heads, (y, x) = arguments["H"], call.size
         shape = len(call.qkv), heads, programs // (len(call.qkv) * heads), NUM_SUMS
         parts = results.out.new_empty(shape, dtype=torch.float32)
-        scratch = Scratch("parts_ptr", "stats", partial(join, num_rows=y * x))
+        scratch = (Scratch("parts_ptr", "stats", partial(join, num_rows=y * x)),)
     arguments |= {
         "B": len(call.qkv),
         "out_ptr": results.out,

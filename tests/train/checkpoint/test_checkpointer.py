@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import re
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 
 from tests.train.launch import SHARD, manifest_of, whole_tensors
+from train.checkpoint import staging
 from train.checkpoint.checkpointer import (
     Checkpointer,
     find_damage,
@@ -163,6 +166,81 @@ def test_one_that_cannot_take_the_place_of_another_leaves_it_there(made, monkeyp
         checkpointer.save(1, model, optimizer, {}, SETTINGS)
     assert manifest_of(checkpointer.folder / "step-00000001") == before
     assert len(said) == 1
+
+
+def places(checkpointer: Checkpointer) -> list[int]:
+    return [segment.data_ptr() for segment in checkpointer.staging._segments]
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_a_prepared_save_takes_no_more_memory(made, averages):
+    model, optimizer, checkpointer, said = made
+    average = {n: p.detach().clone() for n, p in model.named_parameters()} if averages else {}
+    with checkpointer:
+        checkpointer.prepare(model, optimizer, average)
+        checkpointer.staging.join()
+        before = places(checkpointer)
+        checkpointer.staging._add_segment = None
+        for number in (1, 2):
+            checkpointer.save(number, model, optimizer, average, SETTINGS)
+            step(model, optimizer)
+        assert places(checkpointer) == before != []
+    assert said == []
+    assert find_damage(checkpointer.folder / "step-00000002") is None
+
+
+def test_leaving_a_checkpointer_ends_its_thread(made, monkeypatch):
+    monkeypatch.setattr(staging, "_REST", 1e6)
+    model, optimizer, checkpointer, said = made
+    with Checkpointer(checkpointer.folder, checkpointer.world, keep=1, log=said.append) as other:
+        other.prepare(model, optimizer, {})
+    assert "checkpoint memory" not in {thread.name for thread in threading.enumerate()}
+    assert said == []
+
+
+EMPTY = torch.empty
+
+
+def refuse(*args: Any, **options: Any) -> torch.Tensor:
+    """Allocate nothing for a copy of the state, but what everybody else wants."""
+    if "pin_memory" in options:
+        raise RuntimeError("DefaultCPUAllocator:\n can't allocate memory")
+    return EMPTY(*args, **options)
+
+
+SHORT: dict[str, tuple[Callable[..., Any], str]] = {
+    "available_memory": (lambda: 100, "a copy of the state takes 0.0 GB of this machine's memory"),
+    "torch.empty": (refuse, "no memory for a copy of the state (DefaultCPUAllocator: can't"),
+}
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("name", SHORT)
+def test_without_memory_a_checkpoint_is_written_while_training_waits(
+    made, name, prepared, monkeypatch
+):
+    model, optimizer, checkpointer, said = made
+    fails, words = SHORT[name]
+    with checkpointer:
+        checkpointer.save(1, model, optimizer, {}, SETTINGS)
+    with (
+        Checkpointer(checkpointer.folder, checkpointer.world, keep=3, log=said.append) as other,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(f"train.checkpoint.staging.{name}", fails)
+        if prepared:
+            other.prepare(model, optimizer, {})
+            other.staging.join()
+        for number in (2, 3):
+            other.save(number, model, optimizer, {}, SETTINGS)
+            assert other._pending is None
+            assert other.saved_step == number
+    one, *others = (manifest_of(path)["files"] for path in sorted(other.folder.iterdir()))
+    assert len(others) == 2
+    assert all(files[SHARD] == one[SHARD] for files in others)
+    (line,) = said
+    assert words in line
+    assert line.endswith("training waits while a checkpoint is written")
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.train.launch import (
     wait_for,
 )
 from train import vit
-from train.checkpoint.checkpointer import find_damage
+from train.checkpoint.checkpointer import Checkpointer, find_damage
 
 RUN = [*TINY, "--deterministic", "--ema", 0.9, "--ckpt-every", 2]
 
@@ -44,6 +44,20 @@ def eight_steps(tmp_path_factory):
     out = tmp_path_factory.mktemp("eight")
     train_here(*RUN, "--steps", 8, "--keep", 9, "--out", out)
     return out
+
+
+def test_each_process_prepares_its_first_save_after_its_first_step(tmp_path, monkeypatch):
+    prepare, steps = Checkpointer.prepare, []
+
+    def noting(checkpointer, model, optimizer, average):
+        share, *_ = optimizer.shares.values()
+        steps.append(int(optimizer.state[share]["step"]))
+        prepare(checkpointer, model, optimizer, average)
+
+    monkeypatch.setattr(Checkpointer, "prepare", noting)
+    for last in (3, 5):
+        train_here(*RUN, "--steps", last, "--resume", "auto", "--out", tmp_path)
+    assert steps == [1, 4]
 
 
 @pytest.fixture

@@ -80,3 +80,5 @@ BACKWARD = {
     "ampere_backward": _AMPERE._replace(many_heads_from=257),
     "short_backward": Limits(square_from=65),
 }
+# Those that sum the gradients over tokens, for the bias of a projection.
+SUMS_BIAS = frozenset({"hopper_resident_backward"})

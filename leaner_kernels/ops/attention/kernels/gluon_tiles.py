@@ -509,6 +509,102 @@ def reduce_sums(sums, AXIS: gl.constexpr = 0):
 
 
 @gluon.jit
+def no_partial_sums(LAYOUT: gl.constexpr):
+    """Return ``Sums`` of zero rows, (64, 4): partial sums of each row's four threads."""
+    zero = gl.zeros([64, 4], gl.float32, LAYOUT)
+    return Sums(gl.full([64, 4], float("-inf"), gl.float32, LAYOUT), zero, zero, zero, zero)
+
+
+@gluon.jit
+def add_partial_sums(sums, acc, row_max, divisor, centred, square, inside, MASKED: gl.constexpr):
+    """Add rows to ``Sums`` (64, 4) without moving data between threads.
+
+    Args:
+        sums: of earlier rows.
+        acc: (64, D), the output in float32.
+        row_max: (64,), as ``divisor``, which is complete.
+        divisor: the sum of P before it is divided.
+        centred: (64, 4), as in ``RowState``, and ``square`` likewise.
+        square: see ``centred``.
+        inside: (64,), whether a row exists; None if all do.
+        MASKED: whether a row may see no key.
+    """
+    LAYOUT: gl.constexpr = square.type.layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    inverse = gl.convert_layout(1.0 / divisor, ROWS)[:, None]
+    log_sum = gl.convert_layout(gl.log(divisor), ROWS)[:, None]
+    # Each of the four threads adds a quarter of what belongs to the whole row.
+    entropy = 0.25 * log_sum - (LN_2 * inverse) * centred
+    square = square * (inverse * inverse)
+    row_max = gl.convert_layout(row_max, ROWS)[:, None]
+    maximum = row_max
+    if MASKED:
+        # A row without a visible key counts as 0.
+        maximum = gl.where(row_max == float("-inf"), 0.0, row_max)
+    if inside is None and acc.shape[1] <= 64:
+        out_square = add_thread_products(sums.out_square, acc, acc)
+    else:  # wider rows have more columns than ``thread_columns`` splits
+        out_square = gl.convert_layout(thread_sums(acc * acc), LAYOUT)
+        if inside is not None:
+            out_square = gl.where(gl.convert_layout(inside, ROWS)[:, None], out_square, 0.0)
+        out_square = sums.out_square + out_square
+    if inside is not None:
+        inside = gl.convert_layout(inside, ROWS)[:, None]
+        entropy = gl.where(inside, entropy, 0.0)
+        square = gl.where(inside, square, 0.0)
+        maximum = gl.where(inside, maximum, 0.0)
+        row_max = gl.where(inside, row_max, float("-inf"))
+    return Sums(
+        largest=gl.maximum(sums.largest, row_max),
+        entropy=sums.entropy + entropy,
+        square=sums.square + square,
+        out_square=out_square,
+        row_max=sums.row_max + 0.25 * maximum,
+    )
+
+
+@gluon.jit
+def _combine(
+    largest, entropy, square, out_square, row_max, largest_2, entropy_2, square_2, out_2, row_max_2
+):
+    return (
+        gl.maximum(largest, largest_2),
+        entropy + entropy_2,
+        square + square_2,
+        out_square + out_2,
+        row_max + row_max_2,
+    )
+
+
+@gluon.jit
+def reduce_partial_sums(sums):
+    """Reduce ``Sums`` (64, 4) to scalars, all five at once: warps meet once, not five times."""
+    largest, entropy, square, out_square, row_max = gl.reduce(
+        (
+            sums.largest.reshape([256]),
+            sums.entropy.reshape([256]),
+            sums.square.reshape([256]),
+            sums.out_square.reshape([256]),
+            sums.row_max.reshape([256]),
+        ),
+        0,
+        _combine,
+    )
+    return Sums(largest, entropy, square, out_square, row_max)
+
+
+@gluon.jit
+def _add_three(a, b, c, a_2, b_2, c_2):
+    return a + a_2, b + b_2, c + c_2
+
+
+@gluon.jit
+def sum_three(a, b, c):
+    """Sum three tensors over their first axis at once, where this crosses warps."""
+    return gl.reduce((a, b, c), 0, _add_three)
+
+
+@gluon.jit
 def store_statistics(ptr, sums, head, num_heads, num_rows, scale, inside):
     """Store the statistics of a head with complete sums into (statistics, B, H).
 

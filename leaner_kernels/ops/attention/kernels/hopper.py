@@ -17,6 +17,7 @@ once, without atomics: the result is bitwise deterministic.
 import triton
 from torch import Tensor
 
+from ... import _tiles
 from ..._gluon import (
     barrier,
     commit_copies,
@@ -46,6 +47,7 @@ from .scores import FILL_BLOCK, SPARE_PROGRAMS, fill_gradients, find_sequence
 
 # For calls with as many rows as keys and at least 264 heads over all batch entries. ``PAIRED``
 # passes two tiles of rows over the keys together, in calls without a tail, a mask or dropout.
+# ``PARTIAL`` keeps the sums of the statistics within threads until the end of a head.
 _SHARED = ("shared",)
 _ALL = "dropout", "mask", "shared"
 FORWARD_TILES = Tiles(
@@ -271,6 +273,7 @@ def _hopper_fwd_kernel(
     MASK: gl.constexpr,
     GROUP: gl.constexpr,
     PAIRED: gl.constexpr,
+    PARTIAL: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_view.ptr.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
@@ -342,7 +345,9 @@ def _hopper_fwd_kernel(
     # Partial sums of rows, one for each of a row's four threads.
     OWN: gl.constexpr = common.thread_sums(zero).type.layout
     zero_partials = gl.zeros([64, 4], gl.float32, OWN)
-    if STATS:
+    if PARTIAL:
+        sums = common.no_partial_sums(OWN)
+    elif STATS:
         sums = common.no_sums(64, ROWS)
     for tile in range(0, full, AT_ONCE):
         first = tile * 64
@@ -518,6 +523,20 @@ def _hopper_fwd_kernel(
             )
             if STATS:
                 gl.store(lse_ptr + row_stats + rows, row_max * unit + log_sum, mask=inside)
+            if PARTIAL:
+                if not (RAGGED or n > 0):
+                    inside = None
+                sums = common.add_partial_sums(
+                    sums=sums,
+                    acc=acc,
+                    row_max=row_max,
+                    divisor=divisor,
+                    centred=centred,
+                    square=square,
+                    inside=inside,
+                    MASKED=MASKED,
+                )
+            elif STATS:
                 norm = gl.convert_layout(gl.sum(acc * acc, 1), ROWS)
                 rows_sums = common.sums_of_rows(
                     row_max,
@@ -528,7 +547,9 @@ def _hopper_fwd_kernel(
                     inside,
                 )
                 sums = common.add_sums(sums, rows_sums)
-    if STATS:
+    if PARTIAL:
+        sums = common.reduce_partial_sums(sums)
+    elif STATS:
         sums = common.reduce_sums(sums)
     if T > 0:
         # The tail's rows as columns: S^T = K Q^T (keys, T) of all tiles is held in registers, and
@@ -561,7 +582,12 @@ def _hopper_fwd_kernel(
             exponent = common.exponents_of(scores[i], pivot_t[None, :], factor, SCALED)
             p = gl.exp2(exponent)
             total_t += p
-            if STATS:
+            if PARTIAL:
+                if HIDES or CAUSAL or MASKED or i == FULL:
+                    exponent = gl.maximum(exponent, -1e30)
+                centred_t += p * exponent
+                square_t += p * p
+            elif STATS:
                 centred_t += p * gl.maximum(exponent, -1e30)
                 square_t += p * p
             if seed_ptr is not None:
@@ -580,7 +606,11 @@ def _hopper_fwd_kernel(
         p_buffer = p_buffers.index(FULL).slice(0, T)
         acc_t = warpgroup_mma(v_tail.permute((1, 0)), p_buffer, acc_t, is_async=True)
         acc_t = warpgroup_mma_wait(0, [acc_t])
-        divisor_t = common.divisor_of(gl.sum(total_t, 0), MASKED)
+        if PARTIAL:
+            total_t, centred_t, square_t = common.sum_three(total_t, centred_t, square_t)
+        else:
+            total_t = gl.sum(total_t, 0)
+        divisor_t = common.divisor_of(total_t, MASKED)
         acc_t = acc_t * (out_scale / divisor_t)[None, :]
         common.store_columns(out_view, acc_t, full * 64, N, D)
         rows_t = full * 64 + gl.arange(0, T, COLS)
@@ -599,11 +629,13 @@ def _hopper_fwd_kernel(
         )
         if STATS:
             gl.store(lse_ptr + row_stats + rows_t, max_t * unit + log_sum_t, mask=inside_t)
+            if not PARTIAL:
+                centred_t, square_t = gl.sum(centred_t, 0), gl.sum(square_t, 0)
             rows_sums = common.sums_of_rows(
                 max_t,
                 divisor_t,
-                gl.sum(centred_t, 0),
-                gl.sum(square_t, 0),
+                centred_t,
+                square_t,
                 gl.sum(acc_t * acc_t, 0),
                 inside_t,
             )
@@ -638,6 +670,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
         FULL=full,
         T=tail,
         RAGGED=tail == 0 and tokens % 64 != 0,
+        PARTIAL=tile.constexprs.get("PARTIAL", False) and results.stats is not None,
     )
     return Launch(_hopper_fwd_kernel, (heads, batch), arguments)
 
@@ -648,7 +681,8 @@ LARGE_LSE = gl.constexpr(1024.0)
 # For calls with as many rows as keys; beyond 256 tokens with at least 264 heads over all entries.
 # ``IN_REGISTERS`` keeps a tile of Q and dO, then of K and V, in registers while the next is being
 # loaded: more programs fit on an SM, and the loops have no barriers. With a tail, these tiles stay
-# in shared memory.
+# in shared memory. ``RESIDENT``, the programs that an SM holds at once, lets ``split_last`` split
+# heads.
 _EVERY = "dropout", "mask", "varlen"
 BACKWARD_TILES = Tiles(
     "hopper_backward",
@@ -713,7 +747,9 @@ def _corrected(do, saved, start, scoring, SCALED: gl.constexpr):
     return (do.to(gl.float32) * correction[:, None]).to(do.dtype)
 
 
-@gluon.jit(do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold"])
+@gluon.jit(
+    do_not_specialize=["B", "H", "N", "TOKENS", "KEY_TOKENS", "full", "threshold", "whole_entries"]
+)
 def _hopper_bwd_kernel(
     q_view,
     k_view,
@@ -740,12 +776,14 @@ def _hopper_bwd_kernel(
     ds_ptr,
     keep_scale,
     threshold,
+    whole_entries,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FULL: gl.constexpr,
     T: gl.constexpr,
     RAGGED: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
+    PARTS: gl.constexpr,
     CAUSAL: gl.constexpr,
     MASK: gl.constexpr,
 ):
@@ -762,6 +800,22 @@ def _hopper_bwd_kernel(
     VARLEN: gl.constexpr = starts_ptr is not None
     head = gl.program_id(1) * H + gl.program_id(0)
     M, full_keys, num_tiles = N, full, full
+    first_tile, last_tile = 0, full
+    if PARTS > 1:
+        # The heads of the last entries have PARTS programs each, which fill the GPU once more. A
+        # program computes the same tiles of rows and of keys: under a causal mask, tile i of rows
+        # sees i + 1 tiles of keys, and tile i of keys is seen by all from i on.
+        extra = gl.program_id(1) - whole_entries
+        split = extra >= 0
+        part = gl.where(split, extra % PARTS, 0)
+        entry = gl.where(split, whole_entries + extra // PARTS, gl.program_id(1))
+        first_tile = part * full // PARTS
+        last_tile = gl.where(split, (part + 1) * full // PARTS, full)
+        head = entry * H + gl.program_id(0)
+        q_view, dq_view = common.from_token(q_view, entry), common.from_token(dq_view, entry)
+        k_view, dk_view = common.from_token(k_view, entry), common.from_token(dk_view, entry)
+        v_view, dv_view = common.from_token(v_view, entry), common.from_token(dv_view, entry)
+        do_view, out_view = common.from_token(do_view, entry), common.from_token(out_view, entry)
     if VARLEN:
         # The programs past the last sequence zero the gradients of tokens that no sequence owns.
         if gl.program_id(1) >= B:
@@ -849,13 +903,24 @@ def _hopper_bwd_kernel(
 
     if IN_REGISTERS:
         following = _left_pair(
-            one_view=q_view, other_view=do_view, start=0, end=N, D=D, WIDTH=BLOCK_D, LAYOUT=OPERAND
+            one_view=q_view,
+            other_view=do_view,
+            start=first_tile * 64,
+            end=N,
+            D=D,
+            WIDTH=BLOCK_D,
+            LAYOUT=OPERAND,
         )
     else:
         common.fetch_rows(q_tile, q_view, 0, N, D, VARLEN)
         common.fetch_rows(do_tile, do_view, 0, N, D, VARLEN)
-    common.fetch_tiles(ks, k_view, limit, D, HIDES)
-    common.fetch_tiles(vs, v_view, limit, D, HIDES)
+    if PARTS > 1:
+        for i in range(0, last_tile if CAUSAL else full):
+            common.fetch_rows(ks.index(i), k_view, i * 64, limit, D, HIDES)
+            common.fetch_rows(vs.index(i), v_view, i * 64, limit, D, HIDES)
+    else:
+        common.fetch_tiles(ks, k_view, limit, D, HIDES)
+        common.fetch_tiles(vs, v_view, limit, D, HIDES)
     if T > 0:
         TAIL: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, T, 16])
         ROWS_T: gl.constexpr = gl.SliceLayout(1, TAIL)
@@ -873,6 +938,8 @@ def _hopper_bwd_kernel(
     # One group: the copies run while delta is computed below.
     commit_copies()
     largest = gl.zeros([64], gl.float32, gl.SliceLayout(1, BLOCKED))
+    # No row above the first tile sees keys from there on.
+    first_row_tile = first_tile if CAUSAL else 0
     # In a causal varlen batch, a tile of keys may be past the last tile of rows. The statistics of
     # such rows are written too: a log-sum-exp of inf makes P zero.
     if IN_REGISTERS:
@@ -881,14 +948,14 @@ def _hopper_bwd_kernel(
             do_view=do_view,
             out_view=out_view,
             saved=saved,
-            start=0,
+            start=first_row_tile * 64,
             scoring=scoring,
             SCALED=SCALED,
             D=D,
             WIDTH=BLOCK_D,
             LAYOUT=BLOCKED,
         )
-    for n in range(gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
+    for n in range(first_row_tile, gl.maximum(full, full_keys) if VARLEN else (N + 63) // 64):
         if IN_REGISTERS:
             rows = following_rows
             following_rows = _load_rows(
@@ -926,7 +993,7 @@ def _hopper_bwd_kernel(
     barrier()
 
     # First pass, over tiles of rows: dQ, and the contributions of these rows to the tail's keys.
-    for tile in range(0, full):
+    for tile in range(first_tile, last_tile):
         first = tile * 64
         if IN_REGISTERS:
             q_tile, do_tile = following
@@ -1098,7 +1165,7 @@ def _hopper_bwd_kernel(
         following = _left_pair(
             one_view=k_view,
             other_view=v_view,
-            start=0,
+            start=first_tile * 64,
             end=limit,
             D=D,
             WIDTH=BLOCK_D,
@@ -1108,14 +1175,19 @@ def _hopper_bwd_kernel(
         k_tile, v_tile = q_tile, do_tile
         common.fetch_rows(k_tile, k_view, 0, limit, D, HIDES)
         common.fetch_rows(v_tile, v_view, 0, limit, D, HIDES)
-    common.fetch_tiles(qs, q_view, N, D, RAGGED)
-    common.fetch_tiles(dos, do_view, N, D, RAGGED)
+    if PARTS > 1:
+        for i in range(first_row_tile, full):
+            common.fetch_rows(qs.index(i), q_view, i * 64, N, D, RAGGED)
+            common.fetch_rows(dos.index(i), do_view, i * 64, N, D, RAGGED)
+    else:
+        common.fetch_tiles(qs, q_view, N, D, RAGGED)
+        common.fetch_tiles(dos, do_view, N, D, RAGGED)
     commit_copies()
     wait_copies(0)
     if is_large:
         barrier()
         # The resident dO is corrected as its tiles were: rounded once to the dtype of the inputs.
-        for i in range(full):
+        for i in range(first_row_tile, full):
             common.correct(dos.index(i), saved, i * 64, scoring, SCALED, BLOCKED)
     fence_async_shared()
     barrier()
@@ -1126,7 +1198,8 @@ def _hopper_bwd_kernel(
         if seed_ptr is not None:
             dv_t *= keep_scale
         common.store_columns(dv_view, dv_t, full * 64, N, D)
-    for tile in range(0, full_keys):
+    last_tile = full_keys if VARLEN else last_tile
+    for tile in range(first_tile, last_tile):
         first = tile * 64
         if IN_REGISTERS:
             k_tile, v_tile = following
@@ -1244,6 +1317,31 @@ def prepare_backward(
         T=tail,
         RAGGED=varlen or (tail == 0 and tokens % 64 != 0),
         IN_REGISTERS=tile.constexprs.get("IN_REGISTERS", False) and not tail,
+        whole_entries=None,
+        PARTS=1,
     )
-    spare = triton.cdiv(SPARE_PROGRAMS, heads) if varlen else 0
-    return Launch(_hopper_bwd_kernel, (heads, call.batch + spare), arguments)
+    entries = call.batch + (triton.cdiv(SPARE_PROGRAMS, heads) if varlen else 0)
+    resident = tile.constexprs.get("RESIDENT", 0) * _tiles.multiprocessors(grad.device)
+    plain = not varlen and all(t is None for t in (*taken, call.key_lengths))
+    if resident and plain and arguments["IN_REGISTERS"]:
+        whole, parts = split_last(call.batch, heads, resident, full)
+        if parts > 1:
+            arguments |= {"whole_entries": whole, "PARTS": parts}
+            entries = whole + (call.batch - whole) * parts
+    return Launch(_hopper_bwd_kernel, (heads, entries), arguments)
+
+
+def split_last(entries: int, heads: int, resident: int, tiles: int) -> tuple[int, int]:
+    """Return how many entries have one program a head, and how many programs the other heads have.
+
+    Programs fill a GPU ``resident`` at a time. The heads that are left for the last time are
+    split, into parts of ``tiles``, as far as all of their programs are resident at once.
+
+    >>> split_last(128, 16, 396, 8), split_last(128, 16, 512, 8), split_last(3, 16, 396, 8)
+    ((123, 4), (128, 1), (0, 8))
+    """
+    left = entries * heads % resident
+    whole = (entries * heads - left) // heads
+    programs = (entries - whole) * heads
+    parts = next((n for n in (8, 4, 2) if n <= tiles and programs * n <= resident), 1)
+    return (whole, parts) if programs and parts > 1 else (entries, 1)

@@ -24,9 +24,11 @@ from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LOG2_E
 from ...route import Results
-from ..call import Call, Gradients, backward_arguments, hopper_tails, tiles_and_tail
+from ..call import BIAS_SLOTS, Call, Gradients, backward_arguments, hopper_tails, tiles_and_tail
 from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, Scoring
+
+SLOTS = gl.constexpr(BIAS_SLOTS)
 
 # For calls with as many rows as keys. Up to these lengths, at least two programs fit on an SM.
 BACKWARD_TILES = Tiles(
@@ -70,6 +72,31 @@ def _describe_rows(do_rows, lses, deltas, loaded):
     deltas.store(gl.sum(do * out.to(gl.float32), 1))
 
 
+@gluon.jit
+def _thread_sums_of_product(x):
+    """Add up the two rows, eight apart, of a thread in the layout of a product: (4, 8, D)."""
+    return gl.sum(x.reshape([4, 2, 8, x.shape[1]]), 1)
+
+
+@gluon.jit
+def _thread_sums_of_copy(x):
+    """Add up the rows of a thread in ``copy_layout``: (warps, rows of a warp, D)."""
+    ROWS: gl.constexpr = 256 // x.shape[1]
+    x = x.to(gl.float32).reshape([x.shape[0] // (4 * ROWS), 4, ROWS, x.shape[1]])
+    return gl.sum(x, 0)
+
+
+@gluon.jit
+def _store_warps(bias_ptr, FIRST: gl.constexpr, sums, H, D: gl.constexpr):
+    """Add up (4, rows, D) within each warp, and store them from slot ``FIRST`` of this head on."""
+    x = gl.sum(sums, 1)  # (4, D)
+    LAYOUT: gl.constexpr = x.type.layout
+    slots = FIRST + gl.arange(0, 4, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, x.shape[1], gl.SliceLayout(0, LAYOUT))
+    start = bias_ptr + ((gl.program_id(1) * SLOTS * H + gl.program_id(0)).to(gl.int64) * D)
+    gl.store(start + (slots * (H * D))[:, None] + dims[None, :], x, mask=(dims < D)[None, :])
+
+
 @gluon.jit(do_not_specialize=["H", "N", "full"])
 def _hopper_resident_bwd_kernel(
     q_view,
@@ -89,6 +116,7 @@ def _hopper_resident_bwd_kernel(
     scale,
     mask_view,
     ds_ptr,
+    bias_ptr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FULL: gl.constexpr,
@@ -181,18 +209,31 @@ def _hopper_resident_bwd_kernel(
     wait_copies(1)
     if T > 0:
         lse_tail, delta_tail = lses.index(FULL).slice(0, T), deltas.index(FULL).slice(0, T)
+        if bias_ptr is not None:
+            do_sum = _thread_sums_of_copy(do_tail.load(BLOCKED))
         _describe_rows(do_tail, lse_tail, delta_tail, loaded[FULL])
         dq_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dk_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         dv_t = gl.zeros([BLOCK_D, T], gl.float32, TAIL)
         zero_t = gl.zeros([64, T], gl.float32, TAIL)
     for n in gl.static_range(FULL):
+        if bias_ptr is not None:
+            rows_sum = _thread_sums_of_copy(dos.index(n).load(BLOCKED))
+            if n > 0 or T > 0:
+                do_sum = gl.convert_layout(do_sum, rows_sum.type.layout) + rows_sum
+            else:
+                do_sum = rows_sum
         _describe_rows(dos.index(n), lses.index(n), deltas.index(n), loaded[n])
     # Q, K and V of all threads, and the corrected dO, must be visible to wgmma in all warps.
     wait_copies(0)
     fence_async_shared()
     barrier()
 
+    if bias_ptr is not None:
+        # Rows of P add up to 1, so that dV sums to what dO does; rows of dS add up to 0, and so
+        # does dK.
+        _store_warps(bias_ptr, 5, do_sum, H, D)
+        dq_sum = _thread_sums_of_product(gl.zeros([64, BLOCK_D], gl.float32, GRADS))
     # Tiles of rows: their dQ, and their contributions to dK and dV of the tail.
     for tile in range(0, full):
         first = tile * 64
@@ -264,8 +305,12 @@ def _hopper_resident_bwd_kernel(
                 )
         if T > 0 and not CAUSAL:
             barrier()  # all warps are done with P and dS of the tail
+        if bias_ptr is not None:
+            dq_sum += _thread_sums_of_product(dq)
         common.store_product_rows(dq_view, dq * scale, first, N, D, RAGGED)
 
+    if bias_ptr is not None:
+        _store_warps(bias_ptr, 0, dq_sum * scale, H, D)
     # Tiles of keys: their dK and dV, and their contributions to dQ of the tail. No barrier between
     # the passes: Q, K, V and dO are only read.
     for tile in range(0, full):
@@ -381,6 +426,14 @@ def _hopper_resident_bwd_kernel(
         common.store_columns(dq_view, dq_t * scale, full * 64, N, D)
         common.store_columns(dk_view, dk_t * scale, full * 64, N, D)
         common.store_columns(dv_view, dv_t, full * 64, N, D)
+    if bias_ptr is not None:
+        if T > 0:
+            tail_sum = gl.sum(dq_t, 1) * scale  # (D,)
+        else:
+            tail_sum = gl.zeros([BLOCK_D], gl.float32, gl.SliceLayout(0, BLOCKED))
+        dims = gl.arange(0, BLOCK_D, tail_sum.type.layout)
+        slot = (gl.program_id(1) * SLOTS + 4) * H + gl.program_id(0)
+        gl.store(bias_ptr + slot.to(gl.int64) * D + dims, tail_sum, mask=dims < D)
 
 
 def prepare_backward(

@@ -24,7 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ... import _tiles
-from ..._epilogue import add_sums, no_sums, store_statistics, sums_of_rows
+from ..._epilogue import (
+    add_sums,
+    no_sums,
+    reduce_sums,
+    store_reduced,
+    store_statistics,
+    sums_of_rows,
+)
 from ..._launch_cache import Launch
 from ..._tiles import Tile, Tiles, rule
 from ..._triton import LN_2, PRECISION, head_of, keep_tile, load_rows, store_rows, visible_keys
@@ -146,7 +153,8 @@ def score_segments(
 
 
 # ``BLOCK`` is the rows of a tile. K and V are cut into segments, of at most 128 unless a rule says,
-# for the most tokens of a rule: one compiled kernel serves every length of the rule.
+# for the most tokens of a rule: one compiled kernel serves every length of the rule. ``ONE_TILE``
+# compiles no loop where one tile has all rows (in the backward, all keys).
 _PADDED = "padded_dim", "unaligned"
 _ALL = "dropout", "mask", *_PADDED
 _AMPERE = 80, 86  # elsewhere, online.py is as fast for more tokens
@@ -206,6 +214,7 @@ def _short_fwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
     RAGGED: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):
     # Programs of one head are neighbours: they read the same K and V from the cache.
     head = tl.program_id(0) // PARTS
@@ -223,10 +232,13 @@ def _short_fwd_kernel(
     ks = load_segments(k_start, k_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
     vs = load_segments(v_start, v_view.stride_n, limit, SEGMENTS, D, BLOCK_D)
     factor = exponent_factor(scale, SCALED, q_ptr.dtype.element_ty)
-    if stats_ptr is not None:
+    first_row, stop, step = part * BLOCK_M, N, PARTS * BLOCK_M
+    if ONE_TILE:
+        first_row, stop, step = 0, BLOCK_M, BLOCK_M  # known to the compiler: there is no loop
+    elif stats_ptr is not None:
         sums = no_sums(BLOCK_M)
 
-    for first in range(part * BLOCK_M, N, PARTS * BLOCK_M):
+    for first in range(first_row, stop, step):
         rows = first + tl.arange(0, BLOCK_M)
         q = load_rows(q_ptr, first, q_view.stride_n, N, D, [BLOCK_M, BLOCK_D])  # (BLOCK_M, BLOCK_D)
         scores, row_max = score_segments(  # tuple of (BLOCK_M, size), and (BLOCK_M,)
@@ -258,7 +270,10 @@ def _short_fwd_kernel(
             row_sum += tl.sum(p, axis=1)  # (BLOCK_M,)
             if stats_ptr is not None:
                 # 0 * -inf would be nan.
-                centred = tl.where(exponent == float("-inf"), 0.0, exponent)
+                if ONE_TILE:
+                    centred = tl.maximum(exponent, -1e30)  # one instruction
+                else:
+                    centred = tl.where(exponent == float("-inf"), 0.0, exponent)
                 row_centred += tl.sum(p * centred, axis=1)
                 row_square += tl.sum(p * p, axis=1)
             # Dropout comes after the sums: statistics and the divisor are of P itself.
@@ -297,8 +312,13 @@ def _short_fwd_kernel(
                 inside=inside,
                 nats=LN_2,
             )
-            sums = add_sums(sums, rows_sums)
-    if stats_ptr is not None:
+            max_scale = 1.0 if SCALED else scale
+            if ONE_TILE:
+                rows_sums = reduce_sums(rows_sums)
+                store_reduced(stats_ptr, rows_sums, head, tl.num_programs(0), N, max_scale)
+            else:
+                sums = add_sums(sums, rows_sums)
+    if stats_ptr is not None and not ONE_TILE:
         max_scale = 1.0 if SCALED else scale
         store_statistics(stats_ptr, sums, head, tl.num_programs(0), N, max_scale)
 
@@ -318,6 +338,7 @@ def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
         PARTS=parts,
         BLOCK_M=tile["BLOCK"],
         SEGMENTS=segments,
+        ONE_TILE=tile.constexprs.get("ONE_TILE", False) and tile["tokens"] <= tile["BLOCK"],
         # Otherwise only the last segment has columns past the last key.
         RAGGED=call.key_lengths is not None or call.key.shape[2] <= segments[-1][0],
     )
@@ -389,6 +410,7 @@ def _short_bwd_kernel(
     MASK: tl.constexpr,
     SCALED: tl.constexpr,
     WHOLE: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):
     b, h = tl.program_id(0) // H, tl.program_id(0) % H
     b_64, h_64 = b.to(tl.int64), h.to(tl.int64)
@@ -440,7 +462,8 @@ def _short_bwd_kernel(
     if not WHOLE:
         dos = new_dos
 
-    for first in range(0, M, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
+    stop = BLOCK_N if ONE_TILE else M
+    for first in range(0, stop, BLOCK_N):  # k, v: (BLOCK_N, BLOCK_D)
         k = load_rows(k_ptr, first, k_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         v = load_rows(v_ptr, first, v_view.stride_n, limit, D, [BLOCK_N, BLOCK_D])
         cols = first + tl.arange(0, BLOCK_N)
@@ -517,5 +540,6 @@ def prepare_backward(
         BLOCK_N=tile["BLOCK"],
         SEGMENTS=split_into_segments(tile["tokens"]),
         WHOLE=tile["tokens"] <= tile["BLOCK"],
+        ONE_TILE=tile.constexprs.get("ONE_TILE", False) and tile["tokens"] <= tile["BLOCK"],
     )
     return Launch(_short_bwd_kernel, (batch * heads,), arguments)
