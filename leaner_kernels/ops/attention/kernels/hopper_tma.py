@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ... import _tiles
 from ..._epilogue import NUM_SUMS, PART
 from ..._gluon import (
     TensorDescriptor,
@@ -38,7 +39,6 @@ from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, RowState, Scoring
 from .hopper import step
 
-H200_SMS = 132
 SLOTS = 2  # blocks of K and V on chip in a backward
 TAILS = 16, 32  # keys of a product narrower than a tile
 
@@ -967,10 +967,7 @@ def block_size(tokens: int) -> int:
 
 def num_programs(device: torch.device, work: int, per_sm: int = 1) -> int:
     """Return the number of programs that share ``work``: at most ``per_sm`` on each SM."""
-    sms = H200_SMS
-    if device.type == "cuda" and torch.cuda.is_available():
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(work, per_sm * sms)
+    return min(work, per_sm * _tiles.multiprocessors(device))
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
