@@ -20,7 +20,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -100,17 +100,11 @@ def run(
 @contextmanager
 def fewer_programs(times: float) -> Iterator[None]:
     """Let programs compute as many heads as in a call of ``times`` as many heads."""
-    from leaner_kernels.ops import _gluon
-
-    with ExitStack() as stack:
-        enough = int(_tiles.ENOUGH_PROGRAMS / times)
-        stack.enter_context(mock.patch.object(_tiles, "ENOUGH_PROGRAMS", enough))
-        if _gluon.AVAILABLE:
-            from leaner_kernels.ops.attention.kernels import hopper_tma
-
-            stack.enter_context(
-                mock.patch.object(hopper_tma, "H200_SMS", max(1, int(hopper_tma.H200_SMS / times)))
-            )
+    sms = max(1, int(H200_SMS / times))
+    with (
+        mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)),
+        mock.patch.object(_tiles, "multiprocessors", return_value=sms),
+    ):
         yield
 
 

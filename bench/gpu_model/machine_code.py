@@ -438,7 +438,7 @@ def way(code: MachineCode, passed: Sequence[Landmark]) -> list[tuple[int, int]]:
             reached = after
         return reached
 
-    # Of each block and number of landmarks before it: from where, and what was passed on the way.
+    # By block and number of landmarks before it: the block before, and the landmarks on the way.
     before: dict[tuple[int, int], tuple[tuple[int, int], tuple[int, ...]] | None] = {}
     end = len(code.blocks)
     queue: list[Any] = [(0, 0, 0, None)]

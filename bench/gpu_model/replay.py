@@ -37,7 +37,7 @@ class Access(NamedTuple):
 
 
 class Event(NamedTuple):
-    """What a warp does with an mbarrier or TMA.
+    """A use of an mbarrier or of TMA by a warp.
 
     Attributes:
         phase: of the program's, by number; -1 for none.

@@ -14,8 +14,7 @@ if os.environ.get("LEANER_EXECUTE") != "1":
 
 from bench.gpu_model.candidates import TMA
 from bench.gpu_model.execute import Execution, ExecutionError, executing
-from leaner_kernels.ops import _gluon
-from leaner_kernels.ops.attention.kernels import hopper_tma
+from leaner_kernels.ops import _gluon, _tiles
 from tests import attention_cases
 from tests.attention_cases import (
     AttentionTestCase,
@@ -69,7 +68,7 @@ def test_outputs_statistics_and_gradients_are_within_the_error_budget(
     layout: Callable[..., Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hopper_tma, "H200_SMS", programs)
+    monkeypatch.setattr(_tiles, "multiprocessors", lambda _: programs)
     on_cpu, on_gpu = (make_inputs(case, dtype, device, layout) for device in ("cpu", "cuda"))
     found, executions = run(on_gpu)
     attention_cases.check(on_cpu, found)
@@ -126,7 +125,7 @@ BACKWARD_REDUNDANT = {
 def test_barriers_waits_arrivals_and_fences_are_missed(
     kernel: str, redundant: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hopper_tma, "H200_SMS", 1)
+    monkeypatch.setattr(_tiles, "multiprocessors", lambda _: 1)
     inputs = make_inputs(AttentionTestCase("mutated", 1, 3, 3, 320, 320, 32), BF16, "cuda", aligned)
     whole, executions = run(inputs, count=True)
     mutations = list(synchronising(next(e for e in executions if e.name == kernel)))
@@ -138,7 +137,7 @@ def test_barriers_waits_arrivals_and_fences_are_missed(
 # In each commit, the first of each kind that matters.
 @pytest.mark.parametrize("kind", ["mbarrier.try_wait", "mbarrier.arrive", "fence.proxy.async"])
 def test_what_orders_partitions_is_missed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_tma, "H200_SMS", 1)
+    monkeypatch.setattr(_tiles, "multiprocessors", lambda _: 1)
     inputs = make_inputs(AttentionTestCase("mutated", 1, 3, 3, 128, 128, 32), BF16, "cuda", aligned)
     whole, executions = run(inputs, count=True)
     backward = next(e for e in executions if e.name == "_hopper_tma_bwd_kernel")

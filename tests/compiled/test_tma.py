@@ -24,13 +24,15 @@ from leaner_kernels.ops import _gluon
 if not _gluon.AVAILABLE:
     pytest.skip("this Triton has no Gluon", allow_module_level=True)
 
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
 from leaner_kernels.ops._gluon import (
+    TensorDescriptor,
     fence_async_shared,
     gl,
     gluon,
+    load_tile,
+    mbarrier,
+    store_tile,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -38,9 +40,7 @@ from tests.compiled.test_executor import LOAD_OTHER, run
 from tests.compiled.test_executor import STORE as STORE_WORD
 from tests.compiled.test_mutations import operation
 
-# Triton 3.9 renamed them, and 3.6 has no reduction.
-load_box: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-store_box: Any = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Triton 3.6 has no reduction.
 add_box: Any = getattr(tma, "async_atomic_add", None)
 
 BF16 = torch.bfloat16
@@ -397,11 +397,11 @@ def _fill_ring(x_desc, ring, ready, empty, tiles, FAULT: gl.constexpr):
             mbarrier.expect(ready.index(stage), BYTES - 16)
         else:
             mbarrier.expect(ready.index(stage), BYTES)
-        load_box(x_desc, [(first + n) * ROWS, 0], ready.index(stage), ring.index(stage))
+        load_tile(x_desc, [(first + n) * ROWS, 0], ready.index(stage), ring.index(stage))
     if FAULT == "unseen load":
         mbarrier.wait(empty.index(tiles % STAGES), (tiles // STAGES & 1) ^ 1)
         mbarrier.expect(ready.index(tiles % STAGES), BYTES)
-        load_box(x_desc, [0, 0], ready.index(tiles % STAGES), ring.index(tiles % STAGES))
+        load_tile(x_desc, [0, 0], ready.index(tiles % STAGES), ring.index(tiles % STAGES))
 
 
 @gluon.jit
@@ -427,7 +427,7 @@ def _double_ring(y_desc, ring, out, ready, empty, tiles, FAULT: gl.constexpr):
             tma.store_wait(0)
         out.store(tile + tile)
         fence_async_shared()
-        store_box(y_desc, [(first + n) * ROWS, 0], out)
+        store_tile(y_desc, [(first + n) * ROWS, 0], out)
     if FAULT != "unseen store":
         tma.store_wait(0)
 
@@ -518,8 +518,8 @@ def _load_operands(a_desc, b_desc, a_ring, b_ring, ready, empty, depth):
         mbarrier.wait(empty.index(stage), phase ^ 1)
         mbarrier.expect(ready.index(stage), a_desc.block_type.nbytes + b_desc.block_type.nbytes)
         rows = gl.program_id(0) * ROWS
-        load_box(a_desc, [rows, n * DEPTH], ready.index(stage), a_ring.index(stage))
-        load_box(b_desc, [n * DEPTH, 0], ready.index(stage), b_ring.index(stage))
+        load_tile(a_desc, [rows, n * DEPTH], ready.index(stage), a_ring.index(stage))
+        load_tile(b_desc, [n * DEPTH, 0], ready.index(stage), b_ring.index(stage))
 
 
 @gluon.jit
@@ -620,7 +620,7 @@ def _squares_kernel(x_desc, out_ptr, tiles, EARLY: gl.constexpr):
     ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ready, count=1)
     mbarrier.expect(ready, x_desc.block_type.nbytes)
-    load_box(x_desc, [0, 0], ready, buffer)
+    load_tile(x_desc, [0, 0], ready, buffer)
     acc = gl.zeros([64, 64], gl.float32, layout)
     for n in range(tiles):
         mbarrier.wait(ready, n & 1)
@@ -629,7 +629,7 @@ def _squares_kernel(x_desc, out_ptr, tiles, EARLY: gl.constexpr):
             acc = warpgroup_mma_wait(0, [acc])
         more = n + 1 < tiles
         mbarrier.expect(ready, x_desc.block_type.nbytes, pred=more)
-        load_box(x_desc, [(n + 1) * 64, 0], ready, buffer, pred=more)
+        load_tile(x_desc, [(n + 1) * 64, 0], ready, buffer, pred=more)
         if EARLY:
             acc = warpgroup_mma_wait(0, [acc])
     rows = gl.arange(0, 64, gl.SliceLayout(1, layout))
@@ -745,7 +745,7 @@ def _reduce_kernel(
     for n in range(tiles):
         mbarrier.expect(ready.index(n & 1), x_desc.block_type.nbytes)
         tma.store_wait(LEFT)
-        load_box(x_desc, [(first * tiles + n) * ROWS, 0], ready.index(n & 1), buffer.index(n & 1))
+        load_tile(x_desc, [(first * tiles + n) * ROWS, 0], ready.index(n & 1), buffer.index(n & 1))
         mbarrier.wait(ready.index(n & 1), n >> 1 & 1)
         if WAIT:
             tma.store_wait(0, read_only=False)

@@ -3,11 +3,11 @@
 Sizes: B batch, H query heads, N tokens, D head dimension. No table selects these kernels: no GPU
 has timed them yet. ``python -m bench.tune --candidates`` compares them with the ones that run.
 
-A program stays on its SM and computes one block of a head after the other. One warp, the producer,
-copies tiles of 64 tokens into rings in shared memory; two warpgroups, the consumers, compute. Every
-stage of a ring has two mbarriers: the producer waits until consumers have released it, a consumer
-until its bytes have arrived. Copies of the next head so run under the products of this one. TMA
-fills tiles past the last token with zeros, and does not store there.
+A program stays on its SM and computes one head, or a block of one, after the other. One warp, the
+producer, copies tiles of 64 tokens into rings in shared memory; warpgroups, the consumers, compute.
+Every stage of a ring has two mbarriers. The producer waits until consumers have released the stage,
+a consumer until its bytes have arrived. So the copies of the next head run under the products of
+this one. TMA fills tiles past the last token with zeros, and stores nothing there.
 """
 
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ... import _tiles
 from ..._epilogue import NUM_SUMS, PART
 from ..._gluon import (
     TensorDescriptor,
@@ -38,7 +39,6 @@ from . import gluon_tiles as common
 from .gluon_tiles import Dropout, Mask, RowState, Scoring
 from .hopper import step
 
-H200_SMS = 132
 SLOTS = 2  # blocks of K and V on chip in a backward
 TAILS = 16, 32  # keys of a product narrower than a tile
 
@@ -118,7 +118,7 @@ class Ring(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the programs of a launch compute, one block of a head after the other.
+    """The work of a launch: its programs take one block of a head after the other.
 
     Attributes:
         H: query heads.
@@ -527,7 +527,7 @@ def _hopper_tma_fwd_kernel(
 # A program owns a head: no other adds to its gradients. Blocks of keys pass one after the other,
 # and for each all tiles of rows. A consumer owns tiles of keys, and sums their dK and dV in its
 # registers. A third warpgroup serves the rows. It computes delta = sum(dO O) ahead of the
-# consumers, and multiplies dS, which they leave in shared memory, with K. One block completes dQ of
+# consumers. They leave dS in shared memory, and it multiplies dS with K. One block completes dQ of
 # a tile of rows; several are added up in their order. The result is bitwise deterministic.
 #
 # These are five products for each pair of tiles. Kernels with two passes compute S and dP twice.
@@ -831,7 +831,7 @@ def _bwd_rows(
                         else:
                             taken_odd += 1
                 if sums_ptr is not None:
-                    # A thread adds to what it wrote itself: no order among threads is needed.
+                    # Each thread adds to its own sums: no order among threads is needed.
                     offsets = i * 64 + gl.arange(0, 64, gl.SliceLayout(1, GRADS))
                     dims = gl.arange(0, D, gl.SliceLayout(0, GRADS))
                     ptrs = sums_ptr + gl.program_id(0).to(gl.int64) * (num_tiles * 64 * D)
@@ -967,10 +967,7 @@ def block_size(tokens: int) -> int:
 
 def num_programs(device: torch.device, work: int, per_sm: int = 1) -> int:
     """Return the number of programs that share ``work``: at most ``per_sm`` on each SM."""
-    sms = H200_SMS
-    if device.type == "cuda" and torch.cuda.is_available():
-        sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(work, per_sm * sms)
+    return min(work, per_sm * _tiles.multiprocessors(device))
 
 
 def prepare_forward(tile: Tile, call: Call, results: Results) -> Launch:
