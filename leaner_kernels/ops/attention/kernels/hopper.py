@@ -839,6 +839,7 @@ def _hopper_bwd_kernel(
         first_key, M = find_sequence(key_starts_ptr, gl.program_id(1), KEY_TOKENS, N)
         first_row, N = find_sequence(starts_ptr, gl.program_id(1), TOKENS, N)
         full, full_keys = (N + 63) // 64, (M + 63) // 64
+        last_tile = full
         # N and M are now the tokens of this sequence; ``num_tiles`` keeps the tiles of the longest.
         q_view, dq_view = (
             common.from_token(q_view, first_row),
