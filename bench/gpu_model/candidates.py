@@ -15,7 +15,7 @@ from unittest import mock
 
 from bench.gpu_model.launches import changed_rules
 from leaner_kernels.ops import route
-from leaner_kernels.ops._tiles import Rule
+from leaner_kernels.ops._tiles import ANY, Rule
 from leaner_kernels.ops.attention import kernels
 from leaner_kernels.ops.attention.kernels import Limits
 
@@ -68,9 +68,7 @@ class Candidate(NamedTuple):
             yield
 
 
-_HOPPER = Limits(
-    family="hopper", gluon=True, most_entries=kernels.MAX_ENTRIES, least_tokens=65, square_from=0
-)
+_HOPPER = kernels.FORWARD["hopper_forward"]._replace(many_heads_from=ANY)
 _TMA_CASES = "vit_base", "vit_large", "bert", "gpt2_512", "vit_384", "long_1024"
 # The warp-specialised kernels, one in place of ``hopper``, ``hopper_resident``, ``hopper_long``.
 TMA = tuple(

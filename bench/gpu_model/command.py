@@ -42,7 +42,7 @@ from bench.harness import command
 from leaner_kernels.ops import _tiles
 
 DIRECTIONS = "forward", "statistics", "backward"
-H200_SMS = 132
+SMS = _tiles.multiprocessors(torch.device("cpu"))
 BYTES, UNKNOWN = "bytes", "unknown"
 
 
@@ -55,7 +55,7 @@ def smaller(case: AnyCase, *, persistent: bool = False) -> tuple[AnyCase, float]
     if not isinstance(case, AttentionCase):
         return dataclasses.replace(case, batch=1), float(case.batch)
     entries = case.batch if case.ragged else 8 if case.tokens <= 64 else 1
-    heads = -(-case.batch * case.heads // H200_SMS) if persistent else min(case.heads, 4)
+    heads = -(-case.batch * case.heads // SMS) if persistent else min(case.heads, 4)
     part = dataclasses.replace(case, batch=entries, heads=heads)
     return part, case.batch * case.heads / (entries * heads)
 
@@ -100,7 +100,7 @@ def run(
 @contextmanager
 def fewer_programs(times: float) -> Iterator[None]:
     """Let programs compute as many heads as in a call of ``times`` as many heads."""
-    sms = max(1, int(H200_SMS / times))
+    sms = max(1, int(SMS / times))
     with (
         mock.patch.object(_tiles, "ENOUGH_PROGRAMS", int(_tiles.ENOUGH_PROGRAMS / times)),
         mock.patch.object(_tiles, "multiprocessors", return_value=sms),
