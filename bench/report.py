@@ -649,15 +649,31 @@ def draw(path: Path) -> None:
     rows = ranked[(ranked["kind"] == "attention") & (ranked["stage"] == "both")]
     rows = rows[(rows["mode"] == "graph") & ~rows["cpu"] & rows["ours"]]
     rows = rows.dropna(subset="times_default")
-    names = rows["case"] + rows["start"].map(lambda start: f", {start}" if start else "")
-    bars = rows.set_axis(names + " (" + rows["on"] + ")")["times_default"].sort_values()
+    # The names of the tables; a bar names its GPU only if there are several.
+    names = rows["case"].replace(LABELS) + rows["start"].map({"packed": ", packed"}).fillna("")
+    gpus = sorted({*rows["on"]})
+    if len(gpus) > 1:
+        names += " (" + rows["on"] + ")"
+    bars = rows.set_axis(names)["times_default"].sort_values()
     colors = ["tab:orange" if times >= 1 else "tab:red" for times in bars]
     # From 1: the axis is logarithmic.
     axes = (bars - 1).plot.barh(figsize=(8, 1 + 0.25 * len(bars)), color=colors, left=1)
     axes.axvline(1, color="black", lw=1)
-    axes.bar_label(axes.containers[0], [f" {frames.number(times)}" for times in bars])
-    label = "times as fast as PyTorch or timm, forward and backward; red: our kernel loses"
+    for place, times in enumerate(bars):
+        axes.annotate(
+            f"{frames.number(times)}×",
+            (times, place),
+            (3 if times >= 1 else -3, 0),
+            textcoords="offset points",
+            ha="left" if times >= 1 else "right",
+            va="center",
+        )
+    label = "times as fast as PyTorch or timm; red: our kernel is slower, and is not called"
     axes.set(xscale="log", xlim=(0.3, 2 * bars.max()), ylabel="", xlabel=label)
+    axes.set_title(f"attention, forward and backward, bfloat16 ({', '.join(gpus)})", fontsize=11)
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100) if tick < 2 * bars.max()]
+    axes.set_xticks(ticks, [f"{tick:g}×" for tick in ticks])
+    axes.minorticks_off()
     axes.figure.savefig(path, dpi=80, bbox_inches="tight")
 
 

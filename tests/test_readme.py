@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = "README.md", "docs/usage.md"
@@ -14,6 +15,13 @@ BLOCKS = re.findall(
     re.M | re.S,
 )
 OF_THE_CHECKOUT = "models", "train", "bench", "studies"
+
+
+@pytest.fixture(autouse=True)
+def pytorchs_attention():
+    """A block may leave our kernels active in PyTorch's registry."""
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
