@@ -129,9 +129,10 @@ _ON_GPU = ("--device", "cuda")
 _PARTS = {
     "spread": (
         "Do early layers want more heads?",
-        "The companion paper (arXiv:2510.03784) argues that early layers do, and that later ones "
-        "get by with less. It prints no schedule: these are of our own design. As many heads, or "
-        "as much width, in every arm, and so as many parameters and FLOPs.",
+        "The companion paper (arXiv:2510.03784) argues that early layers do, and that later "
+        "layers need fewer. It prints no schedule, so these schedules are our own. All arms have "
+        "the same total number of heads, or the same total width, and therefore as many "
+        "parameters and FLOPs.",
         _spread(),
         5,
         _decide_spread,
@@ -139,9 +140,9 @@ _PARTS = {
     ),
     "cuts": (
         "Does it cost less to narrow the heads of later layers?",
-        "The companion paper says that later layers can do with less. The heads of the last four "
-        "layers of eight are narrowed by so much that attention has 5, 15 or 25% less width in "
-        "all, or those of all layers by the same in all.",
+        "The companion paper says that later layers can do with less. Attention loses 5, 15 or "
+        "25% of its total width. Either the heads of the last four of eight layers are narrowed, "
+        "or those of all layers.",
         _cuts(),
         5,
         _decide_cuts,
@@ -149,8 +150,9 @@ _PARTS = {
     ),
     "saturation": (
         "Does wider attention gain less and less, and sooner for long sequences?",
-        "The companion paper: softmax saturates as heads widen, most for long sequences. Four "
-        "heads a layer; the loss of 16 times the width in two steps.",
+        "The companion paper says that softmax saturates as heads widen, most of all for long "
+        "sequences. Here each layer has four heads, which are widened in two steps of 4 times "
+        "each.",
         _saturation(),
         3,
         _decide_saturation,
@@ -166,13 +168,17 @@ def _study(part: str) -> Study:
         command=f"python -m studies.allocation --part {part}",
         question=question,
         claims=claims,
-        metric="Held-out loss of the next byte of the standard library, in per cent of itself.",
+        metric=(
+            "Held-out loss of the next byte of the standard library; differences are in per cent "
+            "of the loss."
+        ),
         rule=(
-            "Student's paired test over seeds, one-sided; p corrected after Holm over the claims "
-            "of the part."
+            "Student's paired test over seeds, one-sided. p is corrected after Holm over the "
+            "claims of the part."
         ),
         not_shown=(
-            "Models of up to a million parameters, on one text, for minutes, at one learning rate."
+            "The models have up to a million parameters and were trained on one text, for "
+            "minutes, at one learning rate."
         ),
         scales={
             "cpu": Scale(SCRIPT, _TASK, arms, seeds=seeds, seconds=120),

@@ -95,24 +95,25 @@ def _study(task: str) -> Study:
         command=f"python -m studies.depth_for_heads --task {task}",
         question=f"Can a model have fewer layers if it has more heads? ({TASKS[task]})",
         claims=(
-            "The paper: with more heads, depth can be cut at no loss. Its ViT-B goes from 12 "
-            "layers and 12 heads to 7 and 16, and its MLP to half the width; heads stay as wide as "
-            "they were. Here: from 10 layers and 6 heads of 16 to 6 and 8, width 96."
+            "The paper says that with more heads, depth can be cut without a loss of quality. Its "
+            "ViT-B goes from 12 layers of 12 heads to 7 layers of 16, and halves the width of the "
+            "MLP. The heads stay equally wide. Here, models of width 96 go from 10 layers of 6 "
+            "heads to 6 layers of 8. All heads are 16 wide."
         ),
         metric=(
-            "Held-out loss, in per cent of itself."
+            "Held-out loss; differences are in per cent of the loss."
             if task == "python"
-            else "Held-out accuracy, in points."
+            else "Held-out accuracy, in percentage points."
         ),
         rule=(
-            f"Student's paired test over seeds, one-sided. *No worse*: not {MARGIN:g} "
-            f"{'per cent of the loss' if task == 'python' else 'point'} or more below; this margin "
-            "was set before the runs, and the effect includes it. p corrected after Holm over the "
-            "claims of the task."
+            "Student's paired test over seeds, one-sided. *No worse* means less than "
+            f"{MARGIN:g} {'per cent of the loss' if task == 'python' else 'point'} worse. This "
+            "margin was set before the runs, and the effect includes it. p is corrected after Holm "
+            "over the claims of the task."
         ),
         not_shown=(
-            "Models of a million parameters, trained for minutes at one learning rate that was "
-            "chosen for the original."
+            "The models have a million parameters and were trained for minutes, at one learning "
+            "rate that was chosen for the original."
         ),
         scales={
             "cpu": Scale(script, flags, arms(task), seeds=5, seconds=SECONDS[task]),

@@ -65,25 +65,27 @@ STUDY = Study(
     name="kappa_against_heads",
     question="Does the condition number κ of the attention block fall as heads are added?",
     claims=(
-        "The paper (arXiv:2505.20802, Figure 2 and theorem 3.2): it does. For independent Gaussian "
-        "heads κ depends on h·d alone: it falls where h·d grows past N tokens, peaks at h·d = N "
-        "and does not change where a fixed width is split."
+        "The paper (arXiv:2505.20802, Figure 2 and theorem 3.2) says that it does. For "
+        "independent Gaussian heads, κ depends only on h·d. It falls as h·d grows past the number "
+        "of tokens N, peaks at h·d = N, and does not change if a fixed width is split into more "
+        "heads."
     ),
     metric=(
-        "Geometric mean over layers and 16 held-out items of κ of the concatenated heads after "
-        "training, in eval mode; base-10 logarithm. Where float32 heads do not tell the κ of a "
-        "layer, 10⁷ counts in its place: added after the runs, in which that happened to one head "
-        "of N columns. The trend test is of ranks, which this leaves alone."
+        "κ of the concatenated heads after training, in evaluation mode: the geometric mean over "
+        "layers and 16 held-out items, as a base-10 logarithm. If the precision of float32 heads "
+        "does not resolve the κ of a layer, it counts as 10⁷. This was added after the runs, and "
+        "concerns one head of N columns. It does not affect the trend test, which uses ranks."
     ),
     rule=(
-        "A fall: Page's trend test, runs of one seed being a block. The peak: Student's paired "
-        "test. The one-sided p values, corrected after Holm over the study's claims, below 0.05, "
-        "and a bootstrap interval over seeds above 0: holds. An interval below 0: fails. Else "
-        "undecided. The null arm fails if its interval leaves 0 out."
+        "A fall is tested by Page's trend test, with the runs of one seed as a block. The peak is "
+        "tested by Student's paired test. A claim holds if its one-sided p, corrected after Holm "
+        "over the claims of the study, is below 0.05 and the bootstrap interval over seeds is "
+        "above 0. It fails if the interval is below 0. Otherwise it is undecided. The null arm "
+        "fails if its interval does not contain 0."
     ),
     not_shown=(
-        "Four layers on 16 tokens of 8 × 8 digits. Heads that are added in widen add parameters "
-        "too. Nothing here says that a lower κ is any good."
+        "The models have four layers and read 8 × 8 digits as 16 tokens. In the arms called "
+        "widen, more heads also mean more parameters. Nothing here says that a lower κ is useful."
     ),
     scales={
         "cpu": Scale(

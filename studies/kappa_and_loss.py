@@ -49,24 +49,26 @@ STUDY = Study(
     name="kappa_and_loss",
     question="Does a lower κ of the attention block cause a lower loss?",
     claims=(
-        "The paper: models with more heads do well because their attention is better conditioned. "
-        "Then runs of one architecture that differ by their seed should have the lower loss where "
-        "κ is lower, and a penalty that lowers κ should lower the loss."
+        "The paper says that models with more heads do well because their attention is better "
+        "conditioned. If so, among runs of one architecture that differ in their seed, those with "
+        "the lower κ should have the lower loss. A penalty that lowers κ should lower the loss."
     ),
     metric=(
-        "κ of 16 held-out items after training, geometric mean over layers, and the held-out "
-        "cross-entropy; base-10 logarithms. The penalty is the log ratio of the arithmetic to the "
-        "geometric mean of the squared singular values, times its weight, added to the loss."
+        "κ after training: the geometric mean over layers and 16 held-out items. The loss is the "
+        "held-out cross-entropy. Both are base-10 logarithms. The penalty is the logarithm of the "
+        "arithmetic mean of the squared singular values over their geometric mean. It is "
+        "multiplied by its weight and added to the loss."
     ),
     rule=(
-        "The penalty: Page's trend test over its four weights, runs of one seed being a block. The "
-        "correlation: of logarithms less each arm's mean, by permutation within arms. One-sided p "
-        "values, corrected after Holm, below 0.05 and a bootstrap interval over seeds above 0: "
-        "holds. An interval below 0: fails. Else undecided."
+        "The penalty is tested by Page's trend test over its four weights, with the runs of one "
+        "seed as a block. The correlation is that of the logarithms after subtracting the mean of "
+        "their arm, tested by permutation within arms. A claim holds if its one-sided p, "
+        "corrected after Holm, is below 0.05 and the bootstrap interval over seeds is above 0. It "
+        "fails if the interval is below 0. Otherwise it is undecided."
     ),
     not_shown=(
-        "One architecture (4 layers, 8 heads of 16) on digits that it learns almost perfectly. The "
-        "penalty may do other things than lower κ."
+        "There is one architecture, of 4 layers and 8 heads of 16, on digits that it learns "
+        "almost perfectly. The penalty may have effects besides lowering κ."
     ),
     scales={
         "cpu": Scale(

@@ -183,19 +183,20 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
         for results in (original, other)
     )
     differ = [
-        f"{name}: {before[name]}, then {after[name]}"
+        f"“{name}”: {before[name]}, then {after[name]}."
         for name in after
         if before[name] != after[name]
     ]
-    alike = f"{len(after) - len(differ)} of {len(after)} verdicts are the same"
-    text = f"**Again** with seeds from {other['first_seed']}"
+    text = f"**Again**, with seeds from {other['first_seed']}"
     if other["scale"] != original["scale"]:
         seconds = mean(run["seconds"] for run in other["runs"])
         text += (
-            f", `--scale {other['scale']}`, {other['machine']['jobs']} at once, {seconds:.0f} s "
-            f"each (Python {other['versions']['python']}, torch {other['versions']['torch']})"
+            f" and `--scale {other['scale']}` ({other['machine']['jobs']} runs at once, "
+            f"{seconds:.0f} s each, Python {other['versions']['python']}, torch "
+            f"{other['versions']['torch']})"
         )
-    return f"{text}: " + "; ".join([alike, *differ]) + "."
+    text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
+    return " ".join([text, *(["The others:"] if differ else []), *differ])
 
 
 def draw(study: Study, found: dict[str, Any], path: Path) -> None:

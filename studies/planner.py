@@ -70,19 +70,19 @@ def section() -> str:
     shown = tabulate(rows, ("study", "arms", "seeds", *RANKS), "github", disable_numparse=True)
     measured = (
         "**Measured.** Spearman's rank correlation over the arms of each study, of means over "
-        "seeds; 1 where the ranking puts the model of the lowest held-out loss first. The interval "
-        "is by resampling seeds."
+        "seeds. It is 1 if the ranking orders the models as their held-out losses do. The "
+        "interval comes from resampling seeds."
     )
     above, below = (
         [sum(sign * of[ranking][edge] > 0 for of in found) for ranking in RANKS]
         for sign, edge in ((1, 1), (-1, 2))
     )
     verdict = (
-        f"**Found.** Of {len(found)} recorded runs the interval is above 0 in {above[0]} for κ "
-        f"before training (below 0 in {below[0]}), in {above[1]} for κ after it ({below[1]}), "
-        f"and in {above[2]} for the number of parameters ({below[2]}). What can be known "
-        "before training does not tell which of two models will be better, so nothing here "
-        "chooses a model by it."
+        f"**Found.** The interval is above 0 in {above[0]} of {len(found)} recorded runs for κ "
+        f"before training (below 0 in {below[0]}), in {above[1]} for κ after training "
+        f"({below[1]}), and in {above[2]} for the number of parameters ({below[2]}). Nothing that "
+        "is known before training tells which of two models will be better. Therefore nothing "
+        "here chooses a model by it."
     )
     return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
 

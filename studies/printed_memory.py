@@ -67,29 +67,30 @@ def section(predicted: dict[str, Any]) -> str:
     far = dict.fromkeys(e["row"] for e in found if all(e not in near for near in close.values()))
     near = ", ".join(f"{e['row']} {e['variant']}" for e in close[best])
     asked = (
-        "**Measured.** Peak memory of a training step on one GPU, predicted on the meta device "
-        f"(`models/memory.py`, torch {predicted['torch']}; no GPU has run it), with the paper's "
-        "samples on each of its GPUs, against what is printed, of ImageNet's models an eighth of "
-        "it: very likely the paper adds up 8 GPUs there. *Eager* is "
-        "attention of PyTorch's matrix products and softmax, which keeps one tensor of scores a "
-        "layer for the backward, or two, as where dropout stands between them and the values. "
-        "Rows whose every layer is softmax attention. The precision and the code that were used "
-        "are not printed."
+        "**Measured.** Peak memory of a training step on one GPU, with the paper's samples on each "
+        "GPU, compared with the printed value. It is predicted on the meta device "
+        f"(`models/memory.py`, torch {predicted['torch']}), and no GPU has run it. For the models "
+        "of ImageNet the printed value is divided by eight, because the paper very likely adds up "
+        "8 GPUs. *Eager* attention consists of PyTorch's matrix products and softmax. It keeps one "
+        "tensor of scores a layer for the backward, or two if dropout is applied to the "
+        "probabilities. The table has the rows in which every layer is softmax attention. The "
+        "paper does not say which precision and which code it used."
     )
+    others = [name for name in STEPS if name != best]
     result = (
-        f"**Found.** {best!r} comes within {CLOSE:.0%} of {len(close[best])} of {len(found)}: "
-        f"{near}; "
-        + ", ".join(f"{name!r} of {len(close[name])}" for name in STEPS if name != best)
-        + ". Those fit float32 with attention that is not fused; but of so many steps tried some "
-        f"fit by chance, and of {', '.join(far)} a model fits none. Where scores are kept, a part "
-        "of what fewer layers save is of them, and fused kernels keep none: of ViT-B the lean "
-        "model takes "
-        f"{_ratio(found, None):.0%} as printed, and {_ratio(found, 'bf16'):.0%} in bf16 with these "
-        "kernels."
+        f"**Found.** {best!r} comes within {CLOSE:.0%} of {len(close[best])} of {len(found)} "
+        f"models: {near}. Of the other steps, "
+        + ", ".join(f"{name!r} comes so close to {len(close[name])}" for name in others)
+        + ". The close ones fit float32 with attention that is not fused. But with so many steps "
+        f"tried, some fit by chance, and some models of {', '.join(far)} fit none. Eager attention "
+        "keeps scores, and a part of the memory that fewer layers save is theirs. Fused kernels "
+        "keep no scores. The lean ViT-B takes "
+        f"{_ratio(found, None):.0%} of the original's memory as printed, and "
+        f"{_ratio(found, 'bf16'):.0%} in bf16 with these kernels."
     )
     not_shown = (
-        "**Not shown.** What any GPU reports. The memory of XCiT, VOLO and DaViT, whose eager "
-        "forms differ from code to code."
+        "**Not shown.** What a GPU reports. The memory of XCiT, VOLO and DaViT, because their "
+        "eager code differs between implementations."
     )
     return "\n\n".join([f"## {QUESTION}", asked, shown, result, not_shown]) + "\n"
 

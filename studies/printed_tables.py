@@ -76,19 +76,19 @@ def section() -> str:
     )
     together = sum(images) / math.sqrt(len(images))
     measured = (
-        "**Measured.** The printed accuracies, as shares of the items that they are of. The "
-        "standard error is that of two models that err independently. Models err on the same "
-        "items, which makes it smaller; another seed would move each of them, which makes it "
-        "larger, and by how much cannot be read off the tables."
+        "**Measured.** The printed accuracies, as shares of the items in the test set. The "
+        "standard error is that of two models that err independently. Two things change it by an "
+        "unknown amount: models err on the same items, which makes it smaller, and other seeds "
+        "would move each accuracy, which makes it larger."
     )
     result = (
-        f"**Found.** {inside} of {len(images)} gains on ImageNet, and {all_inside} of all "
-        f"{len(found)}, are within 1.96 standard errors. Taken together, and as if each were a "
-        f"test of its own, those on ImageNet are {together:.1f} above zero. So the tables show "
-        "that lean models are about as good as their originals; hardly a row shows that one is "
-        "better."
+        f"**Found.** {inside} of {len(images)} gains on ImageNet are within 1.96 standard errors, "
+        f"and so are {all_inside} of all {len(found)}. Taken together, as if each were a test of "
+        f"its own, the gains on ImageNet are {together:.1f} standard errors above zero. So the "
+        "tables show that lean models are about as good as their originals. Hardly a row shows "
+        "that one of them is better."
     )
-    not_shown = "**Not shown.** What the seeds do, which needs runs."
+    not_shown = "**Not shown.** How much the seeds change, which needs runs."
     return "\n\n".join([f"## {QUESTION}", measured, shown, result, not_shown]) + "\n"
 
 

@@ -31,21 +31,26 @@ from train.vit import ImageSettings
 NAME = "theorem_gap"
 QUESTION = "What does the Gaussian theorem miss of the heads of trained models?"
 CLAIMED = (
-    "Theorem 3.2 predicts κ for heads of independent standard Gaussian entries. Expected before "
-    "this was run: real heads are worse by more than a factor of ten; most of that is the mean "
-    "over tokens that all rows share, and of the rest the covariance of the features explains most."
+    "Theorem 3.2 predicts κ for heads with independent standard Gaussian entries. Before the run "
+    "we expected that κ of real heads is more than ten times larger. We expected the mean over "
+    "tokens, which all rows of a head share, to explain most of the difference. The covariance of "
+    "the features would explain most of the rest."
 )
 MEASURED = (
-    "The heads of every layer of every model that `python -m studies.kappa_against_heads` trained, "
-    "on 64 held-out items, in four steps, each a geometric mean over items and layers: κ of the "
-    "theorem; of Gaussian tokens with the measured covariance of the features; of the real heads "
-    "less their mean over tokens (of the N − 1 directions that are left); of the real heads."
+    "The heads of every layer of every model that `python -m studies.kappa_against_heads` "
+    "trained, on 64 held-out items. There are four values of κ, each a geometric mean over items "
+    "and layers. The first is that of the theorem. The second is that of Gaussian tokens with the "
+    "measured covariance of the features. The third is that of the real heads after subtracting "
+    "their mean over tokens, in the N − 1 directions that are left. The fourth is that of the "
+    "real heads."
 )
 RULE = (
-    "Per seed, means over the arms with h·d above N, where the theorem's prediction is finite: "
-    "Student's test and the interval over seeds, as in the other studies."
+    "Means over the arms with h·d above N, where the theorem's prediction is finite, for each "
+    "seed. Student's test and the interval over seeds are those of the other studies."
 )
-NOT_SHOWN = "Models of 16 tokens. That a cause of a large κ is a harm."
+NOT_SHOWN = (
+    "The models read 16 tokens. The study explains a large κ, but does not show that it does harm."
+)
 ITEMS = 64
 STEPS = ("theorem", "covariance", "centred", "real")
 
