@@ -37,7 +37,7 @@ from .ops.nystrom import nystrom_attention, nystrom_attention_with_stats
 from .ops.outlook import outlook_attention, outlook_attention_with_stats
 from .ops.window import window_attention, window_attention_with_stats
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AttentionStats",
