@@ -79,15 +79,19 @@ def size(facts: dict[str, Any]) -> str:
         return f"{heads} {facts['dtype']}" + " causal" * facts["causal"] + window
     if "size" in facts:
         return f"{facts['size']}, {facts['dtype']}"
-    parts = {name: value for name, value in facts.items() if name not in (*NO_SIZE, "dtype")}
-    words = (f"{name} {value}".replace("_", " ") for name, value in parts.items())
+    words = []
+    for name, value in facts.items():
+        if name not in (*NO_SIZE, "dtype"):
+            # A model with stages has one number per stage.
+            shown = "·".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            words.append(f"{name} {shown}".replace("_", " "))
     return ", ".join([*words, facts["dtype"]])
 
 
 def sentences(case: Any) -> dict[str, str]:
     """Return what each row of a case is, by the name of the row's peer: a sentence for a legend."""
     if isinstance(case, StepCase):
-        monitored = "A training step with KappaMonitor, which samples one step of"
+        monitored = "Training with KappaMonitor, which samples one step in"
         return {f"every={n}": f"{monitored} {n}" for n in steps.EVERY}
     if isinstance(case, PaperCase):
         return {name: f"{MODELS[whose(name)]}, {mode_of(name)}" for name in gate.peers_of(case)}
@@ -116,7 +120,7 @@ def commands() -> Iterator[tuple[str, str]]:
 def page() -> str:
     """Return bench/README.md, with what follows its mark made anew."""
     parts = [README.read_text("utf-8").partition(MARK)[0] + MARK]
-    parts += ["## Commands\n", _table(("command", "what it does"), commands())]
+    parts += ["## Commands\n", _table(("command", "description"), commands())]
     left = list(IN_ORDER)
     for title, kind in SUBJECTS.items():
         cases = [case for case in left if isinstance(case, kind)]
@@ -124,7 +128,7 @@ def page() -> str:
         rows = [(f"`{case.name}`", size(case.facts())) for case in cases]
         parts += [f"## {title}\n", _table(("case", "size"), rows)]
         rows = [(f"`{name}`", sentence) for name, sentence in legend(cases).items()]
-        parts += [_table(("peer", "what it is"), rows)]
+        parts += [_table(("peer", "description"), rows)]
     return "\n".join(parts)
 
 

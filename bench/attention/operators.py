@@ -379,7 +379,7 @@ _SDPA = {
     "window": Peer(
         _sdpa_windows,
         "windows",
-        about="PyTorch's scaled_dot_product_attention on windows that are cut already",
+        about="PyTorch's scaled_dot_product_attention on windows that were cut before",
     ),
 }
 
@@ -390,11 +390,9 @@ def peers_of(case: OperatorCase) -> dict[str, Peer]:
     return {
         "leaner": Peer(_leaner, "packed", ours=True, about="This project's public function"),
         **every_sample(_leaner_stats, "packed"),
-        "eager": Peer(
-            _eager, "packed", about="The paper's formula in PyTorch operators, one at a time"
-        ),
+        "eager": Peer(_eager, "packed", about="The paper's formula in separate PyTorch operators"),
         **(
-            {"timm": Peer(timm, "packed", about="timm's own module, projections left out")}
+            {"timm": Peer(timm, "packed", about="timm's own module without its projections")}
             if timm
             else {}
         ),

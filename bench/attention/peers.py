@@ -33,7 +33,7 @@ FLASH_ATTN = {
 SAMPLES = {
     "leaner_stats": (None, "with statistics of every head"),
     "leaner_stats_sampled": ((0, 1, 2, 3), "with statistics, and four samples captured"),
-    "leaner_stats_unsampled": ((-1, -1, -1, -1), "with statistics, in a step that captures none"),
+    "leaner_stats_unsampled": ((-1, -1, -1, -1), "with statistics, in a step without a capture"),
 }
 
 
@@ -294,9 +294,7 @@ DENSE = {
         about="leaner_kernels.attention_qkvpacked on one fused projection",
     ),
     **every_sample(partial(_leaner, "attention_with_stats"), "heads"),
-    "sdpa": Peer(
-        _sdpa, about="PyTorch's scaled_dot_product_attention, the backend that it chooses"
-    ),
+    "sdpa": Peer(_sdpa, about="PyTorch's scaled_dot_product_attention with its default backend"),
     **FORCED,
     # From the projection that leaner_packed starts from, and with one gradient, as it returns.
     "sdpa_packed": Peer(
@@ -304,7 +302,7 @@ DENSE = {
         "packed",
         about="PyTorch's scaled_dot_product_attention on one fused projection",
     ),
-    "eager": Peer(_eager, about="The textbook formula in PyTorch operators, one at a time"),
+    "eager": Peer(_eager, about="The textbook formula in separate PyTorch operators"),
     **{
         name: Peer(partial(_flash_attn, module), "tokens", about=f"{words}, flash_attn_func")
         for name, (module, words) in FLASH_ATTN.items()
@@ -321,9 +319,7 @@ DENSE = {
         _flex_compiled, about="PyTorch's flex_attention with a block mask, compiled"
     ),
     "xformers": Peer(_xformers, "tokens", about="xformers' memory_efficient_attention"),
-    "apex_fmha": Peer(
-        _apex, "packed", about="Apex's fused attention for BERT, which newer releases lack"
-    ),
+    "apex_fmha": Peer(_apex, "packed", about="Apex's fused attention for BERT (in old releases)"),
 }
 # Of different lengths: packed end to end, or padded to the longest beforehand.
 RAGGED = {
@@ -360,7 +356,7 @@ RAGGED = {
     "flex_attention_varlen": Peer(
         _flex_compiled,
         "varlen",
-        about="PyTorch's flex_attention with a mask of documents packed end to end, compiled",
+        about="PyTorch's flex_attention on sequences packed end to end, compiled",
     ),
     "xformers_varlen": Peer(
         _xformers,

@@ -105,7 +105,7 @@ def _gram_cupy(case: MatrixCase, device: torch.device) -> Kappa:
 # Functions of (B, N, M) float32 that return (B,) kappa.
 MATRIX_PEERS = {
     "leaner_condition_number": Peer(
-        _ours, ours=True, about="leaner_kernels.condition_number, in float64 inside"
+        _ours, ours=True, about="leaner_kernels.condition_number, which computes in float64"
     ),
     "svdvals": Peer(_svdvals, about="torch.linalg.svdvals in float32"),
     "cond": Peer(lambda case, device: torch.linalg.cond, about="torch.linalg.cond in float32"),

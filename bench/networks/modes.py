@@ -11,8 +11,8 @@ MODELS = {
     "leaner": "This project's model",
     "timm": "timm's model",
     "timm_leaner": "timm's model after leaner_kernels.adapters.timm.use",
-    "transformers": "transformers' model, which computes logits of every token",
-    "transformers_masked": "transformers' BERT, with logits of the masked tokens alone, as ours",
+    "transformers": "transformers' model with logits of every token",
+    "transformers_masked": "transformers' BERT with logits of only the masked tokens, as in ours",
 }
 GRAPHS = "reduce-overhead"
 
