@@ -84,8 +84,15 @@ def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
 
 
-# Of a module that its distribution does not share a name with.
-DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn"}
+# Of a module that its distribution, or the one that brings it, does not share a name with.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "_pytest": "pytest",
+    "pyarrow": "datasets",
+    "pynvml": "nvidia-ml-py",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 
 
 def group(name: str) -> set[str]:
@@ -100,19 +107,19 @@ def group(name: str) -> set[str]:
     return names
 
 
-def test_the_environment_of_make_demo_has_what_the_commands_of_the_pages_import():
-    assert "$(call install,$(NEWEST),demo,-e .)" in (ROOT / "Makefile").read_text("utf-8")
-    assert {"pytest", "pytest-benchmark"} <= group("demo")
+def test_the_environment_of_make_demo_has_what_commands_examples_and_tests_import():
+    assert "@.ci/install $(NEWEST) dev -e ." in (ROOT / "Makefile").read_text("utf-8")
+    assert {"pytest", "pytest-benchmark", "pytest-xdist"} <= group("dev")
     missing = set()
-    for folder in ("bench", "studies", "train", "models"):
+    for folder in ("bench", "examples", "models", "studies", "tests", "train"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             for imported in imports_of(name, path.read_text("utf-8")):
                 top = imported.module.partition(".")[0]
-                own = {*LAYERS, "torch", "triton", *sys.stdlib_module_names}
+                own = {*LAYERS, "hubconf", "torch", "triton", *sys.stdlib_module_names}
                 if imported.at_import and top not in own:
                     missing |= {(name, DISTRIBUTIONS.get(top, top))} - {
-                        (name, distribution) for distribution in group("demo")
+                        (name, distribution) for distribution in group("dev")
                     }
     assert missing == set()
 
