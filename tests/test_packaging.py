@@ -164,3 +164,37 @@ def test_every_document_is_in_the_navigation_of_the_site():
     assert sorted(listed) == [
         page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))
     ]
+
+
+STUB = """#!/bin/sh
+case "$*" in
+  *--group*)
+    printf '%s\\n' "  Downloading torch.whl" "filename=leaner_kernels-1-py3-none-{tag}.whl" "$*"
+    sleep {seconds}; exit {status} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "seconds", "status"),
+    [pytest.param("linux_x86_64", 16, 0, marks=pytest.mark.slow), ("any", 0, 0), ("any", 0, 3)],
+)
+def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, tag, seconds, status):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(STUB.format(tag=tag, seconds=seconds, status=status), "utf-8")
+    python.chmod(0o755)
+    command = [ROOT / ".ci/install", tmp_path, "dev", "-e", "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    first, *lines = done.stdout.strip().splitlines()
+    assert first == f"== installing into {tmp_path}, log in {tmp_path}/pip.log"
+    if status:
+        assert done.returncode == 1
+        assert "--group dev -e ." in done.stderr
+        return
+    assert (done.returncode, done.stderr) == (0, "")
+    patterns = [r" +\d+ s: Downloading torch\.whl"] * (seconds // 15) + [r"installed in \d+ s"]
+    if tag == "any":
+        patterns.append(r"without the native library, which needs nvcc: .+")
+    assert len(lines) == len(patterns)
+    assert all(map(re.fullmatch, patterns, lines))
