@@ -193,7 +193,8 @@ def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, tag, seco
         assert "--group dev -e ." in done.stderr
         return
     assert (done.returncode, done.stderr) == (0, "")
-    patterns = [r" +\d+ s, +\d+ MB: Downloading torch\.whl"] * (seconds // 15) + [r"installed in \d+ s"]
+    progress = r" +\d+ s, +\d+ MB: Downloading torch\.whl"
+    patterns = [progress] * (seconds // 15) + [r"installed in \d+ s"]
     if tag == "any":
         patterns.append(r"without the native library, which needs nvcc: .+")
     assert len(lines) == len(patterns)
