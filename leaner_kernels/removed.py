@@ -1,10 +1,12 @@
-"""Tell what to do instead of something that was removed: a line each in ``removed.toml``."""
+"""Tell what to do instead of something that was removed, or never was: see ``removed.toml``."""
 
 import functools
 import sys
 import tomllib
 from collections.abc import Callable
+from opcode import opmap
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -12,19 +14,20 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 @functools.cache
 def table() -> dict[str, dict[str, str]]:
-    """Return what to do instead by removed name, for commands, flags, names and arguments."""
+    """Return what to do instead by name, for commands, flags, names, arguments and absent names."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def line_for(kind: str, name: str) -> str | None:
-    """Return the line that a user gets who gives a removed name; None of any other name.
+    """Return the line that a user of a name in the table gets; None of any other name.
 
     Args:
         kind: key of ``table``.
         name: of a command, flag, name or argument, as the table writes it.
     """
     instead = table()[kind].get(name)
-    return None if instead is None else f"{name} was removed; instead: {instead}"
+    fate = "is not provided" if kind == "absent" else "was removed"
+    return None if instead is None else f"{name} {fate}; instead: {instead}"
 
 
 def stop_command(name: str) -> None:
@@ -34,18 +37,29 @@ def stop_command(name: str) -> None:
         raise SystemExit(2)
 
 
-def attribute(owner: str, name: str, error: type[Exception] = ImportError) -> NoReturn:
+def attribute(owner: str, name: str) -> NoReturn:
     """Raise what a module or an object raises for a name that it does not have, or has no more.
 
     Args:
         owner: the ``__name__`` of the module, or that and the name of the class.
         name: of the attribute.
-        error: raised for a removed name. Of a module it is ImportError, because
-            ``from MODULE import NAME`` drops the message of an AttributeError.
+
+    Raises:
+        ImportError: ``from MODULE import NAME`` of a name in the table: Python replaces the message
+            of an AttributeError there.
+        AttributeError: otherwise, as ``hasattr`` and ``getattr`` with a default expect.
     """
-    if (line := line_for("names", f"{owner}.{name}")) is not None:
-        raise error(line)
+    for kind in ("names", "absent"):
+        if (line := line_for(kind, f"{owner}.{name}")) is not None:
+            raise (ImportError if _is_import_of_a_name(sys._getframe(1)) else AttributeError)(line)
     raise AttributeError(f"{owner!r} has no attribute {name!r}")
+
+
+def _is_import_of_a_name(frame: FrameType | None) -> bool:
+    """Return whether a frame, or the caller of a ``__getattr__``, runs ``from X import NAME``."""
+    if frame is not None and frame.f_code.co_name == "__getattr__":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_code[frame.f_lasti] == opmap["IMPORT_FROM"]
 
 
 def refuse_removed_arguments(function: _Callable) -> _Callable:

@@ -249,7 +249,7 @@ def written_out(kept: int) -> Iterator[None]:
     No masks and no dropout: the paper's models have none.
     """
 
-    def compute_plain(operator, _signature, arguments, _enable_gqa=False):
+    def compute_plain(operator, _signature, arguments, *_enable_gqa_and_deterministic):
         call = operator.call(arguments)
         scale = call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
         s = (call.query @ call.key.mT) * scale

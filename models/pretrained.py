@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leaner_kernels.extras import how_to_install
 from models.positions import POSITIONS, resizing
 
 # Of the models, what maps features to classes.
@@ -193,7 +194,9 @@ def _of_timm(name: str, model: str) -> Weights:
         from huggingface_hub.utils import logging
         from timm.models import is_model_pretrained
     except ImportError:
-        raise ValueError(f"--pretrained {name} needs the package timm: pip install timm") from None
+        raise ValueError(
+            f"--pretrained {name} needs the package timm: {how_to_install('timm')}"
+        ) from None
     if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
     verbosity = logging.get_verbosity()

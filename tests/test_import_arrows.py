@@ -21,14 +21,15 @@ MAY_IMPORT_LAYERS = {
 # Parts of leaner_kernels beside the operators, and the parts that each may import.
 MAY_IMPORT_PARTS = {
     "_ops": set(),
+    "extras": set(),
     "removed": set(),
     "kappa": {"kappa", "ops._checks"},
     "nn": {"nn", "ops", "kappa", "removed"},
     "alarms": {"alarms", "ops._checks", "removed"},
-    "monitor": {"monitor", "alarms", "ops", "kappa", "removed"},
+    "monitor": {"monitor", "alarms", "ops", "kappa", "extras", "removed"},
     "conditioning": {"conditioning", "ops", "kappa", "removed"},
     "activation_checkpointing": {"activation_checkpointing", "ops"},
-    "adapters": {"adapters", "monitor", "nn", "ops", "kappa", "removed"},
+    "adapters": {"adapters", "monitor", "nn", "ops", "kappa", "extras", "removed"},
 }
 # Parts of bench, and the parts that each may import; commands (on top, or run by pytest) may all.
 MAY_IMPORT_BENCH = {

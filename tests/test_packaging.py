@@ -84,8 +84,15 @@ def test_continuous_integration_runs_what_the_readme_tells_a_reader_to_run():
     assert "make test" in (ROOT / "README.md").read_text("utf-8")
 
 
-# Of a module that its distribution does not share a name with.
-DISTRIBUTIONS = {"PIL": "pillow", "pynvml": "nvidia-ml-py", "sklearn": "scikit-learn"}
+# Of a module that its distribution, or the one that brings it, does not share a name with.
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "_pytest": "pytest",
+    "pyarrow": "datasets",
+    "pynvml": "nvidia-ml-py",
+    "sklearn": "scikit-learn",
+    "yaml": "pyyaml",
+}
 
 
 def group(name: str) -> set[str]:
@@ -100,19 +107,19 @@ def group(name: str) -> set[str]:
     return names
 
 
-def test_the_environment_of_make_demo_has_what_the_commands_of_the_pages_import():
-    assert "$(call install,$(NEWEST),demo,-e .)" in (ROOT / "Makefile").read_text("utf-8")
-    assert {"pytest", "pytest-benchmark"} <= group("demo")
+def test_the_environment_of_make_demo_has_what_commands_examples_and_tests_import():
+    assert "@.ci/install $(NEWEST) dev -e ." in (ROOT / "Makefile").read_text("utf-8")
+    assert {"pytest", "pytest-benchmark", "pytest-xdist"} <= group("dev")
     missing = set()
-    for folder in ("bench", "studies", "train", "models"):
+    for folder in ("bench", "examples", "models", "studies", "tests", "train"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             for imported in imports_of(name, path.read_text("utf-8")):
                 top = imported.module.partition(".")[0]
-                own = {*LAYERS, "torch", "triton", *sys.stdlib_module_names}
+                own = {*LAYERS, "hubconf", "torch", "triton", *sys.stdlib_module_names}
                 if imported.at_import and top not in own:
                     missing |= {(name, DISTRIBUTIONS.get(top, top))} - {
-                        (name, distribution) for distribution in group("demo")
+                        (name, distribution) for distribution in group("dev")
                     }
     assert missing == set()
 
@@ -157,3 +164,38 @@ def test_every_document_is_in_the_navigation_of_the_site():
     assert sorted(listed) == [
         page.relative_to(ROOT / "docs").as_posix() for page in sorted((ROOT / "docs").rglob("*.md"))
     ]
+
+
+STUB = """#!/bin/sh
+case "$*" in
+  *--group*)
+    printf '%s\\n' "  Downloading torch.whl" "filename=leaner_kernels-1-py3-none-{tag}.whl" "$*"
+    sleep {seconds}; exit {status} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "seconds", "status"),
+    [pytest.param("linux_x86_64", 16, 0, marks=pytest.mark.slow), ("any", 0, 0), ("any", 0, 3)],
+)
+def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, tag, seconds, status):
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(STUB.format(tag=tag, seconds=seconds, status=status), "utf-8")
+    python.chmod(0o755)
+    command = [ROOT / ".ci/install", tmp_path, "dev", "-e", "."]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    first, *lines = done.stdout.strip().splitlines()
+    assert first == f"== installing into {tmp_path}, log in {tmp_path}/pip.log"
+    if status:
+        assert done.returncode == 1
+        assert "--group dev -e ." in done.stderr
+        return
+    assert (done.returncode, done.stderr) == (0, "")
+    progress = r" +\d+ s, +\d+ MB: Downloading torch\.whl"
+    patterns = [progress] * (seconds // 15) + [r"installed in \d+ s"]
+    if tag == "any":
+        patterns.append(r"without the native library, which needs nvcc: .+")
+    assert len(lines) == len(patterns)
+    assert all(map(re.fullmatch, patterns, lines))

@@ -1,4 +1,4 @@
-"""Whoever names something that was removed gets one line that says what to do instead."""
+"""Whoever names something that was removed, or never was, gets one line with what to do instead."""
 
 import importlib
 import subprocess
@@ -76,22 +76,29 @@ OF_OBJECTS = {
     "KappaMonitor": lambda: leaner_kernels.KappaMonitor(nn.TransformerEncoderLayer(8, 2)),
     "Swapped": lambda: swap.Swapped(lambda: None),
 }
-IN_MODULES = [name for name in removed.table()["names"] if name.split(".")[-2] not in OF_OBJECTS]
+NAMES = {name: kind for kind in ("names", "absent") for name in removed.table()[kind]}
+IN_MODULES = [name for name in NAMES if name.split(".")[-2] not in OF_OBJECTS]
 
 
 @pytest.mark.parametrize("name", IN_MODULES)
-def test_a_removed_name_says_what_to_do_instead(name):
+def test_a_name_of_the_table_says_what_to_do_instead(name):
     module, _, attribute = name.rpartition(".")
-    line = removed.line_for("names", name)
-    with pytest.raises(ImportError) as refused:
-        getattr(importlib.import_module(module), attribute)
+    line = removed.line_for(NAMES[name], name)
+    imported = importlib.import_module(module)
+    with pytest.raises(AttributeError) as refused:
+        getattr(imported, attribute)
     assert str(refused.value) == line
+    assert not hasattr(imported, attribute)
+    assert getattr(imported, attribute, 1) == 1
     with pytest.raises(ImportError) as refused:
         exec(f"from {module} import {attribute}")
     assert str(refused.value) == line
+    names = {}
+    exec(f"from {module} import *", names)
+    assert attribute not in names
 
 
-@pytest.mark.parametrize("name", sorted({*removed.table()["names"]} - {*IN_MODULES}))
+@pytest.mark.parametrize("name", sorted({*NAMES} - {*IN_MODULES}))
 def test_a_removed_attribute_says_what_to_do_instead(name):
     owner, attribute = name.split(".")[-2:]
     with pytest.raises(AttributeError) as refused:
@@ -123,6 +130,12 @@ def test_a_removed_argument_says_what_to_do_instead(key):
     assert str(refused.value) == removed.line_for("arguments", key)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
         function(nothing=1)
+
+
+def test_a_name_that_never_was_is_not_called_removed():
+    name = "flash_attn_with_kvcache"
+    with pytest.raises(ImportError, match=rf"^\S+{name} is not provided; instead: .*FlashInfer"):
+        from leaner_kernels.adapters.flash_attn import flash_attn_with_kvcache  # noqa: F401
 
 
 def test_other_names_are_missing_as_in_any_module():

@@ -4,24 +4,20 @@
 
 Signatures and layout, (B, N, H, D), are those of flash-attention 2, whose package is not needed. As
 there, causality is aligned to the last row and the last key. CPUs and float32 are supported too.
-ALiBi, a paged cache and a softcap of a varlen batch are not supported and raise a ValueError. The
-log-sum-exp of a row without a visible key is -inf; that of flash-attention is inf.
+ALiBi, a paged cache and a softcap of a varlen batch are not supported and raise a ValueError.
+``flash_attn_with_kvcache`` is not provided: importing it raises an ImportError that names libraries
+for decoding. The log-sum-exp of a row without a visible key is -inf; that of flash-attention is
+inf.
 """
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from .. import removed
-from ..ops.attention import (
-    attention,
-    attention_qkvpacked,
-    attention_varlen,
-    attention_varlen_with_stats,
-    attention_with_stats,
-)
+from ..ops._checks import NO_WINDOW
+from ..ops.attention import compute_dense, compute_packed, compute_varlen
 
 
 def flash_attn_func(
@@ -40,26 +36,40 @@ def flash_attn_func(
     """Compute attention of q (B, N, H, D), k and v (B, M, Hkv, D), where Hkv divides H.
 
     Arguments are those of flash-attention: with ``causal``, row i sees columns 0 to ``i + M - N``.
-    ``alibi_slopes`` are not supported. ``deterministic`` requires
-    ``torch.use_deterministic_algorithms(True)``, which applies to long sequences; gradients of all
-    others are deterministic anyway. With ``return_attn_probs``, which excludes dropout, the result
-    is (out, log-sum-exp (B, H, N), None).
+    ``alibi_slopes`` are not supported. With ``deterministic``, our kernels compute also the calls
+    that ``attention`` dispatches to PyTorch, whose gradients are not deterministic. With
+    ``return_attn_probs``, which excludes dropout, the result is (out, log-sum-exp (B, H, N), None).
 
     Returns:
         (B, N, H, D), contiguous if ``q`` is; rows without a visible key are zero.
 
     Raises:
-        ValueError: for unsupported arguments, or if ``leaner_kernels.attention`` raises one.
+        ValueError: for unsupported arguments, or if ``leaner_kernels.attention`` raises one; with
+            ``deterministic`` on a GPU, also for D above 128, and for calls that only PyTorch
+            computes before compute capability 7.5, unless PyTorch's deterministic algorithms are
+            enabled.
     """
-    _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
-    masks = _masks(causal, window_size, square=q.shape[1] == k.shape[1])
-    masks |= {"enable_gqa": q.shape[2] != k.shape[2], "softcap": softcap}
-    masks |= {"dropout_p": dropout_p, "scale": softmax_scale}
+    if q.dim() != 4:
+        raise ValueError(f"q must be (B, N, H, D), got {tuple(q.shape)}")
+    _refuse(alibi_slopes, return_attn_probs and dropout_p)
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
+    result = compute_dense(
+        query,
+        key,
+        value,
+        None,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+        key_lengths=None,
+        softcap=softcap,
+        **_masks(causal, window_size, square=q.shape[1] == k.shape[1]),
+        with_stats=return_attn_probs,
+        deterministic=deterministic,
+    )
     if return_attn_probs:
-        stats = attention_with_stats(query, key, value, **masks)
-        return stats.out.transpose(1, 2), stats.lse, None
-    return attention(query, key, value, **masks).transpose(1, 2)
+        return result.out.transpose(1, 2), result.lse, None
+    return result.transpose(1, 2)
 
 
 def flash_attn_qkvpacked_func(
@@ -82,9 +92,15 @@ def flash_attn_qkvpacked_func(
         rest = alibi_slopes, deterministic, return_attn_probs
         query, key, value = qkv.unbind(2)
         return flash_attn_func(query, key, value, *others, *rest)
-    _refuse(alibi_slopes, deterministic)
-    masks = _masks(causal, window_size)
-    return attention_qkvpacked(qkv, dropout_p=dropout_p, scale=softmax_scale, **masks)
+    _refuse(alibi_slopes)
+    return compute_packed(
+        qkv,
+        key_lengths=None,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        **_masks(causal, window_size),
+        deterministic=deterministic,
+    )
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
@@ -126,21 +142,28 @@ def flash_attn_varlen_func(
         ValueError: for a softcap or a block_table, or if ``flash_attn_func`` or
             ``leaner_kernels.attention_varlen`` raises one.
     """
-    _refuse(alibi_slopes, deterministic, return_attn_probs and dropout_p)
+    _refuse(alibi_slopes, return_attn_probs and dropout_p)
     if softcap:
         raise ValueError(f"softcap of a varlen batch is not supported, got {softcap}")
     if block_table is not None:
         raise ValueError("block_table is not supported: keys must be packed, not paged")
     alone = cu_seqlens_q is cu_seqlens_k
-    masks = _masks(causal, window_size, square=alone)
-    masks |= {"enable_gqa": q.shape[1] != k.shape[1], "dropout_p": dropout_p}
-    if not alone:
-        masks |= {"cu_seqlens_k": cu_seqlens_k, "max_seqlen_k": max_seqlen_k}
-    operands = q, k, v, cu_seqlens_q, max_seqlen_q
-    if return_attn_probs:
-        stats = attention_varlen_with_stats(*operands, scale=softmax_scale, **masks)
-        return stats.out, stats.lse, None
-    return attention_varlen(*operands, scale=softmax_scale, **masks)
+    result = compute_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens=cu_seqlens_q,
+        max_seqlen=max_seqlen_q,
+        cu_seqlens_k=None if alone else cu_seqlens_k,
+        max_seqlen_k=None if alone else max_seqlen_k,
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+        **_masks(causal, window_size, square=alone),
+        with_stats=return_attn_probs,
+        deterministic=deterministic,
+    )
+    return (result.out, result.lse, None) if return_attn_probs else result
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -155,21 +178,36 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(query, key, value, *lengths, *args, **options)
 
 
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Compute attention within each sequence with packed keys and values (Tk, 2, Hkv, D).
+
+    Other arguments, results and errors are those of ``flash_attn_varlen_func``.
+    """
+    key, value = kv.unbind(1)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    return flash_attn_varlen_func(q, key, value, *lengths, *args, **options)
+
+
 def _masks(causal: bool, window_size: tuple[int, int], square: bool = True) -> dict[str, Any]:
     """Translate causality and window to our arguments; ours align causality to the first key."""
     left, right = window_size
     if causal and square and left < 0:
-        return {"is_causal": True}
-    return {"window_size": (left, 0 if causal else right)}
+        return {"is_causal": True, "window_size": NO_WINDOW}
+    return {"is_causal": False, "window_size": (left, 0 if causal else right)}
 
 
-def _refuse(
-    alibi_slopes: Tensor | None, deterministic: bool, dropped_probs: float | bool = False
-) -> None:
+def _refuse(alibi_slopes: Tensor | None, dropped_probs: float | bool = False) -> None:
     if alibi_slopes is not None:
         raise ValueError("alibi_slopes are not supported: add them to attention's attn_mask")
-    if deterministic and not torch.are_deterministic_algorithms_enabled():
-        raise ValueError("deterministic=True needs torch.use_deterministic_algorithms(True)")
     if dropped_probs:
         raise ValueError("return_attn_probs excludes dropout: the dropout mask is not stored")
 

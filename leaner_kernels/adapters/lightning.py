@@ -4,12 +4,17 @@ from typing import Any
 
 from torch import Tensor
 
-try:
-    from lightning.pytorch import Callback
-except ImportError:  # the former package, which is still published
-    from pytorch_lightning import Callback
-
+from ..extras import needed_by
 from ..monitor.run_log import RunLog
+
+with needed_by(__name__):
+    try:
+        from lightning.pytorch import Callback
+    except ModuleNotFoundError as missing:
+        try:  # the former package, which is still published
+            from pytorch_lightning import Callback
+        except ModuleNotFoundError:
+            raise missing from None
 
 MOST_BATCHES = 8
 

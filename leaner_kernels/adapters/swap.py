@@ -68,7 +68,7 @@ class Swapped:
     if not TYPE_CHECKING:  # where it would hide misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            removed.attribute(f"{__name__}.Swapped", name, AttributeError)
+            removed.attribute(f"{__name__}.Swapped", name)
 
     def undo(self) -> None:
         """Have the model call what it called before; keep trained weights."""

@@ -25,13 +25,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import attention as layers
-from timm.layers.pos_embed_sincos import apply_rot_embed_cat
-from timm.models import beit, davit, eva, swin_transformer, tnt, volo, xcit
-from timm.version import __version__ as version
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..extras import needed_by
 from ..nn.capture import Capturing
 from ..ops.attention import attention, attention_qkvpacked
 from ..ops.attention.checks import is_causal_bias
@@ -44,6 +41,12 @@ from ..ops.covariance import (
 from ..ops.outlook import check_window, outlook_attention, outlook_attention_with_stats
 from ..ops.statistics import AttentionStats, evenly_spaced
 from . import swap
+
+with needed_by(__name__):
+    from timm.layers import attention as layers
+    from timm.layers.pos_embed_sincos import apply_rot_embed_cat
+    from timm.models import beit, davit, eva, swin_transformer, tnt, volo, xcit
+    from timm.version import __version__ as version
 
 # torch.fx traces through the modules below as through timm's own: each operator is one node.
 torch.fx.wrap("attention_qkvpacked")

@@ -24,15 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    PreTrainedConfig,
-    PreTrainedModel,
-    masking_utils,
-)
-from transformers.masking_utils import sdpa_mask
 
+from ..extras import needed_by
 from ..nn.capture import refuse_tracing
 from ..ops import _hooks
 from ..ops._checks import MAX_HEAD_DIM
@@ -40,6 +33,16 @@ from ..ops.attention import attention, attention_varlen
 from ..ops.attention.reference import visible
 from ..removed import refuse_removed_arguments
 from . import swap
+
+with needed_by(__name__):
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        PreTrainedConfig,
+        PreTrainedModel,
+        masking_utils,
+    )
+    from transformers.masking_utils import sdpa_mask
 
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 

@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from transformers import TrainerCallback
-
+from ..extras import needed_by
 from ..monitor.run_log import RunLog
+
+with needed_by(__name__):
+    from transformers import TrainerCallback
 
 
 class KappaCallback(TrainerCallback):

@@ -6,6 +6,7 @@ exists. It has a plain C interface, so that one build works with any version of 
 
 import ctypes
 import warnings
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -60,11 +61,13 @@ def library() -> ctypes.CDLL | None:
 
 
 def runs_on(device: int) -> bool:
-    """Return whether the library has code for this CUDA device; warn if it was built without."""
+    """Return whether the library has code for this CUDA device; otherwise warn once, with why."""
     if device in _ready:
         return True
     opened = library()
     if opened is None:
+        if not LIBRARY.exists():
+            _warn_of_its_absence()
         return False
     with torch.cuda.device(device):
         error = opened.leaner_condition_ready()
@@ -74,6 +77,14 @@ def runs_on(device: int) -> bool:
         return False
     _ready.add(device)
     return True
+
+
+@cache
+def _warn_of_its_absence() -> None:
+    warnings.warn(
+        f"{LIBRARY.name} was not built, for lack of nvcc: torch.linalg computes kappa, more slowly",
+        stacklevel=3,
+    )
 
 
 def takes(a: Tensor) -> bool:

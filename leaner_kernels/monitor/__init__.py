@@ -261,7 +261,7 @@ class KappaMonitor:
     if not TYPE_CHECKING:  # where it would hide misspelt names
 
         def __getattr__(self, name: str) -> NoReturn:
-            removed.attribute(f"{__name__}.KappaMonitor", name, AttributeError)
+            removed.attribute(f"{__name__}.KappaMonitor", name)
 
     def begin(self, step: int, *, due: bool | None = None) -> None:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.

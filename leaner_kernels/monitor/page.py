@@ -23,6 +23,7 @@ from statistics import fmean, geometric_mean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import removed
+from ..extras import needed_by
 from ..ops.statistics import COLUMNS, UNITS
 from .command_line import one_line, take_every_character, words
 from .run_files import Row, newest, read_summary, read_thinned, write_file
@@ -89,10 +90,8 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
     rows = newest(rows)
     if not rows:
         raise ValueError("there are no rows to draw")
-    try:
+    with needed_by("a plot"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError("a plot needs the package matplotlib: pip install matplotlib") from None
     lines = kappa_lines(rows)
     columns = math.ceil(len(lines) / _LEGEND)
     figure = Figure(figsize=(6.5 + 1.5 * columns, 4.5), layout="constrained")
@@ -280,10 +279,8 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
         ValueError: no folder, or one that does not exist or has no rows.
         OSError: a file cannot be read or written.
     """
-    try:
+    with needed_by("a page"):
         import matplotlib  # noqa: F401
-    except ImportError:
-        raise ImportError("a page needs the package matplotlib: pip install matplotlib") from None
     folders = [Path(folder) for folder in folders]
     if not folders:
         raise ValueError("a page needs the folder of a run, got none")

@@ -144,6 +144,18 @@ def test_a_library_that_cannot_be_opened_is_said_and_left(
         assert native.library() is None
 
 
+def test_a_library_that_was_not_built_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native._warn_of_its_absence.cache_clear()
+    monkeypatch.setattr(native, "LIBRARY", tmp_path / native.LIBRARY.name)
+    monkeypatch.setattr(native, "_ready", set())
+    with pytest.warns(UserWarning, match=r"was not built, for lack of nvcc: torch.linalg") as said:
+        names = [backend("cuda:0") for _ in range(2)]
+    assert names == ["torch", "torch"]
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "cols"), [(1, 512, 2**31 - 1), (1000, 2**31 - 1, 2), (2**31 - 1, 512, 512)]
 )

@@ -297,5 +297,8 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
         assert message in str(refused.value.code)
     assert not [*tmp_path.rglob("*.html"), *tmp_path.glob(".*")]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SystemExit, match=r"needs the package matplotlib: pip install matplotlib$"):
+    with pytest.raises(
+        SystemExit,
+        match=r"^a page needs the package matplotlib: pip install 'leaner-kernels\[plot\]'$",
+    ):
         main([str(run)])

@@ -42,7 +42,8 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(monkeypatch):
     with pytest.raises(ValueError, match="no rows"):
         monitor.plot([])
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"needs the package matplotlib: pip install matplotlib"):
+    line = r"^a plot needs the package matplotlib: pip install 'leaner-kernels\[plot\]'$"
+    with pytest.raises(ModuleNotFoundError, match=line):
         monitor.plot(rows)
 
 

@@ -261,7 +261,9 @@ def test_a_page_that_cannot_be_written_takes_nothing_else_along(
     train_here(*TINY, "--steps", 1, "--out", tmp_path)
     said = capsys.readouterr().out
     assert "page not written: " in said
-    assert ("a page needs the package matplotlib: pip install" in said) == (error is None)
+    assert ("a page needs the package matplotlib: pip install 'leaner-kernels[plot]'" in said) == (
+        error is None
+    )
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 1
     assert not [*tmp_path.glob("*.html"), *tmp_path.glob(".page*")]
 

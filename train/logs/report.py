@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from leaner_kernels.monitor.command_line import UntilUnread, one_line
-from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, write_page
+from leaner_kernels.monitor.page import CHART_POINTS, kappa_or_rank, plot, short_names, write_page
 from leaner_kernels.monitor.run_files import (
     KAPPA_ROW,
     METRICS_ROW,
@@ -40,7 +41,8 @@ from train.config.flags import Settings
 # What a run leaves, beside its checkpoints.
 _FILES = (
     *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
-    *("page.html", "tensorboard", "wandb_id.txt", "classes.txt", "held_out.txt", "tokenizer.json"),
+    *("page.html", "kappa.png", "tensorboard", "wandb_id.txt"),
+    *("classes.txt", "held_out.txt", "tokenizer.json"),
     *("model.safetensors", "model_ema.safetensors", BEST),
 )
 
@@ -63,6 +65,7 @@ class Report:
         if not self.console.is_terminal:
             self.console.width = 100
         self.advised = False
+        self.kappa_range = ""  # of the newest sample
         self.kappa: JsonLines | None = None
         self.tensorboard, self.wandb = self._make_tensorboard(), None
 
@@ -156,8 +159,8 @@ class Report:
             yield
             return
         self.live = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=16),  # with kappa a line must fit in 80 columns
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=self.console,
@@ -170,6 +173,11 @@ class Report:
             self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
+
+    def sampled(self, rows: list[dict[str, Any]]) -> None:
+        """Show kappa of a sampled step, whose rows are written already, in the line of progress."""
+        if self.is_main_process:
+            self.kappa_range = range_of_kappa(rows) or self.kappa_range
 
     def probe_rows(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of a probe of held-out items."""
@@ -214,6 +222,8 @@ class Report:
             line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
             line += f", top-5 {row['held_out_top5']:.1%}"
+        if self.kappa_range:
+            line += f"  {self.kappa_range}"
         if waiting > _SHOWN:
             line += f"  {waiting:.0%} waiting for data"
         if waiting > _TOO_MUCH and not self.advised:
@@ -227,6 +237,7 @@ class Report:
         every = max(1, self.steps // 20)
         if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
             self.log(f"step {row['step']}/{self.steps}  {line}")
+            self.kappa_range = ""  # until it is sampled again
 
     def _send(self, row: dict[str, Any]) -> None:
         """Send a step's numbers to TensorBoard and W&B."""
@@ -273,6 +284,8 @@ class Report:
             return
         page = self.draw()
         self.log(f"written to {self.folder}" + (f"; open {page} in a browser" if page else ""))
+        if page and any(row.get("kappa") is not None for row in rows):
+            self.draw_kappa(rows)
 
     def draw(self) -> Path | None:
         """Write the page and return its path; what cannot be drawn fails no run."""
@@ -282,6 +295,17 @@ class Report:
         except Exception as error:  # the run is over and its results are written
             self.log(f"page not written: {error}")
         return None
+
+    def draw_kappa(self, rows: list[dict[str, Any]]) -> None:
+        """Write the plot of kappa over the steps; a failure fails no run."""
+        path, picture = self.folder / "kappa.png", BytesIO()
+        plot(rows).savefig(picture, dpi=120)
+        try:
+            write_file(path, picture.getvalue())
+        except OSError as error:
+            self.log(f"plot not written: {error}")
+            return
+        self.log(f"κ of every layer over the steps: {path}")
 
     def _thinned(self, name: str) -> list[dict[str, Any]]:
         """Return the first and the last rows of kappa that are in a file, and some between."""
@@ -351,6 +375,22 @@ class _WandbRun:
     def finish(self) -> None:
         """Finish the run."""
         self.run.finish()
+
+
+def range_of_kappa(rows: list[dict[str, Any]]) -> str:
+    """Return the smallest and largest kappa of the newest step and the layer of the largest.
+
+    Such as ``κ 12–85 (blocks.3)``. The text is empty if kappa of no layer was measured.
+    """
+    rows = [row for row in rows if row["step"] == rows[-1]["step"]]
+    kappas = {row["layer"]: row["kappa"] for row in rows if row.get("kappa") is not None}
+    not_resolved = sum(row.get("reason") == "not resolved" for row in rows)
+    if not kappas:
+        return f"κ {not_resolved} not resolved" if not_resolved else ""
+    least, most = min(kappas.values()), max(kappas.values())
+    layer = short_names(rows)[max(kappas, key=lambda layer: kappas[layer])]
+    shown = f"κ {least:.3g}–{most:.3g} ({layer})"
+    return shown + (f", {not_resolved} not resolved" if not_resolved else "")
 
 
 def _shown(value: Any) -> str:

@@ -130,5 +130,6 @@ class Kappa:
         self.report.probe_rows(rows)
 
     def _record(self, rows: list[dict[str, Any]]) -> None:
+        self.report.sampled(rows)
         if self.report.is_main_process:
             self.report.alarm(self.alarms.kappa(rows))

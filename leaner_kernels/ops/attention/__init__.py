@@ -135,7 +135,7 @@ def attention(
     Source: Vaswani et al. 2017, eq. 1 (arXiv:1706.03762); online softmax after Milakov and
     Gimelshein 2018 (arXiv:1805.02867).
     """
-    return _dense(
+    return compute_dense(
         query,
         key,
         value,
@@ -178,7 +178,7 @@ def attention_qkvpacked(
 
     Numerics, source and dispatch to libraries: as ``attention``.
     """
-    return _packed(
+    return compute_packed(
         qkv,
         key_lengths=key_lengths,
         dropout_p=dropout_p,
@@ -206,7 +206,7 @@ def attention_qkvpacked_with_stats(
     Returns:
         AttentionStats, whose ``out`` is (B, N, H, D).
     """
-    return _packed(
+    return compute_packed(
         qkv,
         key_lengths=key_lengths,
         dropout_p=dropout_p,
@@ -253,7 +253,7 @@ def attention_with_stats(
     of two float16 or three bfloat16 numbers, and the float32 sum is stored, so that it yields the
     condition number of a half-precision model (docs/kappa.md).
     """
-    return _dense(
+    return compute_dense(
         query,
         key,
         value,
@@ -330,7 +330,7 @@ def attention_varlen(
 
     Numerics and source: as ``attention``.
     """
-    return _varlen(
+    return compute_varlen(
         query,
         key,
         value,
@@ -375,7 +375,7 @@ def attention_varlen_with_stats(
 
     Numerics: as ``attention_with_stats``.
     """
-    return _varlen(
+    return compute_varlen(
         query,
         key,
         value,
@@ -394,9 +394,11 @@ def attention_varlen_with_stats(
 
 
 # --- A call: repeated if there was one of its signature, or else checked --------------------------
+#
+# ``deterministic`` keeps a call from libraries whose gradients are not bitwise deterministic.
 
 
-def _dense(
+def compute_dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -411,11 +413,13 @@ def _dense(
     window_size: tuple[int, int],
     with_stats: bool = False,
     sample: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Any:
     under_autocast, compiling = torch._C._is_any_autocast_enabled(), torch.compiler.is_compiling()
     if under_autocast or compiling:
         query, key, value = autocast(query, key, value)
-    kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap
+    numbers = dropout_p, is_causal, scale, enable_gqa, softcap
+    kind = "attention", with_stats, deterministic, *numbers
     signature = None
     monitor = None if with_stats else _hooks.current
     # The checks may cast a mask: the address of the caller's is not what kernels read.
@@ -438,7 +442,14 @@ def _dense(
     if isinstance(query, Tensor) and query.dim() != 4 and not with_stats:
         attn_mask, is_causal = plain_mask(attn_mask, is_causal, query, key)
         four = four_axes(query, key, value, attn_mask, key_lengths)
-        return attention(*four, is_causal=is_causal, **params).view(query.shape)
+        out = compute_dense(
+            *four,
+            is_causal=is_causal,
+            key_lengths=None,
+            deterministic=deterministic,
+            **params,
+        )
+        return out.view(query.shape)
     call = checked_dense(
         query,
         key,
@@ -464,10 +475,10 @@ def _dense(
     if call.key_lengths is not key_lengths and not casts_mask:
         tensors = query, key, value, attn_mask, call.key_lengths
         signature = signature_of((*tensors, sample), kind, window_size)
-    return _first(op.Dense, signature, call, with_stats, sample, enable_gqa)
+    return _first(op.Dense, signature, call, with_stats, sample, deterministic, enable_gqa)
 
 
-def _packed(
+def compute_packed(
     qkv: Tensor,
     *,
     key_lengths: Any,
@@ -477,11 +488,12 @@ def _packed(
     window_size: tuple[int, int],
     with_stats: bool = False,
     sample: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Any:
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         (qkv,) = autocast(qkv)
-    kind = "attention_qkvpacked", with_stats, dropout_p, is_causal, scale
+    kind = "attention_qkvpacked", with_stats, deterministic, dropout_p, is_causal, scale
     signature = None
     monitor = None if with_stats else _hooks.current
     if monitor is None and not compiling:
@@ -512,10 +524,10 @@ def _packed(
             return out.transpose(1, 2).contiguous()
     if arguments.key_lengths is not key_lengths:
         signature = signature_of((qkv, arguments.key_lengths, sample), kind, window_size)
-    return _first(op.Packed, signature, arguments, with_stats, sample)
+    return _first(op.Packed, signature, arguments, with_stats, sample, deterministic)
 
 
-def _varlen(
+def compute_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -531,6 +543,7 @@ def _varlen(
     window_size: tuple[int, int],
     with_stats: bool = False,
     sample: Tensor | None = None,
+    deterministic: bool = False,
 ) -> Any:
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
@@ -540,6 +553,7 @@ def _varlen(
     kind = (
         "attention_varlen",
         with_stats,
+        deterministic,
         enable_gqa,
         cu_seqlens_k is None,
         max_seqlen,
@@ -574,7 +588,7 @@ def _varlen(
     if arguments.cu_seqlens is not cu_seqlens or arguments.cu_seqlens_k is not key_starts:
         tensors = query, key, value, arguments.cu_seqlens, arguments.cu_seqlens_k
         signature = signature_of((*tensors, sample), kind, window_size)
-    return _first(op.Varlen, signature, arguments, with_stats, sample)
+    return _first(op.Varlen, signature, arguments, with_stats, sample, deterministic)
 
 
 def _first(
@@ -583,6 +597,7 @@ def _first(
     arguments: Any,
     with_stats: bool,
     sample: Tensor | None,
+    deterministic: bool,
     enable_gqa: bool = False,
 ) -> Any:
     """Return the result of a checked call; one with a signature is repeated from then on."""
@@ -590,7 +605,7 @@ def _first(
         first, *_ = arguments
         check_device(first.device)
     if not with_stats:
-        return op.compute_plain(operator, signature, arguments, enable_gqa)
+        return op.compute_plain(operator, signature, arguments, enable_gqa, deterministic)
     results = compute(operator, signature, arguments, with_stats=True, sample=sample)
     return stats_of(results, sample)
 

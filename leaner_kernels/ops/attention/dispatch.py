@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _tiles
-from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE
+from .._checks import MAX_HEAD_DIM, MAX_ROW_STRIDE, ArgumentError
 from .._launch_cache import ALIGNMENT, LARGEST_OFFSET, TENSORS, Launch, Scratch
 from .._tiles import Tile, Tiles, block_dim, gpu_of
 from ..gpus import LEAST_CAPABILITY, TUNED
@@ -361,7 +361,9 @@ SPILLS = "predicted: compiled for sm_75 our kernels spill registers inside loops
 FFMA = "predicted: in float32 our kernels attain a quarter of the multiply-add units' rate or less"
 
 
-def library_of(call: Call, backward: bool, packed: bool = False) -> Library | None:
+def library_of(
+    call: Call, backward: bool, packed: bool = False, *, deterministic: bool = False
+) -> Library | None:
     """Return the library that computes a checked call without statistics, or None for our kernels.
 
     From compute capability 8.0 on, PyTorch computes self-attention with a head dimension that is a
@@ -375,7 +377,9 @@ def library_of(call: Call, backward: bool, packed: bool = False) -> Library | No
         packed: whether query, key and value are views of one projection. Rules for a range of
             batch x heads then hold in compiled code only: a call of few heads takes as long as its
             launch from Python, and from a projection ours is launched in 0.73 times the time.
+        deterministic: whether this call needs deterministic gradients, whatever PyTorch's setting.
     """
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     query, key, sequences = call.query, call.key, call.sequences
     dim = query.shape[-1]
     if dim > MAX_HEAD_DIM:
@@ -387,12 +391,12 @@ def library_of(call: Call, backward: bool, packed: bool = False) -> Library | No
         return Library("reference" if call.softcap else "sdpa", reason)
     gpu = _tiles.capability(query.device)
     if gpu < TUNED:
-        ours = 0 in (*query.shape, *key.shape) or beyond_pytorch(call)
+        ours = 0 in (*query.shape, *key.shape) or beyond_pytorch(call, deterministic)
         reason = FFMA if query.dtype == torch.float32 else SPILLS
         if gpu < LEAST_CAPABILITY:
             reason = f"our kernels need compute capability {LEAST_CAPABILITY / 10}"
         return None if ours else Library("sdpa", reason)
-    if not call.is_plain or 0 in query.shape or not _suits(call):
+    if deterministic or not call.is_plain or 0 in query.shape or not _suits(call):
         return None
     find = partial(
         find_rule_of_library,
@@ -426,7 +430,19 @@ def library_of(call: Call, backward: bool, packed: bool = False) -> Library | No
     return None if rule is None else Library("varlen_attn", rule.reason)
 
 
-def beyond_pytorch(call: Call) -> str | None:
+def check_deterministic(call: Call, library: Library) -> None:
+    """Raise ValueError if a library would compute a call with gradients that are not deterministic.
+
+    On the CPU they are, and PyTorch follows its own setting.
+    """
+    if on_gpu(call.query) and not torch.are_deterministic_algorithms_enabled():
+        raise ArgumentError(
+            "deterministic=True needs torch.use_deterministic_algorithms(True) for this call: "
+            f"{library.reason}"
+        )
+
+
+def beyond_pytorch(call: Call, deterministic: bool) -> str | None:
     """Return what of a call PyTorch's attention cannot compute on a GPU before 8.0, or None."""
     query, attn_mask = call.query, call.attn_mask
     if call.sequences is not None:
@@ -437,7 +453,7 @@ def beyond_pytorch(call: Call) -> str | None:
         return f"PyTorch's attention rounds a mask to {query.dtype}"
     # Where our kernels do not run, PyTorch follows this setting by itself.
     kernels = _tiles.capability(query.device) >= LEAST_CAPABILITY
-    if kernels and torch.are_deterministic_algorithms_enabled():
+    if kernels and deterministic:
         return "deterministic algorithms are enabled"
     return None
 
@@ -461,4 +477,4 @@ def _suits(call: Call) -> bool:
         return False
     if call.scale is not None and call.scale < LEAST_SCALE:
         return False
-    return not torch.are_deterministic_algorithms_enabled() and not transformed(query)
+    return not transformed(query)

@@ -96,7 +96,8 @@ def _explain(call: Call, stats: bool, backward: bool, packed: bool) -> Explanati
     if stats:
         reason = "PyTorch's attention has no statistics"
     elif gpu < TUNED:
-        reason = dispatch.beyond_pytorch(call) or "the call is empty"
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        reason = dispatch.beyond_pytorch(call, deterministic) or "the call is empty"
     reason = f"compute capability {gpu // 10}.{gpu % 10}; {reason}"
     forward = dispatch.choose_forward(call, stats)
     route = Route(forward.kernel, forward.tile.arguments, reason)

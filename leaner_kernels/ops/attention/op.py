@@ -378,15 +378,23 @@ def compute_plain(
     signature: Signature | None,
     arguments: Any,
     enable_gqa: bool = False,
+    deterministic: bool = False,
 ) -> Tensor:
-    """Return the output of a checked call; one with a signature is kept for ``route.repeat``."""
+    """Return the output of a checked call; one with a signature is kept for ``route.repeat``.
+
+    Raises:
+        ValueError: a deterministic call that only a library can compute, on a GPU.
+    """
     call = operator.call(arguments)
     if signature is None:
         recorded = any(t.requires_grad for t in call.operands)
         backward = torch.is_grad_enabled() and recorded
     else:
         _, _, backward = signature
-    library = dispatch.library_of(call, backward, packed=operator is Packed)
+    packed = operator is Packed
+    library = dispatch.library_of(call, backward, packed, deterministic=deterministic)
+    if library is not None and deterministic:
+        dispatch.check_deterministic(call, library)
     if library is None:
         out, *_ = compute(operator, signature, arguments)
         return out

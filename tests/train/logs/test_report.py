@@ -12,6 +12,7 @@ from rich.console import Console
 from leaner_kernels.monitor.run_files import JsonLines
 from tests.train.launch import TINY, rows
 from train import vit
+from train.logs.report import range_of_kappa
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def test_a_resume_keeps_earlier_lines_and_drops_later_ones_and_half_a_line(tmp_p
 def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     tmp_path, monkeypatch, capsys, terminal
 ):
-    console = functools.partial(Console, force_terminal=terminal, width=100)
+    console = functools.partial(Console, force_terminal=terminal, width=120)
     monkeypatch.setattr("train.logs.report.Console", console)
     vit.main([*TINY, "--steps", "3", "--out", str(tmp_path)])
     said = capsys.readouterr().out
@@ -77,3 +78,46 @@ def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     assert ("━━" in said.partition("summary")[0]) == terminal
     assert ("0:00:00" in said) == terminal
     assert ("step 2/3  loss" in said) != terminal
+    assert "(blocks." in said
+
+
+def test_a_line_of_progress_shows_kappa_if_it_was_sampled_since_the_line_before(tmp_path, capsys):
+    vit.main([*TINY, "--steps", "8", "--kappa-every", "4", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    lines = [line for line in said.splitlines() if line.startswith("step ")]
+    shown = [int(line[5]) for line in lines if "κ " in line]
+    assert [int(line[5]) for line in lines] == [*range(8)]
+    assert shown == [0, 4, 7]
+    first = [row for row in rows(tmp_path / "kappa.jsonl") if row["step"] == 0]
+    assert lines[0].endswith(range_of_kappa(first))
+
+
+def test_the_plot_of_a_run_is_written_and_named(tmp_path, capsys):
+    vit.main([*TINY, "--steps", "2", "--out", str(tmp_path)])
+    assert f"κ of every layer over the steps: {tmp_path / 'kappa.png'}\n" in capsys.readouterr().out
+    assert (tmp_path / "kappa.png").read_bytes().startswith(b"\x89PNG")
+    vit.main([*TINY, "--steps", "2", "--kappa-every", "0", "--out", str(tmp_path / "none")])
+    assert not (tmp_path / "none" / "kappa.png").exists()
+
+
+def sample(kappa: float | None, layer: str, step: int = 0, reason: str | None = None) -> dict:
+    return {"step": step, "layer": layer, "kappa": kappa, "reason": reason}
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        ([], ""),
+        ([sample(None, "a", reason="not run")], ""),
+        ([sample(12.34, "a")], "κ 12.3–12.3 (a)"),
+        ([sample(12.0, "a"), sample(85.2, "b"), sample(40, "c")], "κ 12–85.2 (b)"),
+        ([sample(99.0, "a"), sample(2.0, "a", step=9)], "κ 2–2 (a)"),
+        ([sample(None, "a", reason="not resolved")], "κ 1 not resolved"),
+        (
+            [sample(3.0, "a"), sample(None, "b", reason="not resolved")],
+            "κ 3–3 (a), 1 not resolved",
+        ),
+    ],
+)
+def test_kappa_of_all_layers_is_one_phrase(samples, expected):
+    assert range_of_kappa(samples) == expected

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from leaner_kernels.extras import how_to_install
+
 # Of ImageNet's pixels, as everywhere.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -210,7 +212,8 @@ def _rand_augment(policy: str, size: int) -> Any:
         from timm.data.auto_augment import rand_augment_transform
     except ImportError:
         raise ValueError(
-            "--rand-augment needs the package timm: pip install timm, or give --rand-augment none"
+            f"--rand-augment needs the package timm: {how_to_install('timm')}, or give "
+            "--rand-augment none"
         ) from None
     # What moved out of the picture is filled with the mean colour, as timm's loader does.
     params = {
