@@ -84,8 +84,8 @@ def pivot(cells: pd.DataFrame, by: Sequence[pd.Series], index: int) -> pd.DataFr
     return wide.reset_index()
 
 
-def peer_comparison(timed: pd.DataFrame) -> pd.DataFrame:
-    """Return attention on a GPU as a user meets it: forward and backward, then forward alone.
+def peer_comparison(timed: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return attention on a GPU as a user meets it, forward and backward, and forward alone.
 
     Ours is what ``attention`` runs: where a rule dispatches a case to PyTorch, PyTorch's.
     """
@@ -121,13 +121,21 @@ def peer_comparison(timed: pd.DataFrame) -> pd.DataFrame:
         },
         called.index,
     )
-    both, forward = (
-        table[table.index.get_level_values("stage") == stage].droplevel("stage")
-        for stage in ("both", "forward")
-    )
-    alone = forward.iloc[:, 2:6].add_prefix("forward alone: ")
-    table = both.join(alone).fillna(NOT_MEASURED)
-    return _noted(_on(table, table.index.get_level_values("on")), called[~dispatched])
+    tables = []
+    for stage in ("both", "forward"):
+        here = called.index.get_level_values("stage") == stage
+        rows = table[here].droplevel("stage")
+        if stage == "forward":
+            rows = _of_forward(rows, tables[0])
+        tables.append(_noted(rows, called[~dispatched & here]))
+    both, forward = (_on(rows, rows.index.get_level_values("on")) for rows in tables)
+    return both, forward
+
+
+def _of_forward(rows: pd.DataFrame, both: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of forwards, in the order of the other table and named as there."""
+    names = both.iloc[:, :2].rename(columns={both.columns[0]: "attention, forward"})
+    return names.join(rows.iloc[:, 2:7]).fillna(NOT_MEASURED)
 
 
 def _on(table: pd.DataFrame, gpus: Sequence[str]) -> pd.DataFrame:
@@ -194,7 +202,7 @@ def _times(rows: pd.DataFrame, end: str) -> pd.Series:
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows and columns of ``peer_comparison`` that the first page shows, of one GPU."""
+    """Return what the first page shows of the first table of ``peer_comparison``, of one GPU."""
     notes = table.attrs
     table = _of_one_gpu(table, table.index.get_level_values("on")).drop(
         columns="on", errors="ignore"
@@ -594,12 +602,14 @@ def gather(paths: Sequence[Path] = ()) -> dict[str, dict[str, pd.DataFrame]]:
         "lean": lean(timed),
         "unmeasured": unmeasured(results),
     }
+    front, forward = peer_comparison(timed)
     faster = {
         "steps": steps(timed),
-        "front": peer_comparison(timed),
+        "front": front,
+        "forward": forward,
         "statistics": statistics_cost(timed),
     }
-    first = {"headline": headline(faster["front"]), "fastest": fastest_steps(timed)}
+    first = {"headline": headline(front), "fastest": fastest_steps(timed)}
     pages = {"README": first, "faster": faster, "results": tables}
     if not paths:
         training_parts, lengths, calls = (

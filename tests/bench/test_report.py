@@ -398,9 +398,9 @@ def test_the_committed_pages_are_filled_from_the_committed_results():
     report.main(["--check"])
 
 
-def fastest_of(cell, prefix):
-    """Return the microseconds of the fastest peer of a row of the front table."""
-    shown = (cell[f"{prefix}{name}, µs"] for name in ("PyTorch or timm", "fastest other"))
+def fastest_of(cell):
+    """Return the microseconds of the fastest peer of a row of the tables of attention."""
+    shown = (cell[f"{name}, µs"] for name in ("PyTorch or timm", "fastest other"))
     return min(float(time.split()[0].replace(",", "")) for time in shown)
 
 
@@ -409,18 +409,18 @@ def test_every_measured_peer_that_is_faster_than_ours_is_on_a_page():
     timed = frames.timed([frames.read(path) for path in frames.RESULTS.glob("20*.json")])
     newest = frames.newest(timed[timed["median"].notna() & ~timed["cpu"]])
     page = (report.DOCS / "faster.md").read_text("utf-8")
-    front, steps = (
+    both, forward, steps = (
         cells(page.partition(f"<!-- {name},")[2].partition("<!--")[0])
-        for name in ("front", "steps")
+        for name in ("front", "forward", "steps")
     )
-    prefixes = {"both": "", "forward": "forward alone: "}
+    tables = {"both": both, "forward": forward}
     looked_at = set()
     for (kind, case, stage, start), rows in newest.groupby(["kind", "case", "stage", "start"]):
         rivals = rows[~rows["ours"] & ~(rows["median"] >= rows[rows["ours"]]["median"].min())]
         for rival in rivals.to_dict("records"):
-            if kind == "attention" and stage in prefixes and start == "":
-                (line,) = (line for line in front if LABELS[case] in line.values())
-                shown = fastest_of(line, prefixes[stage])
+            if kind == "attention" and stage in tables and start == "":
+                (line,) = (line for line in tables[stage] if LABELS[case] in line.values())
+                shown = fastest_of(line)
                 assert shown <= 1e6 * rival["median"] * frames.SPREAD, (case, rival["peer"])
             elif kind in ("model", "language") and stage == "training":
                 name = f"{report.STEPS[rival['row']]}, {rival['variant']}", rival["mode"]
