@@ -275,18 +275,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="measure the table of README on this GPU: ours, PyTorch's default and its fastest "
-        "other backend, forward, and forward and backward; about two minutes",
+        help="measure README's table on this GPU in about two minutes: our kernels, PyTorch's "
+        "default and its fastest other backend, in training and in the forward alone",
     )
-    parser.add_argument("--causal", action="store_true", help="mask future tokens of SHAPE")
+    parser.add_argument("--causal", action="store_true", help="measure SHAPE with a causal mask")
     dtypes = parser.add_mutually_exclusive_group()
-    dtypes.add_argument("--float16", action="store_true", help="of SHAPE, instead of bfloat16")
-    dtypes.add_argument("--float32", action="store_true", help="of SHAPE, instead of bfloat16")
+    dtypes.add_argument(
+        "--float16", action="store_true", help="measure SHAPE in float16 (bfloat16)"
+    )
+    dtypes.add_argument(
+        "--float32", action="store_true", help="measure SHAPE in float32 (bfloat16)"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
-        help="start no further measurement after so many seconds, and list what was left out "
-        f"(default: {PAPER_SECONDS:.0f} with --paper and on a CPU, no limit otherwise)",
+        help="start no new measurement after this many seconds, and list those left out "
+        f"({PAPER_SECONDS:.0f} with --paper or on a CPU; otherwise no limit)",
     )
     parser.add_argument(
         "--json",

@@ -268,7 +268,9 @@ PARTS = loop, pictures, checkpoints
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON if a file is named."""
     parser = command.parser("bench.training", __doc__)
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to write JSON")
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="JSON file to write (not written)"
+    )
     flags = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []

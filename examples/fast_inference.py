@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch import Tensor
-from torch.utils.benchmark import Timer
-
 try:
     import timm
 except ModuleNotFoundError:
     raise SystemExit("timm is missing: pip install '.[timm]'") from None
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Timer
 
 from leaner_kernels.adapters import timm as adapter
 

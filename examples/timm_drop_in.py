@@ -9,19 +9,20 @@ calls PyTorch's, so both times are alike.
 
 import argparse
 
-import torch
-from torch import Tensor, nn
-from torch.utils.benchmark import Timer
-
 try:
     import timm
 except ModuleNotFoundError:
     raise SystemExit("timm is missing: pip install '.[timm]'") from None
 
+import torch
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
+
 from leaner_kernels import KappaMonitor
 from leaner_kernels.adapters import timm as adapter
 from leaner_kernels.monitor.table import table
 
+MODEL = "vit_small_patch16_224"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -37,11 +38,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 def main() -> None:
     """Print the swapped modules, the difference of the logits, both times and κ of each layer."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="vit_small_patch16_224", help="name of a timm model")
+    parser.add_argument("--model", default=MODEL, help=f"name of a timm model ({MODEL})")
     parser.add_argument("--pretrained", action="store_true", help="download the weights")
-    parser.add_argument(
-        "--batch", type=int, default=128 if DEVICE == "cuda" else 2, help="images in a batch"
-    )
+    batch = 128 if DEVICE == "cuda" else 2
+    parser.add_argument("--batch", type=int, default=batch, help=f"images in a batch ({batch})")
     options = parser.parse_args()
 
     torch.manual_seed(0)

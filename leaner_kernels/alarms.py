@@ -101,8 +101,8 @@ class EntropyAlarm:
             elif entropy < limit and layer not in self._fired:
                 self._fired.add(layer)
                 message = (
-                    f"step {row['step']}: attention of {layer} collapses: entropy {entropy:.3g} "
-                    f"nats, below {limit:.3g}, {self.floor:g} of log(columns)"
+                    f"step {row['step']}: attention of {layer} collapses: its entropy, "
+                    f"{entropy:.3g} nats, is below {limit:.3g}, {self.floor:g} of the maximum"
                 )
                 alarms.append(Alarm(row["step"], layer, "floor", entropy, limit, message))
         return alarms
@@ -196,8 +196,10 @@ class KappaAlarm:
             rise = self._rises[layer].take(math.log(kappa or UNRESOLVED), math.log(self.factor))
             if rise is not None:
                 usual, limit = map(math.exp, rise)
-                now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
-                message = f"step {step}: κ of {layer} is {now}, the usual {usual:.3g}"
-                alarm = Alarm(step, layer, "rise", kappa, limit, f"{message}, limit {limit:.3g}")
-                alarms.append(alarm)
+                now = "past what float32 resolves" if kappa is None else f"to {kappa:.3g}"
+                message = (
+                    f"step {step}: κ of {layer} rose {now}; its recent median is {usual:.3g}, "
+                    f"the limit {limit:.3g}"
+                )
+                alarms.append(Alarm(step, layer, "rise", kappa, limit, message))
         return alarms

@@ -71,7 +71,7 @@ class QKClip:
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
         self._check_projections()
         if len({id(module.qkv.weight) for module in self.modules.values()}) < len(self.modules):
-            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
+            raise ValueError("QKClip does not support a qkv projection that two modules share")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
@@ -88,7 +88,9 @@ class QKClip:
                 a module that tracks no logits any more.
         """
         if lost := [n for n, m in self.modules.items() if not vars(m).get("track_logits")]:
-            raise ValueError(f"{lost[0]} tracks no logits since undo or close: construct it anew")
+            raise ValueError(
+                f"{lost[0]} no longer tracks logits, after undo or close: construct QKClip again"
+            )
         self._check_projections()
         modules = self.modules.values()
         peaks = torch.cat([_finite_peak(module) for module in modules])
@@ -278,8 +280,8 @@ def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise ValueError(
-            "nn.DataParallel runs replicas, and what they track is lost with them: use "
-            "DistributedDataParallel, or give the module inside where there is one device"
+            "nn.DataParallel discards its replicas with all that they track: use "
+            "DistributedDataParallel or, on one device, pass model.module"
         )
     modules = {
         name: m
@@ -289,7 +291,7 @@ def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no attention module between {' or '.join(attends)} with "
-            "one projection qkv: use leaner_kernels.nn.ManyHeadAttention"
+            "a fused projection qkv: use leaner_kernels.nn.ManyHeadAttention"
         )
     return modules
 
@@ -309,14 +311,14 @@ def _check_scalable(projection: nn.Module, part: str, name: str) -> None:
         if part == "bias" and getattr(projection, part, None) is None:
             return
         raise ValueError(
-            f"QKClip scales qkv.{part} in place, and that of {name} is no parameter but computed "
-            "from others (pruning, weight_norm, a parametrization, an adapter): remove that first"
+            f"QKClip scales qkv.{part} in place, but in {name} it is computed from other tensors, "
+            "as by pruning, weight_norm, a parametrization or an adapter: remove that first"
         )
     local = param._local_tensor if hasattr(param, "device_mesh") else param
     if type(local) not in _PLAIN or not local.is_floating_point():
         raise ValueError(
-            f"QKClip scales qkv.{part} in place, which must be a plain tensor of floating point, "
-            f"or a DTensor of one: that of {name} is a {type(local).__name__} of {local.dtype}"
+            f"QKClip scales qkv.{part} in place, so it must be a floating-point tensor or DTensor, "
+            f"got a {type(local).__name__} of {local.dtype} in {name}"
         )
 
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif info.task == "next token":
             predict = _score if args.score else _continue
         else:
-            raise ValueError(f"{info.path} is of no task that is known here, got {info.task!r:.40}")
+            raise ValueError(f"{info.path} was trained on an unknown task, {info.task!r:.40}")
         sys.stderr.write(f"weights: {one_line(info.path)}, step {info.step}\n")
         for line in predict(model.to(args.device), info, args):
             sys.stdout.write(f"{line}\n")
@@ -110,7 +110,7 @@ def _long_range(info: Info) -> tuple[str, int]:
     task = info.settings.get("task") or "listops"
     length = info.settings.get("length") or info.arguments.get("sequence_length")
     if task not in TASKS or type(length) is not int or not 1 <= length <= 1 << 20:
-        raise ValueError(f"{info.path} has no task and length of the Long-Range Arena")
+        raise ValueError(f"{info.path} does not name its task and length of the Long-Range Arena")
     return task, length
 
 
@@ -149,7 +149,7 @@ def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -
         others = ", ".join(f"{other} {number}" for other, number in counts.most_common())
         yield f"  {name}: accuracy {counts[name] / counts.total():.1%}; predicted {others}"
     if unread:
-        raise ValueError(f"{unread} of the pictures cannot be read; they are named above")
+        raise ValueError(f"{unread} pictures cannot be read; they are named above")
 
 
 def _input_of(info: Info, path: Path) -> tuple[Tensor, ...]:
@@ -173,7 +173,7 @@ def _pictures(inputs: Sequence[str], classes: Sequence[str]) -> Iterator[tuple[P
         labels = {name: printable(composed(name), LONGEST_NAME) for name in folders}
         unknown = sorted(name for name, label in labels.items() if label not in classes)
         if unknown:
-            message = f"{path} has the folder {unknown[0]}, which is no class of the model"
+            message = f"{path} has the folder {unknown[0]}, which is not a class of the model"
             if len(unknown) < len(labels):
                 raise ValueError(message)
             sys.stderr.write(f"{PROGRAM}: {one_line(message)}: no accuracy\n")
@@ -191,7 +191,7 @@ def _texts(inputs: Sequence[str]) -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError:
                 raise ValueError(f"{path} is not text in UTF-8") from None
         elif re.fullmatch(r"\S+\.\w{1,5}", text) or (os.sep in text and not re.search(r"\s", text)):
-            raise ValueError(f"{text}: no such file; text must have a space in it")
+            raise ValueError(f"{text}: no such file; to pass it as text, add a space")
         else:
             yield printable(text), plain(text)
 

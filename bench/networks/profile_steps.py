@@ -90,8 +90,10 @@ def measure(case: str, peer: str) -> tuple[list[dict[str, Any]], dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = command.parser("bench.networks.profile_steps", __doc__)
-    parser.add_argument("case", metavar="CASE", help="a row of the paper: model_vit_base_lean")
-    parser.add_argument("peer", metavar="PEER", help="whose model, and its mode: leaner_compiled")
+    parser.add_argument(
+        "case", metavar="CASE", help="row of the paper, such as model_vit_base_lean"
+    )
+    parser.add_argument("peer", metavar="PEER", help="library and mode, such as leaner_compiled")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write all kernels to FILE (not written)"
     )

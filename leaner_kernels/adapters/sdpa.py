@@ -131,8 +131,8 @@ class Handle:
                 return
             if count := self._unfinished():
                 warnings.warn(
-                    f"attention calls that have had no backward: {count}; run it before PyTorch's "
-                    "kernels are restored, or its gradients may be wrong",
+                    f"attention calls without a backward pass: {count}. Run the backward before "
+                    "PyTorch's kernels are restored, or its gradients may be wrong",
                     stacklevel=4,
                 )
             _hooks.replacements.discard(self)

@@ -80,9 +80,9 @@ class Swapped:
         if not reasons:
             return f"{name} has no attention module: there is nothing to swap or to measure"
         return (
-            f"{name} has no attention module to swap ({reasons}): "
-            "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.attention, "
-            "which takes the same arguments; KappaMonitor measures such a model as it is"
+            f"{name} has no attention module to swap ({reasons}): replace calls of "
+            "F.scaled_dot_product_attention by leaner_kernels.attention, which takes the same "
+            "arguments; KappaMonitor measures the model even without that"
         )
 
     def __repr__(self) -> str:
@@ -153,8 +153,8 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
             del swapped[name]
         else:
             raise ValueError(
-                f"{name or 'the model'} was wrapped since it was swapped, as "
-                f"{type(module).__name__}: unwrap it before undo"
+                f"{name or 'the model'} was wrapped in {type(module).__name__} after it was "
+                "swapped: unwrap it before undo"
             )
     for module in swapped.values():
         _restore(module)
@@ -163,7 +163,7 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap a module, or leave it unchanged and return the reason."""
     if "forward" in vars(module):
-        return "its forward was replaced on the instance (compiled, wrapped): swap before that"
+        return "its forward was replaced on the instance, as by compiling or wrapping: swap first"
     before, failed = dict(vars(module)), None
     module.__class__ = rule.new_class
     try:

@@ -99,7 +99,9 @@ class _TimmCapturing(Capturing):
 
     def _prepare(self: Any) -> None:
         if not self._drops and hasattr(self, "attn_drop") and self.attn_drop.p > 0:
-            raise ValueError(f"no dropout of these probabilities: attn_drop is {self.attn_drop.p}")
+            raise ValueError(
+                f"attention dropout is not supported here, got attn_drop {self.attn_drop.p}"
+            )
         width = self.proj.in_features
         self._set_sizes(self.proj.out_features, self.num_heads, width // self.num_heads)
         if not self._plain:
@@ -337,7 +339,7 @@ class TntAttention(_TimmCapturing, tnt.Attention):
     def _prepare(self) -> None:
         if self.hidden_dim != self.v.out_features:
             raise ValueError(
-                f"values must be as wide as queries and keys, {self.hidden_dim} in all, "
+                f"values must have the width of queries and keys, {self.hidden_dim}, "
                 f"got {self.v.out_features}"
             )
         super()._prepare()

@@ -63,7 +63,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-INSTEAD = {"output_attentions": "KappaMonitor(model) keeps statistics of weights that it never has"}
+INSTEAD = {"output_attentions": "KappaMonitor(model) has statistics of the attention weights"}
 
 
 def use(model: nn.Module) -> swap.Swapped:
@@ -103,7 +103,9 @@ def use(model: nn.Module) -> swap.Swapped:
     for name, config in configs.items():
         alone = _self_made(type(config))
         if alone is not None and _creates_masks(type(model.get_submodule(name))):
-            refused.setdefault(id(config), f"{alone}, which shares its masks, does not dispatch")
+            refused.setdefault(
+                id(config), f"it shares its masks with {alone}, which computes its attention itself"
+            )
     ours = {id(config) for config in dispatching.values()} - refused.keys()
     for name, config in configs.items():
         if id(config) in refused or (id(config) not in ours and _self_made(type(config))):
@@ -124,7 +126,7 @@ def use(model: nn.Module) -> swap.Swapped:
         elif name in configs and configs[name]._attn_implementation == NAME:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
-            left[name] = f"the configuration of {cls} is set through the model around it"
+            left[name] = f"the enclosing model sets the attention of {cls}"
     report.left = swap.without_holders(left, [*report.swapped])
     if not report.swapped:
         report.undo()
@@ -197,7 +199,7 @@ def mask(
     """
     if (alone := _self_made(type(config))) is not None:
         raise ValueError(
-            f'{alone} computes its attention itself, so "leaner" would not run in it: '
+            f'{alone} computes its attention itself, so it would not run "leaner": '
             'use attn_implementation="eager"'
         )
     skip = allow_is_causal_skip and _supports_sdpa(type(config))

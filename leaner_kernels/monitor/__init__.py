@@ -172,8 +172,8 @@ class KappaMonitor:
             raise ValueError(f"path must be a str or a path, got {shown(path)}")
         if any(isinstance(m, nn.DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
             raise ValueError(
-                "nn.DataParallel on several devices runs replicas, and what they capture is lost "
-                "with them: use DistributedDataParallel"
+                "nn.DataParallel on several devices discards its replicas with all that they "
+                "capture: use DistributedDataParallel"
             )
         self.model = model
         self._trace = CallTrace({}, set(), samples)
@@ -286,7 +286,9 @@ class KappaMonitor:
         """
         sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
         if self.sampling or any(sampled):
-            raise RuntimeError("a step is being sampled: measure before begin or after end")
+            raise RuntimeError(
+                "measure was called inside a sampled step: call it before begin or after end"
+            )
         pending, self._pending_rows = self._pending_rows, deque()
         try:
             with _undisturbed(self.model), torch.no_grad():
@@ -416,16 +418,16 @@ class KappaMonitor:
             is_everywhere = name.partition("#")[0] in everywhere
             if not is_everywhere or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
                 raise RuntimeError(
-                    "all ranks must trace the same layers, but in the first sampled step, "
-                    f"{step}, they differ in {name}"
+                    f"all ranks must trace the same layers, but they differ in {name} in the first "
+                    f"sampled step, {step}"
                 )
         self._layers = self._sorted(layers)
         self._agreed = True
         untraced = self._trace.untraced(self._layers)
         if untraced and (self._group is None or self._group.rank() == 0):
             warnings.warn(
-                f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention: no "
-                "call that can be traced was made there in the first sampled step "
+                f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention but "
+                "made no traceable call in the first sampled step "
                 '(docs/kappa.md, "Not traced")',
                 stacklevel=4,
             )

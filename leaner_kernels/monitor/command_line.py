@@ -50,7 +50,9 @@ def take_every_character(program: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
     if shown != "κ" and (os.environ.get("RANK") or "0") == "0":
-        sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
+        sys.stderr.write(
+            f"{program}: the output encoding, {encoding}, has no kappa; {shown} stands for it\n"
+        )
 
 
 class UntilUnread:

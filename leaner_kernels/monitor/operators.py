@@ -20,13 +20,13 @@ from ..ops.statistics import AttentionStats, evenly_spaced
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 NO_CALL = (
-    "KappaMonitor saw no call of a compiled model in a sampled step: replayed CUDA graphs and "
-    "cpp_wrapper run no Python. From the next one on, sampled steps run eagerly"
+    "KappaMonitor saw no attention call of the compiled model in a sampled step, because replayed "
+    "CUDA graphs and cpp_wrapper run no Python. Later sampled steps run eagerly"
 )
 OTHER_CALLS = (
-    "KappaMonitor cannot name the calls of a compiled model: it made {}, and {} in the eager step, "
-    "or their sizes differ. The rows of this step are named by their order. From the next one on, "
-    "sampled steps run eagerly"
+    "KappaMonitor cannot match the attention calls of the compiled model with those of the eager "
+    "step: it made {} instead of {}, or their sizes differ. The rows of this step are named by "
+    "their order. Later sampled steps run eagerly"
 )
 
 

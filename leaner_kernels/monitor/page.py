@@ -49,19 +49,27 @@ _ACCURACIES = {
     "held_out_ema_accuracy": "averaged weights",
     "held_out_top5": "top-5",
 }
-_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
+_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "fraction correct", _ACCURACIES))
 _HEAD_REPORT = (
     (
         "head_correlation",
         "Correlation of heads",
-        "Mean over pairs of heads; 1 where all are alike.",
+        "Mean over pairs of heads; 1 if all heads are alike.",
     ),
-    ("isotropy", "Isotropy of heads", "1 where a head uses all of its directions alike."),
+    ("isotropy", "Isotropy of heads", "1 if each head uses all of its directions equally."),
 )
+# Facts of a summary that are shown in the table under another name.
+_FACTS = {
+    "params": "parameters",
+    "seconds": "time (h:mm:ss)",
+    "peak_memory_bytes": "peak_memory",
+    "peak_memory_kind": "kind_of_peak_memory",
+    "data_wait_share": "share_of_time_waiting_for_data",
+}
 _COURSE = (
     ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
     ("Gradient norm", "norm", {"grad_norm": ""}),
-    ("Throughput", "items a second", {"throughput": ""}),
+    ("Throughput", "items per second", {"throughput": ""}),
 )
 
 
@@ -307,16 +315,16 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
         for alarm in run.alarms
     ]
     settings = [run.summary.get("settings", {}) for run in runs]
+    listed = _compared(names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings))
     text = _PAGE.format(
         title=escape(", ".join(names)),
         glance=_compared(names, map(_glance, runs)),
-        kappa=_compared(names, map(_kappa_of_layers, runs)),
+        kappa=_kappa_table(runs),
         charts="\n".join(charts),
-        alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
+        alarms=_table(("run", "step", "kind", "message"), alarms) if alarms else "<p>None.</p>",
+        run_title="Run" if len(runs) == 1 else "Runs",
         facts=_compared(names, map(_facts, runs)),
-        settings=_compared(
-            names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings)
-        ),
+        settings=f"<details><summary>All settings</summary>{listed}</details>" if listed else "",
     )
     write_file(path, text.encode("utf-8", "backslashreplace"))
 
@@ -340,7 +348,7 @@ def _read_run(folder: Path, most: int) -> Run:
         if bad:
             notes[f"damaged lines in {file.name}"] = f"{bad:,}, skipped"
     if not rows["metrics"] and not rows["kappa"]:
-        raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
+        raise ValueError(f"no rows in kappa.jsonl or metrics.jsonl of {folder}")
     for kind in ("kappa", "kappa_probe"):
         rows[kind] = newest(rows[kind])
     # A trainer writes a row when it logs and another when it evaluates, perhaps of one step.
@@ -364,7 +372,7 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
         lines = _mean_lines(runs, "kappa", geometric_mean)
         for line in _mean_lines(runs, "kappa_gaussian", geometric_mean):
             lines.append(line._replace(name="", dash="--", title=f"{line.name}, Gaussian heads"))
-        caption = "Layers without a κ at a step do not count there. Dashed: Gaussian heads."
+        caption = "A layer without κ at a step is left out of its mean. Dashed: Gaussian heads."
         yield _Chart("κ, geometric mean over layers", "κ", lines, "log", caption=caption)
     for run in runs:
         for rows, alarms, on in (
@@ -375,15 +383,15 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
                 title = f"κ of every layer{on}{f': {run.name}' if several else ''}"
                 left_out = without_kappa(rows)
                 caption = f"{left_out}. " if left_out else ""
-                caption += "Dashed: what independent Gaussian heads of this size would have."
+                caption += "Dashed: κ of independent Gaussian heads of the same number and size."
                 yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
     yield from _of_attention(runs)
     yield from _of_head_report(runs)
     for run in runs:
         step, norms = head_norms(run.kappa)
         if norms:
-            title = f"Norms of heads, step {step}{f': {run.name}' if several else ''}"
-            caption = "Frobenius norm of each head's output; a head near 0 contributes nothing."
+            title = f"Norm of each head, step {step}{f': {run.name}' if several else ''}"
+            caption = "Frobenius norm of each head's output; a head near 0 contributes little."
             yield _Chart(title, norms=norms, caption=caption)
     yield from _of_metrics(runs, _COURSE)
 
@@ -421,7 +429,8 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             lines = _mean_lines(runs, column.name, join)
         if column.name == "entropy":
             alarms = [alarm for run in runs for alarm in run.alarms]
-            caption = "Attention spread evenly has log(columns); near 0 each token attends to one"
+            caption = "At most log(columns), if attention is spread evenly; near 0, each token "
+            caption += "attends to one other"
         if any(line.points for line in lines):
             unit = UNITS[column.statistic]
             yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
@@ -495,7 +504,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
         last = f": {ys[-1]:.4g} at step {xs[-1]}" if line.points else ""
         titles.append(f"{line.title or line.name}{last}")
     for alarm in chart.alarms:
-        mark = axes.axvline(alarm["step"], color=_ALARM, linewidth=1, alpha=0.6)
+        mark = axes.axvline(alarm["step"], color=_ALARM, linewidth=1.5, linestyle=":")
         mark.set_gid(f"{_GROUP}{len(titles)}")
         titles.append(alarm["message"])
     axes.set(xlim=ends, xlabel="optimizer step")
@@ -515,7 +524,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
 def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
     heads = max(map(len, chart.norms.values()))
     table = [values + [math.nan] * (heads - len(values)) for values in chart.norms.values()]
-    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"))
+    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"), label="norm")
     axes.set_yticks(range(len(table)), [*chart.norms], parse_math=False)
     axes.set_xlabel("head")
     return []
@@ -523,9 +532,12 @@ def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
 
 def _legend(chart: _Chart) -> str:
     """Return the names of lines in their colours, which a page breaks into rows."""
-    shown = [(line.colour, line.name) for line in chart.lines if line.name]
-    shown += [(_ALARM, "alarms")] if chart.alarms else []
-    names = "".join(f'<li style="--line:{colour}">{escape(name)}' for colour, name in shown)
+    shown = [(line.colour, line.dash, line.name) for line in chart.lines if line.name]
+    shown += [(_ALARM, ":", "alarms")] if chart.alarms else []
+    names = "".join(
+        f'<li style="--line:{colour}"{"" if dash == "-" else " class=dashed"}>{escape(name)}'
+        for colour, dash, name in shown
+    )
     return f'<ul class="legend">{names}</ul>'
 
 
@@ -546,29 +558,59 @@ def _glance(run: Run) -> dict[str, str]:
     return facts
 
 
-def _kappa_of_layers(run: Run) -> dict[str, str]:
-    """Return kappa of each layer at its first and its last step, and that of Gaussian heads."""
-    by_layer: dict[str, list[Mapping[str, Any]]] = {}
+def _kappa_table(runs: Sequence[Run]) -> str:
+    """Return a table of kappa of each layer at its first and its last step, and of Gaussian heads.
+
+    A single run has these in three columns, several runs one column each.
+    """
+    if len(runs) > 1:
+        named = ({f"κ, {layer}": _in_words(rows) for layer, rows in _ends(r).items()} for r in runs)
+        return _compared([run.name for run in runs], named)
+    (run,) = runs
+    steps = [row["step"] for row in run.kappa]
+    if not steps:
+        return ""
+    table = []
+    for layer, rows in _ends(run).items():
+        cells = [kappa_or_rank(row) for row in rows]
+        for place, (row, usual) in enumerate(zip(rows, (min(steps), max(steps)))):
+            if row["step"] != usual:
+                cells[place] += f" at step {row['step']:,}"
+        table.append((layer, *cells, _gaussian(rows[-1])))
+    head = (f"step {min(steps):,}", f"step {max(steps):,}", "Gaussian heads")
+    return _table(("layer", *head), table)
+
+
+def _ends(run: Run) -> dict[str, tuple[Row, Row]]:
+    """Return the first and the last row of each layer, by its short name."""
+    ends: dict[str, tuple[Row, Row]] = {}
     for row in run.kappa:
-        by_layer.setdefault(row["layer"], []).append(row)
-    facts = {}
-    for layer, name in short_names(run.kappa).items():
-        rows = by_layer[layer]
-        ends = rows[:: len(rows) - 1 or 1]
-        said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in ends)
-        gaussian = number(rows[-1].get("kappa_gaussian"))
-        said += "" if gaussian is None else f"; Gaussian heads {gaussian:.4g}"
-        facts[f"κ, {name or 'the model'}"] = said
-    return facts
+        ends[row["layer"]] = ends.get(row["layer"], (row, row))[0], row
+    return {name or "the model": ends[layer] for layer, name in short_names(run.kappa).items()}
+
+
+def _in_words(rows: tuple[Row, Row]) -> str:
+    """Return kappa of a layer at both steps, and that of Gaussian heads, as a text."""
+    several = rows if rows[0] is not rows[1] else rows[:1]
+    said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in several)
+    gaussian = _gaussian(rows[-1])
+    return f"{said}; Gaussian heads {gaussian}" if gaussian else said
+
+
+def _gaussian(row: Row) -> str:
+    gaussian = number(row.get("kappa_gaussian"))
+    return "" if gaussian is None else f"{gaussian:.4g}"
 
 
 def _facts(run: Run) -> dict[str, str]:
-    apart = ("command", "kappa", "kappa_probe", "settings")
+    apart = ("command", "kappa", "kappa_probe", "settings", "unit")
     facts = {
-        name: _shown(value, name)
+        _FACTS.get(name, name): _shown(value, name)
         for name, value in run.summary.items()
         if name not in apart and value is not None and value != []
     }
+    if "throughput" in facts and "unit" in run.summary:
+        facts["throughput"] += f" {run.summary['unit']} per second"
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
     facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
     return facts | run.notes
@@ -593,9 +635,11 @@ def _shown(value: Any, name: str = "", digits: int = 4) -> str:
 
 
 def _compared(names: list[str], runs: Iterable[dict[str, str]]) -> str:
-    """Return a table with a column for each run; facts that differ are marked."""
+    """Return a table with a column for each run, facts that differ marked; "" without facts."""
     runs = list(runs)
     keys = dict.fromkeys(key for facts in runs for key in facts)
+    if not keys:
+        return ""
     rows = [(key.replace("_", " "), *(facts.get(key, "") for facts in runs)) for key in keys]
     return _table(("", *names), rows, mark_different=True)
 
@@ -643,6 +687,8 @@ figure svg text {{ fill: var(--ink) !important }}
   list-style: none; font-size: .85rem; max-height: 8rem; overflow-y: auto }}
 .legend li::before {{ content: ""; display: inline-block; width: 1.2rem; height: .2rem;
   margin-right: .4rem; vertical-align: middle; background: var(--line) }}
+.legend li.dashed::before {{ background: repeating-linear-gradient(90deg, var(--line) 0 .3rem,
+  transparent .3rem .45rem) }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}
 th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
@@ -652,22 +698,22 @@ th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
 </head>
 <body>
 <h1>{title}</h1>
-<p>κ is the condition number of a layer's attention heads side by side: their largest singular value
-over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
-closer some are to combinations of others. Gaussian heads are the comparison: the κ that independent
-random heads of the same number and size would have; far above it, heads share directions. A rank
-stands where κ is not resolved: how many singular values are above a millionth of the largest.
-Point at a line for its name and its last value.</p>
+<p>κ is the condition number of a layer's head outputs side by side: their largest singular value
+over their smallest. Near 1, the outputs spread evenly over all directions. A large κ means that
+some are nearly combinations of others. Gaussian heads are the comparison: κ of independent random
+heads of the same number and size. Where float32 cannot resolve κ, the rank is shown instead: the
+number of singular values above a millionth of the largest. Point at a line to see its name and last
+value.</p>
 {glance}
-<details open><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
+<details open><summary>κ of every layer at its first and its last step</summary>{kappa}</details>
 <div class="charts">
 {charts}
 </div>
 <h2>Alarms</h2>
 {alarms}
-<h2>Runs</h2>
+<h2>{run_title}</h2>
 {facts}
-<details><summary>All settings</summary>{settings}</details>
+{settings}
 </body>
 </html>
 """
@@ -683,7 +729,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")
     options = parser.parse_args(arguments)
     if options.out is None and len(options.runs) > 1:
-        parser.error(f"a page of {len(options.runs)} runs needs --out")
+        parser.error(f"--out is required for a page of several runs, got {len(options.runs)} runs")
     out = Path(options.out or Path(options.runs[0], "page.html"))
     try:
         write_page(options.runs, out)

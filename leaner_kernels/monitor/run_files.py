@@ -42,9 +42,11 @@ def check_own(path: str | Path, *, folder: bool = False) -> None:
     except FileNotFoundError:
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.EINVAL, "is a link, and no link in a run's folder is used", str(path))
+        raise OSError(
+            errno.EINVAL, "is a link, and links in a run folder are not followed", str(path)
+        )
     if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
-        raise OSError(errno.EINVAL, f"is no {'folder' if folder else 'regular file'}", str(path))
+        raise OSError(errno.EINVAL, f"is not a {'folder' if folder else 'regular file'}", str(path))
 
 
 def open_own(path: str | Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]:
@@ -67,7 +69,7 @@ def _open_regular(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "is no regular file", path)
+    raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 def read_own(path: str | Path) -> bytes:
@@ -170,7 +172,7 @@ def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
     """Return the row of a line of JSON, as ``is_row`` requires it; ValueError if it is none."""
     row = _parse(line)
     if not is_row(row, keys):
-        raise ValueError("no row of a run")
+        raise ValueError("not a row of a run")
     return row
 
 

@@ -54,7 +54,7 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         if self._writes and first == 0 and (renamed := set_aside(self.folder, _FILES)):
-            _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
+            _warn(f"{self.folder} had files of an earlier run, now renamed to {renamed}")
 
         def file(name: str, keys: Iterable[str] = ()) -> JsonLines | None:
             path = self.folder / name
@@ -134,7 +134,9 @@ class RunLog:
             write_page([self.folder], self.folder / "page.html")
         except Exception as error:
             # The run is over and its rows are safe: a page can be written of them at any time.
-            warnings.warn(one_line(f"no page of {self.folder}: {error}"), stacklevel=2)
+            warnings.warn(
+                one_line(f"the page of {self.folder} was not written: {error}"), stacklevel=2
+            )
 
 
 def _warn(message: str) -> None:

@@ -36,7 +36,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     ]
     (means,) = layer_means(newest)
     mean, unresolved = _number(means["geometric_mean"]), means["not_resolved"]
-    text.append(f"geometric mean κ of {means['layers']} layers: {mean}; not resolved: {unresolved}")
+    counted = f"{means['layers']} layer{'s'[: means['layers'] != 1]}"
+    text.append(f"geometric mean κ of {counted}: {mean}; not resolved: {unresolved}")
     return "\n".join(text)
 
 

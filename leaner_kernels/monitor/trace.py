@@ -160,10 +160,9 @@ class CallTrace:
         if not self.ran:
             return f"{model} ran no forward between begin and end"
         return (
-            f"{model} called no attention of several queries that can be traced: neither "
-            "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
-            "(products and a softmax of its own are not; transformers has attn_implementation="
-            "'sdpa' and 'leaner', timm set_fused_attn)"
+            f"{model} made no attention call that can be traced: only calls of several queries of "
+            "leaner_kernels.attention and torch.nn.functional.scaled_dot_product_attention can. In "
+            "transformers use attn_implementation='sdpa' or 'leaner', in timm set_fused_attn"
         )
 
     def untraced(self, layers: Collection[str]) -> list[str]:

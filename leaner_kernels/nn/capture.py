@@ -118,7 +118,7 @@ class Capturing(nn.Module):
     def _replicate_for_data_parallel(self) -> Any:
         if self.track_logits or self.capture_samples > 0:
             raise RuntimeError(
-                "nn.DataParallel runs replicas, and what they capture is lost with them: "
+                "nn.DataParallel discards its replicas with all that they capture: "
                 "QKClip and KappaMonitor need DistributedDataParallel"
             )
         return super()._replicate_for_data_parallel()
@@ -137,7 +137,7 @@ class Capturing(nn.Module):
             return
         check_tensor("skip", skip)
         if skip.shape != x.shape:
-            raise ArgumentError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+            raise ArgumentError(f"skip must be {tuple(x.shape)} like x, got {tuple(skip.shape)}")
 
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to compute statistics."""
@@ -237,7 +237,7 @@ class Capturing(nn.Module):
             if not torch.compiler.is_compiling() and is_mapped(stats.max_logit):
                 raise RuntimeError(
                     f"{type(self).__name__} runs inside vmap of torch.func, where QKClip cannot "
-                    "track its logits: call close() of the QKClip before"
+                    "track its logits: call QKClip.close() first"
                 )
             peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)

@@ -130,8 +130,8 @@ class Launch(NamedTuple):
         count = prod(self.grid) * self.arguments.get("HEADS", 1)
         if count > MAX_PROGRAMS:
             raise ArgumentError(
-                f"the tensors must take at most {MAX_PROGRAMS} programs of a launch, got {count}, "
-                "heads counted one by one: split the batch"
+                f"a launch must have at most {MAX_PROGRAMS} programs, each head counted, "
+                f"got {count}: split the batch"
             )
         with assembling():
             return self.kernel[self.grid](**self.arguments)

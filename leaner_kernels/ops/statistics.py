@@ -102,7 +102,7 @@ COLUMNS = (
         written=True,
         title="Entropy of attention",
     ),
-    Column("entropy_min", "entropy", "min", "entropy of the head with the smallest", written=True),
+    Column("entropy_min", "entropy", "min", "smallest entropy of a head", written=True),
     Column(
         "max_logit",
         "max_logit",
@@ -110,7 +110,7 @@ COLUMNS = (
         "the largest score",
         written=True,
         title="Largest attention score (logit)",
-        caption="Before the softmax; growth without end warns of instability",
+        caption="The score before the softmax; steady growth is a sign of unstable training",
     ),
     Column(
         "mean_row_max",

@@ -389,7 +389,7 @@ def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
     with pytest.raises(ValueError, match="has no attention module to swap") as refusal:
         pytorch.use(OwnAttention())
     said = str(refusal.value)
-    assert "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.att" in said
+    assert "replace calls of F.scaled_dot_product_attention by leaner_kernels.attention" in said
     assert said.endswith("KappaMonitor measures such a model as it is")
     # As the message says.
     monitor = KappaMonitor(OwnAttention())

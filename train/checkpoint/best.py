@@ -75,7 +75,7 @@ class BestWeights:
         dist.broadcast_object_list(shared, src=0, group=self.world.host_group)
         step_of_best, scores, error = shared
         if error is not None:
-            self.log(f"best weights not taken up: {error}")
+            self.log(f"earlier best weights are ignored: {error}")
         elif self.score in scores:
             self.step, self.scores = step_of_best, scores
 

@@ -66,7 +66,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
         contents: read all files; otherwise only their sizes are compared.
     """
     if path.is_symlink():
-        return "is a link, and no link in a run's folder is used"
+        return "is a link, and links in a run folder are not followed"
     try:
         manifest = path / "manifest.json"
         files = json.loads(read_own(manifest))["files"]
@@ -82,7 +82,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
                 continue
             expected, status = files[name], (path / name).lstat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name} is no regular file"
+                return f"{name} is not a regular file"
             if status.st_size != expected["bytes"]:
                 return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
             if contents and _sha256(path / name) != expected["sha256"]:
@@ -220,7 +220,7 @@ class Checkpointer:
         """
         self.wait()
         if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
-            self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
+            self.log(f"{self.folder} was deleted with its checkpoints; it is created again")
         train_state = train_state | {
             "step": step,
             "ranks": self.world.size,
@@ -442,7 +442,8 @@ class Checkpointer:
         if train_state["ranks"] == self.world.size:
             random_parts = self._random_parts()
         elif self.world.rank == 0:
-            self.log(f"resuming on {self.world.size} ranks what {train_state['ranks']} ranks saved")
+            saved = train_state["ranks"]
+            self.log(f"resuming on {self.world.size} ranks from a checkpoint of {saved} ranks")
         load_tensors(path, parts | random_parts, self.world.host_group)
         if random_parts:
             _set_random_state(

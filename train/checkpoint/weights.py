@@ -219,7 +219,7 @@ class Weights:
             ours = (own[name].dtype, tuple(own[name].shape)) if name in own else (None, None)
             if theirs != ours:
                 raise ValueError(
-                    f"{self.path} has {printable(name)} {_of(*theirs)}, its model {_of(*ours)}"
+                    f"{self.path}: {printable(name)} is {_of(*theirs)}, in its model {_of(*ours)}"
                 )
 
     def load(self, model: nn.Module) -> None:

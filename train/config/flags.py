@@ -463,7 +463,7 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
         value = (PLAIN | dict(values)).get(name)
         if value is not None:
             if callable(value):  # known when the other flags are
-                shown = "follows other flags"
+                shown = "computed from other flags"
             elif isinstance(value, float):
                 shown = f"{value:.6g}"
             else:

@@ -20,7 +20,7 @@ def open_file(path: str | Path) -> IO[bytes]:
     """Open a regular file of data, or raise OSError; links are followed."""
     # Opening a pipe that nobody writes to would wait for ever.
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return open(path, "rb")
 
 

@@ -29,7 +29,10 @@ def opened(content: bytes, name: Callable[[], str]) -> Any:
     with _named(content, name):
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         if max(image.size) > MAX_UNEQUAL * min(image.size):
-            raise ValueError(f"{image.width} x {image.height} pixels are no photograph")
+            raise ValueError(
+                f"its longer side must be at most {MAX_UNEQUAL} times the shorter, got "
+                f"{image.width} x {image.height} pixels"
+            )
         return image
 
 
@@ -56,10 +59,10 @@ def _named(content: bytes, name: Callable[[], str]) -> Iterator[None]:
         return
     except UnidentifiedImageError:
         # Pillow's own message has an address, which differs each time.
-        cause = f"{len(content):,} bytes of none of the formats {', '.join(FORMATS)}"
+        cause = f"{len(content):,} bytes in none of the formats {', '.join(FORMATS)}"
     except Exception as error:  # damaged files make Pillow's readers raise nearly anything
         cause = str(error) or type(error).__name__
-    raise ValueError(f"--data holds {name()}, which is no readable image: {cause}")
+    raise ValueError(f"--data holds {name()}, which is not a readable image: {cause}")
 
 
 def upright(image: Any, pixels: Any) -> Any:

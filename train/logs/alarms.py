@@ -92,16 +92,16 @@ class Alarms:
         if rise is None:
             return []
         message = (
-            f"step {row['step']}: loss is {loss:.4g}, the usual {rise.usual:.4g}, "
-            f"limit {rise.limit:.4g}"
+            f"step {row['step']}: loss rose to {loss:.4g}; its recent median is {rise.usual:.4g}, "
+            f"the limit {rise.limit:.4g}"
         )
         return [_alarm(row["step"], "loss", message, loss=loss, **rise._asdict())]
 
     def _not_finite(self, step: int) -> dict[str, Any]:
         skipped = sum(self._skipped)
         message = (
-            f"step {step} skipped: its loss or gradient is not finite; {skipped} of the newest "
-            f"{LOSSES} steps"
+            f"step {step} was skipped because its loss or gradient is not finite; "
+            f"{skipped} of the last {LOSSES} steps were skipped"
         )
         return _alarm(step, "skipped", message, skipped=skipped)
 

@@ -126,7 +126,7 @@ class Report:
         finished = (self.folder / "summary.json").exists()
         anew = first == 0 and (finished or self.settings.resume == "none")
         if anew and (renamed := set_aside(self.folder, _FILES)):
-            self.log(f"files of an earlier run renamed to {renamed}")
+            self.log(f"files of an earlier run were renamed to {renamed}")
         self.wandb = self._open_wandb()
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW)
@@ -378,12 +378,14 @@ def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> T
     first = {}
     for row in history:
         first.setdefault(row["layer"], row)
-    caption = "κ: the largest singular value of a layer's heads side by side over the smallest. "
-    caption += "Near 1 they point in all directions alike; the larger, the closer some are to "
-    caption += "combinations of others. More heads lower it."
+    caption = "κ is the largest over the smallest singular value of a layer's head outputs side by "
+    caption += (
+        "side. Near 1 the outputs spread evenly over all directions. A large κ means that some "
+    )
+    caption += "are nearly combinations of others."
     if any(row["reason"] == "not resolved" for row in (*rows, *first.values())):
-        caption += " A rank stands where κ is not resolved, the smallest being lost in rounding: "
-        caption += "it counts those above 1e-6 of the largest."
+        caption += " Where rounding hides the smallest singular value, the rank is shown instead: "
+        caption += "the number of singular values above 1e-6 of the largest."
     table = Table(
         title=f"condition number κ of the concatenated heads at step {rows[0]['step']}",
         caption=caption,

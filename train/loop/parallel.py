@@ -119,7 +119,7 @@ def _say_that_it_is_alone() -> None:
     sizes = {name: os.environ.get(name, "") for name in _SIZES}
     told = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in ("", "1"))
     if told:
-        line = f"{told} but no RANK: this process trains alone; torchrun starts several"
+        line = f"{told} is ignored without RANK: one process trains alone; torchrun starts several"
         sys.stderr.write(one_line(line) + "\n")
 
 
@@ -210,7 +210,8 @@ def device_name(world: DistributedContext) -> str:
     """Return what computes, for people."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"CPU, {torch.get_num_threads()} threads per rank"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s'[: threads != 1]} per rank"
 
 
 def data_parallel_mode(shard: str, world: DistributedContext) -> DataParallelMode:

@@ -362,7 +362,7 @@ def report_stop(run: Run) -> None:
     step = run.progress.step
     cause = run.interrupt.received or "another rank's signal"
     if run.report.is_main_process and run.checkpointer.saved_step != step:
-        raise SystemExit(f"stopped at step {step} by {cause}, not saved")
+        raise SystemExit(f"stopped at step {step} by {cause}; that step is not saved")
     run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
 
 
@@ -397,7 +397,9 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
         run.report.log(f"last weights (model.safetensors): {last}")
     elif run.report.is_main_process:
         step = run.progress.step
-        raise SystemExit(f"finished at step {step}, but nothing of it could be saved")
+        raise SystemExit(
+            f"finished at step {step}, but neither weights nor a checkpoint could be saved"
+        )
 
 
 def _reached(step: int, held_out: dict[str, float]) -> str:

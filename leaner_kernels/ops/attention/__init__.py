@@ -640,7 +640,9 @@ def explain(
     check_tensor("query", query)
     check_assumed_capability(capability)
     if (key is None) != (value is None):
-        raise ArgumentError("key and value go together: give both, or a projection alone")
+        raise ArgumentError(
+            "give key and value, or neither with a fused projection, got one of them"
+        )
     operator: Any = op.Dense if cu_seqlens is None else op.Varlen
     operator = op.Packed if key is None else operator
     others: dict[str, Any] = {}

@@ -35,7 +35,7 @@ MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
 _ROWS = {3: 0, 4: 2, 5: 1}  # the axis of rows, by the number of axes
-MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
+MASK_AND_CAUSAL = "attn_mask and is_causal=True cannot be combined: make attn_mask causal instead"
 
 
 def checked_dense(
@@ -268,7 +268,8 @@ def _check_three(
         _check_layout(name, t, max_head_dim)
     if key.shape != value.shape:
         raise ArgumentError(
-            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+            "key and value must have the same shape, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
 
@@ -327,8 +328,8 @@ def _checked_starts(
         )
     if max(lengths, default=0) > longest:
         raise ArgumentError(
-            f"max_seqlen{suffix} must be the length of the longest sequence or more, "
-            f"got {longest} for {max(lengths)}"
+            f"max_seqlen{suffix} must be at least the length of the longest sequence, "
+            f"{max(lengths)}, got {longest}"
         )
     return to_device(starts, device)
 

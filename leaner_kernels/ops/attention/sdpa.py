@@ -199,8 +199,8 @@ def check_wide(query: Tensor, softcap: float) -> None:
 @cache
 def _warn_of_width(head_dim: int) -> None:
     warnings.warn(
-        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
-        "scaled_dot_product_attention, and gives no statistics",
+        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: PyTorch's "
+        "scaled_dot_product_attention computes this call, without statistics",
         stacklevel=7,  # past the functions between here and the caller of ``attention``
     )
 

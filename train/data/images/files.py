@@ -166,7 +166,7 @@ def _find_split(root: Path) -> _Split | None:
                     )
             return None
     if "train" not in splits.values():
-        raise ValueError(f"--data {root} has {', '.join(splits)}, and no train/ beside")
+        raise ValueError(f"--data {root} has {', '.join(splits)} but no train/")
     chosen: dict[str, str] = {}
     for name, split in splits.items():
         # Pictures of a test without classes measure nothing.
@@ -239,5 +239,7 @@ def class_folders(part: Path) -> ImageFiles:
             raise ValueError(f"--data {root} contains no images: add some or remove it")
         samples += [(os.path.join(folder, path), numbers[composed(folder)]) for path in images]
     samples.sort(key=lambda sample: sample[1])
-    left_out = f"{len(others):,} files that are no pictures: {min(others)}" if others else ""
+    left_out = (
+        f"{len(others):,} files that are not pictures, such as {min(others)}" if others else ""
+    )
     return ImageFiles(part, samples, names, left_out)
