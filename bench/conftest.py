@@ -40,9 +40,9 @@ def pytest_addoption(parser, pluginmanager):
         "--bench-seconds",
         type=float,
         metavar="SECONDS",
-        help="Start no further row after this time, and list the rows left over as not run. "
-        "There is no limit by default, except where `pytest bench/` measures an overview on a "
-        f"machine without CUDA ({OVERVIEW_SECONDS:.0f} seconds).",
+        help="Start no new row after this many seconds, and list the rest as not run. There is no "
+        "limit by default, except that `pytest bench/` on a machine without CUDA measures an "
+        f"overview for {OVERVIEW_SECONDS:.0f} seconds.",
     )
 
 

@@ -3,16 +3,17 @@
     python -m bench.crossover --sweep FILE   # on a GPU, about four minutes; writes JSON
     python -m bench.crossover FILE           # prints the GPU's sections of library.toml
 
-The sweep times self-attention without mask, lengths and dropout, forward alone and with its
-backward: in bfloat16 dense and varlen (sequences of one length, end to end), again dense with 8 to
-128 programs (batch x heads), and dense in float32. Our kernel is timed beside what everybody has,
-``scaled_dot_product_attention`` with the backend that it chooses and ``torch.nn.attention.varlen``.
+The sweep times self-attention without mask, lengths and dropout, as a forward alone and with its
+backward. It covers bfloat16, dense and varlen (sequences of one length, packed end to end), dense
+bfloat16 again with 8 to 128 programs (batch x heads), and dense float32. Our kernel is compared
+with PyTorch's ``scaled_dot_product_attention``, with the backend that it chooses, and with
+``torch.nn.attention.varlen``.
 
-The rules, for ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
-dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
-runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
-that it loses, ours is called. Each number of programs that was measured has a section of its own,
-which also holds for the smaller numbers down to the next.
+The rules belong in ``leaner_kernels/ops/attention/library.toml``. For each kind of call and head
+dimension they list the ranges of measured lengths in which PyTorch wins by more than the spread
+between two runs. A range that includes the longest length has no end. Between a length at which
+PyTorch wins and the next at which it loses, our kernel is called. Each measured number of programs
+has a section of its own, which also covers smaller numbers down to the next section.
 """
 
 import json

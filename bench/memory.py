@@ -3,9 +3,9 @@
     python -m bench.memory                              # predictions; needs no GPU
     python -m bench.memory --row vit_base --batch 256 --precision fp32 --json
 
-A row is predicted and measured at the same step (``models.memory.Step``, then AdamW), by default
-with the samples that each of the paper's GPUs had. The paper prints the sum over 8 GPUs and no
-precision, so what compares is the ratio of the lean model to the original.
+Both use the same step (``models.memory.Step``, then AdamW), by default with as many samples as each
+of the paper's GPUs had. The paper prints the sum over 8 GPUs without a precision, so only the ratio
+of the lean model to the original can be compared.
 """
 
 import gc

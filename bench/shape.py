@@ -1,17 +1,17 @@
-"""Time attention on the device at hand: of one shape, or of the shapes of README's table.
+"""Time attention on this device, for one shape or for the shapes of README's table.
 
     python -m bench.shape --paper                  # README's table on this GPU, in two minutes
     python -m bench.shape 128,16,197,64            # batch, heads, tokens, head dimension
     python -m bench.shape 128,16,512,32 --causal --float16
     ncu --profile-from-start off python -m bench.shape --profile vit_base
 
-Every row passes the correctness gate of the benchmarks first. Times are microseconds, the median of
-at least ten rounds: on a GPU of a CUDA graph, on a CPU of calls from Python. "Forward" keeps what
-the backward needs, as in training. A ratio says how many times as fast as PyTorch's (or timm's)
-default a row is. ``--json FILE`` writes the measurements as a result of the benchmarks, which
-``python -m bench.report FILE`` prints. ``--profile`` times nothing: it runs cases of
-bench/attention/cases.py once under a profiler, forward and backward, of our kernels and of
-PyTorch's; what compiles and warms up is not profiled.
+Every row is compared with float64 before it is timed. Times are microseconds: the median of at
+least ten rounds, which replay a CUDA graph on a GPU and call from Python on a CPU. "Forward" keeps
+the tensors that the backward needs, as in training. A ratio says how many times as fast as
+PyTorch's (or timm's) default a row is. ``--json FILE`` writes the measurements as a result of the
+benchmarks, which ``python -m bench.report FILE`` prints. ``--profile`` times nothing. It runs the
+forward and backward of cases of bench/attention/cases.py once under a profiler, with our kernels
+and with PyTorch's; compilation and warm-up are not profiled.
 """
 
 import argparse

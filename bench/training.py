@@ -1,11 +1,11 @@
-"""Measure the cost of training beside the model: loop, input, checkpoints; no GPU needed.
+"""Measure the cost of training around the model: loop, input and checkpoints. Needs no GPU.
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 
-What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's loader,
-``dcp.async_save``. Ratios are medians of those of each turn. A peer that is not installed is named,
-and its row left out. Pictures are made here. Where it says so, times are of the processor, all
-threads together: what other work on the machine takes does not count.
+Each part takes turns with its peer: a bare PyTorch loop, timm's loader, and ``dcp.async_save``. A
+ratio is the median over the turns. If a peer is not installed, its row is left out and a line names
+it. The pictures are generated. "CPU" marks times of the processor summed over all threads, which
+exclude other work on the machine.
 """
 
 import contextlib
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON if a file is named."""
     parser = command.parser("bench.training", __doc__)
     parser.add_argument(
-        "file", nargs="?", type=Path, metavar="FILE", help="JSON file to write (not written)"
+        "file", nargs="?", type=Path, metavar="FILE", help="JSON file to write the results to"
     )
     flags = parser.parse_args(arguments)
     torch.set_num_threads(1)

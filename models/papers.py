@@ -226,7 +226,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """List every row on standard output."""
+    """Print every row of the paper's tables with its parameters as built, audited and printed."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON list, one row per line")

@@ -31,18 +31,21 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=study.command or f"python -m studies.{study.name}",
         description=study.question,
-        epilog="Arguments after -- are passed to every run: -- --data /data/imagenet.",
+        epilog="Arguments after -- are passed to every run, as in: -- --data /data/imagenet",
     )
     smallest = next(iter(study.scales))
     parser.add_argument(
-        "--scale", choices=list(study.scales), default=smallest, help=f"size ({smallest})"
+        "--scale",
+        choices=list(study.scales),
+        default=smallest,
+        help=f"size of the runs ({smallest})",
     )
     parser.add_argument("--first-seed", type=int, default=0, help="number added to every seed (0)")
-    parser.add_argument("--jobs", type=int, help="number of runs at once (2; on a GPU 8)")
+    parser.add_argument("--jobs", type=int, help="number of runs at a time (2; 8 on a GPU)")
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder of the runs, whose unfinished runs continue (a folder in runs/studies)",
+        help="folder of the runs; unfinished runs in it continue (a new folder in runs/studies)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the cost of the study, then exit"

@@ -74,13 +74,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    first, _, examples = (__doc__ or "").partition("\n")
+    first, _, commands = (__doc__ or "").partition("\n")
+    examples = f"examples:\n{commands.strip()}"
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(PROGRAM, description=first, epilog=examples, formatter_class=raw)
     flag = parser.add_argument
     flag("run", help="run folder, checkpoint or safetensors file of a run")
-    text = "a picture, a folder of pictures, a text, or a file of text; a folder with a subfolder "
-    text += "for each class also gives the accuracy and the confusion matrix"
+    text = "a picture, a folder of pictures, a text, or a text file; for a folder with a subfolder "
+    text += "for each class, the accuracy and the confusion matrix are printed too"
     flag("inputs", nargs="+", metavar="input", help=text)
     flag("--last", action="store_true", help="use the newest weights of a run, not the best")
     flag("--score", action="store_true", help="print the loss of text instead of continuing it")

@@ -1,7 +1,6 @@
-"""Record what a measurement depends on: versions, hardware, commit and hardware ceilings.
+"""Record the conditions of a measurement: versions, hardware, commit and hardware ceilings.
 
-``python -m bench.harness.machine`` writes the facts as JSON. No host name, user name or path is
-among them.
+``python -m bench.harness.machine`` prints them as JSON, without host name, user name and paths.
 """
 
 import argparse

@@ -725,8 +725,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     take_every_character(program)
     about = "Write one HTML file that shows a run, or several side by side."
     parser = argparse.ArgumentParser(program, description=about)
-    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")
+    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="run folder")
+    text = "HTML file to write (RUN/page.html for one run; required for several)"
+    parser.add_argument("--out", type=words, help=text)
     options = parser.parse_args(arguments)
     if options.out is None and len(options.runs) > 1:
         parser.error(f"--out is required for a page of several runs, got {len(options.runs)} runs")

@@ -144,7 +144,7 @@ class Settings:
         number(float, 0, 1, open_high=True),
         "dropout rate, in vision models before the classifier only; 0 disables it",
     )
-    data: str | None = flag(None, str, "data to train on; a small bundled data set if omitted")
+    data: str | None = flag(None, str, "training data; a small bundled data set if omitted")
     workers: int | None = flag(
         None,
         count,
