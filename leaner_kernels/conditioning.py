@@ -16,10 +16,11 @@ from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
 from .removed import refuse_removed_arguments
 
-# Of the mean eigenvalue of a Gram matrix: with R the root mean square singular value, it bounds the
-# gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values below R 1e-4.
+# Relative to the mean eigenvalue of a Gram matrix. With R the root mean square singular value, the
+# ridge bounds the gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values
+# below R 1e-4.
 RIDGE = 1e-8
-# Subclasses may hold other numbers than they stand for, as quantised weights do.
+# The numbers that a subclass holds may differ from those it represents, as in quantised weights.
 _PLAIN = TENSORS | {torch._subclasses.FakeTensor}
 
 
@@ -77,15 +78,15 @@ class QKClip:
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Clip, and start to look for the largest logits anew.
+        """Clip, and reset the largest logits.
 
         Returns:
             By layer, (H,) float32 on the device: the largest logit of each head before clipping,
-            over all ranks; -inf where no forward ran or it was not finite.
+            over all ranks; -inf if no forward ran or the logit was not finite.
 
         Raises:
-            ValueError: a projection that has become one of those that the constructor refuses, or
-                a module that tracks no logits any more.
+            ValueError: if the constructor would now refuse a projection, or if a module no longer
+                tracks logits.
         """
         if lost := [n for n, m in self.modules.items() if not vars(m).get("track_logits")]:
             raise ValueError(
@@ -113,9 +114,9 @@ class QKClip:
                 _check_scalable(module.qkv, part, name or "the model")
 
     def close(self) -> None:
-        """Stop looking at the logits, which then cost nothing."""
+        """Stop tracking logits, which then cost nothing."""
         for module in self.modules.values():
-            if "track_logits" in vars(module):  # until an adapter's undo
+            if "track_logits" in vars(module):  # true until an adapter's undo
                 module.track_logits, module.peak_logit = False, None
 
 
@@ -173,9 +174,9 @@ class ConditioningPenalty:
             (loss(model, batch) + penalty.loss()).backward()
 
     For the first ``samples`` batch entries of the newest forward, the heads are computed once more
-    from the projected queries, keys and values, differentiably, in float32 (in float64 where the
-    model is) and without dropout; in a half-precision model too, whose own heads are too coarse
-    to tell a condition number. Forwards without gradients are skipped.
+    from the projected queries, keys and values: differentiably, in float32 (float64 in a float64
+    model) and without dropout. This holds in half precision too, whose own heads are too coarse for
+    a condition number. Forwards without gradients are skipped.
 
     It works with gradient accumulation (call ``loss()`` in every pass), DDP, FSDP2 (in the sum that
     ``backward`` is called on, as above) and activation checkpointing that is not reentrant; with
@@ -247,7 +248,7 @@ class ConditioningPenalty:
 
 
 class _Hooks:
-    """The hooks of a layer. Those of a copied or saved model belong to no penalty."""
+    """The hooks of a layer; a copied or saved model has none."""
 
     def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
         self.penalty, self.name = penalty, name
@@ -269,13 +270,13 @@ class _Hooks:
     def after_projection(
         self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor
     ) -> None:
-        # What a backward recomputes was kept in the forward, and would outlive the backward.
+        # The forward has stored this already; a recomputation in the backward would outlive it.
         if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
             self.penalty._projected[self.name] = projected[: self.penalty.samples]
 
 
 def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
-    """Return the modules, by name, with one projection ``qkv`` for attention between those."""
+    """Return the modules, by name, of these kinds of attention with a fused projection ``qkv``."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
@@ -300,7 +301,7 @@ def _finite_peak(module: Any) -> Tensor:
     if module.peak_logit is None:
         device = module.qkv.weight.device
         return torch.full((module.num_heads,), -math.inf, dtype=torch.float32, device=device)
-    # A rank whose logits are not finite must not decide over the weights of all.
+    # A rank whose logits are not finite must not affect the weights of all ranks.
     return module.peak_logit.masked_fill(~module.peak_logit.isfinite(), -math.inf)
 
 
@@ -323,9 +324,9 @@ def _check_scalable(projection: nn.Module, part: str, name: str) -> None:
 
 
 def _scale(param: Tensor, factor: Tensor) -> None:
-    """Multiply in place by a factor that is the same on every rank, whole."""
+    """Multiply in place by a factor, which every rank has in full."""
     if hasattr(param, "device_mesh"):
-        # Late: an import that only sharded parameters need.
+        # Imported here because only sharded parameters need it.
         from torch.distributed.tensor import DTensor, Replicate
 
         assert isinstance(param, DTensor)
@@ -335,5 +336,5 @@ def _scale(param: Tensor, factor: Tensor) -> None:
 
 
 def _in_backward() -> bool:
-    # The compiler has no graph task; what compiled code keeps then, the next forward overwrites.
+    # Compiled code has no graph task; the next forward overwrites what it stores.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Tell what to do instead of something that was removed: a line each in ``removed.toml``."""
+"""Tell users the replacement of a removed name: each has a line in ``removed.toml``."""
 
 import functools
 import sys
@@ -12,16 +12,16 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 @functools.cache
 def table() -> dict[str, dict[str, str]]:
-    """Return what to do instead by removed name, for commands, flags, names and arguments."""
+    """Return the replacements of removed commands, flags, names and arguments, by name."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def line_for(kind: str, name: str) -> str | None:
-    """Return the line that a user gets who gives a removed name; None of any other name.
+    """Return the message for a user of a removed name, or None for any other name.
 
     Args:
         kind: key of ``table``.
-        name: of a command, flag, name or argument, as the table writes it.
+        name: name of a command, flag, object or argument, as the table writes it.
     """
     instead = table()[kind].get(name)
     return None if instead is None else f"{name} was removed; instead: {instead}"
@@ -35,13 +35,13 @@ def stop_command(name: str) -> None:
 
 
 def attribute(owner: str, name: str, error: type[Exception] = ImportError) -> NoReturn:
-    """Raise what a module or an object raises for a name that it does not have, or has no more.
+    """Raise the error of a module or object for a name that it lacks, or that was removed.
 
     Args:
-        owner: the ``__name__`` of the module, or that and the name of the class.
-        name: of the attribute.
-        error: raised for a removed name. Of a module it is ImportError, because
-            ``from MODULE import NAME`` drops the message of an AttributeError.
+        owner: the ``__name__`` of the module, followed by the name of the class if there is one.
+        name: name of the attribute.
+        error: type of the error for a removed name. A module raises ImportError, because ``from
+            MODULE import NAME`` drops the message of an AttributeError.
     """
     if (line := line_for("names", f"{owner}.{name}")) is not None:
         raise error(line)
@@ -49,7 +49,7 @@ def attribute(owner: str, name: str, error: type[Exception] = ImportError) -> No
 
 
 def refuse_removed_arguments(function: _Callable) -> _Callable:
-    """Decorate a function or constructor to raise TypeError for arguments that it once had."""
+    """Decorate a function or constructor to raise TypeError for removed arguments."""
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)

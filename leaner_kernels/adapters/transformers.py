@@ -44,7 +44,7 @@ from . import swap
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
 NAME = "leaner"
-# The attribute of a module in which ``use`` keeps what its configuration named before.
+# The attribute in which ``use`` stores the former attention of a module's configuration.
 _BEFORE = "_attention_before"
 # Keywords that models pass but that never change the output. Positions are already applied to the
 # queries and keys, and to the mask if they restart.
@@ -109,7 +109,7 @@ def use(model: nn.Module) -> swap.Swapped:
     ours = {id(config) for config in dispatching.values()} - refused.keys()
     for name, config in configs.items():
         if id(config) in refused or (id(config) not in ours and _self_made(type(config))):
-            # Not by its setter, which would set the configurations inside too.
+            # Not through the setter, which would also set the inner configurations.
             own = before[name] if before[name] != NAME else "eager"
             config._attn_implementation_internal = own
         if before[name] != NAME and config._attn_implementation == NAME:
@@ -156,9 +156,9 @@ def _creates_masks(cls: type) -> bool:
 
 
 def undo(model: nn.Module) -> None:
-    """Have a model, or a copy of one, call what it called before ``use``.
+    """Make a model, or a copy of it, call the attention that it called before ``use``.
 
-    Where another attention has been set since, nothing happens.
+    If another attention has been set since, nothing happens.
     """
     for module in model.modules():
         before, config = vars(module).pop(_BEFORE, None), vars(module).get("config")
@@ -331,7 +331,7 @@ def attention_forward(
     if not folded:
         out = attention(query, key, value, attention_mask, **params)
     else:
-        # To a monitor a single query is no layer, and these rows are one.
+        # A monitor skips calls of a single query, but these rows are a layer.
         with _hooks.untraced():
             out = attention(query, key, value, attention_mask, **params)
     return out.reshape(shape).transpose(1, 2).contiguous(), None
@@ -380,8 +380,8 @@ def _unknown_keywords(cls: type) -> list[str]:
 def _supports_sdpa(config: type) -> bool:
     """Whether the models of a configuration all support PyTorch's attention.
 
-    Others were written for eager attention, in which no mask means that nothing is hidden, whatever
-    ``is_causal`` is.
+    Other models were written for eager attention, in which nothing is hidden without a mask,
+    whatever ``is_causal`` says.
     """
     return _all_support_sdpa(config)
 
@@ -403,7 +403,7 @@ def _find_self_made(config: type) -> str | None:
         own = swap.calls(cls, "softmax") or swap.calls(cls, "scaled_dot_product_attention")
         given = inspect.signature(cls.__init__).parameters.get("config")
         if given is not None and isinstance(given.annotation, type):
-            # Of another part, as the audio of a model of text and audio.
+            # It belongs to another part, such as the audio part of a model of text and audio.
             own = own and (given.annotation is given.empty or issubclass(config, given.annotation))
         if "Attention" in cls.__name__ and own and not swap.calls(cls, "get_interface"):
             return cls.__name__
@@ -412,7 +412,7 @@ def _find_self_made(config: type) -> str | None:
 
 @cache
 def _classes(config: type) -> list[type[Any]]:
-    """Return the modules in the file of models beside that of a configuration."""
+    """Return the modules in the modeling file that belongs to a configuration."""
     name = config.__module__.replace(".configuration_", ".modeling_")
     values = vars(sys.modules[name]).values() if name in sys.modules else ()
     classes = (value for value in values if isinstance(value, type) and value.__module__ == name)

@@ -1,9 +1,9 @@
-"""Plots of kappa, and one HTML file of runs: what was reached, loss, kappa, attention, alarms.
+"""Plot kappa, and write the HTML page of runs: scores, loss, kappa, attention and alarms.
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
-Charts are SVG in the file, which needs neither scripts nor a network: its own policy forbids the
-browser both. matplotlib is imported when there is something to draw.
+Charts are SVG inside the file. It needs neither scripts nor a network, and its content security
+policy forbids both. matplotlib is imported on demand.
 """
 
 import argparse
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot", "write_page"]
 
-# Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
+# Rows that are read from a metrics file, and from all kappa files: they keep the page small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
 _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
@@ -40,9 +40,9 @@ _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
 _LEGEND = 24  # names of layers that fit in a column beside an axis
-_ALARM = "#d62728"  # of the lines at alarms
+_ALARM = "#d62728"  # colour of the lines at alarms
 _DASHES = ("-", "--", ":")
-# Charts of metrics: title, unit, and what lines are called by the names of their rows.
+# Charts of metrics: title, unit, and the label of each line by its key in a row.
 _LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
 _ACCURACIES = {
     "held_out_accuracy": "accuracy",
@@ -79,15 +79,16 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
 
         plot(monitor.flush(), "kappa.png")
 
-    The axis of kappa is logarithmic where its values span a decade. Rows without a kappa are left
-    out, and the title counts them.
+    The axis of kappa is logarithmic if its values span a decade. Rows without a kappa are left out,
+    and the title counts them.
 
     Args:
-        rows: of ``KappaMonitor``, at least one; of several of a step and layer the last counts.
-        path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
+        rows: rows of ``KappaMonitor``, at least one. If a step and layer has several, the last
+            counts.
+        path: file to save the figure to, if given: PNG, SVG or PDF, by its suffix.
 
     Returns:
-        The figure, which no window shows.
+        The figure; no window is opened.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -117,13 +118,13 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
 
 
 class Line(NamedTuple):
-    """A line of a chart; without a name it has no place in the legend."""
+    """A line of a chart; a line without a name is left out of the legend."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
     dash: str = "-"
-    title: str = ""  # shown where a pointer is on the line; else the name
+    title: str = ""  # tooltip of the line; the name if empty
 
     def columns(self) -> tuple[list[float], list[float]]:
         """Return x and y of the points."""
@@ -143,7 +144,7 @@ def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
 
 
 def kappa_lines(rows: Iterable[Row]) -> list[Line]:
-    """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
+    """Return kappa of each layer over the steps, and kappa of Gaussian heads of each size."""
     rows = list(rows)
     lines = layer_lines(rows, "kappa")
     for points in dict.fromkeys(map(tuple, series(rows, "kappa_gaussian").values())):
@@ -165,7 +166,7 @@ def _has(row: Row, field: str) -> bool:
 
 
 def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
-    """Return steps and values of each layer, less those that are not numbers."""
+    """Return steps and values of each layer, without those that are not numbers."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         points = found.setdefault(row["layer"], [])
@@ -187,7 +188,7 @@ def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
 
 
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the layers in their order, each with its name less what all names have alike.
+    """Return the layers in order, each with its name without the parts that all names share.
 
     Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
     """
@@ -205,20 +206,20 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def axis_scale(values: Iterable[float | None]) -> str:
-    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    """Return the scale of an axis: "log" if all values are positive and span a decade."""
     numbers = [value for value in map(number, values) if value is not None]
     return "log" if numbers and 0 < 10 * min(numbers) <= max(numbers) else "linear"
 
 
 def spread(values: Iterable[float]) -> str:
-    """Return a value, or the least and the most of several, in three digits."""
+    """Return a value, or the smallest and the largest of several, in three digits."""
     ends = sorted(values)
     least, most = f"{ends[0]:.3g}", f"{ends[-1]:.3g}"
     return least if least == most else f"{least} to {most}"
 
 
 def without_kappa(rows: Sequence[Row]) -> str:
-    """Return how many rows have no kappa, and why; nothing where all have one."""
+    """Return how many rows have no kappa, and why; "" if all have one."""
     reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
     if not reasons:
         return ""
@@ -227,7 +228,7 @@ def without_kappa(rows: Sequence[Row]) -> str:
 
 
 def kappa_or_rank(row: Row) -> str:
-    """Return a row's kappa as text; where it is not resolved, the rank; else why there is none."""
+    """Return a row's kappa as text, or its rank if kappa is not resolved, or a reason."""
     if _has(row, "kappa"):
         return f"{row['kappa']:.4g}"
     reason = row.get("reason") or "not resolved"
@@ -241,9 +242,9 @@ def kappa_or_rank(row: Row) -> str:
 
 @dataclass
 class Run:
-    """What a page shows of a run: its files in the order of steps, of a long one not every step.
+    """The contents of a run on a page: its files in the order of steps, thinned if long.
 
-    ``notes`` says of a file what of it is not shown.
+    ``notes`` says what a page leaves out of a file.
     """
 
     name: str
@@ -257,7 +258,7 @@ class Run:
 
 @dataclass
 class _Chart:
-    """A chart of lines, with alarms as vertical ones; or of the norms of heads, by layer."""
+    """A chart of lines, with vertical lines for alarms, or a map of the norms of heads by layer."""
 
     title: str
     unit: str = ""
@@ -273,19 +274,19 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
 
         write_page(["runs/vit-1", "runs/vit-2"], "page.html")
 
-    Of long runs evenly spaced steps are drawn, and damaged lines are skipped; the page says how
+    Long runs are thinned to evenly spaced steps, and damaged lines are skipped; the page says how
     many.
 
     Args:
-        folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
-            ``metrics.jsonl``, one object with a "step" per line, of which those of one step are
-            merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
+        folders: folders of the runs. Each has ``kappa.jsonl`` as ``KappaMonitor`` writes it, or
+            ``metrics.jsonl``, with an object with a "step" on each line; objects of the same step
+            are merged. ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown if
             they exist.
-        path: of the file, which is replaced when all of it is written.
+        path: file to write; it is replaced once all of it is written.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no folder, or one that does not exist or has no rows.
+        ValueError: if there is no folder, or one does not exist or has no rows.
         OSError: a file cannot be read or written.
     """
     try:
@@ -330,7 +331,7 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
 
 
 def _read_run(folder: Path, most: int) -> Run:
-    """Read what a page shows of a run: about ``most`` rows of kappa, and every evaluation."""
+    """Read the contents of a run for a page: about ``most`` rows of kappa, and all evaluations."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
     limits = {"metrics": LINE_POINTS, "kappa": most, "kappa_probe": most, "alarms": _ALARMS}
@@ -351,7 +352,7 @@ def _read_run(folder: Path, most: int) -> Run:
         raise ValueError(f"no rows in kappa.jsonl or metrics.jsonl of {folder}")
     for kind in ("kappa", "kappa_probe"):
         rows[kind] = newest(rows[kind])
-    # A trainer writes a row when it logs and another when it evaluates, perhaps of one step.
+    # A trainer may write two rows of one step: one when it logs, another when it evaluates.
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows["metrics"]:
         present = {name: value for name, value in row.items() if value is not None}
@@ -445,12 +446,12 @@ def _of_head_report(runs: list[Run]) -> Iterator[_Chart]:
 
 
 def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return steps and values of the rows that have a number under a name."""
+    """Return steps and values of the rows that have a number for a key."""
     return [(row["step"], row[key]) for row in rows if number(row.get(key)) is not None]
 
 
 def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
-    """Return a line for each run, of what ``join`` makes of the values of all layers."""
+    """Return a line for each run, with the values of all layers reduced by ``join``."""
     lines = []
     for index, run in enumerate(runs):
         by_step: dict[int, list[float]] = {}
@@ -461,16 +462,16 @@ def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
     return lines
 
 
-# What begins the name of a line's group.
+# Prefix of the ids of lines.
 _GROUP = "shown-"
 
 
 def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
-    """Return a chart as SVG; a line and an alarm have what a pointer on them shows as a title."""
+    """Return a chart as SVG; browsers show the titles of its lines and alarms as tooltips."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Text stays text, and names are no formulas.
+    # Write text as text, and do not parse names as formulas.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 11}):
         height = max(3.6, min(12.0, 1 + 0.25 * len(chart.norms)))
         figure = Figure(figsize=(7, height), layout="constrained")
@@ -480,7 +481,7 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             text = file.getvalue()
-    # A tenth of a pixel is as much as a browser shows; the page has a font of its own.
+    # Round to a tenth of a pixel, and drop fonts: the page sets its own.
     text = re.sub(r"(?<=[ \"(])-?\d+\.\d\d+(?=[ \")\n])", lambda x: f"{float(x[0]):.1f}", text)
     text = re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", text))
     text = re.sub(r">\s+<", "><", text)
@@ -496,7 +497,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     titles = []
     axes.set_yscale(chart.scale)
     for line in chart.lines:
-        # A single point has no line, and many hide it.
+        # A single point needs a marker; many markers would hide the line.
         marker = "o" if len(line.points) <= 12 else None
         xs, ys = line.columns()
         (drawn,) = axes.plot(xs, ys, line.dash, color=line.colour, marker=marker, markersize=3.5)
@@ -511,7 +512,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     axes.set_ylabel(chart.unit, parse_math=False)
     if chart.scale == "log":
         low, high = axes.get_ylim()
-        few = high / low < 10**2.5  # over few decades digits between them
+        few = high / low < 10**2.5  # label 2 and 5 too if there are few decades
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -531,7 +532,7 @@ def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
 
 
 def _legend(chart: _Chart) -> str:
-    """Return the names of lines in their colours, which a page breaks into rows."""
+    """Return the legend as a list, which the page breaks into rows."""
     shown = [(line.colour, line.dash, line.name) for line in chart.lines if line.name]
     shown += [(_ALARM, ":", "alarms")] if chart.alarms else []
     names = "".join(
@@ -542,7 +543,7 @@ def _legend(chart: _Chart) -> str:
 
 
 def _glance(run: Run) -> dict[str, str]:
-    """Return what a reader asks first: what was run, and how good it is."""
+    """Return the first table: the command, and the scores."""
     command = run.summary.get("command")
     facts = {} if command is None else {"command": str(command)}
     for name, best_of in (("held_out_accuracy", max), ("held_out_loss", min)):
@@ -617,7 +618,7 @@ def _facts(run: Run) -> dict[str, str]:
 
 
 def _shown(value: Any, name: str = "", digits: int = 4) -> str:
-    """Return a value of a summary as text, in the unit that its name tells."""
+    """Return a value of a summary as text, in the unit that its name implies."""
     if isinstance(value, list):
         same = len(value) > 1 and all(item == value[0] for item in value)
         return _shown(value[0]) if same else ", ".join(map(_shown, value))
@@ -659,7 +660,7 @@ def _cells(tag: str, values: Iterable[object]) -> str:
     return "".join(f"<{tag}>{escape(str(value))}</{tag}>" for value in values)
 
 
-# The policy lets nothing run and nothing be asked of any network.
+# The policy forbids scripts and network requests.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -17,7 +17,7 @@ _COLUMNS = {
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return a line per layer of the newest step among ``rows``, and the means over the layers.
 
-    Where kappa is None the reason is there instead.
+    If kappa is None, the reason is shown instead.
     """
     rows = list(rows)
     if not rows:

@@ -20,8 +20,8 @@ class Captured(NamedTuple):
     """The tensors that one forward captured of S sampled batch entries; no gradients.
 
     Attributes:
-        heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
-            tokens of a sample, a map's row by row.
+        heads: (S, N, H * D), float32: the heads side by side before the output projection, for the
+            N tokens of a sample; those of a map in row-major order.
         output: (S, N, dim), float32: the result of the module, times any ``layer_scale``.
         residual: (S, N, dim), float32: the residual stream before the addition; None if not given.
         lengths: (S,) int32: the number of tokens that are not padding; None without
@@ -112,7 +112,7 @@ class Capturing(nn.Module):
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def __getstate__(self) -> dict[str, Any]:
-        # No monitor would stop the capture of a copy or of a saved module.
+        # Reset the capture, since no monitor would stop that of a copied or saved module.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
     def _replicate_for_data_parallel(self) -> Any:
@@ -209,8 +209,8 @@ class Capturing(nn.Module):
         store: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Tensor:
-        """Return ``finish(attend(*args, **params))``; store what ``measure`` of them captures."""
-        # In most calls; ``_select_sample`` would find the same, in three Python calls more.
+        """Return ``finish(attend(*args, **params))``; store the capture of ``measure``."""
+        # The common case; ``_select_sample`` would give the same result in three more Python calls.
         watched = self.capture_samples or self.track_logits
         if not watched and torch._C._get_tracing_state() is None:
             return finish(attend(*args, **params))
@@ -266,8 +266,8 @@ class Capturing(nn.Module):
 
 def refuse_tracing(module: nn.Module) -> None:
     """Raise ValueError if ``torch.jit.trace`` is running a module that calls our attention."""
-    # A kernel launched without the dispatcher would leave its result in the trace as a constant.
-    # As ``torch.jit.is_tracing``, in two Python calls less.
+    # A kernel launched without the dispatcher would appear in the trace as a constant. This is
+    # ``torch.jit.is_tracing`` in two fewer Python calls.
     if torch._C._get_tracing_state() is not None:
         raise _no_torchscript(module)
 

@@ -418,7 +418,7 @@ def _dense(
     kind = "attention", with_stats, dropout_p, is_causal, scale, enable_gqa, softcap
     signature = None
     monitor = None if with_stats else _hooks.current
-    # The checks may cast a mask: the address of the caller's is not what kernels read.
+    # The checks may cast a mask: kernels then read another address than the caller's.
     casts_mask = under_autocast and attn_mask is not None
     if monitor is None and not casts_mask and not compiling:
         tensors = query, key, value, attn_mask, key_lengths

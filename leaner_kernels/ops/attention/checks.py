@@ -287,7 +287,7 @@ def _check_heads(
 ) -> None:
     if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
         hint = ""
-        # Compared here alone: torch.export makes a limit of every comparison of sizes.
+        # Compare only here: torch.export turns every comparison of sizes into a constraint.
         if tokens is not None and heads > tokens[0] == tokens[1]:
             # More heads than tokens suggest the layout of another library.
             hint = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
@@ -388,7 +388,7 @@ def plain_mask(
         raise ArgumentError(MASK_AND_CAUSAL)
     bias: Any = attn_mask
     if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() > 1 for t in (query, key)):
-        return None, False  # The checks that follow say what is wrong with these.
+        return None, False  # The checks that follow report these.
     rows, cols = query.shape[-2], key.shape[-2]
     if bias.variant.name == "UPPER_LEFT":
         return None, True
