@@ -1,4 +1,4 @@
-"""Compare the classes of data, weights and runs: a class is its name, not its number.
+"""Compare the classes of data, weights and runs by name, not by number.
 
 Names compare in Unicode's composed form (NFC): a Mac may write "é" as two characters.
 """
