@@ -154,7 +154,7 @@ def test_a_pipe_is_not_waited_for(run, capsys, name):
     with pytest.raises(SystemExit):
         go_on(run)
     *_, line = capsys.readouterr().err.splitlines()
-    assert "is no " in line
+    assert "is not a" in line
     assert str(path) in line
 
 
