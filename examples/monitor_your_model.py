@@ -23,6 +23,7 @@ except ModuleNotFoundError as error:
 from leaner_kernels.monitor.run_log import RunLog
 from leaner_kernels.monitor.table import table
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS, FEATURES, DIM, HEADS, DEPTH, BATCH = 32, 16, 64, 8, 3, 64
 
 
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/own"), help="folder (runs/own)")
     options = parser.parse_args()
     torch.manual_seed(0)
-    model = Largest()
+    model = Largest().to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
 
     # RunLog holds a KappaMonitor and writes its files: kappa.jsonl, metrics.jsonl, alarms.jsonl and
@@ -59,7 +60,7 @@ def main() -> None:
     log = RunLog(model, options.out, every=5, samples=16)
     measured = []
     for step in range(options.steps):
-        x = torch.randn(BATCH, TOKENS, FEATURES)
+        x = torch.randn(BATCH, TOKENS, FEATURES, device=DEVICE)
         # The block holds the forward and the backward of one optimizer step.
         with log.monitor.step(step) as rows:
             loss = nn.functional.cross_entropy(model(x), x[..., 0].argmax(1))

@@ -104,9 +104,9 @@ def _device(text: str) -> str:
 
 
 def _long_range(info: Info) -> tuple[str, int]:
-    """Return the task of the Long-Range Arena and the tokens that were read of an item.
+    """Return the task of the Long-Range Arena, and the number of tokens read of an item.
 
-    Runs before these were settings were on lists.
+    Runs from before these were settings used lists.
     """
     task = info.settings.get("task") or "listops"
     length = info.settings.get("length") or info.arguments.get("sequence_length")
@@ -116,14 +116,14 @@ def _long_range(info: Info) -> tuple[str, int]:
 
 
 def _best(logits: Tensor, names: Sequence[str]) -> str:
-    """Return the likeliest of names and their probabilities, of logits (names,)."""
+    """Return the likeliest names and their probabilities, given logits (names,)."""
     best = logits.float().softmax(0).topk(min(TOP, len(names)))
     pairs = zip(best.indices.tolist(), best.values.tolist())
     return ", ".join(f"{names[place]} {share:.1%}" for place, share in pairs)
 
 
 def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the likeliest classes of each picture, then how many of labelled pictures are right."""
+    """Yield the likeliest classes of each picture, then the accuracy on labelled pictures."""
     predicted: dict[str, Counter[str]] = {}
     pictures, unread = [*_pictures(args.inputs, info.classes)], 0
     for start in range(0, len(pictures), BATCH):
@@ -154,7 +154,7 @@ def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -
 
 
 def _input_of(info: Info, path: Path) -> tuple[Tensor, ...]:
-    """Return a batch of one picture, as its model takes it."""
+    """Return one picture as a batch for its model."""
     content = read_file(path)
     if info.task == "images":
         return (model_input(info, content, lambda: str(path))[None],)
@@ -198,7 +198,7 @@ def _texts(inputs: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _classify_sequences(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the likeliest classes of each text, or of each two where the task has pairs."""
+    """Yield the likeliest classes of each text, or of each pair if the task has pairs."""
     task, length = _long_range(info)
     several, texts = len(TASKS[task].text_columns), [*_texts(args.inputs)]
     if len(texts) % several:
@@ -217,7 +217,7 @@ def _tokenizer(info: Info) -> Tokenizer:
 
 
 def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield each text and what the model adds to it."""
+    """Yield each text with the model's continuation."""
     tokenizer = _tokenizer(info)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "generator": generator}
@@ -241,7 +241,7 @@ def _score(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[s
             total += model(part[:, :-1], part[:, 1:]).double().sum().item()
         loss = total / (tokens.shape[1] - 1)
         line = f"{name}: {tokens.shape[1] - 1} tokens, loss {loss:.4f} nats a token"
-        if tokenizer.decode(tokens[0, 1:].tolist()) == text:  # else some bytes have no token
+        if tokenizer.decode(tokens[0, 1:].tolist()) == text:  # otherwise some bytes have no token
             line += f", {total / math.log(2) / len(text.encode()):.4f} bits per byte"
         yield f"{line}, perplexity {math.exp(min(loss, 700)):.5g}"
 
@@ -259,7 +259,7 @@ def _fill_in(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator
                 f"{len(masked)} and {len(tokens)}"
             )
         logits = model(torch.tensor([tokens], device=args.device))[0, :, : len(names)]
-        logits[:, [*tokenizer.specials.values()]] = -torch.inf  # they stand for no text
+        logits[:, [*tokenizer.specials.values()]] = -torch.inf  # they do not represent text
         for place in masked:
             yield f"{name}: {_best(logits[place], names)}"
 
