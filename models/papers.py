@@ -39,11 +39,11 @@ MODELS = {
 
 
 def constructor(architecture: str, name: str | None = None) -> Callable[..., Any]:
-    """Import an architecture, and return its class.
+    """Import an architecture and return its class.
 
     Args:
         architecture: key of ``MODELS``.
-        name: of another class in its module.
+        name: name of another class in its module.
     """
     return getattr(import_module(f"models.{architecture}"), name or MODELS[architecture])
 
@@ -180,7 +180,7 @@ def count_params(row: PaperRow) -> int:
 
 
 def record(row: PaperRow) -> dict[str, Any]:
-    """The row as listed: every count beside where it comes from."""
+    """Return the listed row, with every count and its origin."""
     return {
         "row": row.row,
         "variant": row.variant,
@@ -195,7 +195,7 @@ def record(row: PaperRow) -> dict[str, Any]:
 
 
 def _cells(r: dict[str, Any]) -> list[str]:
-    """One line of the list: what is not known is "-"."""
+    """Return one line of the list; unknown values are "-"."""
 
     def sizes(value: int | list[int]) -> str:
         return str(value).strip("[]").replace(" ", "")

@@ -159,7 +159,7 @@ class _Run:
         return [sys.executable, script, *flags, "--resume", "auto", "--out", str(self.folder(out))]
 
     def measures(self, out: Path) -> dict[str, Any]:
-        """Return what the run left, beside its arm and seed, in seven digits."""
+        """Return the measures of the run with its arm and seed, in seven digits."""
         summary = json.loads((self.folder(out) / "summary.json").read_text())
         lines = (self.folder(out) / "kappa_probe.jsonl").read_text().splitlines()
         probes: dict[int, list[float | None]] = {}
@@ -208,7 +208,7 @@ def _flags(scale: Scale) -> dict[str, list[str]]:
 
 
 def _take(out: Path, plan: dict[str, Any]) -> None:
-    """Make the folder of the runs, or check that those in it are of the same plan."""
+    """Create the folder of the runs, or check that the runs in it follow the same plan."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "plan.json"
     if path.exists() and json.loads(path.read_text()) != plan:
@@ -217,7 +217,7 @@ def _take(out: Path, plan: dict[str, Any]) -> None:
 
 
 def _train(runs: Sequence[_Run], scale: Scale, more: Sequence[str], out: Path, jobs: int) -> None:
-    """Do the runs that are not done, ``jobs`` at once; a signal stops them, to be gone on with."""
+    """Run the remaining runs, ``jobs`` at a time; runs stopped by a signal can be resumed."""
     left = [run for run in runs if not run.is_done(out)]
     under_way: set[subprocess.Popen] = set()
     stopped = threading.Event()
@@ -262,7 +262,7 @@ def _train(runs: Sequence[_Run], scale: Scale, more: Sequence[str], out: Path, j
 
 
 def _commit() -> dict[str, Any]:
-    """Return the commit that was run, and whether files differed from it."""
+    """Return the commit of the run, and whether files differed from it."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)

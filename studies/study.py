@@ -9,7 +9,7 @@ import numpy as np
 from studies import stats
 
 Verdict = Literal["holds", "fails", "undecided"]
-# Below this, after Holm's correction over a study's claims, an effect is no accident.
+# An effect with a p below this, after Holm's correction, is significant.
 LEVEL = 0.05
 
 
@@ -89,7 +89,7 @@ class Claim:
         return replace(cls.of_seeds(words, apart, p, "decades"), null=True)
 
     def verdict(self, corrected: float) -> Verdict:
-        """Return what the study's rule makes of it, with its p corrected."""
+        """Return the verdict of the study's rule, given the corrected p."""
         if self.null:
             return "holds" if self.low <= 0 <= self.high else "fails"
         if corrected < LEVEL and self.low > 0:

@@ -152,7 +152,7 @@ TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--task", choices=list(TASKS), required=True, help="task to learn")
