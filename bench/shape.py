@@ -167,7 +167,7 @@ def shape_table(case: AttentionCase, measured: Measurements) -> str:
         group, default = times[direction], default_of(times[direction])
         columns[f"{words}, µs"] = [microseconds(group.get(name)) for name in names]
         columns[f"× {default}, {direction}"] = [ratio(group, default, name) for name in names]
-        # From q, k and v apart: what begins with one fused projection has other copies to make.
+        # Only peers that begin with separate q, k and v: a fused projection needs other copies.
         apart = (name for name in group if peers_of(case)[name].layout != "packed")
         if first := next(apart, ""):
             times_faster = ratio(group, default, first) or "?"
@@ -182,7 +182,7 @@ def shape_table(case: AttentionCase, measured: Measurements) -> str:
 
 
 def paper_table(cases: Sequence[Any], measured: Measurements, direction: str) -> str:
-    """Return a row for each case: what a user of our public function gets, and of PyTorch."""
+    """Return a row for each case: the times of our public function and of PyTorch."""
     headers = ["attention", "B·H·N·D", "ours, µs", "default, µs", "× as fast", "fastest other, µs"]
     rows = []
     for case in cases:
@@ -218,12 +218,12 @@ def paper_table(cases: Sequence[Any], measured: Measurements, direction: str) ->
 
 
 def default_of(times: Mapping[str, float]) -> str:
-    """Return which of the peers that were measured everybody has; nothing if none."""
+    """Return the measured default peer, which everybody has, or ""."""
     return next((name for name in DEFAULTS if name in times), "")
 
 
 def microseconds(seconds: float | None) -> str:
-    """Return a time for a table; nothing of None."""
+    """Return a time for a table, "" for None."""
     if seconds is None:
         return ""
     return f"{1e6 * seconds:,.1f}" if seconds < 1e-4 else f"{1e6 * seconds:,.0f}"
@@ -261,7 +261,7 @@ def profile(cases: Sequence[AttentionCase]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and print what it requests.
+    """Run the command line.
 
     Raises:
         SystemExit: the arguments cannot be used, or a GPU is needed and there is none, in one line;

@@ -40,7 +40,7 @@ MILLIONS = {"embed_dim": 768, "depth": 14, "heads": 12, "head_dim": 64}  # 101 m
 
 
 class Row(NamedTuple):
-    """What one thing took.
+    """A measurement.
 
     Attributes:
         measured: what.

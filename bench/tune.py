@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A candidate beside what ships: microseconds, or the reason why the candidate has none."""
+    """A candidate and the shipped code: microseconds, or the reason why the candidate has none."""
 
     candidate: str
     case: str
@@ -255,7 +255,7 @@ def _with(candidate: Candidate) -> Iterator[list[Any]]:
 
 
 def compare(problem: TileProblem, candidates: Sequence[Candidate]) -> Iterator[Comparison]:
-    """Yield each candidate for the case beside what ships, which is timed before each anew."""
+    """Yield each candidate for the case with the shipped code, which is timed again before each."""
     for candidate in candidates:
         direction = candidate.direction
         ships = measure(problem, direction, gathering(), ())

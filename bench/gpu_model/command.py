@@ -48,7 +48,7 @@ BYTES, UNKNOWN = "bytes", "unknown"
 
 
 def smaller(case: AnyCase, *, persistent: bool = False) -> tuple[AnyCase, float]:
-    """Return a case with less of the same, and how many times as much the whole one is.
+    """Return a smaller part of a case, and the ratio of the whole case to it.
 
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
     where a program may own several heads. ``persistent`` programs get as many as in the whole.
@@ -110,7 +110,7 @@ def fewer_programs(times: float) -> Iterator[None]:
 
 
 class Prediction(NamedTuple):
-    """What the model makes of a launch on a GPU.
+    """The prediction of the model for a launch on a GPU.
 
     Attributes:
         floors: seconds by unit that the launch takes if nothing waits; empty where its machine code

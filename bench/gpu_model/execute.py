@@ -25,7 +25,7 @@ MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 
 
 class Finding(NamedTuple):
-    """Something that a GPU would do wrong, or that hangs on luck there."""
+    """Something that a GPU would do wrong, or that depends on timing there."""
 
     what: str
     where: str  # file:line of the kernel
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 class ExecutionError(RuntimeError):
-    """A kernel that cannot go on, or that findings were reported of."""
+    """A kernel that cannot continue, or that has findings."""
 
 
 class Recorded(NamedTuple):

@@ -1,7 +1,7 @@
-"""Predict the time of a launch: replay on one SM what its warps execute.
+"""Predict the time of a launch by replaying the instructions of its warps on one SM.
 
 ptxas writes into each machine instruction how long the next one of the warp waits and which
-scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues
+scoreboards it sets and needs, so the code itself contains all dependencies. csrc/replay.cpp issues
 it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
 L2 and memory for all four, barriers, cp.async, wgmma, mbarriers and TMA, with as many programs as
 fit at once.

@@ -76,7 +76,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _git(root: Path, *command: str) -> str | None:
-    # A copy of the checkout may lie inside somebody else's repository: its commit is not ours.
+    # A copy of the checkout may lie inside another repository, whose commit is not ours.
     if not (root / ".git").exists():
         return None
     try:
