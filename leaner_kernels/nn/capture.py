@@ -137,7 +137,9 @@ class Capturing(nn.Module):
             return
         check_tensor("skip", skip)
         if skip.shape != x.shape:
-            raise ArgumentError(f"skip must be shaped as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+            raise ArgumentError(
+                f"skip must be shaped as x, {tuple(x.shape)}, got {tuple(skip.shape)}"
+            )
 
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to compute statistics."""

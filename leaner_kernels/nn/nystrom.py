@@ -34,8 +34,8 @@ class NystromAttention(Capturing):
     are those of the attention, before the convolution is added. Entropy is that of a token's
     distribution over the landmarks. A head is a combination of its m landmark distributions, whose
     sum is 1 for every token: unless m is above ``head_dim``, all heads share that direction, and
-    kappa of several is infinite. All landmarks that consist of padding count as one. Source:
-    arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
+    kappa of several is infinite. All landmarks that consist of padding count as one.
+    Source: arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
     """
 
     attends: ClassVar[Attends] = "landmarks"

@@ -6,8 +6,8 @@ adds up. To add a statistic, change this file, its Gluon counterpart (attention/
 gluon_tiles.py), the table (statistics.py) and the references; no kernel changes.
 """
 
-# pyright: reportArgumentType=false A launch passes plain numbers for parameters that a function
-# declares as constants.
+# pyright: reportArgumentType=false
+# A launch passes plain numbers for parameters that a function declares as constants.
 
 from typing import Any, NamedTuple
 

@@ -130,7 +130,9 @@ def test_a_disk_that_stays_full_leaves_a_run_to_take_up_again(whole, mounted, at
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
 
     at(6, lambda: fill(disk / "ballast"))
-    with pytest.raises(SystemExit, match="finished at step 8, but neither weights nor a checkpoint"):
+    with pytest.raises(
+        SystemExit, match="finished at step 8, but neither weights nor a checkpoint"
+    ):
         train_here("--out", disk / "run")
     captured = capsys.readouterr()
     assert not_saved(captured.out) == ["6", "8"]

@@ -205,7 +205,9 @@ DAMAGED = {
 def test_what_is_no_image_is_named_in_one_line_that_is_always_the_same(damage):
     found = set()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"holds it, which is not a readable image: .+") as error:
+        with pytest.raises(
+            ValueError, match=r"holds it, which is not a readable image: .+"
+        ) as error:
             decode(DAMAGED[damage], lambda: "it")
         found.add(str(error.value))
     assert len(found) == 1

@@ -78,7 +78,8 @@ def test_skipped_steps_are_told_once_in_a_row_and_counted(loss):
         (4, "skipped", 3),
     ]
     assert alarms[1]["message"] == (
-        "step 4 was skipped because its loss or gradient is not finite; 3 of the last 100 steps were skipped"
+        "step 4 was skipped because its loss or gradient is not finite; "
+        "3 of the last 100 steps were skipped"
     )
 
 
