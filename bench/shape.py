@@ -78,7 +78,7 @@ class Measurements:
 
         Args:
             case: one of ``ATTENTION_CASES``, or alike.
-            names: of the peers.
+            names: names of the peers.
             budget: about how many seconds to time a peer in a direction.
             deadline: of ``time.monotonic``, after which nothing more is measured.
         """

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
     Attributes:
         measured: what.
-        unit: of both figures.
+        unit: unit of both figures.
         ours, theirs: medians.
         peer: whose the second is.
         ratios: ours over the peer's, of each turn.

@@ -27,7 +27,7 @@ def allocate(
 
     Args:
         strategy: one of ``STRATEGIES``.
-        heads: of a layer, on average.
+        heads: number of heads of a layer, on average.
         head_dim: width of a head.
         depth: number of layers.
 

@@ -75,7 +75,7 @@ class BERT(LanguageModel):
             masked ones.
         device: device of the parameters; on ``"meta"`` they have no values until ``to_empty`` and
             ``init_weights``.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.

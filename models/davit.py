@@ -161,7 +161,7 @@ class DaViT(VisionModel):
         drop: dropout rate before the classifier.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers of all stages in order, each the pair of its two ``Block``.

@@ -138,7 +138,7 @@ class GPT(LanguageModel):
         head_bias: the classifier has a bias, as in the variant above and not in GPT-2.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``CausalBlock``.

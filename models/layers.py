@@ -66,7 +66,7 @@ class Block(nn.Module):
         dim: width D of a token.
         attn: (..., D) -> (..., D); also passed ``skip``, the stream that it is added to.
         mlp: (..., D) -> (..., D).
-        eps: of the norms.
+        eps: epsilon of the norms.
         drop_path: stochastic depth rate of both branches.
     """
 
@@ -277,7 +277,7 @@ def per_layer(name: str, value: object, depths: int | Sequence[int]) -> list:
     """Return one value for each layer.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         value: one for all layers, or one for each; for a model in stages also one for each stage.
         depths: layers of the model, or of each stage.
 
@@ -330,7 +330,7 @@ def head_layout(
     """Resolve heads and their width for each layer, and name the convention that they follow.
 
     Args:
-        heads: of all layers, or as in ``per_layer``.
+        heads: number of heads of all layers, or as in ``per_layer``.
         head_dim: a width or ``"split"``, likewise.
         dims: width of a token, likewise.
         depths: layers of the model, or of each stage.

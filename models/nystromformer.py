@@ -59,7 +59,7 @@ class Nystromformer(LanguageModel):
             ("widen"); ``"split"`` divides the width among the heads, rounded down.
         mlp_ratio: hidden width of feed-forward and classifier over ``embed_dim``, rounded down.
         num_classes: number of logits.
-        num_landmarks: of Nyström attention, at least 1.
+        num_landmarks: number of landmarks of Nyström attention, at least 1.
         attention: ``"nystrom"``, or ``"softmax"`` between all tokens.
         conv_kernel_size: tokens under the convolution that Nyström attention adds, odd; None adds
             none. The released configurations have 35.
@@ -70,7 +70,7 @@ class Nystromformer(LanguageModel):
             the probabilities of softmax attention.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.

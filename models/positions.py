@@ -18,7 +18,7 @@ def resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor]
     Args:
         kept: shape of positions that were learned: (1, N, D) of patches with a class token before
             them or without, or (1, Y, X, D) of a grid.
-        shape: of those that are wanted.
+        shape: shape of those that are wanted.
 
     Returns:
         A function that interpolates the grid, which must be square where a shape does not say, as

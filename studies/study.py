@@ -18,11 +18,11 @@ class Arm:
     """One configuration.
 
     Attributes:
-        name: of it, and of its folder.
+        name: name of it, and of its folder.
         group: of the arms that are compared with each other.
         x: what is varied in the group.
-        flags: of the script.
-        first_seed: of its runs; arms with the same one start from the same seeds.
+        flags: flags of the script.
+        first_seed: first seed of its runs; arms with the same one start from the same seeds.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Scale:
 
     Attributes:
         script: that every run starts.
-        flags: of every run.
+        flags: flags of every run.
         arms: what is compared.
         seeds: runs of each arm.
         seconds: that one run took on one core of a CPU, or None where none has run.
@@ -63,7 +63,7 @@ class Claim:
         low: where its 95% interval, by the bootstrap over seeds, begins.
         high: where that ends.
         p: one-sided, before correction.
-        unit: of the effect.
+        unit: unit of the effect.
         null: of two arms with the same configuration, where nothing is to be found.
     """
 
@@ -113,7 +113,7 @@ class Study:
     """One study.
 
     Attributes:
-        name: of its results.
+        name: name of its results.
         question: what is asked.
         claims: what is expected, and by whom.
         metric: what is measured.

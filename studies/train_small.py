@@ -56,7 +56,7 @@ class Task:
         held_out: items as a batch has them, tensors of equal length.
         pick: takes indices of training items, gives a batch.
         items: how many indices there are.
-        tokens: of an item, padding included, on average over training.
+        tokens: tokens of an item, padding included, on average over training.
         scores: logits (predictions, classes) and targets (predictions,) of a batch.
     """
 

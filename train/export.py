@@ -16,7 +16,7 @@ def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
         model, info = load("runs/vit_digits-digits-1")
 
     Args:
-        path: of a safetensors file that a run wrote, of a checkpoint, or of a run, whose best
+        path: path of a safetensors file that a run wrote, of a checkpoint, or of a run, whose best
             weights on the held-out items are taken.
         last: for a run, take the newest weights instead.
 

@@ -277,7 +277,7 @@ def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
 
     Args:
         settings: from the command line.
-        count: of training images, where they are files.
+        count: number of training images, if they are files.
 
     The recipe is that of ``--recipe``, otherwise the data's own, and for image files the paper's,
     or ``small`` for few of them and for weights that are trained already.
@@ -298,7 +298,7 @@ def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
 
     Args:
         weights: of ``models.pretrained``.
-        names: of the classes of the data.
+        names: names of the classes of the data.
 
     Returns:
         The weights, without a classifier if the classes differ, and a description for the plan.

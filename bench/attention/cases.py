@@ -59,7 +59,7 @@ class AttentionCase(Case):
         heads: H.
         tokens: N, the longest sequence where they differ.
         head_dim: D.
-        dtype: of every tensor.
+        dtype: dtype of every tensor.
         causal: row i sees columns 0 to i.
         queries: R if it differs from N.
         lengths: B lengths, the longest N, of sequences packed end to end: rows past a length do not
@@ -119,7 +119,7 @@ class AttentionCase(Case):
         """Return (B + 1,) int32: where each sequence begins end to end, and where the last ends.
 
         Args:
-            device: of the result.
+            device: device of the result.
             queries: count query rows instead of keys.
         """
         equal = [self.rows if queries else self.tokens] * self.batch

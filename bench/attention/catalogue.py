@@ -63,7 +63,7 @@ def facts_of(
 
     Args:
         case: one of ``ATTENTION_CASES``, or alike.
-        layout: of the peer.
+        layout: layout of the peer.
         direction: one of ``cases.DIRECTIONS``.
         mode: one of ``clock.MODES``.
         budget_used: the peer's largest error, as a fraction of the error allowed.

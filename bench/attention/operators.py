@@ -52,10 +52,10 @@ class OperatorCase(Case):
         size: side of the map, so N = size * size; of Nyström attention N, a multiple of m.
         heads: H.
         head_dim: D.
-        dtype: of every tensor.
+        dtype: dtype of every tensor.
         window: side of a window, which divides the map's.
         kernel: K.
-        stride: of an outlook; its patches are padded by ``kernel // 2``.
+        stride: stride of an outlook; its patches are padded by ``kernel // 2``.
         landmarks: m.
     """
 

@@ -82,7 +82,7 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
     Args:
         with_stats: (case, device, ``sample`` as the public function takes it) -> function of the
             leaves of ``layout`` that returns the output.
-        layout: of ``Peer``.
+        layout: layout of ``Peer``.
     """
 
     def build(sample: tuple[int, ...] | None, case: Any, device: torch.device) -> Any:

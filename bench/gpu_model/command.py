@@ -265,7 +265,7 @@ def row(
     ``limit`` says which.
 
     Args:
-        name: of the GPU.
+        name: name of the GPU.
         case: of the benchmark.
         direction: ``forward`` or ``backward``.
         predictions: of each launch.

@@ -57,10 +57,10 @@ class Resources:
     """The resources of a program of a kernel.
 
     Attributes:
-        registers: of a thread.
+        registers: number of registers of a thread.
         shared: bytes.
         stack: bytes of a thread.
-        threads: of a program.
+        threads: number of threads of a program.
         programs_per_sm: how many programs one SM holds at once.
         cubin: its machine code.
     """

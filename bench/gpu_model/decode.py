@@ -40,7 +40,7 @@ class Program:
     Attributes:
         kernel: what was decoded; statement i is instruction i.
         code, operands: the executor's arrays.
-        register_bytes: of a warp.
+        register_bytes: register bytes of a warp.
         constants: slots of immediate numbers, by value; ``parameters``: of arguments, by place.
         special: slots of ``SPECIAL``.
         operation_names: the executor's, by their numbers in ``code``.

@@ -63,7 +63,7 @@ class Execution:
         grid: programs of the launch.
         findings: what was found, the first thousand less one and the last.
         found: how often, by what.
-        tensor_bytes: of its tensors, each once: what memory gives and takes at least.
+        tensor_bytes: bytes of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
         recorded: of a counted kernel whose warps meet at barriers of their own.
     """
@@ -165,7 +165,7 @@ class TensorBoxes(NamedTuple):
 
     Attributes:
         tensor: what holds the elements.
-        shape: of what is copied; elements outside are read as zero or NaN and not written.
+        shape: shape of what is copied; elements outside are read as zero or NaN and not written.
         strides: elements.
         box: elements of a copy.
         swizzle: bytes of a row of shared memory whose pieces are exchanged, 0 for none.

@@ -63,8 +63,8 @@ class Work(NamedTuple):
     Attributes:
         code: the kernel's machine code.
         traces: instructions of a warp, numbered, in order; of each kind of program, as many each.
-        warps: of a program.
-        programs: of the launch.
+        warps: number of warps of a program.
+        programs: number of programs of the launch.
         programs_per_sm: how many are resident at once.
         accesses: of machine instructions whose accesses are known; others use their full width.
         memory_bytes: what the launch moves to and from memory at least; the rest comes from L2.
@@ -85,7 +85,7 @@ class Timing(NamedTuple):
     """What the model predicts of a launch.
 
     Attributes:
-        seconds: of the launch.
+        seconds: seconds of the launch.
         busy: part of the time, by unit.
         waited: part of the warps' time, by reason.
         waited_at: cycles of warps that each machine instruction waited.

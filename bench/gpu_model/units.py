@@ -68,10 +68,10 @@ class Model(NamedTuple):
     """Constants in cycles that no manual states: latencies, and costs of barriers and programs.
 
     Attributes:
-        cache_latency: of a load that L2 answers, and until it acknowledges a store;
+        cache_latency: latency of a load that L2 answers, and until it acknowledges a store;
             ``memory_latency`` of a load that memory answers.
         cache_bytes: from L2 to one SM, a cycle.
-        hmma_latency: of a product of a warp.
+        hmma_latency: latency of a product of a warp.
         barrier: from the arrival of the last warp until the first one goes on.
         start: from the end of a program to the first instruction of the next one in its place.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
@@ -168,7 +168,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
 
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
-        wavefronts: of shared memory.
+        wavefronts: wavefronts of shared memory.
         gpu: one of ``GPUS``.
     """
 

@@ -81,7 +81,7 @@ class Row:
 
     Attributes:
         case: of the row; without a GPU, one for a GPU is deselected.
-        name: of the peer.
+        name: name of the peer.
         what: is measured of it, a direction or a stage, if more than one thing is.
         mode: how it is timed, one of ``clock.MODES``, if more than one way is.
         ours: what our own code raises is no refusal.

@@ -70,7 +70,7 @@ def energy(run_round: Callable[[], Any], calls: int, gpu: Gpu) -> dict[str, floa
 
     Args:
         run_round: makes ``calls`` calls on the current stream.
-        calls: of a round.
+        calls: number of calls of a round.
         gpu: that runs them.
 
     Returns:

@@ -49,7 +49,7 @@ class Problem:
     """The tensors of a case, ``copies`` sets of them, and the truth about the first set.
 
     Attributes:
-        names: of the results that are compared.
+        names: names of the results that are compared.
         entries: of every tensor's first axis that are checked, by default all.
     """
 

@@ -269,7 +269,7 @@ class KappaMonitor:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.
 
         Args:
-            step: of the rows.
+            step: step of the rows.
             due: whether to sample the step regardless of ``every``, for loops that do not count
                 every step; must be equal on all ranks.
         """
@@ -536,7 +536,7 @@ def measure(
             a mapping.
         forward: called with the model and the batch instead.
         samples: batch entries captured, evenly spaced, at least 1.
-        step: of the rows.
+        step: step of the rows.
 
     Returns:
         One row per layer.

@@ -53,7 +53,7 @@ def open_own(path: str | Path, mode: str = "rb", buffering: int = -1) -> IO[byte
     """Open a file in a run folder without following links or waiting for pipes.
 
     Args:
-        path: of the file. The folder itself may be a link.
+        path: path of the file. The folder itself may be a link.
         mode: "rb", "ab" or "xb", as of ``open``.
         buffering: as of ``open``.
 
@@ -276,7 +276,7 @@ class JsonLines:
     When ``append`` returns, each line is in the file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         first: lines of this step and later ones are removed, and so are damaged lines; None keeps
             all.
         log: called once if lines could not be written, which then wait for the next call. Without

@@ -29,7 +29,7 @@ class Captured(NamedTuple):
         statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
             maximum (H,) over the batch and over the forwards since ``captured`` was last None.
             Each is an attribute too: ``captured.entropy``.
-        dtype: of the output before it became float32.
+        dtype: dtype of the output before it became float32.
     """
 
     heads: Tensor

@@ -20,7 +20,7 @@ class NystromAttention(Capturing):
             tokens gets softmax attention, as published.
         conv_kernel_size: width in tokens, an odd number, of a convolution of the values that is
             added to the heads: one kernel per head, no bias. None disables it.
-        iterations: of the pseudo-inverse, at least 1.
+        iterations: iterations of the pseudo-inverse, at least 1.
         init: divides its first iterate by the largest column sum of each matrix, ``"matrix"``, or
             of the whole batch, ``"batch"``, as published; with the latter, the result of a sample
             depends on the others in the batch.

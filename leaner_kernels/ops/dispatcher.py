@@ -37,8 +37,8 @@ def register(
     """Register ``NAME``, ``NAME_with_stats`` and ``NAME_backward`` for every device and autograd.
 
     Args:
-        name: of the operator, whose first result alone has derivatives.
-        schemas: of the three, without their names.
+        name: name of the operator, whose first result alone has derivatives.
+        schemas: schemas of the three, without their names.
         reference: functions that compute the three by operations that PyTorch can differentiate.
         on_gpu: functions that launch the three on the current GPU.
         fake: functions that allocate the results of the three.

@@ -72,8 +72,8 @@ class Column(NamedTuple):
         over_heads: the reduction; "each" keeps a list with one number per head.
         doc: meaning, as in the table of docs/kappa.md.
         written: whether TensorBoard and W&B get it.
-        title: of its chart on a page; without one it is neither drawn nor printed.
-        caption: of that chart.
+        title: title of its chart on a page; without one it is neither drawn nor printed.
+        caption: caption of that chart.
     """
 
     name: str

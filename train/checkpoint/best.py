@@ -24,7 +24,7 @@ class BestWeights:
 
     Args:
         model: sharded by FSDP2, or not.
-        folder: of the run.
+        folder: folder of the run.
         world: the processes.
         score: the deciding score: "loss", of which the smallest is best, or another, of which the
             largest is best.
@@ -59,7 +59,7 @@ class BestWeights:
 
         Args:
             checkpoint: checkpoint from which the run resumes.
-            steps: of the checkpoint; newer weights in another folder are left out.
+            steps: steps of the checkpoint; newer weights in another folder are left out.
         """
         shared: list[Any] = [None, {}, None]
         if self.world.rank == 0:
@@ -100,9 +100,9 @@ class BestWeights:
         """Write the model's weights as the best ones; if that fails, log it and continue.
 
         Args:
-            step: of the row with the scores.
-            scores: of the held-out items.
-            metadata: of the file, as ``train.checkpoint.weights.metadata`` returns it.
+            step: step of the row with the scores.
+            scores: scores of the held-out items.
+            metadata: metadata of the file, as ``train.checkpoint.weights.metadata`` returns it.
         """
         error = [None]
         try:

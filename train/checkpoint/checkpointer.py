@@ -60,7 +60,7 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
     Neither the checkpoint nor a file in it may be a link.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         contents: read all files; otherwise only their sizes are compared.
     """
     if path.is_symlink():

@@ -34,8 +34,8 @@ def choose_folder(name: str, settings: Settings, world: DistributedContext) -> P
     """Return the folder of a run, created by rank 0; it must not hold another run.
 
     Args:
-        name: of the run, for a folder in ``runs/`` where no ``out`` is given.
-        settings: of the run.
+        name: name of the run, for a folder in ``runs/`` where no ``out`` is given.
+        settings: settings of the run.
         world: the processes, each of which must call this.
 
     Raises:
@@ -73,7 +73,7 @@ def lock_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
     """Keep other launches out of a run's folder.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         world: the processes, each of which must call this.
 
     Raises:
@@ -128,8 +128,8 @@ def begun_run(name: str, settings: Settings) -> Path | None:
     """Return the folder of the run that continues with these settings, or None for a new run.
 
     Args:
-        name: of the run, as ``choose_folder`` takes it.
-        settings: of the run.
+        name: name of the run, as ``choose_folder`` takes it.
+        settings: settings of the run.
     """
     folder = _folder_in_runs(name, settings) if settings.out is None else Path(settings.out)
     if newest_first(folder / "checkpoints"):
@@ -145,9 +145,9 @@ def check_compatible(
     """Check that a run with these settings can continue from a checkpoint.
 
     Args:
-        path: of the checkpoint, for the message.
+        path: path of the checkpoint, for the message.
         train_state: state of the checkpoint, with its settings and identity.
-        settings: of now.
+        settings: current settings.
         identity: current identity, as in ``Task``.
 
     Raises:

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     Attributes:
         local: the part.
-        size: of the whole tensor.
+        size: size of the whole tensor.
         offsets: where the part begins in it.
         owned: whether this process is the one that writes the part.
     """
@@ -79,7 +79,7 @@ def part_of(tensor: Tensor, rank: int = 0) -> Part:
 
     Args:
         tensor: sharded, or the same on all ranks.
-        rank: of this process. Of several that hold the same, the first writes it.
+        rank: rank of this process. Of several that hold the same, the first writes it.
     """
     tensor = tensor.detach()
     size = tuple(tensor.shape)
@@ -200,7 +200,7 @@ def load_tensors(
     """Fill this process's parts of tensors from a checkpoint; ignore other tensors in it.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         parts: by name in the checkpoint.
         group: group of the processes that call this together, so that all raise the error of one;
             None if this process reads alone.
@@ -258,7 +258,7 @@ def tiles(size: Sequence[int], pieces: Iterable[Piece]) -> bool:
     of the pieces must add up to those of the tensor.
 
     Args:
-        size: of the tensor.
+        size: size of the tensor.
         pieces: with offsets and sizes, in any order.
     """
     corners: Counter[tuple[int, ...]] = Counter()

@@ -53,14 +53,14 @@ class Info:
     """The model and training of weights.
 
     Attributes:
-        path: of the file, or of the checkpoint's folder.
+        path: path of the file, or of the checkpoint's folder.
         family: key of ``models.papers.MODELS``.
-        arguments: of the family's constructor.
-        settings: of the run, as JSON types.
+        arguments: arguments of the family's constructor.
+        settings: settings of the run, as JSON types.
         task: "images", "next token", "masked token" or "long range".
         classes: names of the classes, in the order of the logits; empty where there are none.
         image_size: pixels a side; None of a model of text.
-        channels: of a picture.
+        channels: number of channels of a picture.
         mean, std: of each channel, of pixels in [0, 1].
         pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
@@ -133,14 +133,14 @@ class Weights:
     """Weights on disk.
 
     Attributes:
-        path: of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
+        path: path of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
         flag: that named it, for messages.
-        settings: of the run, as JSON types.
+        settings: settings of the run, as JSON types.
         step: as in ``Info``.
         about: what they are of, as ``about`` returns it.
         tokenizer: as in ``Info``.
         scores: likewise.
-        shapes: of every tensor by its name in the model.
+        shapes: shapes of every tensor by its name in the model.
         dtypes: likewise.
     """
 
@@ -241,7 +241,7 @@ def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
     """Find weights and read their description; verify every byte of a checkpoint.
 
     Args:
-        path: of a safetensors file, of a checkpoint, or of a run, whose best weights on the
+        path: path of a safetensors file, of a checkpoint, or of a run, whose best weights on the
             held-out items are taken.
         flag: flag that gave the path, for messages.
         last: of a run take the newest weights instead, as where it has no best ones: its
@@ -355,7 +355,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
 
     Args:
         model: sharded by FSDP2, or not.
-        path: of the file; one that is there stays until the new one is whole.
+        path: path of the file; one that is there stays until the new one is whole.
         metadata: text by name, as ``metadata`` returns it.
 
     Raises:

@@ -110,7 +110,7 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
     """Return a model by its name.
 
     Args:
-        name: of a small model or of a row of the paper.
+        name: name of a small model or of a row of the paper.
         small: the script's own models.
         kinds: architectures of the rows that the script can train.
 

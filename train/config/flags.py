@@ -502,7 +502,7 @@ def apply_recipe(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _
 
     Args:
         settings: from the command line.
-        name: of the recipe.
+        name: name of the recipe.
         recipe: values by the field of a flag. A value that depends on others is a function of the
             settings, called after all other values are filled in.
     """

@@ -19,7 +19,7 @@ def class_numbers(names: Sequence[str], known: Sequence[str]) -> list[int]:
     """Return the number that each class has among the known ones.
 
     Args:
-        names: of classes, in any order: all of the known ones or some.
+        names: names of classes, in any order: all of the known ones or some.
         known: names of classes by their numbers.
 
     Returns:

@@ -45,8 +45,8 @@ class ListLimits:
     """The limits of a sequence.
 
     Attributes:
-        max_depth: of a node; those of the last level are digits.
-        max_args: of an operator, from 2.
+        max_depth: largest depth of a node; those of the last level are digits.
+        max_args: largest number of arguments of an operator, from 2.
         min_length: tokens that a sequence exceeds.
         max_length: tokens that it stays under.
         operators: so many of ``OPERATORS``, the first ones.
@@ -122,8 +122,8 @@ def open_lists(
 
     Args:
         sizes: sequences of "train", "dev" and "test".
-        limits: of the sequences.
-        seed: of everything.
+        limits: limits of the sequences.
+        seed: seed of everything.
         folder: where the file is kept, as in ``build_once``.
 
     Raises:

@@ -89,7 +89,7 @@ class BadSamples:
         on_new: called with the message of each new one, in order.
 
     Attributes:
-        messages: of those that cannot be read, equal on all ranks after ``share``.
+        messages: messages of those that cannot be read, equal on all ranks after ``share``.
     """
 
     def __init__(self, limit: int, group: dist.ProcessGroup, on_new: Callable[[str], None]):

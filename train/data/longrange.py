@@ -49,7 +49,7 @@ class Kind:
         vocab: number of tokens, padding included.
         text_columns: text columns of a table; several make an item of several sequences. None for
             pictures.
-        label_column: of a table.
+        label_column: label column of a table.
     """
 
     vocab: int
@@ -70,7 +70,7 @@ class Items:
     """The items of one split: a data set as ``train.data.loader`` has them.
 
     Args:
-        source: of the items: a ``TextTable``, or pictures.
+        source: source of the items: a ``TextTable``, or pictures.
         labels: (items,) int64, indices of the classes.
         task: key of ``TASKS``.
         length: tokens that are read of a text.
@@ -173,12 +173,12 @@ class TextTable:
     Args:
         table: a ``datasets.Dataset``.
         split: its name, for messages.
-        columns: of text.
+        columns: columns of text.
         label: column of classes: their numbers, or their names.
 
     Attributes:
         labels: (rows,) int64, indices of ``names``.
-        names: of the classes.
+        names: names of the classes.
 
     Raises:
         ValueError: no such column, or a row without a class.
@@ -274,8 +274,8 @@ def open_task(
         task: key of ``TASKS``.
         data: "hf:" and a data set of Hugging Face, a folder of tables (TSV, CSV or Parquet), or of
             pictures a folder with a subfolder for each class.
-        text_columns: of a table of text.
-        label_column: of a table.
+        text_columns: text columns of a table of text.
+        label_column: label column of a table.
         length: tokens that are read of a text.
 
     Raises:

@@ -25,7 +25,7 @@ class Masked:
         specials: tokens that do not represent text, by name; they are never chosen, and include
             "[MASK]".
         rate: fraction of tokens to choose.
-        seed: of all draws.
+        seed: seed of all draws.
 
     Raises:
         ValueError: no token is called "[MASK]".

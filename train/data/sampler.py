@@ -53,7 +53,7 @@ class BatchSampler:
     Args:
         length: items of the data set.
         batch_split: how a batch is divided.
-        seed: of the order.
+        seed: seed of the order.
         rank: whose share.
         first: optimizer step to start with.
         last: optimizer step to stop before.

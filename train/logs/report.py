@@ -52,8 +52,8 @@ class Report:
     """The output of a run.
 
     Args:
-        folder: of the run.
-        settings: of the run.
+        folder: folder of the run.
+        settings: settings of the run.
         is_main_process: False on every rank but the first: then nothing is printed or written.
     """
 

@@ -14,7 +14,7 @@ class Task:
     """The model and data of a script.
 
     Attributes:
-        name: of the model and data, for the run's folder.
+        name: name of the model and data, for the run's folder.
         unit: name of the items, in the plural.
         build: function that builds the model, with ``blocks`` and ``init_weights(generator)``.
         train: the training items.

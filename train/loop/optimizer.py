@@ -36,7 +36,7 @@ class ShardAdamW(AdamW):
     elementwise update does not need it.
 
     Args:
-        parameters: of the model by name, plain or sharded.
+        parameters: parameters of the model by name, plain or sharded.
         decays: the weight decay of each.
         **options: of AdamW.
 
@@ -102,8 +102,8 @@ def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
     """Scale gradients down in place to a norm of at most ``largest``, as PyTorch's clip_grad_norm_.
 
     Args:
-        grads: of this rank.
-        norm: of the whole gradient, (); the host does not wait for it.
+        grads: gradients of this rank.
+        norm: norm of the whole gradient, (); the host does not wait for it.
         largest: above 0.
     """
     torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))

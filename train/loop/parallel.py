@@ -51,7 +51,7 @@ class DistributedContext:
     """This process among all of them.
 
     Attributes:
-        rank: of this process, 0 to ``size`` - 1.
+        rank: rank of this process, 0 to ``size`` - 1.
         size: number of processes.
         local_size: processes on this machine.
         device: what this process computes on.
@@ -237,7 +237,7 @@ def make_model(
         build: makes the model; it must have ``blocks`` and ``init_weights(generator)``, which
             gives every parameter and buffer a value that does not depend on the sharding.
         world: the processes.
-        seed: of the initial weights.
+        seed: seed of the initial weights.
         bf16: compute in bfloat16, norms included. Gradients are still summed over passes and ranks
             in float32, and the optimizer's weights and the statistics of batch norms are float32.
         mode: as ``data_parallel_mode`` returns it; that of ``--shard auto`` when omitted.

@@ -18,7 +18,7 @@ class Budget:
     without.
 
     Args:
-        passes: of the whole run.
+        passes: number of passes of the whole run.
         accum: largest number of passes in a step.
         batch_size_warmup: share of the passes over which a step grows to ``accum``, in [0, 1).
 
@@ -58,7 +58,7 @@ def budget_of(settings: Settings, *, steps_per_epoch: int, tokens_per_item: int 
     Args:
         settings: with one of ``epochs``, ``steps`` and ``tokens``.
         steps_per_epoch: full batches in an epoch.
-        tokens_per_item: of the training data, or None.
+        tokens_per_item: tokens per item of the training data, or None.
 
     Raises:
         ValueError: if a batch-size warm-up is combined with a number of steps, or tokens are given
@@ -98,7 +98,7 @@ class Schedule:
         batch_split: how the items of a full batch divide among ranks and passes.
         steps_per_epoch: full batches in an epoch.
         budget: the passes of each step.
-        steps: of the whole run.
+        steps: steps of the whole run.
 
     Raises:
         ValueError: settings that do not fit each other or the data.
@@ -164,7 +164,7 @@ def learning_rate(
 
     Args:
         step: 0 to ``steps`` - 1.
-        steps: of the whole run.
+        steps: steps of the whole run.
         peak: the largest rate.
         warmup: fraction of the steps in which it rises.
         start: rate at the start.

@@ -126,7 +126,7 @@ class Profile(NamedTuple):
         rows: N, or the upper bound of a varlen batch.
         cols: M, likewise.
         batch: entries, or sequences.
-        heads: of the query.
+        heads: number of heads of the query.
         features: of the operands, what a kernel must support beyond causal or shortened rows.
         with_grad: the same of the operands and the gradient of the output.
     """

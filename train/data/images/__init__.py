@@ -51,8 +51,8 @@ def about(images: Images, size: int, channels: int, names: list[str] | None) -> 
     Args:
         images: that were trained on.
         size: pixels a side that the model takes.
-        channels: of its input.
-        names: of the classes; None where they have none but their numbers.
+        channels: number of channels of its input.
+        names: names of the classes; None where they have none but their numbers.
     """
     if isinstance(images.prepare, DigitsToInput):
         pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
@@ -80,10 +80,10 @@ def open_images(
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: of ``NAMES``, or as ``sources.find_images`` takes it.
+        name: name of ``NAMES``, or as ``sources.find_images`` takes it.
         size: pixels a side that the model takes.
         channels: 1 or 3.
-        seed: of the augmentation.
+        seed: seed of the augmentation.
         augment: what else to do to training images that are files.
         sources: of ``find_images``, where it was called before.
 

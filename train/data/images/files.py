@@ -23,7 +23,7 @@ class ImageFiles:
     Args:
         root: folder of all of them.
         samples: path below it and class of each.
-        names: of the classes.
+        names: names of the classes.
         left_out: description of files in class folders that are not pictures; "" without any.
     """
 

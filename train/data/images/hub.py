@@ -24,7 +24,7 @@ class HubTable:
 
     Attributes:
         classes: number of declared classes, or else the highest label plus one.
-        names: of the classes, None where none are declared.
+        names: names of the classes, None where none are declared.
 
     Raises:
         ValueError: other columns than expected, or an image without a class.
@@ -107,7 +107,7 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None]:
     """Return the training images, and those held out if there are any.
 
     Args:
-        name: of a data set on the Hub, or of a folder with one.
+        name: name of a data set on the Hub, or of a folder with one.
 
     Raises:
         ValueError: no package ``datasets``, no such data set, or splits or columns other than

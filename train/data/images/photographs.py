@@ -108,7 +108,7 @@ class Photographs:
     """Batches (B, 3, S, S) uint8 and (B,) int64 of the images of a source, by their keys.
 
     Args:
-        source: of the images.
+        source: source of the images.
         view: makes their pixels.
         seed: seed of its random draws; None if it draws nothing.
     """

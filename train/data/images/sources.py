@@ -22,7 +22,7 @@ class Part:
     """Some images of a source.
 
     Args:
-        source: of the images, with the class of each as ``labels``.
+        source: source of the images, with the class of each as ``labels``.
         indices: of those that are in it.
     """
 
@@ -77,7 +77,7 @@ class Sources:
         train: images to train on.
         held_out: images that measure.
         classes: how many there are.
-        names: of the classes; None where they have none.
+        names: names of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
         splits: which parts of the data set train and are held out, in words.
         left_out: which files beside the images are not read, in words.

@@ -100,10 +100,10 @@ def open_text(
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
             ``tokenizers.BERT``.
         limit: documents to read; 0 reads all.
-        vocab_size: of a tokeniser that is trained here; the usual one when omitted.
+        vocab_size: vocabulary size of a tokeniser that is trained here; the usual one when omitted.
         max_density: documents with more tokens than this per character are left out (0.25 in
             Geiping and Goldstein 2023, arXiv:2212.14034).
-        column: of a table, with the text.
+        column: column of a table, with the text.
         validation: text to hold out, by name; the last tenth when omitted.
         most_held_out: tokens that a last tenth may have.
         run: folder of a run that goes on, whose own tokeniser is taken where one would be trained.

@@ -82,7 +82,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     Args:
         name: one of ``KINDS``, without "synthetic", which has no documents.
         limit: documents to read; 0 reads all.
-        column: of a table, with the text.
+        column: column of a table, with the text.
 
     Raises:
         ValueError: no such text.

@@ -56,7 +56,7 @@ class Encoded:
     """Documents as tokens.
 
     Attributes:
-        tokens: of all documents, each with ``tokenizer.end`` after it.
+        tokens: tokens of all documents, each with ``tokenizer.end`` after it.
         documents: how many there are.
         digest: SHA-256 of the documents, those of too many tokens included.
         size: bytes of UTF-8 that they have.
@@ -74,7 +74,7 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
     """Return documents as tokens; they are encoded once, and kept.
 
     Args:
-        source: of the documents.
+        source: source of the documents.
         tokenizer: what encodes them.
         max_density: documents with more tokens than this per character are left out.
 
@@ -144,7 +144,7 @@ class Windows:
 
     Args:
         tokens: to cut from.
-        length: of a sequence.
+        length: length of a sequence.
         stride: from the start of one to that of the next: ``length`` when omitted.
         seed: seed of the start of epochs, 0 to ``stride`` - 1 tokens after the first.
 
@@ -182,9 +182,9 @@ class RandomWindows:
 
     Args:
         tokens: to cut from.
-        length: of a sequence.
+        length: length of a sequence.
         count: sequences in an epoch.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: fewer tokens than one sequence has.

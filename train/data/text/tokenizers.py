@@ -43,7 +43,7 @@ class Tokenizer:
     """Encode and decode text with a tokeniser of the library ``tokenizers``.
 
     Args:
-        tokenizer: of the library.
+        tokenizer: tokenizer of the library.
         name: for messages.
 
     Attributes:
