@@ -407,7 +407,7 @@ def build_model(weights: Weights, info: Info) -> nn.Module:
 
 
 def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
-    return "not" if dtype is None else f"{str(dtype).removeprefix('torch.')} {shape}"
+    return "absent" if dtype is None else f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def _check_arguments(info: Info, tensors: int, where: str) -> None:
