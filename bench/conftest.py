@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: options, the rows of a run, its printed output and the JSON."""
+"""Configure all benchmarks: options, the rows of a run, its printed output and its JSON."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ BENCH = ROOT / "bench"
 COLUMNS = ["median", "iqr", "min", "rounds"]
 TIMES = {"min", "max", "mean", "median", "stddev", "iqr"}
 CASES = {case.name: case for case in IN_ORDER}
-# With what comes before and after the measurements, an overview ends within three minutes.
+# Including set-up and output, an overview ends within three minutes.
 OVERVIEW_SECONDS = 120.0
 UNMEASURED = pytest.StashKey[list[dict[str, str]]]()
 STARTED = pytest.StashKey[float]()
@@ -40,9 +40,9 @@ def pytest_addoption(parser, pluginmanager):
         "--bench-seconds",
         type=float,
         metavar="SECONDS",
-        help="Start no further row after this time, and list the rows left over as not run. "
-        "There is no limit by default, except where `pytest bench/` measures an overview on a "
-        f"machine without CUDA ({OVERVIEW_SECONDS:.0f} seconds).",
+        help="Start no new row after this many seconds, and list the rest as not run. There is no "
+        "limit by default, except that `pytest bench/` on a machine without CUDA measures an "
+        f"overview for {OVERVIEW_SECONDS:.0f} seconds.",
     )
 
 
@@ -61,7 +61,7 @@ def pytest_configure(config):
     config.option.reportchars = config.option.reportchars.replace("a", "fE")
     if is_overview(config) and not torch.cuda.is_available():
         config.option.keyword, config.option.bench_seconds = OVERVIEW, OVERVIEW_SECONDS
-        # Threads that wait for each other take tens of times longer where another process is busy.
+        # Threads that wait for each other become tens of times slower if another process is busy.
         torch.set_num_threads(1)
         config.stash[NOTES].append(
             "this is an overview, on one thread: -k EXPRESSION, a file or --bench-seconds=SECONDS "
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
     rows = filter(None, map(row_of, items))
     names = (name for row in rows for name in (row.case.name, row.name, row.what, row.mode))
     config.stash[NAMES] = dict.fromkeys(filter(None, names))
-    # All that is measured of a case together: its inputs are made, and its peers checked, once.
+    # All rows of a case together: its inputs are created, and its peers checked, only once.
     kept.sort(key=lambda item: order[row_of(item).case.name] if row_of(item) else -1)
     if not torch.cuda.is_available():
         kept = [item for item in kept if not (row_of(item) and row_of(item).case.device == "cuda")]
@@ -98,7 +98,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def row_of(item: pytest.Item) -> Any:
-    """Return the row that a test of bench/ measures; None of another test."""
+    """Return the row that a test of bench/ measures, or None for other tests."""
     if not item.path.is_relative_to(BENCH):
         return None
     return getattr(item, "callspec", None) and item.callspec.params.get("row")
@@ -116,7 +116,7 @@ def pytest_collection_finish(session):
 
 
 def nothing_selected(keyword: str, names: list[str]) -> str:
-    """Return a line that says which parts of ``-k KEYWORD`` are in no name, and what is near."""
+    """Return a line with the parts of ``-k KEYWORD`` that are in no name, and similar names."""
     words = dict.fromkeys(re.findall(r"[^\s()]+", keyword)).keys() - {"and", "or", "not"}
     parts = [
         part for word in sorted(words) for part in ([word] if "-" not in word else word.split("-"))
@@ -137,7 +137,7 @@ def pytest_report_collectionfinish(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop():
-    """Treat SIGTERM as an interrupt, which prints and saves what was measured; a second kills."""
+    """Treat SIGTERM as an interrupt, which prints and saves the measurements; a second kills."""
     before = signal.getsignal(signal.SIGTERM)
 
     def stop(_number: int, _frame: Any) -> NoReturn:
@@ -158,11 +158,11 @@ def current() -> Current:
 
 @pytest.fixture
 def attempt(request, benchmark) -> Callable[[Row], Any]:
-    """Check and time a row inside, whose result takes what the dictionary holds at the end.
+    """Check and time a row in a context; the dictionary's final contents join its result.
 
-    What gets no number ends its test, with the reason recorded: ``absent`` (the peer is missing or
-    refuses the case) and ``not run`` (no time left) skip it; ``wrong`` (it failed the correctness
-    gate) fails it.
+    A row without a number ends its test, and the reason is recorded: ``absent`` (the peer is
+    missing or refuses the case) and ``not run`` (no time left) skip it; ``wrong`` (it failed the
+    correctness gate) fails it.
     """
     config = request.config
 
@@ -206,7 +206,7 @@ def pytest_benchmark_generate_commit_info(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_benchmark_generate_json(benchmarks):
-    # An interrupt leaves a row that was not, or not wholly, timed and is not described.
+    # An interrupt leaves a row that was not, or not fully, timed and has no description.
     benchmarks[:] = [row for row in benchmarks if "shape" in row.extra_info]
 
 

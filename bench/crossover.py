@@ -3,16 +3,17 @@
     python -m bench.crossover --sweep FILE   # on a GPU, about four minutes; writes JSON
     python -m bench.crossover FILE           # prints the GPU's sections of library.toml
 
-The sweep times self-attention without mask, lengths and dropout, forward alone and with its
-backward: in bfloat16 dense and varlen (sequences of one length, end to end), again dense with 8 to
-128 programs (batch x heads), and dense in float32. Our kernel is timed beside what everybody has,
-``scaled_dot_product_attention`` with the backend that it chooses and ``torch.nn.attention.varlen``.
+The sweep times self-attention without mask, lengths and dropout, as a forward alone and with its
+backward. It covers bfloat16, dense and varlen (sequences of one length, packed end to end), dense
+bfloat16 again with 8 to 128 programs (batch x heads), and dense float32. Our kernel is compared
+with PyTorch's ``scaled_dot_product_attention``, with the backend that it chooses, and with
+``torch.nn.attention.varlen``.
 
-The rules, for ``leaner_kernels/ops/attention/library.toml``, are for each kind of call and head
-dimension the runs of measured lengths at which PyTorch wins by more than the spread between two
-runs. A run that reaches the longest has no end. Between a length that PyTorch wins and the next
-that it loses, ours is called. Each number of programs that was measured has a section of its own,
-which also holds for the smaller numbers down to the next.
+The rules belong in ``leaner_kernels/ops/attention/library.toml``. For each kind of call and head
+dimension they list the ranges of measured lengths in which PyTorch wins by more than the spread
+between two runs. A range that includes the longest length has no end. Between a length at which
+PyTorch wins and the next at which it loses, our kernel is called. Each measured number of programs
+has a section of its own, which also covers smaller numbers down to the next section.
 """
 
 import json
@@ -37,7 +38,7 @@ from bench.harness.gate import Inputs
 from bench.harness.peers import AbsentError
 from leaner_kernels.ops import _tiles
 
-SPREAD = 1.03  # two runs of one kernel differ by as much
+SPREAD = 1.03  # two runs of one kernel differ by this much
 DEVICE = "cuda"
 HEADS, TOKENS_OF_A_BATCH = 16, 2**15
 SHORT, LONG, OF_VARLEN = (32, 64, 128, 197), (512, 577, 768, 1024, 2048), (64, 128, 256, 512, 1024)
@@ -54,7 +55,7 @@ class Shape(NamedTuple):
         head_dim: D.
         causal: row i sees columns 0 to i.
         tokens: N.
-        programs: batch x heads; 0 for 16 heads of as many sequences as make 32,768 tokens.
+        programs: batch x heads; 0 means 16 heads and enough sequences for 32,768 tokens.
         float32: whether in float32, or in bfloat16.
     """
 
@@ -83,7 +84,7 @@ class Shape(NamedTuple):
 
 
 def _shapes() -> Iterator[Shape]:
-    """Yield every shape, first those that no GPU has measured: the sweep may run out of time."""
+    """Yield every shape, unmeasured ones first, because the sweep may run out of time."""
     causal = False, True
     for dim, lengths in ((64, (64, 128, 197, 256, 512)), (32, (64, 128, 256, 512))):
         few = product(causal, lengths, FEW_PROGRAMS)
@@ -115,7 +116,7 @@ def _varlen_kernel(case: AttentionCase, device: torch.device) -> Callable[..., T
     return lambda q, k, v: kernel(q, k, v, *rest)[0]
 
 
-# What is compared, and how it is built, by the kind of shape.
+# The functions to compare, and how to build them, by kind of shape.
 SIDES = {
     "dense": {"ours": PEERS["leaner_kernel"].build, "library": PEERS["sdpa"].build},
     "varlen": {"ours": _varlen_kernel, "library": PEERS["torch_varlen"].build},
@@ -123,7 +124,7 @@ SIDES = {
 
 
 def run_once(shapes: Sequence[Shape]) -> None:
-    """Compile our kernels of some shapes, which leaves them in Triton's cache on the disk."""
+    """Compile our kernels of some shapes, to fill Triton's cache on the disk."""
     for shape in shapes:
         function = SIDES[shape.kind]["ours"](shape.case, torch.device(DEVICE))
         one_call("both", function)(shape.inputs)
@@ -131,7 +132,7 @@ def run_once(shapes: Sequence[Shape]) -> None:
 
 
 def measure_shape(shape: Shape) -> dict[str, Any]:
-    """Return the microseconds of a shape; a library that refuses it has None."""
+    """Return the microseconds of a shape, None for a library that refuses it."""
     case, inputs = shape.case, shape.inputs
     row: dict[str, Any] = {**shape._asdict(), "batch": case.batch, "heads": case.heads}
     outs = []
@@ -184,10 +185,10 @@ def read(path: Path) -> tuple[int, list[dict[str, Any]]]:
 
 
 def ranges(times: dict[int, float]) -> list[list[int]]:
-    """Return [first, last] of each run of lengths that PyTorch wins; 0 is no end.
+    """Return [first, last] of each range of lengths in which PyTorch wins; 0 means no end.
 
     Args:
-        times: how many times as long PyTorch takes as ours, by length.
+        times: PyTorch's time over ours, by length.
     """
     lengths = sorted(times)
     runs = []
@@ -223,7 +224,7 @@ def section(path: Path) -> str:
     capability, rows = read(path)
     groups = {(row.get("float32", False), row.get("programs", 0)) for row in rows}
     sections, first = [], 1
-    # Zero stands for many, which come after the few.
+    # Zero stands for many programs, which come last.
     for float32, programs in sorted(groups, key=lambda group: (group[0], group[1] or _tiles.ANY)):
         head = f"[[gpus]]\ncapabilities = [{capability}]\n"
         if programs:

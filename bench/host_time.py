@@ -1,12 +1,13 @@
-"""Measure how long the host takes to issue attention and small models on a GPU.
+"""Measure how long the host takes to launch attention and small models on a GPU.
 
     python -m bench.host_time --gpu FILE   # FILE gets JSON
 
-One head of 8 tokens of 16 numbers leaves next to nothing to compute; a round is timed until the
-host has issued it. A forward and backward are eight calls in one graph, whose fixed cost they
-share. Microseconds a call, the least of many rounds: other work on the machine only adds. Attention
-is compared with PyTorch's. Models of 12 narrow blocks are timed for one image or text, with their
-own attention and, after ``use``, with ours.
+The calls have one head of 8 tokens and 16 dimensions, so the GPU has almost nothing to compute. A
+round is timed until the host has launched all its kernels. Forward and backward are timed as eight
+calls in one autograd graph, which share its fixed cost. Times are microseconds a call: the minimum
+over many rounds, because other work on the machine can only add to it. Attention is compared with
+PyTorch's. Models of 12 narrow blocks are timed for one image or text, with their own attention and,
+after ``use``, with ours.
 """
 
 import copy

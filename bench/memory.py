@@ -3,9 +3,9 @@
     python -m bench.memory                              # predictions; needs no GPU
     python -m bench.memory --row vit_base --batch 256 --precision fp32 --json
 
-A row is predicted and measured at the same step (``models.memory.Step``, then AdamW), by default
-with the samples that each of the paper's GPUs had. The paper prints the sum over 8 GPUs and no
-precision, so what compares is the ratio of the lean model to the original.
+Both use the same step (``models.memory.Step``, then AdamW), by default with as many samples as each
+of the paper's GPUs had. The paper prints the sum over 8 GPUs without a precision, so only the ratio
+of the lean model to the original can be compared.
 """
 
 import gc
@@ -94,9 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Write the table, or JSON, to standard output."""
     parser = command.parser("bench.memory", __doc__)
     option = parser.add_argument
-    option("--row", action="append", choices=table_rows(), help="a row; may be repeated (all)")
-    option("--batch", type=int, metavar="N", help="samples in a step (the paper's)")
-    option("--precision", choices=memory.PRECISIONS, default="bf16", help="of the step (bf16)")
+    option(
+        "--row",
+        action="append",
+        choices=table_rows(),
+        help="row of the paper; may be repeated (all rows)",
+    )
+    option("--batch", type=int, metavar="N", help="samples per step (as in the paper)")
+    option(
+        "--precision",
+        choices=memory.PRECISIONS,
+        default="bf16",
+        help="precision of the step (bf16)",
+    )
     option("--json", action="store_true", help="print a JSON list, one model per line")
     flags = parser.parse_args(arguments)
     if flags.batch is not None and flags.batch < 1:

@@ -1,9 +1,8 @@
 """Report the GPU resources of every shipped attention kernel by compiling it without a GPU.
 
-``python -m bench.resources --write`` writes bench/results/resources.json; tests/aot compiles
-softmax attention again and fails where it is worse. The launches are what the CUDA operators
-request on each case.
-``python -m bench.gpu_model CASE`` prints those of one case.
+``python -m bench.resources --write`` writes bench/results/resources.json. tests/aot compiles
+softmax attention again and fails if it needs more. The launches are those that the CUDA operators
+request for each case. ``python -m bench.gpu_model CASE`` prints those of one case.
 """
 
 import sys

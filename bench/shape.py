@@ -1,17 +1,17 @@
-"""Time attention on the device at hand: of one shape, or of the shapes of README's table.
+"""Time attention on this device, for one shape or for the shapes of README's table.
 
     python -m bench.shape --paper                  # README's table on this GPU, in two minutes
     python -m bench.shape 128,16,197,64            # batch, heads, tokens, head dimension
     python -m bench.shape 128,16,512,32 --causal --float16
     ncu --profile-from-start off python -m bench.shape --profile vit_base
 
-Every row passes the correctness gate of the benchmarks first. Times are microseconds, the median of
-at least ten rounds: on a GPU of a CUDA graph, on a CPU of calls from Python. "Forward" keeps what
-the backward needs, as in training. A ratio says how many times as fast as PyTorch's (or timm's)
-default a row is. ``--json FILE`` writes the measurements as a result of the benchmarks, which
-``python -m bench.report FILE`` prints. ``--profile`` times nothing: it runs cases of
-bench/attention/cases.py once under a profiler, forward and backward, of our kernels and of
-PyTorch's; what compiles and warms up is not profiled.
+Every row is compared with float64 before it is timed. Times are microseconds: the median of at
+least ten rounds, which replay a CUDA graph on a GPU and call from Python on a CPU. "Forward" keeps
+the tensors that the backward needs, as in training. A ratio says how many times as fast as
+PyTorch's (or timm's) default a row is. ``--json FILE`` writes the measurements as a result of the
+benchmarks, which ``python -m bench.report FILE`` prints. ``--profile`` times nothing. It runs the
+forward and backward of cases of bench/attention/cases.py once under a profiler, with our kernels
+and with PyTorch's; compilation and warm-up are not profiled.
 """
 
 import argparse
@@ -78,7 +78,7 @@ class Measurements:
 
         Args:
             case: one of ``ATTENTION_CASES``, or alike.
-            names: of the peers.
+            names: names of the peers.
             budget: about how many seconds to time a peer in a direction.
             deadline: of ``time.monotonic``, after which nothing more is measured.
         """
@@ -167,7 +167,7 @@ def shape_table(case: AttentionCase, measured: Measurements) -> str:
         group, default = times[direction], default_of(times[direction])
         columns[f"{words}, µs"] = [microseconds(group.get(name)) for name in names]
         columns[f"× {default}, {direction}"] = [ratio(group, default, name) for name in names]
-        # From q, k and v apart: what begins with one fused projection has other copies to make.
+        # Only peers that begin with separate q, k and v: a fused projection needs other copies.
         apart = (name for name in group if peers_of(case)[name].layout != "packed")
         if first := next(apart, ""):
             times_faster = ratio(group, default, first) or "?"
@@ -182,7 +182,7 @@ def shape_table(case: AttentionCase, measured: Measurements) -> str:
 
 
 def paper_table(cases: Sequence[Any], measured: Measurements, direction: str) -> str:
-    """Return a row for each case: what a user of our public function gets, and of PyTorch."""
+    """Return a row for each case: the times of our public function and of PyTorch."""
     headers = ["attention", "B·H·N·D", "ours, µs", "default, µs", "× as fast", "fastest other, µs"]
     rows = []
     for case in cases:
@@ -218,12 +218,12 @@ def paper_table(cases: Sequence[Any], measured: Measurements, direction: str) ->
 
 
 def default_of(times: Mapping[str, float]) -> str:
-    """Return which of the peers that were measured everybody has; nothing if none."""
+    """Return the measured default peer, which everybody has, or ""."""
     return next((name for name in DEFAULTS if name in times), "")
 
 
 def microseconds(seconds: float | None) -> str:
-    """Return a time for a table; nothing of None."""
+    """Return a time for a table, "" for None."""
     if seconds is None:
         return ""
     return f"{1e6 * seconds:,.1f}" if seconds < 1e-4 else f"{1e6 * seconds:,.0f}"
@@ -261,7 +261,7 @@ def profile(cases: Sequence[AttentionCase]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse the command line and print what it requests.
+    """Run the command line.
 
     Raises:
         SystemExit: the arguments cannot be used, or a GPU is needed and there is none, in one line;
@@ -275,18 +275,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--paper",
         action="store_true",
-        help="measure the table of README on this GPU: ours, PyTorch's default and its fastest "
-        "other backend, forward, and forward and backward; about two minutes",
+        help="measure README's table on this GPU in about two minutes: our kernels, PyTorch's "
+        "default and its fastest other backend, in training and in the forward alone",
     )
-    parser.add_argument("--causal", action="store_true", help="mask future tokens of SHAPE")
+    parser.add_argument("--causal", action="store_true", help="measure SHAPE with a causal mask")
     dtypes = parser.add_mutually_exclusive_group()
-    dtypes.add_argument("--float16", action="store_true", help="of SHAPE, instead of bfloat16")
-    dtypes.add_argument("--float32", action="store_true", help="of SHAPE, instead of bfloat16")
+    dtypes.add_argument(
+        "--float16", action="store_true", help="measure SHAPE in float16 (bfloat16)"
+    )
+    dtypes.add_argument(
+        "--float32", action="store_true", help="measure SHAPE in float32 (bfloat16)"
+    )
     parser.add_argument(
         "--seconds",
         type=float,
-        help="start no further measurement after so many seconds, and list what was left out "
-        f"(default: {PAPER_SECONDS:.0f} with --paper and on a CPU, no limit otherwise)",
+        help="start no new measurement after this many seconds, and list those left out "
+        f"({PAPER_SECONDS:.0f} with --paper or on a CPU; otherwise no limit)",
     )
     parser.add_argument(
         "--json",

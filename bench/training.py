@@ -1,11 +1,11 @@
-"""Measure the cost of training beside the model: loop, input, checkpoints; no GPU needed.
+"""Measure the cost of training around the model: loop, input and checkpoints. Needs no GPU.
 
     python -m bench.training [FILE]    # about five minutes on two cores; FILE gets JSON
 
-What everybody has does the same beside it, in turns: a bare loop of PyTorch, timm's loader,
-``dcp.async_save``. Ratios are medians of those of each turn. A peer that is not installed is named,
-and its row left out. Pictures are made here. Where it says so, times are of the processor, all
-threads together: what other work on the machine takes does not count.
+Each part takes turns with its peer: a bare PyTorch loop, timm's loader, and ``dcp.async_save``. A
+ratio is the median over the turns. If a peer is not installed, its row is left out and a line names
+it. The pictures are generated. "CPU" marks times of the processor summed over all threads, which
+exclude other work on the machine.
 """
 
 import contextlib
@@ -40,11 +40,11 @@ MILLIONS = {"embed_dim": 768, "depth": 14, "heads": 12, "head_dim": 64}  # 101 m
 
 
 class Row(NamedTuple):
-    """What one thing took.
+    """A measurement.
 
     Attributes:
         measured: what.
-        unit: of both figures.
+        unit: unit of both figures.
         ours, theirs: medians.
         peer: whose the second is.
         ratios: ours over the peer's, of each turn.
@@ -268,7 +268,9 @@ PARTS = loop, pictures, checkpoints
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON if a file is named."""
     parser = command.parser("bench.training", __doc__)
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="where to write JSON")
+    parser.add_argument(
+        "file", nargs="?", type=Path, metavar="FILE", help="JSON file to write the results to"
+    )
     flags = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows: list[Row] = []

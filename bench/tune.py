@@ -1,17 +1,17 @@
-"""Time candidate tiles of the kernels on the GPU at hand, and print the rules that won.
+"""Time candidate tiles of the kernels on this GPU, and print the rules that won.
 
     python -m bench.tune [--case vit_base ...] [--json FILE]
     python -m bench.tune --candidates [NAME ...] [--case vit_base ...] [--json FILE]
 
-For every case of the benchmark (sequences of one length), the kernels that it runs on the GPU are
-tried with the tile that ships and those around it: each candidate is compiled, compared with the
-first, and timed by CUDA-graph replay over inputs that outgrow the L2 cache, with all launches of
-its direction. A candidate that spills in an innermost loop, that the GPU refuses or that computes
-something else is listed with the reason and never wins. The rules are printed as they stand in the
-tables beside the kernels; the JSON keeps every timing, losers included.
+For every case of the benchmark (sequences of one length) its kernels are tried with the shipped
+tile and with neighbouring tiles. Each candidate is compiled, compared with the shipped one, and
+timed together with the other launches of its direction, by CUDA-graph replay over inputs larger
+than the L2 cache. A candidate never wins if it spills in an innermost loop, if the GPU refuses it,
+or if it computes another result; it is listed with the reason. The rules are printed in the form of
+the tables beside the kernels. The JSON file has every timing, losers included.
 
-With ``--candidates``, the variants in ``bench.gpu_model.candidates`` are timed instead. Each is
-compared with the code that ships, by the same rules, and a line prints both times.
+With ``--candidates`` the variants in ``bench.gpu_model.candidates`` are timed instead. Each is
+compared with the shipped code by the same rules, and a line prints both times.
 """
 
 import sys
@@ -55,7 +55,7 @@ class Trial(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A candidate beside what ships: microseconds, or the reason why the candidate has none."""
+    """A candidate and the shipped code: microseconds, or the reason why the candidate has none."""
 
     candidate: str
     case: str
@@ -255,7 +255,7 @@ def _with(candidate: Candidate) -> Iterator[list[Any]]:
 
 
 def compare(problem: TileProblem, candidates: Sequence[Candidate]) -> Iterator[Comparison]:
-    """Yield each candidate for the case beside what ships, which is timed before each anew."""
+    """Yield each candidate for the case with the shipped code, which is timed again before each."""
     for candidate in candidates:
         direction = candidate.direction
         ships = measure(problem, direction, gathering(), ())

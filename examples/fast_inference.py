@@ -1,10 +1,12 @@
-"""A timm model on these kernels, fast for one image: compiled, as a CUDA graph, and as a package.
+"""Run a swapped timm model fast for one image: compiled, as a CUDA graph, and as a package.
 
+    python examples/fast_inference.py
     python examples/fast_inference.py --model vit_base_patch16_224
 
-For one image the host takes longer than the GPU. A graph replays all launches at once; a package of
-AOTInductor runs without tracing, in a process that has imported leaner_kernels. On a CPU the graph
-is left out.
+For one image the CPU takes longer to launch the kernels than the GPU takes to run them. A CUDA
+graph replays all launches at once; without a GPU it is left out. A package of AOTInductor needs no
+tracing, but the process that loads it must import leaner_kernels. The default model is tiny because
+two of the ways compile it, which takes minutes for a larger model on one core.
 """
 
 import argparse
@@ -12,7 +14,11 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import timm
+try:
+    import timm
+except ModuleNotFoundError:
+    raise SystemExit("timm is missing: pip install '.[timm]'") from None
+
 import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
@@ -21,11 +27,11 @@ from leaner_kernels.adapters import timm as adapter
 
 
 def main() -> None:
-    """Print how long each way to run the model takes, and how far its logits are from timm's."""
+    """Print the time of each way to run the model, and the difference of its logits to timm's."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="vit_tiny_patch16_224", help="any name of timm's")
-    parser.add_argument("--batch", type=int, default=1, help="images, of noise")
-    parser.add_argument("--seconds", type=float, default=0.5, help="that each way is timed for")
+    parser.add_argument("--model", default="test_vit", help="name of a timm model (test_vit)")
+    parser.add_argument("--batch", type=int, default=1, help="number of random images (1)")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time to measure each way (0.5)")
     options = parser.parse_args()
 
     torch.manual_seed(0)
@@ -53,7 +59,7 @@ def main() -> None:
     print(f"{'way':>10} {'ms':>8} {'largest difference':>20}")
     for name, run in ways.items():
         with torch.no_grad():
-            for _ in range(2):  # compile, record
+            for _ in range(2):  # compile and record before timing
                 run(images)
             logits = run(images).clone()
             timer = Timer("run(images)", globals={"run": run, "images": images})
@@ -62,14 +68,14 @@ def main() -> None:
 
 
 class Graph:
-    """All launches of a model for inputs of one shape, recorded once and replayed."""
+    """Record all launches of a model for one input shape, and replay them."""
 
     def __init__(self, model: torch.nn.Module, images: Tensor) -> None:
         self.images = images.clone()
         with torch.no_grad():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # what compiles or allocates does so before
+            with torch.cuda.stream(side):  # compile and allocate before the recording
                 model(self.images)
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
@@ -77,7 +83,7 @@ class Graph:
                 self.logits = model(self.images)
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return the logits, in memory that the next call writes again."""
+        """Return the logits; the next call overwrites them."""
         self.images.copy_(images)
         self.graph.replay()
         return self.logits

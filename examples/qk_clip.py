@@ -1,11 +1,11 @@
-"""QK-Clip on a small model whose learning rate is too high: the largest logit with and without.
+"""Train a small model at too high a learning rate, with and without QK-Clip.
 
-    python examples/qk_clip.py --steps 100
+    python examples/qk_clip.py
 
-Both runs start from the same weights and see the same data. Without clipping the attention logits
-grow; with it a step that takes a head above the threshold is followed by scaling its weights. What
-is printed is the largest logit before that, so it may be above the threshold, by half of it where
-the learning rate is as high as here.
+Both runs start from the same weights and see the same data. Without QK-Clip the attention logits
+grow. With it, the query and key weights of each head whose largest logit passed the threshold are
+scaled down after the optimizer step. The script prints the largest logit before the scaling, so it
+may exceed the threshold, here by up to a half.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from leaner_kernels import QKClip
 from leaner_kernels.nn import ManyHeadAttention
 
 VOCABULARY, TOKENS, BATCH, DIM = 16, 32, 16, 64
-# So high that no head reaches it: QKClip then only reports the logits.
+# No head reaches this threshold: QKClip then only reports the logits.
 NEVER = 1e30
 
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model: two blocks between an embedding and a head."""
+    """A causal language model of two blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def train(threshold: float, steps: int, lr: float) -> list[tuple[float, float]]:
-    """Return loss and largest logit of every step; a head above the threshold is clipped."""
+    """Return the loss and the largest logit of every step, clipping heads above the threshold."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
@@ -60,7 +60,7 @@ def train(threshold: float, steps: int, lr: float) -> list[tuple[float, float]]:
     generator = torch.Generator().manual_seed(1)
     curve = []
     for _ in range(steps):
-        # The second half repeats the first: attention is what finds it again.
+        # The second half repeats the first, so the model must attend to predict it.
         half = torch.randint(VOCABULARY, (BATCH, TOKENS // 2), generator=generator)
         tokens = torch.cat([half, half], dim=1)
         logits = model(tokens[:, :-1])
@@ -76,10 +76,12 @@ def train(threshold: float, steps: int, lr: float) -> list[tuple[float, float]]:
 
 def main() -> None:
     """Train twice and print both curves."""
-    parser = argparse.ArgumentParser(description="QK-Clip on a small model.")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.02, help="of AdamW, too high on purpose")
-    parser.add_argument("--threshold", type=float, default=20.0, help="of the logits")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (100)")
+    parser.add_argument(
+        "--lr", type=float, default=0.02, help="learning rate, too high on purpose (0.02)"
+    )
+    parser.add_argument("--threshold", type=float, default=20.0, help="largest logit allowed (20)")
     args = parser.parse_args()
     free, clipped = (train(t, args.steps, args.lr) for t in (NEVER, args.threshold))
     print("step   loss  max logit   with QK-Clip:  loss  max logit")

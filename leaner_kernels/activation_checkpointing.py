@@ -34,8 +34,8 @@ def checkpoint_policy(context: Any, operator: Any, *args: Any, **kwargs: Any) ->
 
     An attention operator then runs once per step, at the cost of storing its output and one float32
     number per row and head, and ``KappaMonitor`` reports the same rows as without checkpointing.
-    The policy works under ``torch.compile`` too. Code compiled without checkpointing never
-    recomputes these operators, since PyTorch by itself recomputes only cheap operators of its own.
+    The policy works under ``torch.compile`` too. Compiled code without checkpointing never
+    recomputes these operators, because PyTorch on its own recomputes only cheap built-in operators.
     """
     save = operator in _SAVED
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE

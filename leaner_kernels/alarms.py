@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 from .ops._checks import LARGEST, shown
 from .removed import refuse_removed_arguments
 
-# Kappa of float32 heads is not resolved past about this.
+# Kappa of float32 heads is not resolved above about this value.
 UNRESOLVED = 1e7
-# The newest rows of a layer, which make the median of its kappa.
+# The number of newest rows of a layer over which the median of its kappa is taken.
 WINDOW = 20
 
 
@@ -54,10 +54,10 @@ class EntropyAlarm:
         for row in alarm.update(monitor.end()):
             logger.warning(row.message)
 
-    The limit is a fraction of the entropy of attending to everything alike, log(columns) for rows
-    of so many entries, so that sequences may differ in length. Rows of one column are skipped. An
-    alarm fires once and can fire again when the entropy is back above 1.5 times its limit. Rows are
-    equal on all ranks, so alarms are too.
+    The limit is a fraction of the entropy of uniform attention, log(columns) for rows of that many
+    entries, so that sequences may differ in length. Rows of one column are skipped. An alarm fires
+    once and can fire again when the entropy is back above 1.5 times its limit. Rows, and so alarms,
+    are equal on all ranks.
 
     Args:
         floor: fraction of log(columns), in [0, 1).
@@ -65,8 +65,8 @@ class EntropyAlarm:
     Raises:
         ValueError: the floor is outside [0, 1).
 
-    Under a causal mask row i sees i tokens only, so attention to all alike has about
-    log(columns) - 1 nats: choose ``floor`` with that in mind for short sequences.
+    Under a causal mask row i sees only i tokens, so uniform attention has about log(columns) - 1
+    nats. Keep that in mind when you choose ``floor`` for short sequences.
 
     Source: Zhai et al. 2023 (arXiv:2303.06296) for the collapse; the limit is our own.
     """
@@ -84,8 +84,8 @@ class EntropyAlarm:
         """Process new rows of ``KappaMonitor`` and return the alarms that they trigger.
 
         Args:
-            rows: each with step, layer, columns and entropy; None there, and what is not finite, is
-                skipped: the loss itself is no number then.
+            rows: each with step, layer, columns and entropy. Rows are skipped if a value is None or
+                not finite: then the loss itself is not finite.
 
         Returns:
             The alarms, in the order of the rows.
@@ -101,15 +101,15 @@ class EntropyAlarm:
             elif entropy < limit and layer not in self._fired:
                 self._fired.add(layer)
                 message = (
-                    f"step {row['step']}: attention of {layer} collapses: entropy {entropy:.3g} "
-                    f"nats, below {limit:.3g}, {self.floor:g} of log(columns)"
+                    f"step {row['step']}: attention of {layer} collapses: its entropy, "
+                    f"{entropy:.3g} nats, is below {limit:.3g}, {self.floor:g} of the maximum"
                 )
                 alarms.append(Alarm(row["step"], layer, "floor", entropy, limit, message))
         return alarms
 
 
 class Rise(NamedTuple):
-    """A value above ``limit``, far above ``usual``, the median of earlier values."""
+    """A value above ``limit``, and far above ``usual``, the median of earlier values."""
 
     usual: float
     limit: float
@@ -118,11 +118,11 @@ class Rise(NamedTuple):
 class RiseDetector:
     """Detect when a series rises far above its recent values.
 
-    The limit lies above their median by ``deviations`` times their spread, 1.48 times the median
-    distance from it (of a normal distribution the standard deviation), and at least by the floor: a
-    spike among them moves neither. Only ``patience`` values above it, one after another, are a
-    rise. The next one is returned only after a value below the middle between median and limit, and
-    ``window / 2`` values.
+    The limit exceeds their median by ``deviations`` times their spread, but at least by the floor.
+    The spread is 1.48 times the median distance from the median, which is the standard deviation of
+    a normal distribution. A single spike moves neither. A rise is ``patience`` consecutive values
+    above the limit. After a rise, the next is returned only once a value has been below the middle
+    between median and limit, and ``window / 2`` values have passed.
     """
 
     def __init__(self, deviations: float, window: int, patience: int):
@@ -131,9 +131,9 @@ class RiseDetector:
         self._armed, self._since, self._above = True, window, 0
 
     def take(self, value: float, floor: float) -> Rise | None:
-        """Add the next value, finite, and return the rise if it is one.
+        """Add the next value, which is finite, and return the rise that it completes, or None.
 
-        ``floor`` is how far above the median it must be in any case.
+        ``floor`` is the least distance of a rise from the median.
         """
         recent, least = list(self.newest), self.window / 2
         self.newest.append(value)
@@ -160,10 +160,11 @@ class KappaAlarm:
             logger.warning(found.message)
 
     A healthy kappa depends on the shape, the layer and the age of a model, so that no absolute
-    limit suits all: in three consecutive rows, a layer's kappa is above ``factor`` times
-    the median of its newest 20 values, and also six of their deviations above it (with few
-    heads, kappa varies by orders of magnitude between batches); not in the first ten rows. A
-    kappa that is not resolved, as when all tokens attend to one, counts as 1e7.
+    limit suits all. The alarm fires if, in three consecutive rows, a layer's kappa is above
+    ``factor`` times the median of its newest 20 values, and also six of their deviations above that
+    median: with few heads, kappa varies by orders of magnitude between batches. It never fires in
+    the first ten rows. A kappa that is not resolved, as when all tokens attend to one, counts as
+    1e7.
 
     Args:
         factor: factor of the median, above 1.
@@ -173,7 +174,7 @@ class KappaAlarm:
     """
 
     DEVIATIONS = 6.0
-    # So many rows in a row are no accident of a batch: a single one often has no kappa.
+    # So many consecutive rows are not due to one batch, which often has an unresolved kappa.
     RISEN = 3
 
     @refuse_removed_arguments
@@ -196,8 +197,10 @@ class KappaAlarm:
             rise = self._rises[layer].take(math.log(kappa or UNRESOLVED), math.log(self.factor))
             if rise is not None:
                 usual, limit = map(math.exp, rise)
-                now = "past what is resolved" if kappa is None else f"{kappa:.3g}"
-                message = f"step {step}: κ of {layer} is {now}, the usual {usual:.3g}"
-                alarm = Alarm(step, layer, "rise", kappa, limit, f"{message}, limit {limit:.3g}")
-                alarms.append(alarm)
+                now = "past what float32 resolves" if kappa is None else f"to {kappa:.3g}"
+                message = (
+                    f"step {step}: κ of {layer} rose {now}; its recent median is {usual:.3g}, "
+                    f"the limit {limit:.3g}"
+                )
+                alarms.append(Alarm(step, layer, "rise", kappa, limit, message))
         return alarms

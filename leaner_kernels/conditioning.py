@@ -16,10 +16,11 @@ from .ops._launch_cache import TENSORS
 from .ops.attention import attention_qkvpacked
 from .removed import refuse_removed_arguments
 
-# Of the mean eigenvalue of a Gram matrix: with R the root mean square singular value, it bounds the
-# gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values below R 1e-4.
+# Relative to the mean eigenvalue of a Gram matrix. With R the root mean square singular value, the
+# ridge bounds the gradient of the penalty by about 1 / (2 R sqrt(RIDGE)) and hides singular values
+# below R 1e-4.
 RIDGE = 1e-8
-# Subclasses may hold other numbers than they stand for, as quantised weights do.
+# The numbers that a subclass holds may differ from those it represents, as in quantised weights.
 _PLAIN = TENSORS | {torch._subclasses.FakeTensor}
 
 
@@ -71,24 +72,26 @@ class QKClip:
         self.modules = _attention_modules(model, "tokens", "windows", "landmarks")
         self._check_projections()
         if len({id(module.qkv.weight) for module in self.modules.values()}) < len(self.modules):
-            raise ValueError("QKClip scales a projection qkv once: two modules must not share it")
+            raise ValueError("QKClip does not support a qkv projection that two modules share")
         for module in self.modules.values():
             module.track_logits, module.peak_logit = True, None
 
     @torch.no_grad()
     def step(self) -> dict[str, Tensor]:
-        """Clip, and start to look for the largest logits anew.
+        """Clip, and reset the largest logits.
 
         Returns:
             By layer, (H,) float32 on the device: the largest logit of each head before clipping,
-            over all ranks; -inf where no forward ran or it was not finite.
+            over all ranks; -inf if no forward ran or the logit was not finite.
 
         Raises:
-            ValueError: a projection that has become one of those that the constructor refuses, or
-                a module that tracks no logits any more.
+            ValueError: if the constructor would now refuse a projection, or if a module no longer
+                tracks logits.
         """
         if lost := [n for n, m in self.modules.items() if not vars(m).get("track_logits")]:
-            raise ValueError(f"{lost[0]} tracks no logits since undo or close: construct it anew")
+            raise ValueError(
+                f"{lost[0]} no longer tracks logits, after undo or close: construct QKClip again"
+            )
         self._check_projections()
         modules = self.modules.values()
         peaks = torch.cat([_finite_peak(module) for module in modules])
@@ -111,9 +114,9 @@ class QKClip:
                 _check_scalable(module.qkv, part, name or "the model")
 
     def close(self) -> None:
-        """Stop looking at the logits, which then cost nothing."""
+        """Stop tracking logits, which then cost nothing."""
         for module in self.modules.values():
-            if "track_logits" in vars(module):  # until an adapter's undo
+            if "track_logits" in vars(module):  # true until an adapter's undo
                 module.track_logits, module.peak_logit = False, None
 
 
@@ -171,9 +174,9 @@ class ConditioningPenalty:
             (loss(model, batch) + penalty.loss()).backward()
 
     For the first ``samples`` batch entries of the newest forward, the heads are computed once more
-    from the projected queries, keys and values, differentiably, in float32 (in float64 where the
-    model is) and without dropout; in a half-precision model too, whose own heads are too coarse
-    to tell a condition number. Forwards without gradients are skipped.
+    from the projected queries, keys and values: differentiably, in float32 (float64 in a float64
+    model) and without dropout. This holds in half precision too, whose own heads are too coarse for
+    a condition number. Forwards without gradients are skipped.
 
     It works with gradient accumulation (call ``loss()`` in every pass), DDP, FSDP2 (in the sum that
     ``backward`` is called on, as above) and activation checkpointing that is not reentrant; with
@@ -245,7 +248,7 @@ class ConditioningPenalty:
 
 
 class _Hooks:
-    """The hooks of a layer. Those of a copied or saved model belong to no penalty."""
+    """The hooks of a layer; a copied or saved model has none."""
 
     def __init__(self, penalty: ConditioningPenalty | None = None, name: str = "") -> None:
         self.penalty, self.name = penalty, name
@@ -267,19 +270,19 @@ class _Hooks:
     def after_projection(
         self, _module: nn.Module, _args: tuple[Any, ...], projected: Tensor
     ) -> None:
-        # What a backward recomputes was kept in the forward, and would outlive the backward.
+        # The forward has stored this already; a recomputation in the backward would outlive it.
         if self.penalty is not None and torch.is_grad_enabled() and not _in_backward():
             self.penalty._projected[self.name] = projected[: self.penalty.samples]
 
 
 def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
-    """Return the modules, by name, with one projection ``qkv`` for attention between those."""
+    """Return the modules, by name, of these kinds of attention with a fused projection ``qkv``."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {shown(model)}")
     if any(isinstance(m, nn.DataParallel) for m in model.modules()):
         raise ValueError(
-            "nn.DataParallel runs replicas, and what they track is lost with them: use "
-            "DistributedDataParallel, or give the module inside where there is one device"
+            "nn.DataParallel discards its replicas with all that they track: use "
+            "DistributedDataParallel or, on one device, pass model.module"
         )
     modules = {
         name: m
@@ -289,7 +292,7 @@ def _attention_modules(model: nn.Module, *attends: str) -> dict[str, Any]:
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no attention module between {' or '.join(attends)} with "
-            "one projection qkv: use leaner_kernels.nn.ManyHeadAttention"
+            "a fused projection qkv: use leaner_kernels.nn.ManyHeadAttention"
         )
     return modules
 
@@ -298,7 +301,7 @@ def _finite_peak(module: Any) -> Tensor:
     if module.peak_logit is None:
         device = module.qkv.weight.device
         return torch.full((module.num_heads,), -math.inf, dtype=torch.float32, device=device)
-    # A rank whose logits are not finite must not decide over the weights of all.
+    # A rank whose logits are not finite must not affect the weights of all ranks.
     return module.peak_logit.masked_fill(~module.peak_logit.isfinite(), -math.inf)
 
 
@@ -309,21 +312,21 @@ def _check_scalable(projection: nn.Module, part: str, name: str) -> None:
         if part == "bias" and getattr(projection, part, None) is None:
             return
         raise ValueError(
-            f"QKClip scales qkv.{part} in place, and that of {name} is no parameter but computed "
-            "from others (pruning, weight_norm, a parametrization, an adapter): remove that first"
+            f"QKClip scales qkv.{part} in place, but in {name} it is computed from other tensors, "
+            "as by pruning, weight_norm, a parametrization or an adapter: remove that first"
         )
     local = param._local_tensor if hasattr(param, "device_mesh") else param
     if type(local) not in _PLAIN or not local.is_floating_point():
         raise ValueError(
-            f"QKClip scales qkv.{part} in place, which must be a plain tensor of floating point, "
-            f"or a DTensor of one: that of {name} is a {type(local).__name__} of {local.dtype}"
+            f"QKClip scales qkv.{part} in place, so it must be a floating-point tensor or DTensor, "
+            f"got a {type(local).__name__} of {local.dtype} in {name}"
         )
 
 
 def _scale(param: Tensor, factor: Tensor) -> None:
-    """Multiply in place by a factor that is the same on every rank, whole."""
+    """Multiply in place by a factor, which every rank has in full."""
     if hasattr(param, "device_mesh"):
-        # Late: an import that only sharded parameters need.
+        # Imported here because only sharded parameters need it.
         from torch.distributed.tensor import DTensor, Replicate
 
         assert isinstance(param, DTensor)
@@ -333,5 +336,5 @@ def _scale(param: Tensor, factor: Tensor) -> None:
 
 
 def _in_backward() -> bool:
-    # The compiler has no graph task; what compiled code keeps then, the next forward overwrites.
+    # Compiled code has no graph task; the next forward overwrites what it stores.
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Tell what to do instead of something that was removed, or never was: see ``removed.toml``."""
+"""Tell users what to use instead of a name that is removed or not provided: ``removed.toml``."""
 
 import functools
 import sys
@@ -14,16 +14,16 @@ _Callable = TypeVar("_Callable", bound=Callable[..., Any])
 
 @functools.cache
 def table() -> dict[str, dict[str, str]]:
-    """Return what to do instead by name, for commands, flags, names, arguments and absent names."""
+    """Return the replacements of removed or absent commands, flags, names and arguments."""
     return tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def line_for(kind: str, name: str) -> str | None:
-    """Return the line that a user of a name in the table gets; None of any other name.
+    """Return the message for a user of a name in the table, or None for any other name.
 
     Args:
         kind: key of ``table``.
-        name: of a command, flag, name or argument, as the table writes it.
+        name: name of a command, flag, object or argument, as the table writes it.
     """
     instead = table()[kind].get(name)
     fate = "is not provided" if kind == "absent" else "was removed"
@@ -38,15 +38,15 @@ def stop_command(name: str) -> None:
 
 
 def attribute(owner: str, name: str) -> NoReturn:
-    """Raise what a module or an object raises for a name that it does not have, or has no more.
+    """Raise the error of a module or object for a name that it lacks, or that was removed.
 
     Args:
-        owner: the ``__name__`` of the module, or that and the name of the class.
-        name: of the attribute.
+        owner: the ``__name__`` of the module, followed by the name of the class if there is one.
+        name: name of the attribute.
 
     Raises:
-        ImportError: ``from MODULE import NAME`` of a name in the table: Python replaces the message
-            of an AttributeError there.
+        ImportError: ``from MODULE import NAME`` of a name in the table, because Python replaces the
+            message of an AttributeError there.
         AttributeError: otherwise, as ``hasattr`` and ``getattr`` with a default expect.
     """
     for kind in ("names", "absent"):
@@ -63,7 +63,7 @@ def _is_import_of_a_name(frame: FrameType | None) -> bool:
 
 
 def refuse_removed_arguments(function: _Callable) -> _Callable:
-    """Decorate a function or constructor to raise TypeError for arguments that it once had."""
+    """Decorate a function or constructor to raise TypeError for removed arguments."""
     owner = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)

@@ -1,32 +1,33 @@
 """Distribute heads, or their width, over the layers of a model.
 
-"Allocation of Parameters in Transformers" (arXiv:2510.03784) argues that early layers want more
-heads and that later ones can do with less; it prints no schedule, and these are of our own design.
+"Allocation of Parameters in Transformers" (arXiv:2510.03784) argues that early layers need more
+heads and later ones fewer. It prints no schedule; the ones here are our own design.
 """
 
 from typing import Literal, get_args
 
 Strategy = Literal["uniform", "early", "late", "saturated"]
 STRATEGIES = get_args(Strategy)
-# Share of the uniform number of heads that the first and the last layer get under "early".
+# Heads of the first and the last layer under "early", relative to the uniform number.
 _MOST, _LEAST = 1.7, 0.3
 
 
 def allocate(
     strategy: Strategy, heads: int, head_dim: int, depth: int
 ) -> tuple[list[int], list[int]]:
-    """Return the heads of each layer, and how wide each layer's are.
+    """Return the number of heads of each layer, and their width.
 
     - ``"uniform"``: as given.
-    - ``"early"``: as many heads in all, falling in a line from 1.7 times the number in the first
-      layer to 0.3 times in the last, rounded to a head; parameters and FLOPs stay as they are.
+    - ``"early"``: the same total number of heads, falling linearly from 1.7 times the average in
+      the first layer to 0.3 times in the last, rounded to whole heads; parameters and FLOPs do not
+      change.
     - ``"late"``: the reverse.
-    - ``"saturated"``: heads half as wide, rounded up, in the later half of the layers: a quarter
-      less attention.
+    - ``"saturated"``: heads half as wide, rounded up, in the later half of the layers, which
+      reduces the attention width by a quarter.
 
     Args:
         strategy: one of ``STRATEGIES``.
-        heads: of a layer, on average.
+        heads: number of heads of a layer, on average.
         head_dim: width of a head.
         depth: number of layers.
 
@@ -42,7 +43,7 @@ def allocate(
     if strategy in ("early", "late") and depth > 1:
         fall = (_MOST - _LEAST) / (depth - 1)
         wanted = [heads * (_MOST - fall * layer) for layer in range(depth)]
-        # Every layer has a head; what rounding down leaves goes to the largest remainders.
+        # Every layer has a head; heads left by rounding down go to the largest remainders.
         counts = [max(1, int(number)) for number in wanted]
         order = sorted(range(depth), key=lambda layer: counts[layer] - wanted[layer])
         missing = heads * depth - sum(counts)

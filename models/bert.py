@@ -54,10 +54,10 @@ class GatedMlp(nn.Module):
 
 
 class BERT(LanguageModel):
-    """Name masked tokens, or classify sequences: (B, N) int64 -> logits.
+    """Predict masked tokens, or classify sequences: (B, N) int64 -> logits.
 
     Args:
-        vocab_size: number of tokens that there are.
+        vocab_size: number of distinct tokens.
         sequence_length: the longest sequence.
         embed_dim: width D of a token.
         depth: number of layers.
@@ -69,13 +69,13 @@ class BERT(LanguageModel):
             half gates the first.
         dropout: rate for the embedding, attention probabilities, after both branches of a layer
             and before the classifier.
-        num_classes: logits of a sequence, 1 for regression; None names masked tokens.
-        most_masked: the largest share of a sequence's tokens, rounded up, that ``targets`` mask,
-            over the batch: a fixed number of tokens get logits, so that the host need not
-            wait to hear how many are masked.
-        device: where parameters live; on ``"meta"`` they are left without values, for
-            ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        num_classes: logits of a sequence, 1 for regression; None predicts masked tokens.
+        most_masked: the largest share of tokens, rounded up over the batch, that ``targets`` mask:
+            a fixed number of tokens get logits, so that the host need not wait for the number of
+            masked ones.
+        device: device of the parameters; on ``"meta"`` they have no values until ``to_empty`` and
+            ``init_weights``.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.
@@ -156,8 +156,8 @@ class BERT(LanguageModel):
             tokens: (B, N) int64.
             key_lengths: (B,) int32, each in [1, N]: tokens at or past a length are padding, which
                 no other token sees.
-            targets: (B, N) int64: what each masked token was, -100 for the others; with
-                ``num_classes`` None alone.
+            targets: (B, N) int64: the original token at each masked place, -100 elsewhere; only if
+                ``num_classes`` is None.
 
         Returns:
             With ``num_classes`` the logits (B, num_classes), read from the first token; otherwise
@@ -166,8 +166,8 @@ class BERT(LanguageModel):
 
         Raises:
             ValueError: an argument of another shape or dtype, or, on the CPU, more tokens masked
-                than ``most_masked``. A GPU does not read the number back: the losses of those that
-                are too many are NaN there.
+                than ``most_masked``. A GPU does not read the number back: excess tokens have a loss
+                of NaN there.
         """
         self.check_tokens(tokens)
         if targets is not None:
@@ -185,7 +185,7 @@ class BERT(LanguageModel):
         return self._masked_losses(x, targets)
 
     def _most(self, targets: Tensor) -> int:
-        """Return how many of ``targets`` (B, N) may be masked."""
+        """Return the largest number of ``targets`` (B, N) that may be masked."""
         return len(targets) * math.ceil(self.most_masked * targets.shape[1])
 
     def _check_targets(self, tokens: Tensor, targets: Tensor) -> None:
@@ -207,7 +207,7 @@ class BERT(LanguageModel):
     def _masked_losses(self, x: Tensor, targets: Tensor) -> Tensor:
         """Return the losses (B, N) of tokens (B, N, D), of which few are masked."""
         flat = targets.flatten()
-        # Masked tokens first, in their order; those that fill up the number have no loss.
+        # Masked tokens come first, in order; the tokens that fill up the number have no loss.
         first = (
             (flat != IGNORED).byte().argsort(descending=True, stable=True)[: self._most(targets)]
         )
@@ -234,10 +234,10 @@ def sinusoids(tokens: int, dim: int) -> Tensor:
 
 
 class SmallBERT(BERT):
-    """A BERT whose matrices start as N(0, 1 / D), wide enough for the D = 128 of the small one.
+    """A BERT whose matrices start as N(0, 1 / D), which suits the small model with D = 128.
 
-    Under the usual 0.02, which suits D = 768, its tokens drown in their positions: the loss on
-    held-out bytes is 2.60 after 1,000 steps of 1,024 tokens, and this way 2.44 after 600.
+    With the usual 0.02, which suits D = 768, positions drown out the tokens: the loss on held-out
+    bytes is 2.60 after 1,000 steps of 1,024 tokens, but 2.44 after 600 with this choice.
     """
 
     @torch.no_grad()

@@ -1,13 +1,12 @@
 """Cross-entropy from a classifier's weight, without materialising all logits.
 
 A vocabulary of 50,257 makes the logits of 8,192 tokens 1.6 GB in float32, several times over in a
-training step. Here a thousand tokens or so at a time get theirs, in the forward and again in the
-backward; kept are the tokens, the weight and one number per token.
-
-Logits that fit in one chunk, 256 MiB in float32, are not computed again: their gradient is kept for
-the backward, where recomputed logits would need the same memory. That takes 0.83 to 0.97 of the
-time of PyTorch's plain loss (on a CPU core, float32 and bfloat16, 2 to 256 MiB), recomputation 1.1
-to 1.4 times as long.
+training step. Here the logits of about a thousand tokens are computed at a time, in the forward and
+again in the backward; only the tokens, the weight and one number per token are kept. Logits that
+fit in one chunk, 256 MiB in float32, are not recomputed: their gradient is kept for the backward,
+where recomputed logits would need the same memory. That takes 0.83 to 0.97 of the time of PyTorch's
+plain loss (on a CPU core, float32 and bfloat16, 2 to 256 MiB), recomputation 1.1 to 1.4 times as
+long.
 
 PyTorch's ``linear_cross_entropy`` can do the same from 2.15 on, but rounds the losses to the dtype
 of the tokens; the older versions that this package supports have none.
@@ -28,11 +27,12 @@ from torch.nn import functional as F
 
 from leaner_kernels.ops._checks import autocast, has_values
 
-# Of one chunk: 256 MiB in float32, enough tokens to keep a large GPU's matrix units busy. No more
-# logits than these are kept for the backward.
+# Largest number of logits in a chunk: 256 MiB in float32, enough tokens to keep the matrix units of
+# a large GPU busy. No more logits are kept for the backward.
 _MAX_LOGITS = 2**26
-# A GPU's matrix units read rows that begin at multiples of 16 bytes, and tiles of so many columns:
-# a vocabulary of 50,257 is filled up with words that never come. A CPU gains nothing by the copy.
+# A GPU's matrix units read rows that begin at multiples of 16 bytes, and tiles of this many
+# columns: a vocabulary of 50,257 is padded with words that never occur. On a CPU the copy gains
+# nothing.
 _COLUMNS = {"cpu": 1}
 
 
@@ -53,9 +53,9 @@ def linear_cross_entropy(
         targets: (...), int64, each in [0, V) or ``ignore_index``.
         bias: (V,), as ``x``.
         ignore_index: the target of a token that has no loss.
-        chunk: tokens whose logits are made at once; when omitted, the largest power of two with at
-            most 2**26 logits (256 MiB in float32). With no more tokens than this, the backward
-            computes no logits again.
+        chunk: number of tokens whose logits are computed at once; by default the largest power of
+            two with at most 2**26 logits (256 MiB in float32). If all tokens fit, the backward
+            recomputes no logits.
 
     Returns:
         (...), float32 (float64 for such ``x``), zero where ignored. First derivatives only.
@@ -76,7 +76,7 @@ def linear_cross_entropy(
     elif chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     flat = x.reshape(-1, x.shape[-1])
-    # The tensors are in the dtype of the region, which would raise that of a softmax.
+    # The tensors have the dtype of the autocast region, which would promote a softmax.
     with _without_autocast(x.device.type):
         keep = torch.is_grad_enabled() and len(flat) <= chunk
         return _Chunked.apply(flat, weight, bias, targets, ignore_index, chunk, keep)
@@ -120,7 +120,7 @@ class _Chunked(torch.autograd.Function):
         keep: bool,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
-        # Made in the shape that is returned: FSDP warns of a model that returns a view.
+        # Allocated in the returned shape: FSDP warns about a model that returns a view.
         losses = x.new_empty(targets.shape, dtype=exact)
         flat, targets = losses.view(-1), targets.reshape(-1)
         filled, kept = _fill_up(weight, bias), None
@@ -150,8 +150,8 @@ def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 def _gradient_of_logits(logits: Tensor, named: Tensor, losses: Tensor) -> Tensor:
     """Return the gradient of tokens' logits over that of their losses: (T, V), as ``logits``."""
-    # The probabilities, less one at the target. There the difference of two numbers near one would
-    # lose what counts, so it is computed from the loss.
+    # The probabilities, minus one at the target. There the difference of two numbers near one would
+    # lose precision, so it is computed from the loss.
     at_target = torch.expm1(-losses).view(-1, 1).to(logits.dtype)
     return logits.softmax(dim=1).scatter_(1, named, at_target)
 
@@ -161,7 +161,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
     wide, wide_bias = _fill_up(weight, bias)
     chunks = _chunks(len(x), ctx.chunk)
-    # What is added up is float32; one chunk needs no sum.
+    # Sums are float32; one chunk needs no sum.
     exact = losses.dtype if len(chunks) > 1 else x.dtype
     dx = torch.empty_like(x) if wants_x else None
     dweight = dbias = None
@@ -174,7 +174,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             logits = F.linear(x[rows], wide, wide_bias)
             dlogits = _gradient_of_logits(logits, named, losses[rows])
             del logits
-        # The tokens take the losses' gradients, which spares a pass over the logits.
+        # Scale the tokens by the losses' gradients, which saves a pass over the logits.
         if dx is not None:
             dx[rows] = (dlogits @ wide) * grad[rows]
         if wants_weight:
@@ -191,7 +191,7 @@ def _sum(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fill_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Add words of probability 0 until their number is a multiple of what the device reads."""
+    """Add words of probability 0 until the vocabulary is a multiple of the device's tile."""
     words = len(weight)
     more = -words % _COLUMNS.get(weight.device.type, 64)
     if more == 0:

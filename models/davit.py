@@ -59,13 +59,13 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(dim, out_dim, 2, stride=2, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the smaller map; a row or column left over is joined with zeros."""
+        """Return the smaller map; an odd last row or column is joined with zeros."""
         _, rows, cols, _ = x.shape
         return convolve(self.conv, F.pad(self.norm(x), (0, 0, 0, cols % 2, 0, rows % 2)))
 
 
 class ConvPosition(nn.Module):
-    """Add a depth-wise 3 x 3 convolution, from which tokens tell where they are; shape kept."""
+    """Add a depth-wise 3 x 3 convolution, which encodes positions; keep the shape."""
 
     def __init__(self, dim: int, **factory):
         super().__init__()
@@ -103,7 +103,7 @@ class Block(nn.Module):
         if isinstance(self.attn, WindowAttention):
             x = x + drop(self.attn(self.norm1(x), skip=x))
         else:
-            # Channels attend over all tokens of the map, in whatever order.
+            # Channels attend over all tokens of the map, whose order does not matter.
             tokens = x.flatten(1, 2)
             tokens = tokens + drop(self.attn(self.norm1(tokens), skip=tokens))
             x = tokens.view_as(x)
@@ -161,7 +161,7 @@ class DaViT(VisionModel):
         drop: dropout rate before the classifier.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers of all stages in order, each the pair of its two ``Block``.

@@ -34,7 +34,7 @@ from models.layers import (
 
 
 class LayerCache:
-    """The keys and values that one layer made of the tokens read so far.
+    """The keys and values of one layer for the tokens read so far.
 
     Args:
         capacity: the most tokens.
@@ -48,7 +48,7 @@ class LayerCache:
         self._held: Tensor | None = None
 
     def extend(self, new: Tensor) -> Tensor:
-        """Take in keys and values (B, N, 2, H, E) of the next tokens; return those of all."""
+        """Append keys and values (B, N, 2, H, E) of the next tokens; return those of all."""
         end = self.length + new.shape[1]
         if self._held is None:
             self._held = new.new_empty(len(new), self.capacity, *new.shape[2:])
@@ -58,7 +58,7 @@ class LayerCache:
 
 
 class KVCache:
-    """What a GPT keeps of the tokens that it has read, so as to read each only once.
+    """The cache of a GPT for the tokens that it has read, so that it reads each only once.
 
     Args:
         depth: layers of the model.
@@ -90,12 +90,12 @@ class FeedForward(Mlp):
 
 
 class CausalBlock(Block):
-    """``Block`` in which a token sees those before it: (B, N, D) -> (B, N, D)."""
+    """``Block`` in which a token sees itself and earlier ones: (B, N, D) -> (B, N, D)."""
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         """Return ``x`` plus its attention and then plus the feed-forward.
 
-        With a cache ``x`` are the tokens after those in it; it takes them in.
+        With a cache, ``x`` holds the tokens after the cached ones, and is added to the cache.
         """
         normed = self.norm1(x)
         if cache is None:
@@ -138,7 +138,7 @@ class GPT(LanguageModel):
         head_bias: the classifier has a bias, as in the variant above and not in GPT-2.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``CausalBlock``.
@@ -195,17 +195,17 @@ class GPT(LanguageModel):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, cache: KVCache | None = None
     ) -> Tensor:
-        """Return the logits of the token after each, or the losses.
+        """Return the logits of the next token at each position, or the losses.
 
         Args:
             tokens: (B, N) int64.
             targets: (B, N) int64: the token after each, -100 where it does not matter.
-            cache: of the tokens before these, which it takes in; for a model in eval mode,
+            cache: cache of the earlier tokens, to which these are added; for a model in eval mode,
                 without gradients. Nothing is captured then.
 
         Returns:
             Logits (B, N, V); with ``targets`` the cross-entropy of each token, (B, N) float32, 0
-            where ignored, for which few logits are held at once: ``linear_cross_entropy``.
+            where ignored, computed with few logits in memory by ``linear_cross_entropy``.
 
         Raises:
             ValueError: tokens of another shape or dtype, or more than have positions.
@@ -243,16 +243,16 @@ def generate(
 ) -> Tensor:
     """Continue sequences token by token, each drawn from the model's distribution.
 
-    Past ``sequence_length`` the model sees the newest tokens alone. Their positions then change
-    with every token, and nothing that was computed of them can be used again.
+    Past ``sequence_length`` the model sees only the newest tokens. Their positions then change with
+    every token, so that cached results cannot be reused.
 
     Args:
-        model: also sharded by FSDP, where every rank must call this with sequences as long and
-            with as many new tokens; back in its training mode afterwards.
+        model: may be sharded by FSDP; then every rank must call this with equally long sequences
+            and the same number of new tokens. Its training mode is restored.
         tokens: (B, N) int64, N at least 1.
         new_tokens: how many to add.
         temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw among the likeliest ``top_k`` alone.
+        top_k: sample only among the ``top_k`` likeliest tokens.
         generator: source of randomness, on the device of ``tokens``.
 
     Returns:
@@ -291,7 +291,8 @@ def _draw_next(
     if temperature == 0:
         return logits.argmax(dim=1, keepdim=True)
     logits, names = logits.float().topk(top_k or logits.shape[1], dim=1)
-    # From the largest, the first, down: over a tiny temperature logits would be infinite.
+    # Subtract the largest logit, the first: divided by a tiny temperature, logits would be
+    # infinite.
     logits = (logits - logits[:, :1]) / max(temperature, torch.finfo(torch.float32).tiny)
     chosen = torch.multinomial(torch.softmax(logits, 1), 1, generator=generator)
     return names.gather(1, chosen)

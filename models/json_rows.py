@@ -1,4 +1,4 @@
-"""JSON with one record a line, so that a diff of results can be read.
+"""Format JSON with one record a line, for readable diffs of results.
 
 ``python -m models.json_rows FILE...`` rewrites files in this format, with the same values.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-WIDTH = 200  # characters of a short object
+WIDTH = 200  # longest object on one line, in characters
 
 
 def json_rows(value: Any) -> str:
@@ -18,7 +18,8 @@ def json_rows(value: Any) -> str:
     Args:
         value: an object or a list that ``json.dumps`` takes. A list of numbers or text is one line.
             An object is one line if it is a record of a list, or short; otherwise each of its
-            entries begins a line. Whatever has a list of records inside has a line for each.
+            entries begins a line. A value that contains a list of records has a line for each
+            record.
 
     Returns:
         Text that ``json.loads`` reads as the same value, with a line break at its end.

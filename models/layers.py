@@ -23,7 +23,7 @@ from leaner_kernels.ops._checks import MAX_HEAD_DIM_CUDA
 HeadDim = int | Literal["split"]
 Initializer = Callable[..., None]  # ``draw`` with its generator
 
-# The widest heads that a GPU has kernels for, where they are less than any other's.
+# The widest heads that GPU kernels support, for kinds of attention with a lower limit.
 _WIDEST = dict.fromkeys(("channels", "landmarks"), MAX_HEAD_DIM_CUDA)
 
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
         dim: width D of a token.
         attn: (..., D) -> (..., D); also passed ``skip``, the stream that it is added to.
         mlp: (..., D) -> (..., D).
-        eps: of the norms.
+        eps: epsilon of the norms.
         drop_path: stochastic depth rate of both branches.
     """
 
@@ -88,9 +88,9 @@ class Block(nn.Module):
         self.drop_path = drop_path
 
     def forward(self, x: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-        """Return ``x`` plus its attention, of keys of those lengths, and then its feed-forward."""
+        """Return ``x`` plus attention, with keys of these lengths, and then the feed-forward."""
         given = {} if key_lengths is None else {"key_lengths": key_lengths}
-        # The attention only measures against the stream: as if no sample of it were dropped.
+        # The attention only measures kappa with this stream, as if no sample were dropped.
         attended = self.attn(self.norm1(x), skip=x, **given)
         x = x + drop_path(attended, self.drop_path, self.training)
         return x + drop_path(self.mlp(self.norm2(x)), self.drop_path, self.training)
@@ -99,7 +99,7 @@ class Block(nn.Module):
 class BatchNorm2d(nn.BatchNorm2d):
     """Batch norm that accepts weights in bfloat16 next to its statistics in float32.
 
-    So it gets them from FSDP, which rounds parameters but not buffers; PyTorch wants both alike.
+    FSDP rounds parameters but not buffers, while PyTorch requires equal dtypes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,10 +120,10 @@ class BatchNorm2d(nn.BatchNorm2d):
 
 
 class Model(nn.Module):
-    """A network of the paper: its attention modules, its initial values, its costs.
+    """A network of the paper, with its attention modules, initial values and costs.
 
     A subclass makes its parameters on the meta device and then calls ``materialize``, so that a
-    seed gives the same model whether it is built here or sharded first.
+    seed gives the same model, whether or not it is sharded first.
 
     Attributes:
         blocks: the repeated layers, in order.
@@ -137,7 +137,7 @@ class Model(nn.Module):
         """Give every parameter and buffer its initial value.
 
         Norms are the identity with fresh statistics, convolutions as PyTorch's ``Conv2d``, linear
-        weights N(0, 0.02) and biases 0; ``_init_own`` and ``_init_layer`` have what differs.
+        weights N(0, 0.02) and biases 0; ``_init_own`` and ``_init_layer`` implement exceptions.
 
         Args:
             generator: source of randomness; PyTorch's global CPU generator when omitted. Values
@@ -153,14 +153,14 @@ class Model(nn.Module):
                 self._init_layer(name, module, initialize)
 
     def _init_own(self, initialize: Initializer) -> None:
-        """Fill what is in no norm, convolution or linear layer, such as positions."""
+        """Fill parameters outside of norms, convolutions and linear layers, such as positions."""
 
     def _init_layer(self, name: str, layer: nn.Conv2d | nn.Linear, initialize: Initializer) -> None:
         """Fill a layer; ``name`` is its place in the model."""
         if isinstance(layer, nn.Conv2d):
             draw_conv_default(layer, initialize)
             return
-        # timm's truncation, at ±2, is a hundred deviations out: a plain normal is the same law.
+        # timm truncates at ±2, a hundred deviations: a plain normal has the same distribution.
         initialize(layer.weight, nn.init.normal_, std=0.02)
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
@@ -182,7 +182,7 @@ class Model(nn.Module):
         self.init_weights()
 
     def check_kernels(self) -> None:
-        """Raise ValueError where a GPU has no kernel for one of the attentions."""
+        """Raise ValueError if a GPU has no kernel for an attention module."""
         for name, module in self.attention_modules().items():
             widest = _WIDEST.get(module.attends, module.head_dim)
             if module.head_dim > widest:
@@ -277,7 +277,7 @@ def per_layer(name: str, value: object, depths: int | Sequence[int]) -> list:
     """Return one value for each layer.
 
     Args:
-        name: of the argument, for messages.
+        name: name of the argument, for messages.
         value: one for all layers, or one for each; for a model in stages also one for each stage.
         depths: layers of the model, or of each stage.
 
@@ -330,7 +330,7 @@ def head_layout(
     """Resolve heads and their width for each layer, and name the convention that they follow.
 
     Args:
-        heads: of all layers, or as in ``per_layer``.
+        heads: number of heads of all layers, or as in ``per_layer``.
         head_dim: a width or ``"split"``, likewise.
         dims: width of a token, likewise.
         depths: layers of the model, or of each stage.
@@ -364,8 +364,8 @@ def head_layout(
 
 
 def lecun_normal_(weight: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Fill with N(0, 1 / fan_in) cut at two deviations of the normal that is cut."""
-    # 0.8796 is the deviation of N(0, 1) cut at 2: dividing by it undoes what the cut takes away.
+    """Fill with N(0, 1 / fan_in), truncated at two deviations of the underlying normal."""
+    # 0.8796 is the deviation of N(0, 1) truncated at 2: dividing by it restores the variance.
     std = weight[0].numel() ** -0.5 / 0.87962566103423978
     edge = math.erf(2 / math.sqrt(2))
     return weight.uniform_(-edge, edge, generator=generator).erfinv_().mul_(math.sqrt(2) * std)
@@ -391,7 +391,7 @@ def draw(
     device = "cpu" if generator is None else generator.device
     value = torch.empty(param.shape, dtype=torch.float32, device=device)
     value = initialize(value, generator=generator, **law).to(param.device, param.dtype)
-    # There is no DTensor where nobody imported its module, which takes a second.
+    # If its module was never imported, which takes a second, no DTensor exists.
     sharding = sys.modules.get("torch.distributed.tensor")
     if sharding is not None and isinstance(param, sharding.DTensor):
         # Every rank drew the same whole value, so each cuts its own shard and none is sent.

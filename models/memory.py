@@ -1,12 +1,11 @@
-"""Predict the memory of a training step, without a GPU and without computing anything.
+"""Predict the memory of a training step, without a GPU or any computation.
 
 The step runs on the meta device, where tensors have sizes but no values: forward, cross-entropy,
-backward, with AdamW's two moments in place as from the second step on. Every allocation and
-release is written down, so the peak and what it consists of are exact for the operators that run.
-
-Counted are the tensors that PyTorch's caching allocator would hold on a GPU, rounded as it rounds
-them: what ``torch.cuda.max_memory_allocated`` reports. Left out is what no tensor shows: scratch
-space inside an operator (cuBLAS and cuDNN, tens of megabytes), the CUDA context and fragmentation.
+backward, with AdamW's two moments in place as from the second step on. Every allocation and release
+is recorded, so the peak and its parts are exact for the operators that run. The prediction counts
+the tensors that PyTorch's caching allocator would hold on a GPU, with its rounding, as
+``torch.cuda.max_memory_allocated`` does. It leaves out scratch space inside operators (cuBLAS and
+cuDNN, tens of megabytes), the CUDA context and fragmentation.
 """
 
 import weakref
@@ -46,7 +45,7 @@ _DEVICE_OF = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU at the moment of a training step when the most are taken.
+    """Bytes on one GPU at the peak of a training step.
 
     Attributes:
         parameters: the weights, float32, and the buffers.
@@ -114,7 +113,7 @@ def predict(
     ledger.enter(held, "parameters")
     ledger.enter(moments, "optimizer")
     ledger.enter(inputs, "inputs")
-    # Long sequences, too, count as our kernels: what libraries keep of them is the same.
+    # Long sequences count as our kernels too: libraries keep the same tensors.
     kernels = mock.patch.object(dispatch, "_suits", _never)
     with _AsOnGpu(), _tiles.assume(90), kernels, ledger:
         loss = step.loss(*inputs)
@@ -127,9 +126,9 @@ def predict(
 def sharded(memory: Memory, model: nn.Module, shards: int, *, bf16: bool) -> int:
     """Return the bytes of a step on each of several GPUs that FSDP2 spreads a model over.
 
-    Weights, gradients and moments are divided among the GPUs. Besides its share each holds whole
-    weights: all that is in no block, and of blocks the largest twice, one that computes while the
-    next is gathered; and that block's gradients before they are added up, in float32.
+    Weights, gradients and moments are divided among the GPUs. Besides its share, each GPU holds
+    full weights: those outside of blocks, and twice those of the largest block, since one computes
+    while the next is gathered; and the float32 gradients of that block before they are reduced.
 
     Args:
         memory: of ``predict``, with the batch of one GPU; of one GPU its total is returned.
@@ -148,7 +147,7 @@ def sharded(memory: Memory, model: nn.Module, shards: int, *, bf16: bool) -> int
 
 
 def _never(*call: object) -> bool:
-    # No Mock: it would keep the tensors it is called with.
+    # Not a Mock, which would keep the tensors it is called with.
     return False
 
 
@@ -198,7 +197,7 @@ class Step:
                     parametrize.register_parametrization(module, name, cast, unsafe=True)
 
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Return ``size`` inputs and what the loss compares with, on the default device.
+        """Return ``size`` inputs and targets of the loss, on the default device.
 
         Images (size, C, S, S), float32, and labels (size,); or tokens, (size, N) of full length
         (size, 2, N for pairs), with targets of that shape for models that name tokens, labels
@@ -213,7 +212,7 @@ class Step:
         tokens = torch.zeros(shape, dtype=torch.int64)
         if not isinstance(model, GPT | BERT):
             return tokens, labels
-        # Of BERT's tokens as many are masked as may be, whatever the targets are.
+        # BERT computes logits for the largest number of masked tokens, whatever the targets are.
         return tokens, torch.full_like(tokens, 0 if isinstance(model, GPT) else IGNORED)
 
     def loss(self, inputs: Tensor, wanted: Tensor) -> Tensor:
@@ -228,7 +227,7 @@ class Step:
             return F.cross_entropy(self.model(inputs).float(), wanted)
 
     def _pack(self, saved: Tensor) -> Any:
-        """Keep of a bfloat16 weight only which one it was, and the view that was taken of it."""
+        """For a bfloat16 weight, save only its identity and the view of it."""
         whole = saved if saved._base is None else saved._base
         weight = self._copies.get(whole)
         if weight is None:
@@ -267,7 +266,7 @@ def written_out(kept: int) -> Iterator[None]:
 
 
 class _Cast(nn.Module):
-    """A weight in bfloat16, remembered as the copy that it is."""
+    """A weight in bfloat16, recorded as a copy."""
 
     def __init__(self, copies: WeakTensorKeyDictionary):
         super().__init__()
@@ -280,7 +279,7 @@ class _Cast(nn.Module):
 
 
 class Ledger(TorchDispatchMode):
-    """Writes down when each tensor's storage on the meta device is allocated and released."""
+    """Record when each tensor's storage on the meta device is allocated and released."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +320,7 @@ class Ledger(TorchDispatchMode):
                 self._kinds[entry] = kind
 
     def peak(self) -> Memory:
-        """Return what was alive when the most was."""
+        """Return the bytes of each kind at the peak."""
         return Memory(**max(self._history(), key=lambda held: sum(held.values())))
 
     def _history(self) -> Iterator[dict[str, int]]:
@@ -333,7 +332,7 @@ class Ledger(TorchDispatchMode):
 
 
 class _AsOnGpu(TorchFunctionMode):
-    """Tensors on the meta device report a GPU as their device, and what goes there goes to meta.
+    """Make meta tensors report a GPU as their device, and redirect transfers to a GPU to meta.
 
     So functions that check the device take the branch of the GPU, whose operators, not PyTorch's
     equivalents for other devices, decide what is kept.

@@ -48,7 +48,7 @@ class Nystromformer(LanguageModel):
     """Classify sequences, or pairs of them: (B, N) or (B, 2, N) -> (B, num_classes) logits.
 
     Args:
-        vocab_size: how many tokens there are.
+        vocab_size: number of distinct tokens.
         sequence_length: the longest sequence; with Nyström attention a multiple of
             ``num_landmarks``, or no more than them. The Long-Range Arena's lengths are rounded up
             to a power of two.
@@ -59,7 +59,7 @@ class Nystromformer(LanguageModel):
             ("widen"); ``"split"`` divides the width among the heads, rounded down.
         mlp_ratio: hidden width of feed-forward and classifier over ``embed_dim``, rounded down.
         num_classes: number of logits.
-        num_landmarks: of Nyström attention, at least 1.
+        num_landmarks: number of landmarks of Nyström attention, at least 1.
         attention: ``"nystrom"``, or ``"softmax"`` between all tokens.
         conv_kernel_size: tokens under the convolution that Nyström attention adds, odd; None adds
             none. The released configurations have 35.
@@ -70,7 +70,7 @@ class Nystromformer(LanguageModel):
             the probabilities of softmax attention.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.
@@ -167,7 +167,7 @@ class Nystromformer(LanguageModel):
                 to ``sequence_length``, and N matters: the landmarks are means of N / num_landmarks
                 places, and pooling divides by N.
             key_lengths: (B,) int32, with ``pairs`` (B, 2): how many tokens are not padding, each in
-                [1, N]. What the padding holds does not matter. All are read without it.
+                [1, N]. The contents of the padding do not matter. None means that all tokens count.
 
         Raises:
             ValueError: tokens or lengths of another shape.
@@ -180,8 +180,8 @@ class Nystromformer(LanguageModel):
         if not self.pairs:
             return self.head(self._pooled(tokens, key_lengths))
         if self.init == "batch":
-            # Of the batch's maximum the published code takes one for the first and one for the
-            # second sequences.
+            # The published code takes the batch maximum separately for the first and the second
+            # sequences.
             lengths = (None, None) if key_lengths is None else key_lengths.T.contiguous()
             first, second = map(self._pooled, tokens.unbind(1), lengths)
         else:

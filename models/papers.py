@@ -39,11 +39,11 @@ MODELS = {
 
 
 def constructor(architecture: str, name: str | None = None) -> Callable[..., Any]:
-    """Import an architecture, and return its class.
+    """Import an architecture and return its class.
 
     Args:
         architecture: key of ``MODELS``.
-        name: of another class in its module.
+        name: name of another class in its module.
     """
     return getattr(import_module(f"models.{architecture}"), name or MODELS[architecture])
 
@@ -180,7 +180,7 @@ def count_params(row: PaperRow) -> int:
 
 
 def record(row: PaperRow) -> dict[str, Any]:
-    """The row as listed: every count beside where it comes from."""
+    """Return the listed row, with every count and its origin."""
     return {
         "row": row.row,
         "variant": row.variant,
@@ -195,7 +195,7 @@ def record(row: PaperRow) -> dict[str, Any]:
 
 
 def _cells(r: dict[str, Any]) -> list[str]:
-    """One line of the list: what is not known is "-"."""
+    """Return one line of the list; unknown values are "-"."""
 
     def sizes(value: int | list[int]) -> str:
         return str(value).strip("[]").replace(" ", "")
@@ -226,7 +226,7 @@ def markdown(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """List every row on standard output."""
+    """Print every row of the paper's tables with its parameters as built, audited and printed."""
     parser = argparse.ArgumentParser(prog="python -m models.papers", description=main.__doc__)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print a JSON list, one row per line")

@@ -13,12 +13,12 @@ POSITIONS = "pos_embed", "patch_pos"
 
 
 def resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor], Tensor] | None:
-    """Return what makes positions of one shape of those of another, None where there is nothing.
+    """Return a function that resizes positions from one shape to another, or None.
 
     Args:
         kept: shape of positions that were learned: (1, N, D) of patches with a class token before
             them or without, or (1, Y, X, D) of a grid.
-        shape: of those that are wanted.
+        shape: shape of those that are wanted.
 
     Returns:
         A function that interpolates the grid, which must be square where a shape does not say, as
@@ -27,7 +27,7 @@ def resizing(kept: tuple[int, ...], shape: tuple[int, ...]) -> Callable[[Tensor]
     if len(kept) != len(shape):
         return None
     if len(shape) == 3 and kept[2] == shape[2]:
-        # With a class token before them, or without.
+        # With or without a class token before them.
         for first in (0, 1):
             sides = math.isqrt(kept[1] - first), math.isqrt(shape[1] - first)
             if all(s * s == n[1] - first for s, n in zip(sides, (kept, shape))):

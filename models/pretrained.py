@@ -1,8 +1,8 @@
 """Load weights from timm or a file into a vision model with other classes or another size.
 
-The originals have timm's parameter names (docs/models.md), so nothing is renamed: what is resized
-are learned positions. A classifier of other classes is left out, and rows follow the names of
-their classes where a run wrote these.
+The originals have timm's parameter names (docs/models.md), so nothing is renamed; learned positions
+are resized. A classifier of other classes is left out, and its rows follow class names if a run
+wrote these.
 """
 
 import json
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from leaner_kernels.extras import how_to_install
 from models.positions import POSITIONS, resizing
 
-# Of the models, what maps features to classes.
+# The modules that map features to classes.
 _HEADS = "head.", "aux_head."
 _SIZES = "heads", "head_dim", "depth", "mlp_ratio", "img_size", "patch_size", "in_chans", "width"
-# Of one size: neither memory nor time may follow from a number alone that a file makes up.
+# Largest value of a size, so that a number in a file cannot exhaust memory or time.
 _MOST = 1 << 14
 
 
@@ -64,7 +64,7 @@ class Weights:
         return replace(self, tensors=tensors, classes=classes)
 
     def fitted(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return what of them a model takes: its state, less a classifier of other classes.
+        """Return the weights for a model: its state, without a classifier of other classes.
 
         Args:
             model: of ``models``, also on the meta device.
@@ -123,7 +123,7 @@ def read_weights(name: str) -> Weights:
         raise ValueError(f"--pretrained must be a weights file or timm:NAME, got {name!r}")
     try:
         return _safetensors(name, path) if path.suffix == ".safetensors" else _pickled(name, path)
-    except Exception as error:  # a damaged file makes the readers raise nearly anything
+    except Exception as error:  # readers raise nearly any exception for a damaged file
         cause = first_line(error)
         raise ValueError(f"--pretrained {name} is not a readable weights file: {cause}") from None
 
@@ -200,7 +200,7 @@ def _of_timm(name: str, model: str) -> Weights:
     if not is_model_pretrained(model):
         raise ValueError(f"--pretrained {name}: timm has no weights of that name")
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # else a line for every try to connect
+    logging.set_verbosity_error()  # otherwise it prints a line for every attempt to connect
     try:
         built = timm.create_model(model, pretrained=True)
     except (OSError, RuntimeError, ValueError) as error:
@@ -212,7 +212,7 @@ def _of_timm(name: str, model: str) -> Weights:
 
 
 def _sizes_of(model: nn.Module) -> dict[str, Any]:
-    """Return the sizes of timm's plain ViT, by the names of flags; of other models none."""
+    """Return the sizes of timm's plain ViT by the names of flags, or nothing for other models."""
     from timm.models.vision_transformer import VisionTransformer
 
     if type(model) is not VisionTransformer:
@@ -232,5 +232,5 @@ def _sizes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error of a library, or its kind where it says nothing."""
+    """Return the first line of a library's error, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -40,7 +40,7 @@ class InnerAttention(nn.Module):
 
     ``KappaMonitor`` does not monitor it: a sequence here is one patch, so that the few entries of a
     batch that a monitor samples would be single patches of a few images; and depth is traded for
-    heads in the outer attention alone.
+    heads only in the outer attention.
     """
 
     monitored = False
@@ -81,8 +81,8 @@ class OuterAttention(Capturing):
 def _qkv(attention: InnerAttention | OuterAttention, x: Tensor) -> Tensor:
     """Return (B, N, 3, H, E) of x (B, N, D), for which q and k share a projection but not v.
 
-    The weights are joined, being smaller than what they give: one product reads ``x`` once, and
-    the gradient of all three comes in one piece.
+    The weights, which are smaller than their outputs, are concatenated: one product reads ``x``
+    once, and the gradients of all three are one tensor.
     """
     weight = torch.cat([attention.qk.weight, attention.v.weight])
     return F.linear(x, weight).unflatten(-1, (3, attention.num_heads, attention.head_dim))
@@ -125,7 +125,7 @@ class Block(nn.Module):
         inside = self.norm2_proj(self.proj(self.norm1_proj(inside)))
         # The class token, the first, has no sub-patches.
         x = x + F.pad(inside, (0, 0, 1, 0))
-        # The attention only measures against the stream: as if no sample of it were dropped.
+        # The attention only measures kappa with this stream, as if no sample were dropped.
         x = x + self._dropped(self.attn_out(self.norm_out(x), skip=x))
         return pixels, x + self._dropped(self.mlp(self.norm_mlp(x)))
 
@@ -146,7 +146,7 @@ class PixelEmbed(nn.Module):
         size = self.patch_size
         patches = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(0, 2)
-        # Contiguous, or the sums with it in every layer would keep its strides.
+        # Contiguous: otherwise the sums with it in every layer would keep its strides.
         return (self.proj(patches) + pixel_pos).flatten(2).transpose(1, 2).contiguous()
 
 
@@ -180,7 +180,7 @@ class TNT(VisionModel):
         drop: dropout rate before the classifier.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.

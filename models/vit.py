@@ -67,7 +67,7 @@ class VisionTransformer(VisionModel):
         init: scheme of ``init_weights``.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers, ``nn.ModuleList`` of ``Block``.

@@ -142,7 +142,7 @@ class VOLO(VisionModel):
         drop: dropout rate before the classifiers.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         num_tokens: N, tokens of the transformer stages, without the class token.

@@ -204,7 +204,7 @@ class XCiT(VisionModel):
         drop: dropout rate before the classifier.
         device: where parameters live; on ``"meta"`` they are left without values, for
             ``to_empty`` and ``init_weights`` later.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
 
     Attributes:
         blocks: the layers of cross-covariance attention, ``nn.ModuleList`` of ``Block``.

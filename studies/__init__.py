@@ -1,7 +1,8 @@
 """Experiments that ask whether the paper's claims hold: one file each, and what they share.
 
-A study's file states what is asked, what is expected and what decides it, and is committed before
-its results. ``python -m studies.NAME`` runs it; ``docs/studies.md`` is written from the results.
+The file of a study states its question, its expectations and its decision rule, and is committed
+before its results. ``python -m studies.NAME`` runs it; ``docs/studies.md`` is written from the
+results.
 """
 
 import importlib.util

@@ -31,18 +31,21 @@ def main(study: Study, argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog=study.command or f"python -m studies.{study.name}",
         description=study.question,
-        epilog="Arguments after -- are passed to every run: -- --data /data/imagenet.",
+        epilog="Arguments after -- are passed to every run, as in: -- --data /data/imagenet",
     )
     smallest = next(iter(study.scales))
     parser.add_argument(
-        "--scale", choices=list(study.scales), default=smallest, help=f"size ({smallest})"
+        "--scale",
+        choices=list(study.scales),
+        default=smallest,
+        help=f"size of the runs ({smallest})",
     )
     parser.add_argument("--first-seed", type=int, default=0, help="number added to every seed (0)")
-    parser.add_argument("--jobs", type=int, help="number of runs at once (2; on a GPU 8)")
+    parser.add_argument("--jobs", type=int, help="number of runs at a time (2; 8 on a GPU)")
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder of the runs, whose unfinished runs continue (a folder in runs/studies)",
+        help="folder of the runs; unfinished runs in it continue (a new folder in runs/studies)",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the cost of the study, then exit"
@@ -156,7 +159,7 @@ class _Run:
         return [sys.executable, script, *flags, "--resume", "auto", "--out", str(self.folder(out))]
 
     def measures(self, out: Path) -> dict[str, Any]:
-        """Return what the run left, beside its arm and seed, in seven digits."""
+        """Return the measures of the run with its arm and seed, in seven digits."""
         summary = json.loads((self.folder(out) / "summary.json").read_text())
         lines = (self.folder(out) / "kappa_probe.jsonl").read_text().splitlines()
         probes: dict[int, list[float | None]] = {}
@@ -205,7 +208,7 @@ def _flags(scale: Scale) -> dict[str, list[str]]:
 
 
 def _take(out: Path, plan: dict[str, Any]) -> None:
-    """Make the folder of the runs, or check that those in it are of the same plan."""
+    """Create the folder of the runs, or check that the runs in it follow the same plan."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "plan.json"
     if path.exists() and json.loads(path.read_text()) != plan:
@@ -214,7 +217,7 @@ def _take(out: Path, plan: dict[str, Any]) -> None:
 
 
 def _train(runs: Sequence[_Run], scale: Scale, more: Sequence[str], out: Path, jobs: int) -> None:
-    """Do the runs that are not done, ``jobs`` at once; a signal stops them, to be gone on with."""
+    """Run the remaining runs, ``jobs`` at a time; runs stopped by a signal can be resumed."""
     left = [run for run in runs if not run.is_done(out)]
     under_way: set[subprocess.Popen] = set()
     stopped = threading.Event()
@@ -259,7 +262,7 @@ def _train(runs: Sequence[_Run], scale: Scale, more: Sequence[str], out: Path, j
 
 
 def _commit() -> dict[str, Any]:
-    """Return the commit that was run, and whether files differed from it."""
+    """Return the commit of the run, and whether files differed from it."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)

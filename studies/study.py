@@ -9,7 +9,7 @@ import numpy as np
 from studies import stats
 
 Verdict = Literal["holds", "fails", "undecided"]
-# Below this, after Holm's correction over a study's claims, an effect is no accident.
+# An effect with a p below this, after Holm's correction, is significant.
 LEVEL = 0.05
 
 
@@ -18,11 +18,11 @@ class Arm:
     """One configuration.
 
     Attributes:
-        name: of it, and of its folder.
+        name: name of it, and of its folder.
         group: of the arms that are compared with each other.
         x: what is varied in the group.
-        flags: of the script.
-        first_seed: of its runs; arms with the same one start from the same seeds.
+        flags: flags of the script.
+        first_seed: first seed of its runs; arms with the same one start from the same seeds.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Scale:
 
     Attributes:
         script: that every run starts.
-        flags: of every run.
+        flags: flags of every run.
         arms: what is compared.
         seeds: runs of each arm.
         seconds: that one run took on one core of a CPU, or None where none has run.
@@ -63,7 +63,7 @@ class Claim:
         low: where its 95% interval, by the bootstrap over seeds, begins.
         high: where that ends.
         p: one-sided, before correction.
-        unit: of the effect.
+        unit: unit of the effect.
         null: of two arms with the same configuration, where nothing is to be found.
     """
 
@@ -89,7 +89,7 @@ class Claim:
         return replace(cls.of_seeds(words, apart, p, "decades"), null=True)
 
     def verdict(self, corrected: float) -> Verdict:
-        """Return what the study's rule makes of it, with its p corrected."""
+        """Return the verdict of the study's rule, given the corrected p."""
         if self.null:
             return "holds" if self.low <= 0 <= self.high else "fails"
         if corrected < LEVEL and self.low > 0:
@@ -113,7 +113,7 @@ class Study:
     """One study.
 
     Attributes:
-        name: of its results.
+        name: name of its results.
         question: what is asked.
         claims: what is expected, and by whom.
         metric: what is measured.

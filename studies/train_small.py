@@ -56,7 +56,7 @@ class Task:
         held_out: items as a batch has them, tensors of equal length.
         pick: takes indices of training items, gives a batch.
         items: how many indices there are.
-        tokens: of an item, padding included, on average over training.
+        tokens: tokens of an item, padding included, on average over training.
         scores: logits (predictions, classes) and targets (predictions,) of a batch.
     """
 
@@ -152,14 +152,16 @@ TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return what the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--task", choices=list(TASKS), required=True, help="task to learn")
-    add("--context", type=int, default=CONTEXT, help=f"bytes of a sequence of python ({CONTEXT})")
+    text = f"sequence length of --task python, in bytes ({CONTEXT})"
+    add("--context", type=int, default=CONTEXT, help=text)
     add("--depth", type=int, default=10, help="number of layers (10)")
     add("--heads", type=_numbers, default=[6], help="heads: one value, or one per layer (6)")
-    add("--head-dim", type=_numbers, default=[16], help="head width: one value, or per layer (16)")
+    text = "width of a head: one value, or one per layer (16)"
+    add("--head-dim", type=_numbers, default=[16], help=text)
     add("--mlp-ratio", type=float, default=4.0, help="hidden width of the MLP over --width (4)")
     add("--width", type=int, default=96, help="embedding width (96)")
     add("--steps", type=int, default=1000, help="optimizer steps (1000)")
@@ -167,7 +169,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=1e-3, help="peak learning rate (0.001)")
     add("--device", default="cpu", help="cpu or cuda (cpu)")
     add("--seed", type=int, default=0, help="seed of the initial weights and the data order (0)")
-    add("--resume", help="ignored: runs are short and always start anew")
+    add("--resume", help="accepted and ignored: a short run always starts over")
     add("--out", type=Path, required=True, help="folder to write the results to")
     return parser.parse_args(argv)
 

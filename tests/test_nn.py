@@ -167,7 +167,7 @@ def test_input_and_streams_of_other_shapes_are_refused(name: str) -> None:
     for other in (x[0], x[..., :-1]):
         with pytest.raises(ValueError, match=r"x must be \(B, (N|Y, X), 24\), got"):
             module(other)
-    with pytest.raises(ValueError, match="skip must be as x") as caught:
+    with pytest.raises(ValueError, match="skip must be shaped as x") as caught:
         module(x, skip=x[:, :1])
     assert f"{shape}, got" in str(caught.value)
 

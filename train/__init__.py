@@ -1,4 +1,4 @@
-"""Training: one torchrun script per model, and the engine that they share.
+"""Train models: one torchrun script per model, and the engine that they share.
 
 Start at ``vit.py``; ``gpt.py``, ``bert.py`` and ``lra.py`` read text, ``export.py`` loads weights.
 ``config/`` holds flags and architectures, ``data/`` the data sets and the order of their
@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 
-# Of the dependency group, what every script needs.
+# The packages of the dependency group that every script needs.
 _NEEDED = {
     **{name: name for name in ("numpy", "rich", "safetensors", "tokenizers", "torch")},
     "PIL": "pillow",
@@ -28,13 +28,13 @@ if _missing := [
         "pip and pip install -e . --group train"
     )
 
-# Read by OpenMP when torch is loaded. Its threads otherwise spin while they wait, and fight over
-# cores that are busy: on two shared ones the digits train at 35 images/s instead of 190.
+# OpenMP reads this when torch is loaded. Otherwise its threads spin while they wait, and compete
+# for busy cores: on two shared cores the digits train at 35 images/s instead of 190.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def _keep_caches() -> None:
-    """Put the caches of all libraries in a temporary folder where the user has no home folder."""
+    """Put the caches of all libraries in a temporary folder if the user has no home folder."""
     home = os.path.expanduser("~")
     where = cache = os.path.join(home, ".cache")
     while os.path.isabs(where) and not os.path.lexists(where):
@@ -47,8 +47,8 @@ def _keep_caches() -> None:
         os.makedirs(folder, mode=0o700, exist_ok=True)
         about = os.lstat(folder)
     except OSError:
-        return  # the library that needs a cache says that it cannot be written
-    # Anybody may make a folder of this name there.
+        return  # the library that needs the cache will report that it cannot be written
+    # Anyone could create a folder of this name there.
     if about.st_uid != os.geteuid() or not stat.S_ISDIR(about.st_mode):
         return
     os.environ["XDG_CACHE_HOME" if os.path.isabs(home) else "HOME"] = folder

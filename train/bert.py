@@ -40,7 +40,7 @@ _SPECIALS = {name: number for number, name in enumerate(tokenizers.BERT)}  # of 
 
 @dataclasses.dataclass(frozen=True)
 class BertSettings(TextSettings):
-    """What one run of this script does."""
+    """The settings of a run of this script."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *TextSettings.SAME_AFTER_RESUME,
@@ -73,16 +73,17 @@ SMALL = {
 }
 
 _ADAM = {"betas": (0.9, 0.98), "eps": 1e-12, "weight_decay": 0.01, "clip_grad": 0.5}
-# From a quarter of the rate up to all of it at three quarters of the run, then down to nothing.
+# The rate rises from a quarter of its peak until three quarters of the run, then falls to zero.
 _TRIANGLE = {
     "schedule": "linear",
     "warmup": 0.75,
     "warmup_lr": lambda settings: settings.lr / 4,
 }
-_MICRO_BATCH = 128  # sequences of one pass on one GPU
+_MICRO_BATCH = 128  # largest number of sequences in one pass on one GPU
 
-# A model so small that a CPU teaches it something in a minute or two. There is no dropout: what is
-# masked differs in every pass, and with 0.1 it is still at the frequencies after five minutes.
+# A model so small that it learns something on a CPU in a minute or two. It has no dropout: the
+# masked tokens differ in every pass, and with a dropout of 0.1 the model predicts only byte
+# frequencies after five minutes.
 _SMALL: dict[str, Any] = {
     "model": "bert_small",
     "documents": 0,
@@ -111,9 +112,10 @@ RECIPES: dict[str, dict[str, Any]] = {
         **_ADAM,
         **_TRIANGLE,
     },
-    # Geiping and Goldstein 2023 (arXiv:2212.14034), but for two things. There the rate and the
-    # batch follow the clock of a day, which gives a smaller model more tokens; here tokens, as many
-    # as the 900,000 passes that were its upper limit. And fp16 with a scaler is bf16.
+    # Geiping and Goldstein 2023 (arXiv:2212.14034), with two differences. There the learning rate
+    # and the batch size follow the clock of one day, so that a smaller model reads more tokens;
+    # here they follow the tokens, as many as in the upper limit of 900,000 passes. And bf16
+    # replaces fp16 with a scaler.
     "cramming": {
         "model": "crammed_bert",
         "documents": 0,
@@ -124,7 +126,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "batch_size": 8192,
         "tokens": 900_000.0 * _MICRO_BATCH * 128,
         "accum": lambda settings: max(1, settings.batch_size // (_MICRO_BATCH * _ranks())),
-        # --steps is how many there are of full size.
+        # --steps counts steps of the full batch size.
         "batch_size_warmup": lambda settings: 0.0 if settings.steps is not None else 0.6,
         "lr": 1e-3,
         "eval_every": 0.05,
@@ -176,7 +178,7 @@ def make_task(settings: BertSettings) -> tuple[Task, BertSettings]:
         size, specials = text.tokenizer.vocab_size, text.tokenizer.specials
         items = Windows(text.train, settings.context, seed=settings.seed)
         items = _masked(items, settings, size, specials, settings.seed)
-        # Always the same tokens are hidden, whatever the seed, so that runs can be compared.
+        # The same tokens are masked whatever the seed, so that runs can be compared.
         held_out = _masked(Windows(text.held_out, settings.context), settings, size, specials, 0)
     if small:
         settings = settings.filled(small_run(len(items) * settings.context))
@@ -229,12 +231,12 @@ def _masked(
 
 def _masked_loss(model: nn.Module, batch: tuple[Tensor, ...], _seed: int) -> Tensor:
     tokens, targets = batch
-    # None is masked where all are special, such as unknown.
+    # Nothing is masked if all tokens are special, such as unknown.
     return model(tokens, targets=targets).sum() / (targets != IGNORED).sum().clamp(min=1)
 
 
 def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
-    """Return sums over the masked tokens of each sequence: loss, right ones, and how many."""
+    """Return sums over the masked tokens of each sequence: their losses, the hits, and a count."""
     tokens, targets = batch
     masked = targets != IGNORED
     logits, named = model(tokens)[masked].float(), targets[masked]
@@ -248,7 +250,7 @@ def _score_masked(model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tens
 
 
 def _over_masked(means: dict[str, float]) -> dict[str, float]:
-    """Return means over masked tokens: of them a sequence may have few, or none."""
+    """Return means over the masked tokens, of which a sequence may have few or none."""
     masked = means.pop("masked")
     return {name: value / masked if masked else math.nan for name, value in means.items()}
 

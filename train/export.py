@@ -1,4 +1,4 @@
-"""Load the model that a run trained; the file ``model_best.safetensors`` of a run is its export."""
+"""Load the model of a run. A run exports its model to the file ``model_best.safetensors``."""
 
 import train  # noqa: F401, I001 - sets how OpenMP waits, before torch loads it
 
@@ -11,21 +11,22 @@ from train.checkpoint.weights import Info, build_model, open_weights
 
 
 def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
-    """Return a trained model and what it is of; nothing is unpickled or downloaded.
+    """Return a trained model and its description; nothing is unpickled or downloaded.
 
         model, info = load("runs/vit_digits-digits-1")
 
     Args:
-        path: of a safetensors file that a run wrote, of a checkpoint, or of a run, whose best
+        path: path of a safetensors file that a run wrote, of a checkpoint, or of a run, whose best
             weights on the held-out items are taken.
-        last: of a run take the newest weights instead.
+        last: for a run, take the newest weights instead.
 
     Returns:
         The model, float32 in eval mode on the CPU, and ``Info``: family, arguments, settings, task,
         classes, image_size, channels, mean, std, tokenizer, step, scores, accuracy, loss.
 
     Raises:
-        ValueError: no weights of a run, damaged ones, or ones without what they are of.
+        ValueError: if the path has no weights of a run, or they are damaged or lack their
+            description.
     """
     weights = open_weights(path, "WEIGHTS", last=last)
     info = weights.info()

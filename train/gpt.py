@@ -34,13 +34,13 @@ from train.data.text import Text, open_text, tokenizers
 from train.data.text.stream import NoiseTokens, RandomWindows, Windows
 
 PROGRAM = "gpt.py"
-HELD_OUT_BATCHES = 200  # where windows are drawn at random
-SAMPLE_TOKENS, TEMPERATURE = 200, 0.8  # of a text that is generated
+HELD_OUT_BATCHES = 200  # if windows are drawn at random
+SAMPLE_TOKENS, TEMPERATURE = 200, 0.8  # length of a generated text
 
 
 @dataclasses.dataclass(frozen=True)
 class GptSettings(TextSettings):
-    """What one run on text does."""
+    """The settings of a run on text."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *TextSettings.SAME_AFTER_RESUME,
@@ -117,7 +117,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     | {
         "dropout": 0.1,
         "eval_every": None,
-        # As transformers' GPT-2, so that the model can be exported to it.
+        # As in transformers' GPT-2, so that the model can be exported to it.
         "head_bias": False,
     },
     # github.com/PraveenRaja42/Tiny-Stories-GPT, whose variant the lean paper trains. Two things
@@ -191,7 +191,7 @@ def make_task(settings: GptSettings) -> tuple[engine.Task, GptSettings]:
         vocab_size = text.tokenizer.model_size(model_vocab)
         training, held_out = _windows(settings, text)
         per_byte, about = _tokens_per_byte(text), text.facts()
-        # What always predicting the frequencies of the training text would reach.
+        # The scores of always predicting the token frequencies of the training text.
         trivial = _derive({"loss": about["unigram_loss"]}, per_byte)
         prompt = len(text.tokenizer.encode(plain(settings.prompt)))
         if prompt > context and settings.samples:
@@ -236,7 +236,7 @@ def _filled(settings: GptSettings) -> GptSettings:
     name = settings.recipe or follows.get(data, "modern")
     recipe = {"data": "pydoc", "head_bias": True} | RECIPES[name]
     if is_own(data) and recipe["tokenizer"] == "gpt2":
-        # It comes from the Hub, and nothing is fetched that was not named.
+        # The data come from the Hub, and only named data are downloaded.
         recipe["tokenizer"] = "bpe"
     return flags.apply_recipe(settings, name, recipe)
 
@@ -256,7 +256,7 @@ def _windows(settings: GptSettings, text: Text) -> tuple[DataSet, DataSet]:
 
 
 def _tokens_per_byte(text: Text) -> float | None:
-    """Return the tokens for each byte of the held-out text, None where that is not known."""
+    """Return the tokens per byte of the held-out text, or None if unknown."""
     lengths = text.bytes_per_token
     if lengths is None:
         return None
@@ -267,7 +267,7 @@ def _tokens_per_byte(text: Text) -> float | None:
 def _derive(means: dict[str, float], per_byte: float | None) -> dict[str, float]:
     """Return the mean loss in nats per token, its perplexity, and its bits per byte of text."""
     loss = means["loss"]
-    # A loss that large is past any use, but may not stop a run.
+    # A loss that large is useless, but must not stop a run.
     measures = {"loss": loss, "perplexity": math.exp(min(loss, 700))}
     if per_byte is not None:
         measures["bits_per_byte"] = loss * per_byte / math.log(2)
@@ -281,7 +281,7 @@ def _losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 
 
 def _sampler(settings: GptSettings, text: Text | None) -> Any:
-    """Return what writes text when training is over, or None."""
+    """Return a function that generates text after training, or None."""
     if text is None or settings.samples == 0:
         return None
     prompt = text.tokenizer.encode(plain(settings.prompt)) or [text.tokenizer.end]
@@ -304,7 +304,7 @@ def _sampler(settings: GptSettings, text: Text | None) -> Any:
 
 
 def legible(text: str) -> str:
-    """Replace what a terminal would obey; a model that has learned little writes any byte."""
+    """Replace control characters: a model that has learned little generates any byte."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 

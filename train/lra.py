@@ -44,7 +44,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class LraSettings(flags.Settings):
-    """What one run on a long-range task does."""
+    """The settings of a run on a long-range task."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("recipe", "task", "sizes", "data_seed", "length", "text_column", "label_column"),
@@ -127,10 +127,10 @@ _PLAIN: dict[str, Any] = {
     "conv": 0,
     "init": "matrix",
     "schedule": "linear",
-    # Where PyTorch's OneCycleLR begins and ends.
+    # The start and end of PyTorch's OneCycleLR.
     "warmup_lr": lambda settings: settings.lr / 25,
     "min_lr": lambda settings: settings.lr / 25e4,
-    # To start some for each of a hundred evaluations takes longer than to do without.
+    # Starting workers for each of a hundred evaluations takes longer than working without them.
     "workers": 0,
 }
 # mlpen/Nystromformer, LRA/code/lra_config.py; landmarks as in its README.
@@ -138,7 +138,7 @@ _PUBLISHED: dict[str, Any] = _PLAIN | {
     "landmarks": 64,
     "lr": 1e-4,
     "eps": 1e-6,
-    # PyTorch's OneCycleLR does so by default.
+    # As in PyTorch's OneCycleLR by default.
     "cycle_momentum": True,
     "dropout": 0.1,
 }
@@ -285,7 +285,7 @@ def make_task(settings: LraSettings) -> tuple[engine.Task, LraSettings]:
 def _filled(settings: LraSettings) -> tuple[LraSettings, int]:
     """Return the settings with the recipe's values where none was given, and when to evaluate.
 
-    The latter is in steps: how many epochs they are follows from how much data there is.
+    The latter is in steps: the number of epochs depends on the amount of data.
     """
     row = papers.names().get(settings.model)
     own = _TASK_OF.get(row.row) if row else "listops" if settings.model in SMALL else None
@@ -341,7 +341,7 @@ def _open(settings: LraSettings) -> LongRange:
 
 
 def _check(settings: LraSettings, kind: Kind, length: int, sizes: Mapping[str, Any]) -> None:
-    """Raise ValueError where the model cannot take the data, or the processes the batch."""
+    """Raise ValueError if the model does not fit the data, or the processes the batch."""
     if length > sizes["sequence_length"]:
         raise ValueError(
             f"--length must be at most the {sizes['sequence_length']} tokens of --model "

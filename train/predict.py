@@ -67,20 +67,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         elif info.task == "next token":
             predict = _score if args.score else _continue
         else:
-            raise ValueError(f"{info.path} is of no task that is known here, got {info.task!r:.40}")
+            raise ValueError(f"{info.path} was trained on an unknown task, {info.task!r:.40}")
         sys.stderr.write(f"weights: {one_line(info.path)}, step {info.step}\n")
         for line in predict(model.to(args.device), info, args):
             sys.stdout.write(f"{line}\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    first, _, examples = (__doc__ or "").partition("\n")
+    first, _, commands = (__doc__ or "").partition("\n")
+    examples = f"examples:\n{commands.strip()}"
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(PROGRAM, description=first, epilog=examples, formatter_class=raw)
     flag = parser.add_argument
     flag("run", help="run folder, checkpoint or safetensors file of a run")
-    text = "a picture, a folder of pictures, a text, or a file of text; a folder with a subfolder "
-    text += "for each class also gives the accuracy and the confusion matrix"
+    text = "a picture, a folder of pictures, a text, or a text file; for a folder with a subfolder "
+    text += "for each class, the accuracy and the confusion matrix are printed too"
     flag("inputs", nargs="+", metavar="input", help=text)
     flag("--last", action="store_true", help="use the newest weights of a run, not the best")
     flag("--score", action="store_true", help="print the loss of text instead of continuing it")
@@ -103,26 +104,26 @@ def _device(text: str) -> str:
 
 
 def _long_range(info: Info) -> tuple[str, int]:
-    """Return the task of the Long-Range Arena and the tokens that were read of an item.
+    """Return the task of the Long-Range Arena, and the number of tokens read of an item.
 
-    Runs before these were settings were on lists.
+    Runs from before these were settings used lists.
     """
     task = info.settings.get("task") or "listops"
     length = info.settings.get("length") or info.arguments.get("sequence_length")
     if task not in TASKS or type(length) is not int or not 1 <= length <= 1 << 20:
-        raise ValueError(f"{info.path} has no task and length of the Long-Range Arena")
+        raise ValueError(f"{info.path} does not name its task and length of the Long-Range Arena")
     return task, length
 
 
 def _best(logits: Tensor, names: Sequence[str]) -> str:
-    """Return the likeliest of names and their probabilities, of logits (names,)."""
+    """Return the likeliest names and their probabilities, given logits (names,)."""
     best = logits.float().softmax(0).topk(min(TOP, len(names)))
     pairs = zip(best.indices.tolist(), best.values.tolist())
     return ", ".join(f"{names[place]} {share:.1%}" for place, share in pairs)
 
 
 def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the likeliest classes of each picture, then how many of labelled pictures are right."""
+    """Yield the likeliest classes of each picture, then the accuracy on labelled pictures."""
     predicted: dict[str, Counter[str]] = {}
     pictures, unread = [*_pictures(args.inputs, info.classes)], 0
     for start in range(0, len(pictures), BATCH):
@@ -149,11 +150,11 @@ def _classify_pictures(model: nn.Module, info: Info, args: argparse.Namespace) -
         others = ", ".join(f"{other} {number}" for other, number in counts.most_common())
         yield f"  {name}: accuracy {counts[name] / counts.total():.1%}; predicted {others}"
     if unread:
-        raise ValueError(f"{unread} of the pictures cannot be read; they are named above")
+        raise ValueError(f"{unread} pictures cannot be read; they are named above")
 
 
 def _input_of(info: Info, path: Path) -> tuple[Tensor, ...]:
-    """Return a batch of one picture, as its model takes it."""
+    """Return one picture as a batch for its model."""
     content = read_file(path)
     if info.task == "images":
         return (model_input(info, content, lambda: str(path))[None],)
@@ -173,7 +174,7 @@ def _pictures(inputs: Sequence[str], classes: Sequence[str]) -> Iterator[tuple[P
         labels = {name: printable(composed(name), LONGEST_NAME) for name in folders}
         unknown = sorted(name for name, label in labels.items() if label not in classes)
         if unknown:
-            message = f"{path} has the folder {unknown[0]}, which is no class of the model"
+            message = f"{path} has the folder {unknown[0]}, which is not a class of the model"
             if len(unknown) < len(labels):
                 raise ValueError(message)
             sys.stderr.write(f"{PROGRAM}: {one_line(message)}: no accuracy\n")
@@ -191,13 +192,13 @@ def _texts(inputs: Sequence[str]) -> Iterator[tuple[str, str]]:
             except UnicodeDecodeError:
                 raise ValueError(f"{path} is not text in UTF-8") from None
         elif re.fullmatch(r"\S+\.\w{1,5}", text) or (os.sep in text and not re.search(r"\s", text)):
-            raise ValueError(f"{text}: no such file; text must have a space in it")
+            raise ValueError(f"{text}: no such file; to pass it as text, add a space")
         else:
             yield printable(text), plain(text)
 
 
 def _classify_sequences(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield the likeliest classes of each text, or of each two where the task has pairs."""
+    """Yield the likeliest classes of each text, or of each pair if the task has pairs."""
     task, length = _long_range(info)
     several, texts = len(TASKS[task].text_columns), [*_texts(args.inputs)]
     if len(texts) % several:
@@ -216,7 +217,7 @@ def _tokenizer(info: Info) -> Tokenizer:
 
 
 def _continue(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[str]:
-    """Yield each text and what the model adds to it."""
+    """Yield each text with the model's continuation."""
     tokenizer = _tokenizer(info)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     drawing = {"temperature": args.temperature, "top_k": args.top_k, "generator": generator}
@@ -240,7 +241,7 @@ def _score(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator[s
             total += model(part[:, :-1], part[:, 1:]).double().sum().item()
         loss = total / (tokens.shape[1] - 1)
         line = f"{name}: {tokens.shape[1] - 1} tokens, loss {loss:.4f} nats a token"
-        if tokenizer.decode(tokens[0, 1:].tolist()) == text:  # else some bytes have no token
+        if tokenizer.decode(tokens[0, 1:].tolist()) == text:  # otherwise some bytes have no token
             line += f", {total / math.log(2) / len(text.encode()):.4f} bits per byte"
         yield f"{line}, perplexity {math.exp(min(loss, 700)):.5g}"
 
@@ -258,7 +259,7 @@ def _fill_in(model: nn.Module, info: Info, args: argparse.Namespace) -> Iterator
                 f"{len(masked)} and {len(tokens)}"
             )
         logits = model(torch.tensor([tokens], device=args.device))[0, :, : len(names)]
-        logits[:, [*tokenizer.specials.values()]] = -torch.inf  # they stand for no text
+        logits[:, [*tokenizer.specials.values()]] = -torch.inf  # they do not represent text
         for place in masked:
             yield f"{name}: {_best(logits[place], names)}"
 

@@ -33,12 +33,12 @@ from train.data.images import KINDS, NAMES, Images, about, open_images
 from train.data.images.augment import Augment, Mix
 
 PROGRAM = "vit.py"
-FEW = 10_000  # images, below which the recipe is small
+FEW = 10_000  # number of images below which the recipe is "small"
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageSettings(Settings):
-    """What one run on images does."""
+    """The settings of a run on images."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("img_size", "patch_size", "in_chans", "width", "repeats"),
@@ -97,7 +97,7 @@ class ImageSettings(Settings):
     )
 
 
-# Nothing but the images as they are.
+# The values for data sets that are not augmented.
 PLAIN_IMAGES: dict[str, Any] = {
     "crop": 0.08,
     "flip": True,
@@ -115,7 +115,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         "model": "vit_digits",
         "batch_size": 64,
         "epochs": 12.0,
-        # The convolutional models are too small to be trained as slowly as the ViT.
+        # The convolutional models are small, and need a higher learning rate than the ViT.
         "lr": lambda settings: 7e-4 if settings.model == "vit_digits" else 3e-3,
         "warmup": 0.1,
         "weight_decay": 0.05,
@@ -131,11 +131,11 @@ RECIPES: dict[str, dict[str, Any]] = {
         "weight_decay": 0.05,
         "clip_grad": 1.0,
     },
-    # From nothing, on so few images that Mixup and small crops leave nothing to learn.
+    # From random weights, on so few images that Mixup and small crops leave nothing to learn.
     "small": {
         "model": "xcit_tiny_lean",
         "batch_size": 16,
-        "epochs": 20.0,  # of the most images; fewer are seen more often
+        "epochs": 20.0,  # for the largest data sets; smaller ones get more epochs
         "lr": lambda settings: 5e-5 if settings.pretrained else 1e-3,
         "warmup": 0.05,
         "weight_decay": 0.05,
@@ -199,7 +199,7 @@ def make_task(settings: ImageSettings) -> tuple[engine.Task, ImageSettings]:
 
         weights = pretrained.read_weights(settings.pretrained)
     if settings.data not in NAMES:
-        # Late: a run on bundled images needs none of the ways to find and decode files.
+        # Imported late: a run on bundled images needs no code to find and decode files.
         from train.data.images.sources import find_images
 
         sources = find_images(settings.data)
@@ -277,7 +277,7 @@ def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
 
     Args:
         settings: from the command line.
-        count: of training images, where they are files.
+        count: number of training images, if they are files.
 
     The recipe is that of ``--recipe``, otherwise the data's own, and for image files the paper's,
     or ``small`` for few of them and for weights that are trained already.
@@ -294,14 +294,14 @@ def filled(settings: ImageSettings, count: int | None = None) -> ImageSettings:
 
 
 def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
-    """Match the classifier of weights to the classes of the data by name.
+    """Match the classifier of pretrained weights to the classes of the data by name.
 
     Args:
         weights: of ``models.pretrained``.
-        names: of the classes of the data.
+        names: names of the classes of the data.
 
     Returns:
-        The weights, without a classifier where the classes differ; and what a plan says of it.
+        The weights, without a classifier if the classes differ, and a description for the plan.
     """
     if not weights.classes:
         return weights, "classes by their numbers, because these weights name none"
@@ -313,7 +313,7 @@ def _with_classes(weights: Any, names: list[str]) -> tuple[Any, str]:
 
 
 def _load(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Put whole weights into a model, sharded or not; what has none keeps its own."""
+    """Load full weights into a model, sharded or not; parameters without weights keep theirs."""
     own = model.state_dict()
     with torch.no_grad():
         for name, whole in tensors.items():

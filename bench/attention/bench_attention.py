@@ -15,7 +15,7 @@ from bench.harness.checked import Row, each_row, one_call
 
 
 def rows() -> Iterator[Any]:
-    """Peers follow each other within a case, so that a drifting clock rate favours none."""
+    """Return the rows, one case after another, so that a drifting clock favours no peer."""
     for case in ATTENTION_CASES:
         for direction in DIRECTIONS:
             for mode in clock.MODES[case.device]:
@@ -26,7 +26,7 @@ def rows() -> Iterator[Any]:
 
 
 def measure(row: Row, benchmark: Any, function: Callable[..., Tensor], sets: list[Any]) -> None:
-    """Time one row, and add what it cost to the benchmark's ``extra_info``."""
+    """Time one row, and add its costs to the benchmark's ``extra_info``."""
     call = one_call(row.what, function)
     with peers_of(row.case)[row.name].context(), clock.capturing(row.mode):
         if row.what == "backward":

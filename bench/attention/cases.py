@@ -1,4 +1,4 @@
-"""Attention shapes to measure, and the least work that each of them needs.
+"""Define the attention shapes to measure, and the least work that each needs.
 
 Letters: B batch, H heads, R query rows, N tokens (keys), D head dimension, T rows of all sequences.
 """
@@ -16,11 +16,11 @@ DIRECTIONS = tuple(_PASSES)
 
 
 class Case:
-    """What cases of every kind of attention share; counts are of useful work.
+    """Base class of the cases of attention; counts are of useful work.
 
     Attributes:
-        least_bytes: of the forward and of the backward: each tensor read or written once; a
-            backward may recompute the rest.
+        least_bytes: bytes of the forward and of the backward if each tensor is read or written
+            once; a backward may recompute the rest.
         computed: operations of the products of the forward and of the backward.
     """
 
@@ -44,7 +44,7 @@ class Case:
 
     @property
     def scale(self) -> float:
-        """What multiplies the scores, but for ``cross_covariance``, which learns a temperature."""
+        """The factor of the scores, except in ``cross_covariance``, which learns a temperature."""
         return self.head_dim**-0.5
 
 
@@ -59,12 +59,12 @@ class AttentionCase(Case):
         heads: H.
         tokens: N, the longest sequence where they differ.
         head_dim: D.
-        dtype: of every tensor.
+        dtype: dtype of every tensor.
         causal: row i sees columns 0 to i.
-        queries: R where it is not N.
-        lengths: B lengths, the longest N, of sequences that lie end to end: no row past a length
-            counts. Empty where every sequence has N tokens.
-        window: how many keys before its own a row of a causal case sees; 0 for all.
+        queries: R if it differs from N.
+        lengths: B lengths, the longest N, of sequences packed end to end: rows past a length do not
+            count. Empty if every sequence has N tokens.
+        window: number of keys before its own that a row of a causal case sees; 0 for all.
     """
 
     name: str
@@ -106,11 +106,11 @@ class AttentionCase(Case):
 
     @property
     def key_rows(self) -> int:
-        """Keys of all sequences, those that a length hides included: they get a gradient."""
+        """Keys of all sequences, including hidden ones, which get a gradient too."""
         return sum(self.lengths) or self.batch * self.tokens
 
     def key_lengths(self, device: torch.device) -> Tensor | None:
-        """Return (B,) int32, or None where every key counts."""
+        """Return (B,) int32, or None if every key counts."""
         if not self.ragged:
             return None
         return torch.tensor(self.lengths, dtype=torch.int32, device=device)
@@ -119,7 +119,7 @@ class AttentionCase(Case):
         """Return (B + 1,) int32: where each sequence begins end to end, and where the last ends.
 
         Args:
-            device: of the result.
+            device: device of the result.
             queries: count query rows instead of keys.
         """
         equal = [self.rows if queries else self.tokens] * self.batch
@@ -159,7 +159,7 @@ class AttentionCase(Case):
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Two products forward; five backward, where the scores are computed again."""
+        """Two products in the forward; five in the backward, which recomputes the scores."""
         product = 2 * self.scores * self.head_dim
         return 2 * product, 5 * product
 
@@ -203,7 +203,7 @@ def text_lengths(count: int, median: int, longest: int) -> tuple[int, ...]:
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _IMAGES, _TEXTS = image_lengths(128, 49, 256), text_lengths(128, 128, 1024)
 
-# The most telling first: a run on borrowed time may end anywhere.
+# The most informative first, because a run on a rented GPU may end at any time.
 CASES = (
     AttentionCase("vit_base", "cuda", 128, 16, 197, 64, _BF16),
     AttentionCase("bert", "cuda", 128, 24, 128, 32, _BF16),

@@ -11,7 +11,7 @@ from bench.harness.gate import Problem
 from bench.harness.peers import Peer
 
 ATTENTION_CASES: tuple[Any, ...] = (*cases.CASES, *operators.CASES)
-# What runs a kernel of its own: Nyström attention is composed of others.
+# The operators with kernels of their own: Nyström attention is composed of others.
 ON_GPU = {
     case.name: case
     for case in ATTENTION_CASES
@@ -46,12 +46,12 @@ HEADLINE = (
 
 
 def peers_of(case: Any) -> dict[str, Peer]:
-    """Return all peers that a case is put to, by name."""
+    """Return all peers of a case, by name."""
     return (peers if isinstance(case, AttentionCase) else operators).peers_of(case)
 
 
 def problem_of(case: Any, device: torch.device, copies: int) -> Problem:
-    """Return the tensors of a case, ``copies`` sets of them, with what checks a peer on them."""
+    """Return ``copies`` sets of tensors of a case, with the check of a peer on them."""
     softmax = isinstance(case, AttentionCase)
     return (gate.AttentionProblem if softmax else operators.OperatorProblem)(case, device, copies)
 
@@ -59,11 +59,11 @@ def problem_of(case: Any, device: torch.device, copies: int) -> Problem:
 def facts_of(
     case: Any, layout: str, direction: str, mode: str, budget_used: float, median: float
 ) -> dict[str, Any]:
-    """Return what every result says of a call of a case: the way it was timed, and its rates.
+    """Return the facts of a call in every result: the way it was timed, and its rates.
 
     Args:
         case: one of ``ATTENTION_CASES``, or alike.
-        layout: of the peer.
+        layout: layout of the peer.
         direction: one of ``cases.DIRECTIONS``.
         mode: one of ``clock.MODES``.
         budget_used: the peer's largest error, as a fraction of the error allowed.
@@ -77,7 +77,7 @@ def facts_of(
         "budget_used": budget_used,
         "bytes": num_bytes,
         "flops": flops,
-        # Of what a copy and a matrix product reach on this machine.
+        # Relative to the rates of a copy and a matrix product on this machine.
         "copy_fraction": num_bytes / median / machine.copy_bandwidth(case.device),
         "matrix_fraction": flops / median / machine.matrix_rate(case.device, case.dtype),
     }

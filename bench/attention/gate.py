@@ -10,12 +10,12 @@ from bench.attention.cases import AttentionCase
 from bench.attention.peers import eager_attention
 from bench.harness.gate import Inputs, Problem
 
-# Of the batch: entries are independent, and float64 is slow on most GPUs and large on all.
+# Number of batch entries to check: they are independent, and float64 is slow and large.
 CHECKED_ENTRIES, CHECKED_SCORES = 8, 2**27
 
 
 def checked_entries(batch: int, scores: int, device: torch.device) -> Tensor:
-    """Return batch entries of so many scores, evenly spread, first and last among them."""
+    """Return evenly spread batch entries with this many scores, including first and last."""
     count = max(1, min(CHECKED_ENTRIES, batch, CHECKED_SCORES // scores))
     return torch.linspace(0, batch - 1, count, device=device).long()
 

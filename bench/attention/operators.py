@@ -25,10 +25,10 @@ from bench.harness.gate import Inputs, Problem
 from bench.harness.peers import Peer, compiled, found
 
 CHANNELS = "cross_covariance", "channel"  # these attend over channels, the others over tokens
-IN_A_ROW = *CHANNELS, "nystrom"  # for these tokens are no map
-ITERATIONS = 6  # of the inverse in Nyström attention
-# Products of the forward and of the backward, where the scores are computed again: those of an
-# outlook come out of a projection.
+IN_A_ROW = *CHANNELS, "nystrom"  # for these, tokens do not form a map
+ITERATIONS = 6  # iterations of the inverse in Nyström attention
+# Products of the forward and of the backward, which recomputes the scores; the scores of an outlook
+# come from a projection.
 PRODUCTS = {"cross_covariance": (2, 5), "channel": (2, 5), "window": (2, 5), "outlook": (1, 2)}
 GRADIENTS = {
     "cross_covariance": ("dqkv", "dtemperature"),
@@ -52,10 +52,10 @@ class OperatorCase(Case):
         size: side of the map, so N = size * size; of Nyström attention N, a multiple of m.
         heads: H.
         head_dim: D.
-        dtype: of every tensor.
+        dtype: dtype of every tensor.
         window: side of a window, which divides the map's.
         kernel: K.
-        stride: of an outlook; its patches are padded by ``kernel // 2``.
+        stride: stride of an outlook; its patches are padded by ``kernel // 2``.
         landmarks: m.
     """
 
@@ -84,18 +84,18 @@ class OperatorCase(Case):
 
     @property
     def places(self) -> int:
-        """Places along a side that an outlook looks from."""
+        """Number of windows along a side of an outlook."""
         return (self.size + 2 * (self.kernel // 2) - self.kernel) // self.stride + 1
 
     @property
     def patches(self) -> dict[str, int]:
-        """What describes the patches of an outlook, in PyTorch's words."""
+        """The patches of an outlook, in the terms of PyTorch's unfold."""
         padding = self.kernel // 2
         return {"kernel_size": self.kernel, "stride": self.stride, "padding": padding}
 
     @property
     def params(self) -> dict[str, Any]:
-        """What the public function takes beside tensors."""
+        """Arguments of the public function besides tensors."""
         return {
             "window": {"window_size": self.window},
             "outlook": self.patches,
@@ -104,7 +104,7 @@ class OperatorCase(Case):
 
     @property
     def operator_params(self) -> tuple[Any, ...]:
-        """What the operator below it takes beside tensors."""
+        """Arguments of the operator below it besides tensors."""
         return {
             "cross_covariance": (1e-12,),
             "channel": (self.scale,),
@@ -314,7 +314,7 @@ def _sdpa_windows(case: OperatorCase, device: torch.device) -> Callable[..., Ten
 
 
 class Given(nn.Module):
-    """Stands where a module has its projection, and returns ``value``."""
+    """Replaces the projection of a module, and returns ``value``."""
 
     value: Tensor
 
@@ -363,7 +363,7 @@ def _timm_outlook(case: OperatorCase, device: torch.device) -> Callable[..., Ten
     return run
 
 
-# timm cuts windows before its projection: cutting what a projection gives would not be its time.
+# timm cuts windows before its projection, so cutting them afterwards would not measure timm.
 _TIMM = {
     "cross_covariance": _timm_channels,
     "channel": _timm_channels,
@@ -373,7 +373,7 @@ _SDPA_CHANNELS = Peer(
     _sdpa_channels, "packed", about="PyTorch's scaled_dot_product_attention between channels"
 )
 _SDPA = {
-    # Its fused kernels want tokens to lie side by side in memory, which channels do here.
+    # Its fused kernels require contiguous tokens in memory, as channels are here.
     "cross_covariance": _SDPA_CHANNELS,
     "channel": _SDPA_CHANNELS,
     "window": Peer(
@@ -418,7 +418,7 @@ class OperatorProblem(Problem):
 
     @cached_property
     def entries(self) -> Any:
-        """All of the batch, but of Nyström attention, whose sequences are long, some."""
+        """All batch entries, but only some for Nyström attention, whose sequences are long."""
         if self.case.op != "nystrom":
             return ...
         scores = self.case.heads * self.case.tokens**2
@@ -435,7 +435,8 @@ class OperatorProblem(Problem):
 
         drawn = [*map(draw, (*case.input_shapes, case.out_shape))]
         if case.op == "nystrom":
-            # The tokens of a segment share a part, or all landmarks would be near the mean of all.
+            # The tokens of a segment share a component: otherwise all landmarks would be near the
+            # global mean.
             share = draw((case.batch, case.landmarks, 3, case.heads, case.head_dim))
             repeated = share.repeat_interleave(case.tokens // case.landmarks, dim=1)
             drawn[0] = repeated + 0.5 * drawn[0]
@@ -457,7 +458,7 @@ class OperatorProblem(Problem):
 
 _BF16, _FP32 = torch.bfloat16, torch.float32
 
-# The most telling of each operator first, at the paper's batch for one of 8 GPUs.
+# The most informative case of each operator first, at the paper's batch for one of 8 GPUs.
 CASES = (
     OperatorCase("xcit_m", "cuda", "cross_covariance", 128, 14, 8, 64, _BF16),
     OperatorCase("volo_d3_outlook", "cuda", "outlook", 128, 28, 8, 32, _BF16),

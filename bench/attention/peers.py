@@ -52,7 +52,7 @@ def _eager(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _sdpa(case: AttentionCase, device: torch.device) -> Callable[..., Tensor]:
-    # A mask only where it is needed: most backends are faster, or exist at all, without.
+    # Use a mask only if needed: without one, most backends are faster, and some only then exist.
     hidden = case.ragged or case.window > 0
     mask = case.visible(device) if hidden else None
     causal = case.causal and not hidden
@@ -70,7 +70,7 @@ def _sdpa_packed(case: AttentionCase, device: torch.device) -> Callable[..., Ten
     attend = _sdpa(case, device)
 
     def run(qkv: Tensor) -> Tensor:
-        # Of the ways to split a projection, the cheapest backward: one copy stacks the gradients.
+        # The split of a projection with the cheapest backward: one copy stacks the gradients.
         return attend(*(t.transpose(1, 2) for t in qkv.unbind(2))).transpose(1, 2)
 
     return run
@@ -82,7 +82,7 @@ def every_sample(with_stats: Callable[..., Callable[..., Any]], layout: str) -> 
     Args:
         with_stats: (case, device, ``sample`` as the public function takes it) -> function of the
             leaves of ``layout`` that returns the output.
-        layout: of ``Peer``.
+        layout: layout of ``Peer``.
     """
 
     def build(sample: tuple[int, ...] | None, case: Any, device: torch.device) -> Any:

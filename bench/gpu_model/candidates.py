@@ -1,10 +1,10 @@
-"""Variants of kernels that no GPU has timed yet, and that no call gets by itself.
+"""Variants of kernels that no GPU has timed yet, and that no call uses by default.
 
-    python -m bench.tune --candidates            # time each beside what ships, on the GPU at hand
+    python -m bench.tune --candidates            # compare each with the shipped code on this GPU
     python -m bench.gpu_model vit_base --only statistics --candidate NAME     # predict one
 
-A candidate that wins on a GPU is selected in the tables that it names, and leaves this list. One
-that loses is deleted with its code; docs/LOG.md keeps the numbers.
+A candidate that wins on a GPU moves from this list to the tables that it names. A candidate that
+loses is deleted with its code; docs/LOG.md keeps the numbers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ _ORDERS = {
 
 
 class Candidate(NamedTuple):
-    """A variant of what ships, for one direction of some cases.
+    """A variant of the shipped code for one direction of some cases.
 
     Attributes:
         name: unique.
@@ -50,7 +50,7 @@ class Candidate(NamedTuple):
 
     @contextmanager
     def selected(self) -> Iterator[None]:
-        """Let every call use this candidate, and forget the launches of calls before and after."""
+        """Make every call use this candidate, and clear the cached launches before and after."""
 
         def change(table: str, row: Rule | None) -> Rule | None:
             return row and replace(row, tile=row.tile.replace(**self.tiles.get(table, {})))
@@ -70,7 +70,7 @@ class Candidate(NamedTuple):
 
 _HOPPER = kernels.FORWARD["hopper_forward"]._replace(many_heads_from=ANY)
 _TMA_CASES = "vit_base", "vit_large", "bert", "gpt2_512", "vit_384", "long_1024"
-# The warp-specialised kernels, one in place of ``hopper``, ``hopper_resident``, ``hopper_long``.
+# The warp-specialised kernels, instead of ``hopper``, ``hopper_resident`` and ``hopper_long``.
 TMA = tuple(
     Candidate(f"tma_{direction}", direction, _TMA_CASES, kernels={kernel: _HOPPER})
     for direction, kernel in (

@@ -5,12 +5,13 @@
     python -m bench.gpu_model xcit_m --only backward --unchecked
     python -m bench.gpu_model all --arch 80 86 90 --only forward backward --unchecked --json FILE
 
-One entry of the batch and up to four heads are executed (eight entries of short sequences, every
-head of operators other than softmax attention), with all checks, and what programs did is counted:
-bank conflicts, sectors of global memory, and, of the machine code that ptxas made, instructions of
-warps and the source lines that run most of them.
-The time of the whole case is predicted from the machine code, with what its warps wait for and
-where; floors are how long each unit of the GPU is busy with it, which nothing can be faster than.
+The simulator executes one batch entry and up to four heads with all checks: eight entries of short
+sequences, and every head of operators other than softmax attention. It counts bank conflicts and
+sectors of global memory and, in the machine code of ptxas, the instructions of warps and the source
+lines that run most of them.
+The time of the whole case is predicted from the machine code, along with the causes and places at
+which warps wait. A floor is the time that a unit of the GPU is busy with the case, a lower bound on
+its time.
 The last of these writes bench/results/predictions.json, which ``bench.report`` shows.
 calibration.json beside it is for sm_90 alone, with ``--separate``, by the release of Triton that an
 H200 ran; a test holds it to what was measured.
@@ -47,7 +48,7 @@ BYTES, UNKNOWN = "bytes", "unknown"
 
 
 def smaller(case: AnyCase, *, persistent: bool = False) -> tuple[AnyCase, float]:
-    """Return a case with less of the same, and how many times as much the whole one is.
+    """Return a smaller part of a case, and the ratio of the whole case to it.
 
     One entry of the batch, of varlen sequences all; of attention four heads, and eight entries
     where a program may own several heads. ``persistent`` programs get as many as in the whole.
@@ -109,7 +110,7 @@ def fewer_programs(times: float) -> Iterator[None]:
 
 
 class Prediction(NamedTuple):
-    """What the model makes of a launch on a GPU.
+    """The prediction of the model for a launch on a GPU.
 
     Attributes:
         floors: seconds by unit that the launch takes if nothing waits; empty where its machine code
@@ -264,7 +265,7 @@ def row(
     ``limit`` says which.
 
     Args:
-        name: of the GPU.
+        name: name of the GPU.
         case: of the benchmark.
         direction: ``forward`` or ``backward``.
         predictions: of each launch.
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--candidate",
         choices=tuple(CANDIDATES),
         metavar="NAME",
-        help="variant of bench.gpu_model.candidates to simulate (none: what ships)",
+        help="variant of bench.gpu_model.candidates to simulate (the shipped code)",
     )
     parser.add_argument(
         "--json", type=Path, help="file to write predictions of forward and backward to (none)"

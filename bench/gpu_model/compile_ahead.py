@@ -1,9 +1,9 @@
 """Compile kernels for GPUs that this machine lacks, and read the resources that they use.
 
 A launcher is called on tensors without memory (the meta device) while ``recorded`` takes its
-launches instead of running them; each is then compiled by Triton's own binder, so that what is
-measured is the specialisation that the same call would run on a GPU. Triton is imported at the
-first use: the benchmarks themselves also run without it.
+launches instead of running them; each is then compiled by Triton's own binder, so that the measured
+specialisation is the one that the same call would run on a GPU. Triton is imported at the first
+use: the benchmarks themselves also run without it.
 """
 
 import re
@@ -19,7 +19,7 @@ from bench.gpu_model.machine_code import MachineCode, disassemble, dump
 from leaner_kernels.ops import gpus
 from leaner_kernels.ops.gpus import GPU
 
-# Those that tiles are chosen for.
+# The architectures for which tiles are chosen.
 GPUS = {capability: gpu for capability, gpu in gpus.GPUS.items() if gpu.tiles is not None}
 WARP = 32
 # Each of the four parts of an SM has 16K registers and gives them out to a warp by 256;
@@ -42,7 +42,7 @@ def tuned() -> bool:
 
 
 def spill_faults(stack: int, looped_spills: int) -> list[str]:
-    """Return what is wrong with a kernel's use of local memory."""
+    """Return the faults in a kernel's use of local memory."""
     found = []
     if stack > MAX_STACK:
         found.append(f"{stack} bytes of stack, {MAX_STACK} are allowed")
@@ -54,13 +54,13 @@ def spill_faults(stack: int, looped_spills: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a program of a kernel takes.
+    """The resources of a program of a kernel.
 
     Attributes:
-        registers: of a thread.
+        registers: number of registers of a thread.
         shared: bytes.
         stack: bytes of a thread.
-        threads: of a program.
+        threads: number of threads of a program.
         programs_per_sm: how many programs one SM holds at once.
         cubin: its machine code.
     """
@@ -89,7 +89,7 @@ class Resources:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the use of local memory."""
+        """The faults in the use of local memory."""
         return spill_faults(self.stack, self.looped_spills)
 
 
@@ -162,7 +162,7 @@ class Specialisation(NamedTuple):
 
 
 def specialise(launch: Launch, capability: int) -> Specialisation:
-    """Return what the launch would run on a GPU, found by Triton's own binder."""
+    """Return the specialisation that the launch would run on a GPU, using Triton's own binder."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.compiler import make_backend
@@ -216,7 +216,7 @@ def _read(compiled: Any, gpu: GPU) -> Resources:
 def programs_per_sm(
     gpu: GPU, registers: int, shared: int, threads: int, tensor_columns: int = 0
 ) -> int:
-    """Return how many programs one SM holds at once; 0 where not even one fits."""
+    """Return how many programs one SM holds at once; 0 if not even one fits."""
     if shared > gpu.shared_per_program:
         return 0
     warps = -(-threads // WARP)

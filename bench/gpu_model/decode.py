@@ -1,7 +1,7 @@
-"""Decode parsed PTX into what the executor runs.
+"""Decode parsed PTX into instructions of the executor.
 
-An instruction is looked up by its opcode less what changes nothing here; what is not found stops
-with its text.
+An instruction is looked up by its opcode without modifiers that change nothing here. An unknown
+instruction raises an error with its text.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from bench.gpu_model.ptx import (
 )
 
 SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
-# What changes neither the result here nor which instruction it is.
+# Modifiers that change neither the result here nor the instruction.
 MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
 SPECIAL = ["%laneid", "%tid.x", "%ntid.x"]  # filled in by the executor
 SPECIAL += [f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz"]
@@ -40,7 +40,7 @@ class Program:
     Attributes:
         kernel: what was decoded; statement i is instruction i.
         code, operands: the executor's arrays.
-        register_bytes: of a warp.
+        register_bytes: register bytes of a warp.
         constants: slots of immediate numbers, by value; ``parameters``: of arguments, by place.
         special: slots of ``SPECIAL``.
         operation_names: the executor's, by their numbers in ``code``.

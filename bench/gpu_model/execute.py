@@ -25,7 +25,7 @@ MAX_INSTRUCTIONS = 50_000_000  # of a warp between two barriers
 
 
 class Finding(NamedTuple):
-    """Something that a GPU would do wrong, or that hangs on luck there."""
+    """Something that a GPU would do wrong, or that depends on timing there."""
 
     what: str
     where: str  # file:line of the kernel
@@ -37,7 +37,7 @@ class Finding(NamedTuple):
 
 
 class ExecutionError(RuntimeError):
-    """A kernel that cannot go on, or that findings were reported of."""
+    """A kernel that cannot continue, or that has findings."""
 
 
 class Recorded(NamedTuple):
@@ -63,7 +63,7 @@ class Execution:
         grid: programs of the launch.
         findings: what was found, the first thousand less one and the last.
         found: how often, by what.
-        tensor_bytes: of its tensors, each once: what memory gives and takes at least.
+        tensor_bytes: bytes of its tensors, each once: what memory gives and takes at least.
         launch: what was requested, where Triton was.
         recorded: of a counted kernel whose warps meet at barriers of their own.
     """
@@ -165,7 +165,7 @@ class TensorBoxes(NamedTuple):
 
     Attributes:
         tensor: what holds the elements.
-        shape: of what is copied; elements outside are read as zero or NaN and not written.
+        shape: shape of what is copied; elements outside are read as zero or NaN and not written.
         strides: elements.
         box: elements of a copy.
         swizzle: bytes of a row of shared memory whose pieces are exchanged, 0 for none.

@@ -1,9 +1,9 @@
 """Read the machine code of a kernel, and compute how often each instruction runs.
 
-ptxas moves, joins and unrolls PTX, but it keeps nearly every product, barrier and access
-to memory. How often those ran, by source line, the executor has counted; what flows into a
-block of machine code flows out of it again. From both follows how often each block ran, and so
-every instruction, those too that PTX does not have: spills above all.
+ptxas moves, joins and unrolls PTX, but keeps nearly every product, barrier and memory access. The
+executor has counted how often those ran, by source line, and the flow into a block of machine code
+equals the flow out of it. Together they determine how often each block ran, and so every
+instruction, including those that PTX lacks, such as spills.
 """
 
 import heapq

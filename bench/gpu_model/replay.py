@@ -1,7 +1,7 @@
-"""Predict the time of a launch: replay on one SM what its warps execute.
+"""Predict the time of a launch by replaying the instructions of its warps on one SM.
 
 ptxas writes into each machine instruction how long the next one of the warp waits and which
-scoreboards it sets and needs, so the code itself holds what depends on what. csrc/replay.cpp issues
+scoreboards it sets and needs, so the code itself contains all dependencies. csrc/replay.cpp issues
 it cycle by cycle: four schedulers, the units of each, shared memory and a part of the bandwidth of
 L2 and memory for all four, barriers, cp.async, wgmma, mbarriers and TMA, with as many programs as
 fit at once.
@@ -63,8 +63,8 @@ class Work(NamedTuple):
     Attributes:
         code: the kernel's machine code.
         traces: instructions of a warp, numbered, in order; of each kind of program, as many each.
-        warps: of a program.
-        programs: of the launch.
+        warps: number of warps of a program.
+        programs: number of programs of the launch.
         programs_per_sm: how many are resident at once.
         accesses: of machine instructions whose accesses are known; others use their full width.
         memory_bytes: what the launch moves to and from memory at least; the rest comes from L2.
@@ -85,7 +85,7 @@ class Timing(NamedTuple):
     """What the model predicts of a launch.
 
     Attributes:
-        seconds: of the launch.
+        seconds: seconds of the launch.
         busy: part of the time, by unit.
         waited: part of the warps' time, by reason.
         waited_at: cycles of warps that each machine instruction waited.

@@ -1,8 +1,8 @@
 """Compute how long each unit of an SM is busy with a program: a lower bound on its time.
 
-A unit that is busy for so many cycles takes them, however well everything else overlaps. A kernel
-comes close to its floor only where enough warps are at hand to hide latencies and barriers; the
-floor names what binds it then, and by how much the next unit would.
+A launch takes at least as long as each unit is busy, however well everything else overlaps. A
+kernel approaches this floor only if enough warps hide latencies and barriers. The floor names the
+limiting unit, and how close the next one is.
 """
 
 import re
@@ -65,13 +65,13 @@ BINDS = 0.7  # of the time that a unit is busy
 
 
 class Model(NamedTuple):
-    """What no manual states, in cycles: latencies, and what a barrier or a new program costs.
+    """Constants in cycles that no manual states: latencies, and costs of barriers and programs.
 
     Attributes:
-        cache_latency: of a load that L2 answers, and until it acknowledges a store;
+        cache_latency: latency of a load that L2 answers, and until it acknowledges a store;
             ``memory_latency`` of a load that memory answers.
         cache_bytes: from L2 to one SM, a cycle.
-        hmma_latency: of a product of a warp.
+        hmma_latency: latency of a product of a warp.
         barrier: from the arrival of the last warp until the first one goes on.
         start: from the end of a program to the first instruction of the next one in its place.
         shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
@@ -168,7 +168,7 @@ def cycles(executed: Mapping[str, float], wavefronts: float, gpu: GPU) -> dict[s
 
     Args:
         executed: instructions of all warps, as ``machine_code.executed`` names them.
-        wavefronts: of shared memory.
+        wavefronts: wavefronts of shared memory.
         gpu: one of ``GPUS``.
     """
 

@@ -15,9 +15,9 @@ from bench.harness.peers import REFUSALS, AbsentError, Peer
 
 
 class Current:
-    """What the case at hand is measured on, and each peer after its gate.
+    """The tensors of the current case, and each peer after its gate.
 
-    What the case before was measured on is freed.
+    Those of the previous case are freed.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Current:
         self.checked: dict[tuple[Any, str], Any] = {}
 
     def use(self, case: Any, build: Callable[[Any], Any]) -> Any:
-        """Return what ``build`` makes of a case."""
+        """Return the result of ``build`` for a case."""
         if self.case != case:
             self.case, self.built = None, None
             self.built = build(case)
@@ -45,7 +45,7 @@ class Current:
         return self.built
 
     def peer(self, case: Any, name: str) -> tuple[Callable[..., Tensor], float, list[Inputs]]:
-        """Return a function, how much of its error budget it used, and inputs; or raise why not."""
+        """Return a function, the share of its error budget used, and inputs; or raise an error."""
         device, peer = torch.device(case.device), self.peers_of(case)[name]
         copies = clock.copies_beyond_cache(case.bytes("forward"), device)
         problem = self.use(case, lambda case: self.problem_of(case, device, copies))
@@ -55,7 +55,7 @@ class Current:
             except (AbsentError, WrongError) as error:
                 self.checked[case, name] = type(error)(*error.args)
         result = self.checked[case, name]
-        # Raised anew: a traceback that is kept would keep the memory of its case.
+        # Raise a new error: a stored traceback would keep the memory of its case.
         if isinstance(result, Exception):
             raise type(result)(*result.args)
         return *result, problem.inputs(peer.layout)
@@ -81,7 +81,7 @@ class Row:
 
     Attributes:
         case: of the row; without a GPU, one for a GPU is deselected.
-        name: of the peer.
+        name: name of the peer.
         what: is measured of it, a direction or a stage, if more than one thing is.
         mode: how it is timed, one of ``clock.MODES``, if more than one way is.
         ours: what our own code raises is no refusal.
@@ -148,7 +148,7 @@ def one_call(direction: str, function: Callable[..., Tensor]) -> Callable[[Any],
 
 
 def unmeasured_lines(entries: list[dict[str, str]]) -> Iterator[str]:
-    """Yield a line for each reason why peers have no number, with the peers; wrong ones first."""
+    """Yield a line for each reason why peers have no number, with the peers, wrong ones first."""
     peers: dict[tuple[bool, str, str], list[str]] = {}
     for entry in entries:
         key = entry["status"] != "wrong", entry["status"], entry["reason"]

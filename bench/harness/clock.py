@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 MODES = {"cpu": ("wall",), "cuda": ("graph", "eager")}
-# Of rows that are only called from Python.
+# For rows that are only called from Python.
 FROM_PYTHON = {"cpu": "wall", "cuda": "eager"}
-# How long one row is timed, of a kernel and of a whole step: hundreds must fit in minutes.
+# Seconds to time a row of a kernel, and of a whole step: hundreds must fit in minutes.
 SECONDS = {"cpu": 0.25, "cuda": 0.15}
 STEP_SECONDS = {"cpu": 0.25, "cuda": 1.0}
 ROUND_SECONDS = 0.005  # long against the microseconds that a round's first launch takes
@@ -37,7 +37,7 @@ class Clock:
         self.calls, self.on_gpu = 1, device_type == "cuda"
 
     def __call__(self) -> Any:
-        """Return what, less an earlier reading, is seconds per call."""
+        """Return a reading; the difference of two is seconds per call."""
         return Instant(self.calls) if self.on_gpu else time.perf_counter() / self.calls
 
 

@@ -1,4 +1,4 @@
-"""What the commands of bench/ share: their parser, where a result is from, and its file."""
+"""Shared code of the commands of bench/: their parser, the origin of a result, and its file."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def parser(module: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def need_gpu(module: str) -> None:
-    """Stop in one line where there is no GPU."""
+    """Exit with one line if there is no GPU."""
     if not torch.cuda.is_available():
         raise SystemExit(f"{module} needs a CUDA GPU, but torch finds none")
 
@@ -38,7 +38,7 @@ def other_attention(module: str) -> str | None:
 
 
 def need_pytorchs_attention(module: str) -> None:
-    """Stop in that line."""
+    """Exit with that line if another library is active."""
     if (line := other_attention(module)) is not None:
         raise SystemExit(line)
 

@@ -24,7 +24,7 @@ ENERGY_SECONDS = 0.5  # long against the tens of milliseconds between two update
 def kept_for_backward(function: Callable[[], Tensor], parameters: Iterable[Tensor] = ()) -> int:
     """Run a forward; return the bytes that autograd saved, each storage once and whole.
 
-    ``parameters`` count as nothing: they are there anyway.
+    ``parameters`` do not count, because they exist anyway.
     """
     kept: dict[int, int] = {}
     alive = []  # what is freed could lend its address to another storage
@@ -53,7 +53,7 @@ def flops(call: Callable[[], Any]) -> int:
 
 
 def peak_memory(call: Callable[[], Any]) -> int:
-    """Return the most bytes of the GPU that one call held beside what was there."""
+    """Return the peak of GPU bytes that a call allocated in addition to existing ones."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -70,7 +70,7 @@ def energy(run_round: Callable[[], Any], calls: int, gpu: Gpu) -> dict[str, floa
 
     Args:
         run_round: makes ``calls`` calls on the current stream.
-        calls: of a round.
+        calls: number of calls of a round.
         gpu: that runs them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The correctness gate: a peer with wrong results is not timed.
+"""Check the results of peers: one with wrong results is not timed.
 
 The criterion is the project's error budget, against float64: twice what the textbook computation in
 the peer's own dtype errs, plus one rounding of the result. The tests hold the same criterion, and
@@ -49,7 +49,7 @@ class Problem:
     """The tensors of a case, ``copies`` sets of them, and the truth about the first set.
 
     Attributes:
-        names: of the results that are compared.
+        names: names of the results that are compared.
         entries: of every tensor's first axis that are checked, by default all.
     """
 
@@ -126,15 +126,15 @@ class Problem:
 
 def poison(like: Sequence[Tensor]) -> None:
     """Fill memory of the size of all results with NaN, and free it."""
-    # Allocators hand memory back as it was: an output that is never written could otherwise show
-    # the right answer of the peer before.
+    # Allocators return memory with its old contents: an output that is never written could
+    # otherwise hold the right answer of the previous peer.
     for t in [torch.full_like(tensor, float("nan")) for tensor in like]:
         del t
 
 
 @torch.no_grad()
 def away_from_the_start(model: nn.Module, generator: torch.Generator) -> None:
-    """Move every value from where it hides errors: scales of 1e-5, biases of 0, variances of 1."""
+    """Change values that hide errors: scales of 1e-5, biases of 0, variances of 1."""
     for name, value in model.state_dict().items():
         if name.endswith("running_var"):
             value.uniform_(0.5, 2, generator=generator)

@@ -1,7 +1,6 @@
-"""Record what a measurement depends on: versions, hardware, commit and hardware ceilings.
+"""Record the conditions of a measurement: versions, hardware, commit and hardware ceilings.
 
-``python -m bench.harness.machine`` writes the facts as JSON. No host name, user name or path is
-among them.
+``python -m bench.harness.machine`` prints them as JSON, without host name, user name and paths.
 """
 
 import argparse
@@ -77,7 +76,7 @@ def commit(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _git(root: Path, *command: str) -> str | None:
-    # A copy of the checkout may lie inside somebody else's repository: its commit is not ours.
+    # A copy of the checkout may lie inside another repository, whose commit is not ours.
     if not (root / ".git").exists():
         return None
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 
-# What a library raises for a case that it does not take.
+# Errors that libraries raise for cases that they do not support.
 REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
 
 
@@ -34,7 +34,7 @@ class Peer:
             laid out as q is, for ``packed`` (B, N, H, D).
         ours: whether it is a kernel of this project.
         ragged: whether it takes sequences of different lengths, or for those of one length.
-        context: entered around every call, and not timed.
+        context: context around every call, which is not timed.
         about: one sentence for a legend that says what the peer is.
     """
 

@@ -16,7 +16,7 @@ from leaner_kernels import KappaMonitor
 
 EVERY = (1, 10, 50)
 SAMPLES = 4
-MIN_STEPS = 10  # in a window, which then ends with one synchronisation
+MIN_STEPS = 10  # number of steps in a window, which ends with one synchronisation
 
 
 def mixed(device: torch.device) -> AbstractContextManager[Any]:
@@ -64,7 +64,7 @@ class Training:
         return loss.detach()
 
     def peak_bytes(self) -> int | None:
-        """Take a step after the first, which made AdamW's moments; return the most that it held.
+        """Run a step after the first, which created AdamW's moments; return its peak memory.
 
         None on a CPU, where nothing counts it, and where CUDA graphs are replayed: PyTorch does not
         count what they hold.

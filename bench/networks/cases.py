@@ -22,11 +22,11 @@ class PaperCase:
     Attributes:
         name: an identifier; cases of the CPU begin with ``cpu_``.
         device: ``cuda`` or ``cpu``.
-        row: of ``papers.ROWS``.
+        row: row of ``papers.ROWS``.
         variant: ``original`` or ``lean``.
         batch: samples.
         sizes: arguments of the constructor instead of the row's.
-        kind: of the rows of a result.
+        kind: kind of the rows of a result.
         item: what is counted in a second.
         stages: that are measured.
     """

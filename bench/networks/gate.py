@@ -1,8 +1,8 @@
 """Check models of the paper before they are timed.
 
-Vision models are given timm's weights, and must classify as timm's in float64. Of language models
-ours is held to a copy on the CPU, and those of transformers, whose weights are their own, to finite
-numbers.
+Vision models get timm's weights, and must classify as timm's model in float64. Our language models
+must agree with a copy on the CPU. Those of transformers, which have their own weights, must give
+finite numbers.
 """
 
 import copy
@@ -202,7 +202,7 @@ class LanguageModels(Models):
 
     @cached_property
     def reference(self) -> nn.Module:
-        """Our model on the CPU with the weights that are checked: no error hides behind a zero."""
+        """Our model on the CPU with weights without zeros, which could hide errors."""
         model = self.case.build(torch.device("cpu")).train()
         away_from_the_start(model, torch.Generator().manual_seed(1))
         return model

@@ -1,9 +1,9 @@
 """Build timm's and transformers' models of the paper's rows, as peers of ours.
 
 timm splits the width among the heads; where a row widens it, its attention gets projections of that
-width around its own computation. Models of transformers are as close as their options allow: each
-is a module of a batch that returns the mean loss, and its builder says in which way it is another
-model than ours.
+width around its own computation. Models of transformers are as similar as their options allow. Each
+is a module that returns the mean loss of a batch, and its builder describes the differences from
+our model.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,9 +2,8 @@
 
     python -m bench.networks.profile_steps model_vit_base_lean leaner_compiled --json profile.json
 
-A case and a peer are named as in the results of bench/networks. Steps are profiled by
-torch.profiler after others have warmed up. On a CPU, where nothing is compiled, the table has
-PyTorch's operators instead of kernels.
+Cases and peers have the names of the results of bench/networks. torch.profiler records steps after
+a warm-up. On a CPU nothing is compiled, and the table has PyTorch's operators instead of kernels.
 """
 
 import sys
@@ -90,10 +89,12 @@ def measure(case: str, peer: str) -> tuple[list[dict[str, Any]], dict[str, Any]]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = command.parser("bench.networks.profile_steps", __doc__)
-    parser.add_argument("case", metavar="CASE", help="a row of the paper: model_vit_base_lean")
-    parser.add_argument("peer", metavar="PEER", help="whose model, and its mode: leaner_compiled")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all kernels to FILE (not written)"
+        "case", metavar="CASE", help="row of the paper, such as model_vit_base_lean"
+    )
+    parser.add_argument("peer", metavar="PEER", help="library and mode, such as leaner_compiled")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all kernels to FILE as JSON"
     )
     flags = parser.parse_args(arguments)
     if flags.case not in CASES:

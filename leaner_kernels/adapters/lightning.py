@@ -31,9 +31,9 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     checkpoint continues these files; a new run renames existing ones. The module logs "kappa", the
     newest geometric mean over the layers that are resolved.
 
-    With several optimizers, every step of each counts, and a sample is of one batch: layers that
-    the batch does not train have rows without numbers. The first sample lasts until
-    a batch calls attention, at most eight batches.
+    With several optimizers, every step of each counts, and a sample covers one batch: layers that
+    the batch does not train have rows without numbers. The first sample lasts until a batch calls
+    attention, at most eight batches.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -51,10 +51,10 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self.options = {"every": every, "samples": samples, **options}
         self.folder = folder
         self.run: RunLog | None = None
-        # Updates when the sample began, when the batch began, and before that of the newest row.
+        # Number of updates when the sample began, when the batch began, and before the newest row.
         self._sampled: int | None = None
         self._updates = self._row = 0
-        self._batches = 0  # of the sample, each with an update
+        self._batches = 0  # batches of the sample, each with an update
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Construct the monitor of this training."""
@@ -85,7 +85,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         values = {}
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            # Of automatic optimization it is this batch's share in the update.
+            # With automatic optimization this is the batch's share of the loss of the update.
             shares = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
             values["loss"] = loss.item() * shares
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:
@@ -104,7 +104,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Write all logs at the end of a validation, with the step of the update before it."""
-        # Of a fit, and not of the check before it or of ``trainer.validate``.
+        # Only during a fit, not in the sanity check before it nor in ``trainer.validate``.
         if self.run is not None and trainer.state.fn == "fit" and not trainer.sanity_checking:
             logs = trainer.callback_metrics.items()
             numbers = {name: value.item() for name, value in logs if value.numel() == 1}
@@ -121,7 +121,7 @@ class KappaCallback(Callback):  # pyright: ignore[reportGeneralTypeIssues]
             self.run.monitor.cancel()
 
     def _awaits_attention(self, trainer: Any) -> bool:
-        """Whether the first batches trained a network without attention, and others may follow."""
+        """Return whether no batch has called attention so far, and later batches still may."""
         assert self.run is not None
         monitor = self.run.monitor
         several = len(trainer.optimizers) > 1 and self._batches < MOST_BATCHES

@@ -108,7 +108,7 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
             masks = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             return swap.node_of(self, query, key, value, *masks)
         if attn_mask is not None and is_causal_bias(attn_mask):
-            raise ValueError("attn_mask must be numbers: the memory of a CausalBias holds none")
+            raise ValueError("attn_mask must hold numbers, got a CausalBias, which has none")
         if need_weights:
             masks = key_padding_mask, True, attn_mask, average_attn_weights, is_causal
             output, weights = super().forward(query, key, value, *masks)
@@ -193,7 +193,9 @@ class MultiheadAttention(Capturing, nn.MultiheadAttention):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         if query.is_nested:
-            raise ValueError("a nested query is not supported: enable_nested_tensor=False")
+            raise ValueError(
+                "query must not be nested: construct the encoder with enable_nested_tensor=False"
+            )
         inputs = [("query", query, self.embed_dim)]
         if not (query is key is value and self._qkv_same_embed_dim):
             inputs += [("key", key, self.kdim), ("value", value, self.vdim)]
@@ -278,7 +280,7 @@ def _one_mask(
     """
     batch, heads, rows, cols = scores
     if is_causal and attn_mask is None:
-        raise ValueError("attn_mask must be given with is_causal=True, which describes it")
+        raise ValueError("is_causal=True describes attn_mask: give attn_mask too, got None")
     if is_causal and key_padding_mask is None:
         return None, True
     masks = []

@@ -51,8 +51,8 @@ from ..ops.attention.sdpa import passing
 
 NAME = "leaner"
 _lock = threading.Lock()
-_users = 0  # of use_sdpa, in all threads
-_before: str | None = None  # active when the first of them began
+_users = 0  # open blocks of use_sdpa, in all threads
+_before: str | None = None  # the implementation that was active when the first block began
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def use_sdpa() -> Iterator[None]:
         RuntimeError: PyTorch was built for ROCm.
     """
     global _users, _before
-    _refuse_rocm()  # before PyTorch restores what is active
+    _refuse_rocm()  # before PyTorch restores the active implementation
     with _lock:
         if _users == 0:
             _before = current_flash_attention_impl()
@@ -131,8 +131,8 @@ class Handle:
                 return
             if count := self._unfinished():
                 warnings.warn(
-                    f"attention calls that have had no backward: {count}; run it before PyTorch's "
-                    "kernels are restored, or its gradients may be wrong",
+                    f"attention calls without a backward pass: {count}. Run the backward before "
+                    "PyTorch's kernels are restored, or its gradients may be wrong",
                     stacklevel=4,
                 )
             _hooks.replacements.discard(self)
@@ -140,7 +140,7 @@ class Handle:
 
 
 def _over(below: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that computes the calls which are ours, and passes on the others."""
+    """Return a kernel that computes the calls that are ours, and forwards all others."""
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         results = None if passing.on else compute(*args, **kwargs)

@@ -14,7 +14,7 @@ from ..ops.attention import aten
 
 NO_WINDOW, CAUSAL_WINDOW = (-1, -1), (-1, 0)
 VARLEN_OPTIONS = {"scale", "window_size_left", "window_size_right"}
-LSE_ALIGNMENT = 32  # rows, of the log-sum-exp in the memory-efficient operator
+LSE_ALIGNMENT = 32  # rows to which the memory-efficient operator pads the log-sum-exp
 _empty: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
@@ -24,9 +24,9 @@ def _dense(dropout_p: float, is_causal: bool, scale: float | None) -> aten.Numbe
 
 
 def _without_elements(query: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor, kept since its ``new_empty`` takes a third of the query's time.
+    """Return an empty tensor, cached because ``new_empty`` takes a third of the query's time.
 
-    Tensors with memory are not kept: it could belong to the pool of a CUDA graph.
+    Tensors with memory are not cached: the memory could belong to the pool of a CUDA graph.
     """
     key = query.device, dtype
     if key not in _empty:
@@ -185,7 +185,8 @@ def _varlen(
         key_starts = starts
     # Our kernels align a causal mask to the first key.
     alike = key_starts is starts and query.shape[0] == key.shape[0] and max_q == max_k
-    # Hooks of saved tensors may copy the starts: with dropout both directions must be of one kind.
+    # Saved-tensor hooks may copy the starts. With dropout both directions must run the same
+    # kernels.
     if causal and last_key and (dropout_p or not alike):
         return None
     numbers = aten.VarlenNumbers(max_q, max_k, float(dropout_p), causal, options.get("scale"))
@@ -201,7 +202,7 @@ def varlen_forward(
     call = _varlen(query, key, value, ends, dropout_p, is_causal, options)
     if call is None or return_debug_mask:
         return None
-    # Below ``varlen_attn`` nothing says whether a backward follows.
+    # Below ``varlen_attn`` it is unknown whether a backward follows.
     if (done := aten.forward(aten.FusedVarlen, *call, True)) is None:
         return None
     return done.out, done.lse, *_flash_state(query, done)
@@ -253,7 +254,7 @@ def cudnn_varlen_backward(
     return aten.backward(aten.FusedVarlen, grad_out, tensors, numbers, seed=seed, out=out, lse=lse)
 
 
-# Names of operators: what computes them.
+# The functions that compute the operators, by name.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": flash_forward,
     "_scaled_dot_product_flash_attention_backward": flash_backward,

@@ -38,7 +38,8 @@ class Rule(NamedTuple):
         new_class: its replacement, a subclass of ``cls`` at the top level of its file, so that
             models can be pickled.
         what: description for the report, such as "attention between tokens". Empty for a block
-            around an attention module: it is not reported, and harmless if it outlives that.
+            around an attention module, which is not reported and does no harm if it outlives the
+            swap of the module.
         prepare: sets the attributes that ``new_class`` has beyond those of ``cls``, and nothing
             that is a parameter, buffer or module. A ValueError or AttributeError leaves the module
             as it was, its message being the reason.
@@ -71,7 +72,7 @@ class Swapped:
             removed.attribute(f"{__name__}.Swapped", name)
 
     def undo(self) -> None:
-        """Have the model call what it called before; keep trained weights."""
+        """Make the model call its former attention again; keep trained weights."""
         self._undo()
 
     def nothing_in(self, model: nn.Module) -> str:
@@ -80,9 +81,9 @@ class Swapped:
         if not reasons:
             return f"{name} has no attention module: there is nothing to swap or to measure"
         return (
-            f"{name} has no attention module to swap ({reasons}): "
-            "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.attention, "
-            "which takes the same arguments; KappaMonitor measures such a model as it is"
+            f"{name} has no attention module to swap ({reasons}): replace calls of "
+            "F.scaled_dot_product_attention by leaner_kernels.attention, which takes the same "
+            "arguments; KappaMonitor measures the model even without that"
         )
 
     def __repr__(self) -> str:
@@ -140,7 +141,7 @@ def without_holders(left: Mapping[str, str], others: Sequence[str]) -> dict[str,
 def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
     """Undo the swaps of ``rules`` in a model or a copy of it; skip modules of these classes.
 
-    If one was wrapped after its swap, as by ``fully_shard``, raise a ValueError and undo none.
+    If a module was wrapped after its swap, as by ``fully_shard``, raise a ValueError and undo none.
     """
     classes = tuple(rule.new_class for rule in rules)
     swapped = {n: m for n, m in model.named_modules() if isinstance(m, classes)}
@@ -153,8 +154,8 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
             del swapped[name]
         else:
             raise ValueError(
-                f"{name or 'the model'} was wrapped since it was swapped, as "
-                f"{type(module).__name__}: unwrap it before undo"
+                f"{name or 'the model'} was wrapped in {type(module).__name__} after it was "
+                "swapped: unwrap it before undo"
             )
     for module in swapped.values():
         _restore(module)
@@ -163,7 +164,7 @@ def undo(model: nn.Module, rules: Sequence[Rule]) -> None:
 def _swap_one(module: nn.Module, rule: Rule) -> str | None:
     """Swap a module, or leave it unchanged and return the reason."""
     if "forward" in vars(module):
-        return "its forward was replaced on the instance (compiled, wrapped): swap before that"
+        return "its forward was replaced on the instance, as by compiling or wrapping: swap first"
     before, failed = dict(vars(module)), None
     module.__class__ = rule.new_class
     try:
@@ -190,7 +191,7 @@ def _restore(module: nn.Module) -> None:
 
 
 def node_of(module: nn.Module, *args: Any) -> Any:
-    """Return the node by which torch.fx calls a module as a whole, as it does PyTorch's own."""
+    """Return the torch.fx node that calls a module as a whole, as for PyTorch's own modules."""
     tracer: Any = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(module), args, {})
 
@@ -203,7 +204,7 @@ def is_attention(module: nn.Module) -> bool:
 
 @cache
 def calls(cls: type, name: str) -> bool:
-    """Return whether a method of a class calls what has this name."""
+    """Return whether a method of a class calls a function of this name."""
     values = (inspect.unwrap(v) for c in cls.__mro__ for v in vars(c).values() if callable(v))
     return any(name in v.__code__.co_names for v in values if isinstance(v, FunctionType))
 

@@ -6,18 +6,18 @@
     ...
     timm.undo(model)
 
-Each class below is timm's of the same name (and file), with a forward that calls our operator, and
-with what ``KappaMonitor`` needs. Where its rows are particular:
+Each class below extends timm's class of the same name and file. Its forward calls our operator, and
+it has the attributes that ``KappaMonitor`` needs. Some rows need care:
 
 - Swin and DaViT cut windows before they call their attention, so plain ``attention`` serves. Kappa
-  is that of all tokens of a map: the blocks, swapped as well, set its size. Without them (a block
-  whose forward was replaced on the instance) it is that of single windows; ``tokens`` of a row
-  shows which.
+  is measured over all tokens of a map, whose size the swapped blocks set. If a block cannot be
+  swapped, because its forward was replaced on the instance, kappa is that of single windows;
+  ``tokens`` of a row shows which.
 - The inner attention of TNT is between the pixels of a patch, so its kappa is that of patches.
-- Heads are captured as attention leaves them: before ``norm`` and ``gate`` where there are any.
+- Heads are captured directly after attention, before any ``norm`` and ``gate``.
 
-``QKClip`` and ``ConditioningPenalty`` work on the modules whose ``qkv`` makes the queries and keys
-as they are used, not on those that normalize, rotate or bias them apart.
+``QKClip`` and ``ConditioningPenalty`` support the modules whose ``qkv`` produces the final queries
+and keys, not those that normalize, rotate or bias them afterwards.
 """
 
 import math
@@ -48,13 +48,13 @@ with needed_by(__name__):
     from timm.models import beit, davit, eva, swin_transformer, tnt, volo, xcit
     from timm.version import __version__ as version
 
-# torch.fx traces through the modules below as through timm's own: each operator is one node.
+# torch.fx traces through the modules below as through timm's own; each operator is one node.
 torch.fx.wrap("attention_qkvpacked")
 torch.fx.wrap("channel_attention")
 torch.fx.wrap("cross_covariance_attention")
 torch.fx.wrap("outlook_attention")
 
-# The oldest timm that the forwards below were run with: they read attributes of its classes.
+# The oldest timm with which the forwards below were tested: they read attributes of its classes.
 if tuple(map(int, version.split(".")[:3])) < (1, 0, 29):
     raise ImportError(f"timm must be 1.0.29 or newer, got {version}")
 
@@ -66,8 +66,8 @@ def use(model: nn.Module) -> swap.Swapped:
 
     Args:
         model: changed in place: its attention modules get our forward. Parameters, names, state
-            dict, hooks and optimizers stay as they are, and so does what the model computes. Hooks
-            on ``attn_drop`` and other parts that see probabilities are no longer called.
+            dict, hooks, optimizers and the computed function do not change. Hooks on ``attn_drop``
+            and other parts that receive probabilities are no longer called.
 
     Returns:
         What was swapped, and what was left and why. ``undo()`` takes it back.
@@ -75,15 +75,15 @@ def use(model: nn.Module) -> swap.Swapped:
     Raises:
         ValueError: nothing can be swapped; the model is as it was.
 
-    Call it before ``fully_shard`` of attention modules themselves, and before what replaces the
-    forward of a module; a model compiled before compiles again. ``torch.fx`` traces a swapped
-    model. timm's ``fused_attn`` makes no difference, and a second call none either.
+    Call it before ``fully_shard`` is applied to attention modules themselves, and before anything
+    replaces the forward of a module. A compiled model is compiled again. ``torch.fx`` traces a
+    swapped model. timm's ``fused_attn`` has no effect, nor has a second call.
     """
     return swap.swap(model, (*_RULES, *_BLOCKS))
 
 
 def undo(model: nn.Module) -> None:
-    """Give what ``use`` swapped, in a model or a copy of it, back to timm; keep trained weights.
+    """Restore timm's attention after ``use``, in a model or a copy of it; keep trained weights.
 
     Raises:
         ValueError: a module has been wrapped since, as by ``fully_shard``.
@@ -92,17 +92,19 @@ def undo(model: nn.Module) -> None:
 
 
 class _TimmCapturing(Capturing):
-    """A timm module that calls our operator, with statistics where it captures or tracks logits."""
+    """A timm module that calls our operator, with statistics if it captures or tracks logits."""
 
-    # QKClip and ConditioningPenalty take the modules that have it on the instance: ours have it
-    # where ``qkv`` alone makes the queries and keys, and nothing is done to them afterwards.
+    # QKClip and ConditioningPenalty accept modules that have this attribute on the instance. These
+    # are the modules in which ``qkv`` alone produces the queries and keys, unchanged afterwards.
     track_logits = False
     _plain: Any = False
     _drops = True
 
     def _prepare(self: Any) -> None:
         if not self._drops and hasattr(self, "attn_drop") and self.attn_drop.p > 0:
-            raise ValueError(f"no dropout of these probabilities: attn_drop is {self.attn_drop.p}")
+            raise ValueError(
+                f"attention dropout is not supported here, got attn_drop {self.attn_drop.p}"
+            )
         width = self.proj.in_features
         self._set_sizes(self.proj.out_features, self.num_heads, width // self.num_heads)
         if not self._plain:
@@ -145,7 +147,7 @@ def _attention(*args: Any, **params: Any) -> Tensor:
 
 @torch.fx.wrap
 def _mask_like(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask, an additive one in the dtype of the queries."""
+    """Return a mask; convert an additive one to the dtype of the queries."""
     if mask is None or mask.dtype == torch.bool or is_causal_bias(mask):
         return mask
     return mask.to(q.dtype)
@@ -162,7 +164,7 @@ def _qkvpacked(projected: Tensor, heads: int) -> Tensor:
 
 
 def _biased_qkv(module: Any, x: Tensor) -> Tensor:
-    """Project as BEiT and EVA do, whose keys have no bias that is trained."""
+    """Project as in BEiT and EVA, whose keys have no trained bias."""
     if getattr(module, "q_bias", None) is None:
         return module.qkv(x)
     bias = torch.cat((module.q_bias, module.k_bias, module.v_bias))
@@ -181,9 +183,9 @@ class _ChannelAttention(_TimmCapturing):
 
 
 class _WindowedAttention(_TimmCapturing):
-    """Attention on windows, (B * windows, N, dim), those of a map side by side.
+    """Attention on windows, (B * windows, N, dim); the windows of a map are consecutive.
 
-    A captured batch entry is a map where a ``_WindowBlock`` around sets ``map_size``, else a
+    A captured batch entry is a map if an enclosing ``_WindowBlock`` sets ``map_size``, else a
     window.
     """
 
@@ -205,7 +207,7 @@ class _WindowedAttention(_TimmCapturing):
                 sample = evenly_spaced(maps, self.capture_samples, device)
                 places = torch.arange(windows, dtype=torch.int32, device=device)
                 return (sample[:, None] * windows + places).flatten(), True
-        # No block around, or one that never came to its attention.
+        # No enclosing block, or its forward ended before the attention.
         self.map_size = None
         return super()._select_sample(batch, device)
 
@@ -225,7 +227,7 @@ class _WindowedAttention(_TimmCapturing):
         return tuple(math.ceil(size / window) for size, window in sizes)
 
     def _windows_to_maps(self: Any, windows: Tensor) -> Tensor:
-        """Return (S, Y * X, width), without the filling, of (S * windows, N, width)."""
+        """Return (S, Y * X, width) of (S * windows, N, width), without the padding of the map."""
         _, rows, cols = self.map_size
         tiles = windows.unflatten(0, (-1, *self._windows_of_map()))
         whole = tiles.unflatten(3, self.window_size).transpose(2, 3).flatten(3, 4).flatten(1, 2)
@@ -233,13 +235,13 @@ class _WindowedAttention(_TimmCapturing):
 
 
 class _WindowBlock(nn.Module):
-    """A block that cuts windows, and sets ``map_size`` of its attention: (B, Y, X)."""
+    """A block that cuts a map into windows, and sets ``map_size`` (B, Y, X) of its attention."""
 
     _rows_axis: int
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        """Return what timm's block does."""
-        # The block may outlive the swap of its attention, where ``fully_shard`` has wrapped it.
+        """Compute the same as timm's block."""
+        # The block may outlive the swap of its attention if ``fully_shard`` has wrapped it.
         if getattr(self.attn, "capture_samples", 0) > 0:
             self.attn.map_size = x.shape[0], *x.shape[self._rows_axis :][:2]
         return super().forward(x)
@@ -261,8 +263,8 @@ class Attention(_TimmCapturing, layers.Attention):
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
         """Attend between the tokens of (B, N, dim), as timm's."""
-        # nn.Module looks ``self.qkv`` up in Python, in ten times as long. For one image, the time
-        # of the host is the time of the forward.
+        # nn.Module looks up ``self.qkv`` in Python, which takes ten times as long. For one image,
+        # the forward takes as long as its host code.
         modules: Any = self._modules
         gate = None if self.gate is None else self.gate(x).sigmoid()
         finish = self._project if gate is None else partial(self._project, gate=gate)
@@ -335,12 +337,12 @@ class BeitAttention(_TimmCapturing, beit.Attention):
 
 
 class TntAttention(_TimmCapturing, tnt.Attention):
-    """timm.models.tnt.Attention, of patches and of the pixels of each."""
+    """timm.models.tnt.Attention, between patches and between the pixels of a patch."""
 
     def _prepare(self) -> None:
         if self.hidden_dim != self.v.out_features:
             raise ValueError(
-                f"values must be as wide as queries and keys, {self.hidden_dim} in all, "
+                f"values must have the width of queries and keys, {self.hidden_dim}, "
                 f"got {self.v.out_features}"
             )
         super()._prepare()

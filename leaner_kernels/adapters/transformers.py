@@ -47,7 +47,7 @@ with needed_by(__name__):
 __all__ = ["attention_forward", "mask", "register", "undo", "use"]
 
 NAME = "leaner"
-# The attribute of a module in which ``use`` keeps what its configuration named before.
+# The attribute in which ``use`` stores the former attention of a module's configuration.
 _BEFORE = "_attention_before"
 # Keywords that models pass but that never change the output. Positions are already applied to the
 # queries and keys, and to the mask if they restart.
@@ -66,7 +66,7 @@ HARMLESS = frozenset(
         "use_cache",
     }
 )
-INSTEAD = {"output_attentions": "KappaMonitor(model) keeps statistics of weights that it never has"}
+INSTEAD = {"output_attentions": "KappaMonitor(model) has statistics of the attention weights"}
 
 
 def use(model: nn.Module) -> swap.Swapped:
@@ -106,11 +106,13 @@ def use(model: nn.Module) -> swap.Swapped:
     for name, config in configs.items():
         alone = _self_made(type(config))
         if alone is not None and _creates_masks(type(model.get_submodule(name))):
-            refused.setdefault(id(config), f"{alone}, which shares its masks, does not dispatch")
+            refused.setdefault(
+                id(config), f"it shares its masks with {alone}, which computes its attention itself"
+            )
     ours = {id(config) for config in dispatching.values()} - refused.keys()
     for name, config in configs.items():
         if id(config) in refused or (id(config) not in ours and _self_made(type(config))):
-            # Not by its setter, which would set the configurations inside too.
+            # Not through the setter, which would also set the inner configurations.
             own = before[name] if before[name] != NAME else "eager"
             config._attn_implementation_internal = own
         if before[name] != NAME and config._attn_implementation == NAME:
@@ -127,7 +129,7 @@ def use(model: nn.Module) -> swap.Swapped:
         elif name in configs and configs[name]._attn_implementation == NAME:
             report.swapped[name] = f"{cls} -> leaner_kernels.attention"
         else:
-            left[name] = f"the configuration of {cls} is set through the model around it"
+            left[name] = f"the enclosing model sets the attention of {cls}"
     report.left = swap.without_holders(left, [*report.swapped])
     if not report.swapped:
         report.undo()
@@ -157,9 +159,9 @@ def _creates_masks(cls: type) -> bool:
 
 
 def undo(model: nn.Module) -> None:
-    """Have a model, or a copy of one, call what it called before ``use``.
+    """Make a model, or a copy of it, call the attention that it called before ``use``.
 
-    Where another attention has been set since, nothing happens.
+    If another attention has been set since, nothing happens.
     """
     for module in model.modules():
         before, config = vars(module).pop(_BEFORE, None), vars(module).get("config")
@@ -200,7 +202,7 @@ def mask(
     """
     if (alone := _self_made(type(config))) is not None:
         raise ValueError(
-            f'{alone} computes its attention itself, so "leaner" would not run in it: '
+            f'{alone} computes its attention itself, so it would not run "leaner": '
             'use attn_implementation="eager"'
         )
     skip = allow_is_causal_skip and _supports_sdpa(type(config))
@@ -332,7 +334,7 @@ def attention_forward(
     if not folded:
         out = attention(query, key, value, attention_mask, **params)
     else:
-        # To a monitor a single query is no layer, and these rows are one.
+        # A monitor skips calls of a single query, but these rows are a layer.
         with _hooks.untraced():
             out = attention(query, key, value, attention_mask, **params)
     return out.reshape(shape).transpose(1, 2).contiguous(), None
@@ -381,8 +383,8 @@ def _unknown_keywords(cls: type) -> list[str]:
 def _supports_sdpa(config: type) -> bool:
     """Whether the models of a configuration all support PyTorch's attention.
 
-    Others were written for eager attention, in which no mask means that nothing is hidden, whatever
-    ``is_causal`` is.
+    Other models were written for eager attention, in which nothing is hidden without a mask,
+    whatever ``is_causal`` says.
     """
     return _all_support_sdpa(config)
 
@@ -404,7 +406,7 @@ def _find_self_made(config: type) -> str | None:
         own = swap.calls(cls, "softmax") or swap.calls(cls, "scaled_dot_product_attention")
         given = inspect.signature(cls.__init__).parameters.get("config")
         if given is not None and isinstance(given.annotation, type):
-            # Of another part, as the audio of a model of text and audio.
+            # It belongs to another part, such as the audio part of a model of text and audio.
             own = own and (given.annotation is given.empty or issubclass(config, given.annotation))
         if "Attention" in cls.__name__ and own and not swap.calls(cls, "get_interface"):
             return cls.__name__
@@ -413,7 +415,7 @@ def _find_self_made(config: type) -> str | None:
 
 @cache
 def _classes(config: type) -> list[type[Any]]:
-    """Return the modules in the file of models beside that of a configuration."""
+    """Return the modules in the modeling file that belongs to a configuration."""
     name = config.__module__.replace(".configuration_", ".modeling_")
     values = vars(sys.modules[name]).values() if name in sys.modules else ()
     classes = (value for value in values if isinstance(value, type) and value.__module__ == name)

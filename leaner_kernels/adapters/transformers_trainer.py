@@ -19,8 +19,8 @@ class KappaCallback(TrainerCallback):
     trainer), ``alarms.jsonl`` and, at the end, ``page.html``; "step" counts the updates before the
     newest. A run resumed from a checkpoint continues these files; a new run renames existing ones.
     The logs of the trainer get "kappa", the newest geometric mean over the layers that are
-    resolved. After a training that an error ended in a sampled step, ``run.monitor.cancel()`` of
-    the callback, or the next training, ends the sample.
+    resolved. If an error ends the training in a sampled step, the callback's
+    ``run.monitor.cancel()`` or the next training ends the sample.
 
     Args:
         every: optimizer steps between samples, at least 1.
@@ -42,7 +42,7 @@ class KappaCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Construct the monitor of this training."""
         if self.run is not None:
-            # Of a training that an error ended, which no callback is told.
+            # The sample of a training that ended with an error, which no callback learns of.
             self.run.monitor.cancel()
         folder, first = self.folder or args.output_dir, int(state.global_step)
         self.run = RunLog(objects["model"], folder, first=first, **self.options)
@@ -67,7 +67,7 @@ class KappaCallback(TrainerCallback):
             f"held_out_{name[5:]}" if name.startswith("eval_") else name: value
             for name, value in logs.items()
         }
-        # The sums of a training that ends are in the summary, and no news of a step.
+        # The totals at the end of a training are in the summary and belong to no step.
         if "train_runtime" not in named:
             self.run.log(max(state.global_step - 1, 0), named)
         if self.run.newest is not None and self.run.newest["geometric_mean"] is not None:

@@ -252,7 +252,8 @@ def _report(a: Tensor, lengths: Tensor | None, spectrum: bool) -> tuple[Tensor, 
             )
         if lengths.is_meta != a.is_meta:
             raise ArgumentError(
-                f"lengths must not be on {lengths.device} with matrices on {a.device}"
+                "lengths and matrices must both be meta tensors or neither, got "
+                f"{lengths.device} and {a.device}"
             )
         check_range("lengths", lengths, 0, a.shape[-2])
         lengths = lengths.reshape(-1).to(a.device)

@@ -18,7 +18,7 @@ from . import reference
 
 LIBRARY = Path(__file__).resolve().parent.parent / "libleaner_kernels_native.so"
 
-LIMIT = 512  # of min(N, M), the library's own
+LIMIT = 512  # limit of min(N, M) in the library
 
 _torch_library = torch.library.Library(ops.name, "FRAGMENT")
 _torch_library.define(
@@ -42,7 +42,7 @@ def declare(path: Path) -> ctypes.CDLL:
     return library
 
 
-# Successes only. A failure may be temporary, such as a file half copied or memory exhausted.
+# Only successes are cached. A failure may be temporary: a file half copied, or too little memory.
 _opened: dict[Path, ctypes.CDLL] = {}
 _ready: set[int] = set()
 
@@ -111,7 +111,7 @@ def new_report(a: Tensor, spectrum: bool) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def _check(a: Tensor, lengths: Tensor | None) -> None:
-    """Check tensors that are passed by address: the library would read past the end of others."""
+    """Check tensors that are passed by address: the library would read past their end otherwise."""
     if a.dim() != 3 or a.dtype != torch.float32:
         raise ArgumentError(f"a must be (B, N, M) in float32, got {tuple(a.shape)} in {a.dtype}")
     if lengths is None:

@@ -30,7 +30,8 @@ def condition_report(
         uncertainty = EPS * max(100.0, max(rows, cols) / 2)
     else:
         squares = gram(a.mT if rows > cols else a)
-        # An element that is not finite makes the diagonal so; squares of finite floats are finite.
+        # An element that is not finite makes the diagonal not finite; squares of finite floats are
+        # finite.
         finite = squares.diagonal(dim1=-2, dim2=-1).sum(-1).isfinite()
         lam = torch.linalg.eigvalsh(squares.masked_fill_(~finite[:, None, None], 0)).flip(-1)
         # Rounding can push the eigenvalue of a rank-deficient matrix below zero. The slope of the

@@ -1,7 +1,7 @@
-"""KappaMonitor: the condition number of every attention block, while a model trains.
+"""Measure the condition number of every attention block while a model trains.
 
-``begin`` starts the captures; ``end`` measures what they have (``measurement.py``) and gives the
-rows to the writers (``writers.py``). There are four ways into a model:
+``begin`` starts the captures. ``end`` measures them (``measurement.py``) and passes the rows to the
+writers (``writers.py``). A model is captured in four ways:
 
 - attributes of our modules (``nn.capture``), because only the module knows its output and residual,
   and because compiled code keeps them;
@@ -58,7 +58,7 @@ __all__ = ["KappaMonitor", "layer_means", "measure", "plot"]
 
 
 def __getattr__(name: str) -> Any:
-    # Late: most runs draw nothing.
+    # Imported late, because most runs draw nothing.
     if name != "plot":
         removed.attribute(__name__, name)
     from .page import plot
@@ -67,7 +67,7 @@ def __getattr__(name: str) -> Any:
 
 
 _CPU = torch.device("cpu")
-# Names that wrappers put between a module's and its parent's.
+# Parts that wrappers insert into the names of modules.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
@@ -79,16 +79,16 @@ class _PendingRows(NamedTuple):
 
 
 def can_capture(module: nn.Module) -> bool:
-    """Whether a module is ``Capturing``, as an adapter's is until ``undo``."""
+    """Return whether a module is ``Capturing``; an adapter's module is so until ``undo``."""
     return "capture_samples" in vars(module)
 
 
-# The modules that capture, with the list of the monitor that samples them: its ``_capturing``.
+# The capturing modules, each with the ``_capturing`` list of the monitor that samples it.
 _samplers: weakref.WeakKeyDictionary[nn.Module, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def _stop_capture(capturing: list[Any]) -> None:
-    """Capture no more, and drop what was captured; harmless twice."""
+    """Stop capturing, and drop the captures; a second call does nothing."""
     for module in filter(can_capture, capturing):
         if _samplers.get(module) is capturing:
             module.capture_samples, module.captured = 0, None
@@ -99,9 +99,9 @@ def _stop_capture(capturing: list[Any]) -> None:
 class KappaMonitor:
     """Sample the attention blocks of a model every few steps, and report one row per layer.
 
-    It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or
-    neighbours has the same kappa: of all tokens of a sample by the heads side by side. In any other
-    module it traces the calls of ``leaner_kernels.attention`` and of PyTorch's
+    It finds the modules of ``leaner_kernels.nn``; attention between windows, channels or neighbours
+    has the same kappa, that of the matrix of all tokens of a sample by the heads side by side. In
+    any other module it traces the calls of ``leaner_kernels.attention`` and of PyTorch's
     ``scaled_dot_product_attention``; docs/kappa.md says which count ("Models of others").
 
     Call ``begin(step)`` before the forward of an optimizer step, ``end()`` after its backward and
@@ -115,38 +115,40 @@ class KappaMonitor:
                 ...
         monitor.flush()
 
-    On a GPU nothing waits: ``end`` enqueues the measuring on a side stream and returns the rows
-    that have arrived, usually those of an earlier step. On the CPU they are those of this step.
+    On a GPU the step does not wait: ``end`` enqueues the measurement on a side stream and returns
+    the rows that have arrived, usually those of an earlier step. On the CPU it returns those of
+    this step.
 
-    docs/kappa.md, "During training", says what a row holds and when kappa is None. Of several
-    forwards in a step (accumulation, recomputed activations) the newest counts, but max_logit is
-    the maximum over all. The statistics per head are of the whole batch, padding included; the
-    others of the samples. A capture assigns to its module, which a block compiled with both
-    fullgraph=True and activation checkpointing inside does not allow. Of modules of others, the
-    calls that the thread of ``begin`` makes count. Modules that look like attention and give no row
-    in the first sampled step are named in one warning. Modules of ours are sampled by one monitor
-    at a time, the one that began last. A row has the sizes of its step: modules may be pruned,
-    replaced, added and swapped between steps.
+    docs/kappa.md, "During training", says what a row holds and when kappa is None. If a step has
+    several forwards (accumulation, recomputed activations), the newest counts, but max_logit is the
+    maximum over all. The statistics per head are of the whole batch, padding included; the other
+    columns are of the samples. A capture assigns to its module, which a block compiled with both
+    fullgraph=True and activation checkpointing inside does not allow. In modules of other
+    libraries, only calls in the thread of ``begin`` count. Modules that look like attention and
+    give no row in the first sampled step are named in one warning. Modules of ours are sampled by
+    one monitor at a time, the one that began last. A row has the sizes of its step: modules may be
+    pruned, replaced, added and swapped between steps.
 
     Under torch.distributed every rank constructs it, after ``init_process_group``, and calls
-    ``begin`` and ``end``, or ``cancel``: the rows are joined over ranks in one collective, equal on
-    all of them, and written by rank 0.
+    ``begin`` and ``end``, or ``cancel``: one collective joins the rows, which are then equal on all
+    ranks, and rank 0 writes them.
 
     Args:
-        model: any that attends; under FSDP2 or DDP if you like.
+        model: any model with attention; FSDP2 and DDP are supported.
         every: steps between samples, at least 1.
         samples: batch entries captured in each sampled step, on each rank, at least 1.
-        path: JSON lines are appended there, when the rows are returned; or an open ``JsonLines``.
-        writer: one or several, of TensorBoard's SummaryWriter (anything with ``add_scalar(name,
-            value, step)``) and Weights & Biases' run (anything with ``log(values)``), to which
-            others may log too. A run has the rows over an axis of their own, "kappa/step". Besides
-            the rows a writer gets the means of ``layer_means``.
+        path: file to which the rows are appended as JSON lines when they are returned; or an open
+            ``JsonLines``.
+        writer: one writer or several: TensorBoard's SummaryWriter (anything with ``add_scalar(name,
+            value, step)``) or a run of Weights & Biases (anything with ``log(values)``), to which
+            other code may log too. In a run the rows have an axis of their own, "kappa/step". A
+            writer also gets the means of ``layer_means``.
         head_report: add the means of ``leaner_kernels.head_report`` to each row: the correlation of
             pairs of heads, their isotropy and ``mean_share``.
 
     Raises:
-        ValueError: a count below 1, a path in no folder, a writer of another kind, or a model in
-            nn.DataParallel on several devices.
+        ValueError: if a count is below 1, the folder of the path does not exist, a writer is of
+            another kind, or the model is in nn.DataParallel on several devices.
 
     Source: arXiv:2505.20802, section 4: kappa of A = [A_1 ... A_h] before the output projection.
     """
@@ -172,8 +174,8 @@ class KappaMonitor:
             raise ValueError(f"path must be a str or a path, got {shown(path)}")
         if any(isinstance(m, nn.DataParallel) and len(m.device_ids) > 1 for m in model.modules()):
             raise ValueError(
-                "nn.DataParallel on several devices runs replicas, and what they capture is lost "
-                "with them: use DistributedDataParallel"
+                "nn.DataParallel on several devices discards its replicas with all that they "
+                "capture: use DistributedDataParallel"
             )
         self.model = model
         self._trace = CallTrace({}, set(), samples)
@@ -181,7 +183,7 @@ class KappaMonitor:
         self.modules: dict[str, Any] = {}
         self._layers: dict[str, LayerSizes] = {}
         self._find_modules()
-        # A monitor that is dropped between begin and end takes its hooks and captures along.
+        # When a monitor is dropped between begin and end, its hooks and captures are removed too.
         self._capturing: list[Any] = []
         weakref.finalize(self, _stop_capture, self._capturing).atexit = False
         self._agreed = False
@@ -201,11 +203,11 @@ class KappaMonitor:
         ]
         self._group: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            # In the default group the collectives of the step would wait for it.
+            # In the default group the collectives of the training step would wait for this one.
             self._group = dist.new_group(group_desc="KappaMonitor")
-        # Of the device on which all layers are measured.
+        # The stream of the device on which all layers are measured.
         self._side_stream: SideStream | None = None
-        # Of each layer's newest call: the dtype of its output, and its source.
+        # For each layer's newest call, the dtype of its output and its source.
         self._kinds: dict[str, tuple[torch.dtype, str]] = {}
         self._pending_rows: deque[_PendingRows] = deque()
         self._step: int | None = None
@@ -213,7 +215,7 @@ class KappaMonitor:
         self._begun = False
 
     def _find_modules(self) -> None:
-        """Find what there is to monitor in the model as it is now."""
+        """Find the modules to monitor in the current model."""
         model = self.model
         names = {module: _without_wrappers(model, name) for name, module in model.named_modules()}
         self.modules = {names[m]: m for m in names if can_capture(m)}
@@ -223,12 +225,12 @@ class KappaMonitor:
 
     @property
     def sampling(self) -> bool:
-        """Whether a step is being sampled: ``begin`` has started one that no ``end`` has ended."""
+        """Whether a step is being sampled: between ``begin`` and ``end``."""
         return self._step is not None
 
     @property
     def layers(self) -> list[str]:
-        """Names of what is monitored, in the model's order; others' from the first sample on."""
+        """Names of the monitored layers in the model's order; traced ones after a first sample."""
         return list(self._layers)
 
     def __repr__(self) -> str:
@@ -237,17 +239,17 @@ class KappaMonitor:
 
     @property
     def has_attention(self) -> bool:
-        """Whether a layer is known, or the step being sampled has called attention."""
+        """Whether a layer is known, or the current sampled step has called attention."""
         return bool(self._layers or self._trace.calls or self._trace.refused)
 
     @contextmanager
     def step(self, step: int) -> Iterator[list[dict[str, Any]]]:
-        """Call ``begin`` and ``end`` around a block; ``cancel`` where it raises.
+        """Call ``begin`` and ``end`` around a block, or ``cancel`` if it raises.
 
             with monitor.step(i) as rows:
                 loss(model, batch).backward()
 
-        ``rows`` is a list, which is given the rows of ``end`` when the block ends.
+        The list ``rows`` receives the rows of ``end`` when the block ends.
         """
         rows: list[dict[str, Any]] = []
         self.begin(step)
@@ -267,9 +269,9 @@ class KappaMonitor:
         """Start capturing if ``step`` is a multiple of ``every``; cancel a step not ended.
 
         Args:
-            step: of the rows.
-            due: whether to sample it, multiple or not, as in a loop whose steps are not counted one
-                by one. The same on all ranks.
+            step: step of the rows.
+            due: whether to sample the step regardless of ``every``, for loops that do not count
+                every step; must be equal on all ranks.
         """
         self.cancel()
         self._begun = True
@@ -279,14 +281,16 @@ class KappaMonitor:
     def measure(
         self, batch: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None, step: int = 0
     ) -> list[dict[str, Any]]:
-        """Return the rows of one forward, as ``leaner_kernels.measure``, which see.
+        """Return the rows of one forward, as ``leaner_kernels.measure`` does.
 
-        They are neither written nor returned by ``end``. A loop that measures again and again under
-        torch.distributed needs this: it makes no process group.
+        The rows are neither written nor returned by ``end``. Under torch.distributed a loop that
+        measures repeatedly needs this method, because it creates no process group.
         """
         sampled = (getattr(module, "capture_samples", 0) for module in self.model.modules())
         if self.sampling or any(sampled):
-            raise RuntimeError("a step is being sampled: measure before begin or after end")
+            raise RuntimeError(
+                "measure was called inside a sampled step: call it before begin or after end"
+            )
         pending, self._pending_rows = self._pending_rows, deque()
         try:
             with _undisturbed(self.model), torch.no_grad():
@@ -313,22 +317,23 @@ class KappaMonitor:
             self._trace.start()
 
     def _has_foreign_attention(self) -> bool:
-        """Return whether a module that is none of ours seems to attend, or nothing is ours."""
-        # Tracing makes compiled code run eagerly: not for a model that seems to be all of ours.
+        """Return whether a module of another library seems to attend, or none of ours exists."""
+        # Tracing makes compiled code run eagerly, so it is avoided if all attention seems to be
+        # ours.
         names, excluded = self._trace.names, self._trace.excluded
         inside = {part for module in excluded for part in module.modules()}
         return not self.modules or any(looks_like_attention(m) for m in names.keys() - inside)
 
     def end(self) -> list[dict[str, Any]]:
-        """Stop the capture, measure what it has, and return the rows that have arrived.
+        """Stop the capture, measure it, and return the rows that have arrived.
 
         Returns:
-            In step order. On the CPU the rows of this step, [] when it was not sampled; on a GPU
-            those of steps that were, whose results have arrived since the last call.
+            Rows in the order of steps. On the CPU these are the rows of this step, or [] if it was
+            not sampled; on a GPU those whose results have arrived since the last call.
 
         Raises:
-            RuntimeError: ``begin`` was never called; or, in the first sampled step, no attention
-                was traced, or not the same on all ranks.
+            RuntimeError: if ``begin`` was never called; or if, in the first sampled step, no
+                attention was traced or the ranks traced different layers.
         """
         if not self._begun:
             raise RuntimeError("end was called without begin: call begin(step) before the forward")
@@ -336,7 +341,7 @@ class KappaMonitor:
         return self._arrived(wait=False)
 
     def _finish(self) -> None:
-        """Stop the capture and enqueue the measuring of what it has."""
+        """Stop the capture and enqueue its measurement."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -369,10 +374,10 @@ class KappaMonitor:
         self._pending_rows.append(_PendingRows(*pending))
 
     def cancel(self) -> None:
-        """Leave a step that was begun and measure nothing of it; harmless after ``end``.
+        """Abandon a step without measuring it; after ``end`` this does nothing.
 
-        For a training loop that an error ends: until then calls of attention are traced, and
-        compiled code runs eagerly. Under torch.distributed on all ranks, or on none.
+        Call this if an error ends a training loop: until then calls of attention are traced, and
+        compiled code runs eagerly. Under torch.distributed call it on all ranks, or on none.
         """
         self._step = None
         _stop_capture(self._capturing)
@@ -389,7 +394,7 @@ class KappaMonitor:
         self._traces = False
 
     def _agree_on_layers(self, step: int, refused: Mapping[str, str]) -> None:
-        """Take the layers that any rank traced in the first sampled step."""
+        """Adopt the layers that any rank traced in the first sampled step."""
         layers = dict(self._layers)
         for name, call in self._trace.calls.items():
             layers[name] = LayerSizes(call.num_heads, call.head_dim)
@@ -404,7 +409,7 @@ class KappaMonitor:
         if self._group is not None:
             ranks *= self._group.size()
             device = next(self.model.parameters(), torch.empty(0)).device
-            # Objects travel by way of the current GPU, which must be another one on each rank.
+            # Objects are sent through the current GPU, which must differ between ranks.
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 dist.all_gather_object(ranks, mine, group=self._group)
         for rank, (problem, *_) in enumerate(ranks):
@@ -416,22 +421,22 @@ class KappaMonitor:
             is_everywhere = name.partition("#")[0] in everywhere
             if not is_everywhere or layers.setdefault(name, LayerSizes(*sizes)) != sizes:
                 raise RuntimeError(
-                    "all ranks must trace the same layers, but in the first sampled step, "
-                    f"{step}, they differ in {name}"
+                    f"all ranks must trace the same layers, but they differ in {name} in the first "
+                    f"sampled step, {step}"
                 )
         self._layers = self._sorted(layers)
         self._agreed = True
         untraced = self._trace.untraced(self._layers)
         if untraced and (self._group is None or self._group.rank() == 0):
             warnings.warn(
-                f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention: no "
-                "call that can be traced was made there in the first sampled step "
+                f"KappaMonitor has no rows of {', '.join(untraced)}, which look like attention but "
+                "made no traceable call in the first sampled step "
                 '(docs/kappa.md, "Not traced")',
                 stacklevel=4,
             )
 
     def _sorted(self, layers: dict[str, LayerSizes]) -> dict[str, LayerSizes]:
-        """Return layers in the model's order, those that are gone last."""
+        """Return layers in the model's order, with removed ones last."""
         places = {name: place for place, name in enumerate(self._trace.names.values())}
 
         def order(layer: str) -> tuple[int, int]:
@@ -443,9 +448,9 @@ class KappaMonitor:
     def _select(
         self, calls: dict[str, Any], refused: Mapping[str, str]
     ) -> tuple[list[Any], list[float]]:
-        """Return what there is to measure of each layer, None if nothing, and why."""
+        """Return the capture of each layer, or None, and its status."""
         if self._group is None:
-            # Of several ranks, all must have the same layers.
+            # With several ranks, all must have the same layers.
             self._layers |= {n: _sizes_of(c) for n, c in calls.items() if c and n not in refused}
         self._layers = self._sorted(self._layers)
         captured, status = [], []
@@ -464,7 +469,7 @@ class KappaMonitor:
         return captured, status
 
     def _columns_of(self, name: str, call: Any) -> float:
-        """Return the entries of a softmax row of a call, nan if they are as its lengths."""
+        """Return the number of entries in a softmax row of a call, nan if it equals the lengths."""
         if name not in self.modules:
             return call.columns
         rows = call.heads.shape[1]
@@ -521,30 +526,30 @@ def measure(
 
         rows = measure(model, held_out[:16])
 
-    No bit of the training changes: modules return to the mode that each was in, random generators
-    to their state, and what ``QKClip`` tracks to what it was. Under torch.distributed every rank
-    calls it, with its own batch; a loop constructs a monitor once and calls that one's ``measure``.
+    No bit of the training changes: the modes of modules, the states of random generators and the
+    logits that ``QKClip`` tracks are restored. Under torch.distributed every rank calls it with its
+    own batch. A loop constructs a monitor once and calls its ``measure`` instead.
 
     Args:
         model: any that attends.
-        batch: what the model is called with: one argument, several in a tuple or list, or keyword
-            arguments in a mapping.
+        batch: the arguments of the model: one, several in a tuple or list, or keyword arguments in
+            a mapping.
         forward: called with the model and the batch instead.
         samples: batch entries captured, evenly spaced, at least 1.
-        step: of the rows.
+        step: step of the rows.
 
     Returns:
         One row per layer.
 
     Raises:
-        RuntimeError: a step is being sampled, as between ``begin`` and ``end`` of a monitor; or no
-            attention was traced.
+        RuntimeError: if a step is being sampled, between ``begin`` and ``end`` of a monitor; or if
+            no attention was traced.
     """
     return KappaMonitor(model, samples=samples).measure(batch, forward=forward, step=step)
 
 
 def _compiles() -> bool:
-    """Return whether anything may be compiled, which tracing would run eagerly."""
+    """Return whether compiled code may exist, which tracing would run eagerly."""
     return "torch._dynamo" in sys.modules
 
 
@@ -559,7 +564,7 @@ def _sizes_of(call: Any) -> LayerSizes:
 
 
 def _without_wrappers(model: nn.Module, name: str) -> str:
-    """Return a module's name without the parts that wrappers put there."""
+    """Return a module's name without the parts that wrappers insert."""
     parts, module = [], model
     for part in name.split(".") if name else []:
         data_parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)
@@ -579,7 +584,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run in eval mode, and leave the model and random generators as they were."""
+    """Run in eval mode, and restore the model and the random generators."""
     modes = [(module, module.training) for module in model.modules()]
     peaks = [(m, m.peak_logit) for m in model.modules() if hasattr(m, "peak_logit")]
     used = {t.device for t in (*model.parameters(), *model.buffers())}
@@ -589,7 +594,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            # Not with train(), which would also set the parts of a module in eval mode.
+            # Do not call train(), which would also change children that are in eval mode.
             for module, training in modes:
                 module.training = training
             for module, peak in peaks:
@@ -598,7 +603,7 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: Any) -> None:
-    """Free what FSDP2 gathered: without a backward the root keeps copies, which would go stale."""
-    # By its name: the import takes long, and only sharded models need it.
+    """Free the parameters that FSDP2 gathered: without a backward the root keeps stale copies."""
+    # Look up the method by name: importing FSDP takes long, and only sharded models need it.
     if any(kind.__name__ == "FSDPModule" for kind in type(model).__mro__):
         model.reshard()

@@ -1,4 +1,4 @@
-"""What the commands share: errors of one line, and streams that take every character."""
+"""Shared code of the commands: one-line errors, and streams that accept every character."""
 
 import argparse
 import io
@@ -8,33 +8,33 @@ import sys
 from contextlib import suppress
 from typing import Any, TextIO
 
-# What a terminal obeys, or shows in another order than it is written.
+# Characters that control a terminal, or change the order in which it shows text.
 _OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_LONGEST = 4000  # characters of a line
+_LONGEST = 4000  # longest line, in characters
 
 
 def one_line(message: object) -> str:
-    """Return a message as one line of which a terminal obeys nothing, whatever it quotes.
+    """Return a message as one line without characters that control a terminal.
 
-    A line break or a control character becomes an escape of Python's.
+    Line breaks and control characters become Python escapes.
     """
     text = _OBEYED.sub(lambda match: repr(match[0])[1:-1], str(message).strip())
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def words(text: str) -> str:
-    """Read the text of a flag, which may not be empty."""
+    """Return the text of a flag; raise an error if it is empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must not be empty, got {text!r}")
     return text
 
 
 def take_every_character(program: str) -> None:
-    """Write what an output stream cannot show, as κ in ASCII, as an escape of Python's.
+    """Make the output streams write unsupported characters, such as κ in ASCII, as escapes.
 
-    A stream that is closed, or that nobody reads any more, does not end the program either.
+    A stream that is closed or no longer read does not end the program.
     """
-    # No file of data may become the output of a process that was started without.
+    # If the process was started without standard streams, no data file may get their descriptors.
     while (spare := os.open(os.devnull, os.O_RDWR)) < 3:
         pass
     os.close(spare)
@@ -44,19 +44,21 @@ def take_every_character(program: str) -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            # Not where another program, such as a test, has put its own.
+            # Unless another program, such as a test, has replaced the stream.
             if stream is getattr(sys, f"__{name}__"):
                 setattr(sys, name, UntilUnread(stream))
     encoding = sys.stdout.encoding or "utf-8"
     shown = "κ".encode(encoding, "backslashreplace").decode(encoding)
     if shown != "κ" and (os.environ.get("RANK") or "0") == "0":
-        sys.stderr.write(f"{program}: the output is in {encoding}: {shown} is kappa\n")
+        sys.stderr.write(
+            f"{program}: the output encoding, {encoding}, has no kappa; {shown} stands for it\n"
+        )
 
 
 class UntilUnread:
-    """A stream of text, until nobody reads it, as behind ``| head``: then writes are dropped."""
+    """A text stream that drops writes once nobody reads it, as behind ``| head``."""
 
-    # What is no error: of a disk that is full, the command ends.
+    # Errors to ignore. A full disk is not among them: it ends the command.
     FORGIVEN: type[OSError] = BrokenPipeError
 
     def __init__(self, stream: TextIO):
@@ -78,7 +80,7 @@ class UntilUnread:
             self._drop()
 
     def _drop(self) -> None:
-        # What is buffered would fail again, at the latest when the interpreter ends.
+        # Buffered text would fail again, at the latest when the interpreter exits.
         with suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), self.stream.fileno())
 

@@ -1,6 +1,6 @@
-"""From captured heads to rows: measured on a side stream into one matrix, joined over ranks.
+"""Turn captured heads into rows: measure on a side stream, and join the ranks.
 
-The host reads no value until the copy of that matrix is over.
+All measurements are columns of one matrix, which the host reads only after an asynchronous copy.
 Sizes: L layers, S samples, N tokens, M columns, H heads of a layer.
 """
 
@@ -19,7 +19,7 @@ from ..ops.statistics import COLUMNS, STATISTICS
 
 # The matrices of a layer: its heads side by side, its output, and the output plus the residual.
 HEADS, BEFORE, AFTER = range(3)
-# The status of a layer: measured, or why its row has no numbers.
+# The status of a layer: measured, or the reason why its row has no numbers.
 MEASURED, NOT_RUN, NO_CALL, CHANGED, REFUSED, TAKEN = map(float, range(6))
 _REASONS = {
     NOT_RUN: "not run",
@@ -38,11 +38,11 @@ _MAXIMA = [s.name for s in STATISTICS if s.over_samples == "max"]
 
 
 def layout(heads: int, with_report: bool = False) -> dict[str, slice]:
-    """Return the columns of each measurement of a layer, with places for so many heads.
+    """Return the columns of each measurement of a layer, with places for that many heads.
 
     ``with_report`` adds those of ``head_report``.
 
-    Ranks are joined by the mean of those before "worst_kappa", by the largest of the others.
+    Over ranks, columns before "worst_kappa" are averaged; of the others the largest is taken.
     """
     widths = {
         **dict.fromkeys(_OF_MATRIX, 3),
@@ -62,13 +62,13 @@ class MatrixBatch(NamedTuple):
 
     places: list[tuple[int, int]]  # (HEADS, BEFORE or AFTER; layer) of each
     a: Tensor  # (G, S, N, M), float32, or float64 of a model that is
-    lengths: Tensor | None  # (G, S), int32, rows that count; None where all do
+    lengths: Tensor | None  # (G, S), int32, number of valid rows; None if all are
 
 
 class GatheredCaptures(NamedTuple):
-    """Copies of what the modules captured, which no later forward overwrites."""
+    """Copies of the modules' captures, which no later forward overwrites."""
 
-    batches: list[MatrixBatch]  # as few as shapes
+    batches: list[MatrixBatch]  # one for each shape
     statistics: dict[int, Tensor]  # of each layer, (len(STATISTICS), H): means, then maxima
     columns: dict[int, float]  # entries of a softmax row of each layer; nan for its tokens
 
@@ -86,7 +86,7 @@ def gather(
     ``columns`` are as in ``GatheredCaptures``.
     """
     captures = {layer: _moved(c, device) for layer, c in enumerate(captured) if c is not None}
-    # Few launches: they are on the stream of the step.
+    # Launch few kernels: they run on the stream of the training step.
     alike: dict[Any, list[int]] = {}
     for layer, c in captures.items():
         kind = True, c.heads.shape, c.lengths is None, c.heads.dtype
@@ -115,7 +115,7 @@ def gather(
 
 
 def _moved(capture: Any, device: torch.device) -> Any:
-    """Return a capture on a device, of a layer that may be on another."""
+    """Return a capture on a device, copied if its layer is on another."""
     if capture.heads.device == device:
         return capture
 
@@ -152,7 +152,7 @@ def measure(
     of_heads = slice(columns[_OF_HEADS[0]].start, columns[_OF_HEADS[-1]].stop)
     for places, a, lengths in gathered.batches:
         if places[0][0] == HEADS:
-            # All singular values: they cost more, and only the heads are reported in full.
+            # Only the heads are reported with all singular values, which cost more.
             report = condition_report(a, lengths=lengths)
             log_to_rank = report.kappa_to_rank.log()
             by_sample = report.effective_rank, report.stable_rank, report.rank, log_to_rank
@@ -177,13 +177,13 @@ def measure(
 
 
 def _report_heads(a: Tensor, lengths: Tensor | None, heads: int) -> tuple[Tensor, ...]:
-    """Return ``_OF_PAIRS`` of the heads (S, N, M) of a layer, without rows past a length (S,)."""
+    """Return ``_OF_PAIRS`` for the heads (S, N, M) of a layer, without rows past a length (S,)."""
     a = a.double()
     tokens = a.new_full((len(a),), a.shape[1]) if lengths is None else lengths
     inside = (torch.arange(a.shape[1], device=a.device) < tokens[:, None])[..., None]
     a = a.masked_fill(~inside, 0)
     mean = a.sum(dim=1, keepdim=True) / tokens[:, None, None]
-    # Centred over the tokens that count, which rows of zeros do not change.
+    # Centred over the valid tokens; rows of zeros do not change the sums.
     report = head_report((a - mean).masked_fill(~inside, 0), heads)
     others = ~torch.eye(heads, dtype=torch.bool, device=a.device)
     correlation = report.correlation.masked_fill(~others, 0).sum(dim=(-2, -1)) / others.sum()
@@ -192,7 +192,7 @@ def _report_heads(a: Tensor, lengths: Tensor | None, heads: int) -> tuple[Tensor
 
 
 def merge_ranks(ranks: Tensor, columns: Mapping[str, slice]) -> Tensor:
-    """Return the matrix (L, width) of (ranks, L, width): of the ranks that measured a layer."""
+    """Reduce (ranks, L, width) to (L, width), over the ranks that measured a layer."""
     end = columns["worst_kappa"].start
     status = ranks[..., -1:]
     ran = status == MEASURED
@@ -219,7 +219,7 @@ class HostCopy:
 
 
 def copy_to_host(values: Tensor) -> HostCopy:
-    """Enqueue a copy to the host on the current stream; of a tensor on the host it is that."""
+    """Enqueue a copy to the host on the current stream; a tensor on the host is returned as is."""
     if values.device.type != "cuda":
         return HostCopy(values, None)
     host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
@@ -230,16 +230,16 @@ def copy_to_host(values: Tensor) -> HostCopy:
 
 
 class SideStream:
-    """A CUDA stream for work that the training step does not wait for; on the CPU it does."""
+    """A CUDA stream for work that the training step does not wait for; on the CPU, no stream."""
 
     def __init__(self, device: torch.device):
         self.device = device
-        # The lowest priority there is, which the default stream has too: never before the step.
+        # The lowest priority, which the default stream has too: this work never precedes the step.
         self.stream = torch.cuda.Stream(device, priority=0) if device.type == "cuda" else None
 
     @contextmanager
     def after(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Enqueue what the block does here, after all that the current stream has been given.
+        """Enqueue the work of the block here, after all work enqueued on the current stream.
 
         ``inputs`` are tensors that the current stream made and the block reads.
         """
@@ -248,7 +248,7 @@ class SideStream:
             return
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         for tensor in inputs:
-            # Their memory must not be given to a later tensor of the step before it is read.
+            # Their memory must not be reused by a later tensor of the step before it has been read.
             tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             yield

@@ -1,7 +1,7 @@
-"""Calls of attention inside compiled graphs, captured by PyTorch's operators where ours compute.
+"""Capture attention calls inside compiled graphs, in the operators that our kernels replace.
 
-A graph knows no modules. Its calls are named by those of a step that was traced eagerly: they must
-be as many, in the same order and of the same sizes.
+A graph has no modules. Its calls get their names from a step that was traced eagerly, so both must
+have equally many calls, in the same order and of the same sizes.
 """
 
 import sys
@@ -20,27 +20,27 @@ from ..ops.statistics import AttentionStats, evenly_spaced
 
 SAME_PASS, RECOMPUTED = "same pass", "recomputed"
 NO_CALL = (
-    "KappaMonitor saw no call of a compiled model in a sampled step: replayed CUDA graphs and "
-    "cpp_wrapper run no Python. From the next one on, sampled steps run eagerly"
+    "KappaMonitor saw no attention call of the compiled model in a sampled step, because replayed "
+    "CUDA graphs and cpp_wrapper run no Python. Later sampled steps run eagerly"
 )
 OTHER_CALLS = (
-    "KappaMonitor cannot name the calls of a compiled model: it made {}, and {} in the eager step, "
-    "or their sizes differ. The rows of this step are named by their order. From the next one on, "
-    "sampled steps run eagerly"
+    "KappaMonitor cannot match the attention calls of the compiled model with those of the eager "
+    "step: it made {} instead of {}, or their sizes differ. The rows of this step are named by "
+    "their order. Later sampled steps run eagerly"
 )
 
 
 class OperatorCall:
-    """A call of an operator, with what is known of it.
+    """A call of an operator, and its known properties.
 
     Attributes:
-        kind: heads and head_dim. Masks and key heads may differ from those in eager mode: some
-            models ask if they are compiled.
+        kind: heads and head_dim. Masks and key heads are left out, since they may differ from eager
+            mode: some models check whether they are compiled.
         sizes: queries and keys.
-        layer: the module's name, in a step that is traced eagerly.
-        head_dim: before PyTorch padded it, likewise.
+        layer: the module's name, if the step is traced eagerly.
+        head_dim: the head dimension before PyTorch padded it, likewise.
         stats: once captured, and their ``source``.
-        stray: whether compiled code makes it outside of the model, in a step traced eagerly.
+        stray: whether compiled code outside of the model made it, in a step traced eagerly.
     """
 
     def __init__(self, query: Tensor, key: Tensor) -> None:
@@ -68,9 +68,9 @@ class NamedStats(NamedTuple):
 class OperatorCalls:
     """The calls of operators in the sampled steps of one ``CallTrace``.
 
-    In a step that is traced eagerly their order is learnt, if ``torch.compile`` compiled one of
-    them, each traced call is among them, and no compiler may swap two. Calls of later steps are
-    captured where they run.
+    An eager step teaches their order, provided that ``torch.compile`` compiled one of them, every
+    traced call reaches an operator, and the compiler cannot reorder two of them. In later steps the
+    operators capture their calls as they run.
 
     Args:
         samples: batch entries captured.
@@ -80,22 +80,22 @@ class OperatorCalls:
     def __init__(self, samples: int, statistics: Callable[..., AttentionStats]) -> None:
         self.samples, self._statistics = samples, statistics
         self.capturing = False
-        # Whether a call was traced that reaches no operator of ours, or may be swapped in a graph.
+        # Whether a traced call reached no operator of ours, or may be reordered in a graph.
         self.unfit = False
         self._calls: list[OperatorCall] = []
         self._thread = 0
         self._modules: dict[nn.Module, str] = {}
         self._alone = False
-        # The compiled function that runs, and the results of its newest calls, by kind.
+        # The running compiled function, and the results of its newest calls, by kind.
         self._compiled: FrameType | None = None
         self._results: dict[Hashable, Any] = {}
-        self._only_eager = False  # since calls could not be named
-        # The calls of one forward, once learnt, and the modules of that step.
+        self._only_eager = False  # set once calls could not be named
+        # The learnt calls of one forward, and the modules of that step.
         self._order: list[OperatorCall] = []
         self._modules_then: dict[nn.Module, str] = {}
 
     def start(self, modules: dict[nn.Module, str], alone: bool) -> None:
-        """Begin a step, ``alone`` if no other trace is active, and decide if calls are captured."""
+        """Begin a step, and decide whether to capture; ``alone`` if no other trace is active."""
         self.clear()
         self._modules, self._thread = modules, threading.get_ident()
         learnt = self._order and self._modules_then == modules and not self._only_eager
@@ -108,10 +108,10 @@ class OperatorCalls:
         self._compiled, self._results = None, {}
 
     def give_way(self) -> bool:
-        """Capture no more calls, as another trace begins; return whether none was captured yet."""
+        """Stop capturing because another trace begins; return whether no call was captured yet."""
         self._alone = False
         if self.capturing and self._calls:
-            self._thread = 0  # of no calls: what follows is another model's
+            self._thread = 0  # without calls: those that follow belong to another model
         else:
             self.capturing = False
         return not self.capturing
@@ -120,12 +120,12 @@ class OperatorCalls:
         return len(self._calls)
 
     def sample(self, call: OperatorCall, query: Tensor) -> Tensor | None:
-        """Note a call, and return the batch entries to capture, (S,); None if it is none."""
+        """Note a call, and return the batch entries to capture, (S,), or None."""
         if threading.get_ident() != self._thread:
             return None
         self._calls.append(call)
         call.stray = not self.capturing and _compiled_function() is not None
-        # The heads of one token are one row, whose kappa is 1 whatever the model does.
+        # A single token gives a matrix of one row, whose kappa is always 1.
         if not self.capturing or call.sizes[0] == 1 or 0 in (*query.shape, *call.sizes):
             return None
         return evenly_spaced(len(query), self.samples, query.device)
@@ -141,7 +141,7 @@ class OperatorCalls:
         self.capture(self._statistics(*args, self.samples), RECOMPUTED)
 
     def name(self, before: int, layer: str | None, inputs: list[Tensor], out: Tensor) -> None:
-        """Name the one call that was made since there were ``before``; by None if not measured."""
+        """Name the only call after the first ``before`` ones; None if it is not measured."""
         if len(self._calls) != before + 1:
             self.unfit = self.unfit or layer is not None
             return
@@ -152,15 +152,15 @@ class OperatorCalls:
             return
         if compiled is not self._compiled:
             self._compiled, self._results = compiled, {}
-        # A compiler keeps the order of calls of which one needs the other.
+        # A compiler keeps the order of two calls if one depends on the other.
         if call.kind in self._results and not _needs(inputs, self._results[call.kind]):
             self.unfit = True
         self._results[call.kind] = out.grad_fn
 
     def take_calls(self, learn: bool) -> list[NamedStats]:
-        """Return what was captured in a step, or else learn the order of its calls."""
+        """Return the captures of a step, or learn the order of its calls."""
         if not self.capturing:
-            if self._alone:  # else some calls may be another model's
+            if self._alone:  # otherwise some calls may belong to another model
                 kinds = {call.kind for call in self._calls if call.layer is not None}
                 strays = {call.kind for call in self._calls if call.stray}
                 learn = learn and self._compiled is not None and not self.unfit
@@ -175,7 +175,7 @@ class OperatorCalls:
             places = self._order * len(parts)
             named = [(place.layer, place.head_dim, c) for place, c in zip(places, self._calls)]
         else:
-            # It may fail again: from now on the names are worth an eager step.
+            # Matching may fail again: from now on, run eagerly to get the names.
             self._only_eager = True
             warnings.warn(OTHER_CALLS.format(count, expected) if parts else NO_CALL, stacklevel=5)
             named = [(f"call {n}", c.head_dim, c) for n, c in enumerate(self._calls)]
@@ -187,7 +187,7 @@ class OperatorCalls:
 
 
 class OperatorHook:
-    """The hook of the operators: it has each trace note a call, and one at most capture it."""
+    """The hook of the operators: every trace notes a call, and at most one captures it."""
 
     def __init__(self, traces: Sequence[OperatorCalls]) -> None:
         self._traces = traces
@@ -196,9 +196,9 @@ class OperatorHook:
             self.capture, self.recompute = capturing[0].capture, capturing[0].recompute
 
     def sample(self, query: Tensor, key: Tensor) -> Tensor | None:
-        """Return the batch entries whose heads a call is to capture, None if it is not sampled."""
-        # A backward recomputes calls that the forward captured. Tensors that are made while CUDA
-        # graphs are recorded belong to the graphs.
+        """Return the batch entries to capture in a call, or None if it is not sampled."""
+        # Skip a recomputation in a backward: the forward captured the call. Skip a recording of
+        # CUDA graphs: tensors allocated there belong to the graphs.
         if _hooks.is_untraced() or torch._C._current_graph_task_id() != -1 or _replays_graphs():
             return None
         if query.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -208,7 +208,7 @@ class OperatorHook:
 
 
 def _one_forward(calls: list[OperatorCall]) -> list[OperatorCall]:
-    """Return the calls of one forward of a step, which may have several; [] if none has a layer."""
+    """Return the calls of one of a step's forwards; [] if no call has a layer."""
     places = [(call.layer, call.head_dim, call.kind) for call in calls]
     count = len(calls)
     for length in range(1, count + 1):
@@ -219,7 +219,7 @@ def _one_forward(calls: list[OperatorCall]) -> list[OperatorCall]:
 
 
 def _are_alike(expected: list[OperatorCall], calls: list[OperatorCall]) -> bool:
-    """Return whether calls are those of a forward: sequences may be longer in all of them."""
+    """Return whether calls match those of a forward; all sequences may have become longer."""
     if [call.kind for call in calls] != [call.kind for call in expected]:
         return False
     before = [size for call in expected for size in call.sizes]
@@ -228,7 +228,7 @@ def _are_alike(expected: list[OperatorCall], calls: list[OperatorCall]) -> bool:
 
 
 def _narrowed(call: OperatorCall, head_dim: int) -> AttentionStats:
-    """Return the statistics of a call, its heads without the columns that PyTorch padded."""
+    """Return the statistics of a call; cut the columns that PyTorch padded from its heads."""
     stats, heads = call.stats, call.kind[0]
     assert stats is not None
     assert stats.heads is not None
@@ -237,7 +237,7 @@ def _narrowed(call: OperatorCall, head_dim: int) -> AttentionStats:
 
 
 def _compiled_function() -> FrameType | None:
-    """Return the outermost frame of compiled code, which may run eagerly, None outside of any."""
+    """Return the outermost frame of compiled code, even if it runs eagerly, or None."""
     frame, outermost = sys._getframe(1) if "torch._dynamo" in sys.modules else None, None
     while frame is not None:
         if frame.f_code.co_name == "compile_wrapper" and "_dynamo" in frame.f_code.co_filename:
@@ -247,7 +247,7 @@ def _compiled_function() -> FrameType | None:
 
 
 def _needs(inputs: list[Tensor], result: Any) -> bool:
-    """Return whether autograd shows that tensors were computed from a result, by its node."""
+    """Return whether autograd shows that tensors depend on the result of a node."""
     nodes = deque(t.grad_fn for t in inputs if result is not None)
     met = set()
     while nodes:

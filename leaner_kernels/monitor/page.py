@@ -1,9 +1,9 @@
-"""Plots of kappa, and one HTML file of runs: what was reached, loss, kappa, attention, alarms.
+"""Plot kappa, and write the HTML page of runs: scores, loss, kappa, attention and alarms.
 
     python -m leaner_kernels.monitor.page runs/vit-1 runs/vit-2 --out page.html
 
-Charts are SVG in the file, which needs neither scripts nor a network: its own policy forbids the
-browser both. matplotlib is imported when there is something to draw.
+Charts are SVG inside the file. It needs neither scripts nor a network, and its content security
+policy forbids both. matplotlib is imported on demand.
 """
 
 import argparse
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot", "write_page"]
 
-# Rows that are read of a file of metrics, and of kappa of all runs: a page stays small.
+# Rows that are read from a metrics file, and from all kappa files: they keep the page small.
 LINE_POINTS, CHART_POINTS = 500, 2_000
 _ALARMS = 200
 _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms": ("message",)}
@@ -41,28 +41,36 @@ _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
 _LEGEND = 24  # names of layers that fit in a column beside an axis
-_ALARM = "#d62728"  # of the lines at alarms
+_ALARM = "#d62728"  # colour of the lines at alarms
 _DASHES = ("-", "--", ":")
-# Charts of metrics: title, unit, and what lines are called by the names of their rows.
+# Charts of metrics: title, unit, and the label of each line by its key in a row.
 _LOSSES = {"loss": "training", "held_out_loss": "held out", "held_out_ema_loss": "averaged weights"}
 _ACCURACIES = {
     "held_out_accuracy": "accuracy",
     "held_out_ema_accuracy": "averaged weights",
     "held_out_top5": "top-5",
 }
-_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "share that is correct", _ACCURACIES))
+_SCORES = (("Loss", "loss", _LOSSES), ("Held-out accuracy", "fraction correct", _ACCURACIES))
 _HEAD_REPORT = (
     (
         "head_correlation",
         "Correlation of heads",
-        "Mean over pairs of heads; 1 where all are alike.",
+        "Mean over pairs of heads; 1 if all heads are alike.",
     ),
-    ("isotropy", "Isotropy of heads", "1 where a head uses all of its directions alike."),
+    ("isotropy", "Isotropy of heads", "1 if each head uses all of its directions equally."),
 )
+# Facts of a summary that are shown in the table under another name.
+_FACTS = {
+    "params": "parameters",
+    "seconds": "time (h:mm:ss)",
+    "peak_memory_bytes": "peak_memory",
+    "peak_memory_kind": "kind_of_peak_memory",
+    "data_wait_share": "share_of_time_waiting_for_data",
+}
 _COURSE = (
     ("Learning rate", "learning rate", {"lr": "", "learning_rate": ""}),
     ("Gradient norm", "norm", {"grad_norm": ""}),
-    ("Throughput", "items a second", {"throughput": ""}),
+    ("Throughput", "items per second", {"throughput": ""}),
 )
 
 
@@ -72,15 +80,16 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
 
         plot(monitor.flush(), "kappa.png")
 
-    The axis of kappa is logarithmic where its values span a decade. Rows without a kappa are left
-    out, and the title counts them.
+    The axis of kappa is logarithmic if its values span a decade. Rows without a kappa are left out,
+    and the title counts them.
 
     Args:
-        rows: of ``KappaMonitor``, at least one; of several of a step and layer the last counts.
-        path: of the picture, if it is to be saved: PNG, SVG or PDF, by its suffix.
+        rows: rows of ``KappaMonitor``, at least one. If a step and layer has several, the last
+            counts.
+        path: file to save the figure to, if given: PNG, SVG or PDF, by its suffix.
 
     Returns:
-        The figure, which no window shows.
+        The figure; no window is opened.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -108,13 +117,13 @@ def plot(rows: Iterable[Row], path: str | Path | None = None) -> "Figure":
 
 
 class Line(NamedTuple):
-    """A line of a chart; without a name it has no place in the legend."""
+    """A line of a chart; a line without a name is left out of the legend."""
 
     name: str
     points: Sequence[tuple[float, float]]
     colour: str
     dash: str = "-"
-    title: str = ""  # shown where a pointer is on the line; else the name
+    title: str = ""  # tooltip of the line; the name if empty
 
     def columns(self) -> tuple[list[float], list[float]]:
         """Return x and y of the points."""
@@ -134,7 +143,7 @@ def layer_lines(rows: Iterable[Row], field: str) -> list[Line]:
 
 
 def kappa_lines(rows: Iterable[Row]) -> list[Line]:
-    """Return kappa of each layer over the steps, and what Gaussian heads of each size have."""
+    """Return kappa of each layer over the steps, and kappa of Gaussian heads of each size."""
     rows = list(rows)
     lines = layer_lines(rows, "kappa")
     for points in dict.fromkeys(map(tuple, series(rows, "kappa_gaussian").values())):
@@ -156,7 +165,7 @@ def _has(row: Row, field: str) -> bool:
 
 
 def series(rows: Iterable[Row], field: str) -> dict[str, list[tuple[int, float]]]:
-    """Return steps and values of each layer, less those that are not numbers."""
+    """Return steps and values of each layer, without those that are not numbers."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         points = found.setdefault(row["layer"], [])
@@ -178,7 +187,7 @@ def head_norms(rows: Iterable[Row]) -> tuple[int, dict[str, list[float]]]:
 
 
 def short_names(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the layers in their order, each with its name less what all names have alike.
+    """Return the layers in order, each with its name without the parts that all names share.
 
     Of "blocks.0.attn" and "blocks.1.attn" these are "blocks.0" and "blocks.1".
     """
@@ -196,20 +205,20 @@ def short_names(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def axis_scale(values: Iterable[float | None]) -> str:
-    """Return the scale of an axis: logarithmic where positive values span a decade."""
+    """Return the scale of an axis: "log" if all values are positive and span a decade."""
     numbers = [value for value in map(number, values) if value is not None]
     return "log" if numbers and 0 < 10 * min(numbers) <= max(numbers) else "linear"
 
 
 def spread(values: Iterable[float]) -> str:
-    """Return a value, or the least and the most of several, in three digits."""
+    """Return a value, or the smallest and the largest of several, in three digits."""
     ends = sorted(values)
     least, most = f"{ends[0]:.3g}", f"{ends[-1]:.3g}"
     return least if least == most else f"{least} to {most}"
 
 
 def without_kappa(rows: Sequence[Row]) -> str:
-    """Return how many rows have no kappa, and why; nothing where all have one."""
+    """Return how many rows have no kappa, and why; "" if all have one."""
     reasons = Counter(r.get("reason") or "not resolved" for r in rows if not _has(r, "kappa"))
     if not reasons:
         return ""
@@ -218,7 +227,7 @@ def without_kappa(rows: Sequence[Row]) -> str:
 
 
 def kappa_or_rank(row: Row) -> str:
-    """Return a row's kappa as text; where it is not resolved, the rank; else why there is none."""
+    """Return a row's kappa as text, or its rank if kappa is not resolved, or a reason."""
     if _has(row, "kappa"):
         return f"{row['kappa']:.4g}"
     reason = row.get("reason") or "not resolved"
@@ -232,9 +241,9 @@ def kappa_or_rank(row: Row) -> str:
 
 @dataclass
 class Run:
-    """What a page shows of a run: its files in the order of steps, of a long one not every step.
+    """The contents of a run on a page: its files in the order of steps, thinned if long.
 
-    ``notes`` says of a file what of it is not shown.
+    ``notes`` says what a page leaves out of a file.
     """
 
     name: str
@@ -248,7 +257,7 @@ class Run:
 
 @dataclass
 class _Chart:
-    """A chart of lines, with alarms as vertical ones; or of the norms of heads, by layer."""
+    """A chart of lines, with vertical lines for alarms, or a map of the norms of heads by layer."""
 
     title: str
     unit: str = ""
@@ -264,19 +273,19 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
 
         write_page(["runs/vit-1", "runs/vit-2"], "page.html")
 
-    Of long runs evenly spaced steps are drawn, and damaged lines are skipped; the page says how
+    Long runs are thinned to evenly spaced steps, and damaged lines are skipped; the page says how
     many.
 
     Args:
-        folders: of the runs, each with ``kappa.jsonl`` as ``KappaMonitor`` writes it, or with
-            ``metrics.jsonl``, one object with a "step" per line, of which those of one step are
-            merged; ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown where
+        folders: folders of the runs. Each has ``kappa.jsonl`` as ``KappaMonitor`` writes it, or
+            ``metrics.jsonl``, with an object with a "step" on each line; objects of the same step
+            are merged. ``kappa_probe.jsonl``, ``alarms.jsonl`` and ``summary.json`` are shown if
             they exist.
-        path: of the file, which is replaced when all of it is written.
+        path: file to write; it is replaced once all of it is written.
 
     Raises:
         ImportError: matplotlib is missing.
-        ValueError: no folder, or one that does not exist or has no rows.
+        ValueError: if there is no folder, or one does not exist or has no rows.
         OSError: a file cannot be read or written.
     """
     with needed_by("a page"):
@@ -304,22 +313,22 @@ def write_page(folders: Iterable[str | Path], path: str | Path) -> None:
         for alarm in run.alarms
     ]
     settings = [run.summary.get("settings", {}) for run in runs]
+    listed = _compared(names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings))
     text = _PAGE.format(
         title=escape(", ".join(names)),
         glance=_compared(names, map(_glance, runs)),
-        kappa=_compared(names, map(_kappa_of_layers, runs)),
+        kappa=_kappa_table(runs),
         charts="\n".join(charts),
-        alarms=_table(("run", "step", "kind", "what"), alarms) if alarms else "<p>None.</p>",
+        alarms=_table(("run", "step", "kind", "message"), alarms) if alarms else "<p>None.</p>",
+        run_title="Run" if len(runs) == 1 else "Runs",
         facts=_compared(names, map(_facts, runs)),
-        settings=_compared(
-            names, ({k: _shown(v, digits=10) for k, v in s.items()} for s in settings)
-        ),
+        settings=f"<details><summary>All settings</summary>{listed}</details>" if listed else "",
     )
     write_file(path, text.encode("utf-8", "backslashreplace"))
 
 
 def _read_run(folder: Path, most: int) -> Run:
-    """Read what a page shows of a run: about ``most`` rows of kappa, and every evaluation."""
+    """Read the contents of a run for a page: about ``most`` rows of kappa, and all evaluations."""
     if not folder.is_dir():
         raise ValueError(f"no such folder: {folder}")
     limits = {"metrics": LINE_POINTS, "kappa": most, "kappa_probe": most, "alarms": _ALARMS}
@@ -337,10 +346,10 @@ def _read_run(folder: Path, most: int) -> Run:
         if bad:
             notes[f"damaged lines in {file.name}"] = f"{bad:,}, skipped"
     if not rows["metrics"] and not rows["kappa"]:
-        raise ValueError(f"no rows in {folder}: neither in kappa.jsonl nor in metrics.jsonl")
+        raise ValueError(f"no rows in kappa.jsonl or metrics.jsonl of {folder}")
     for kind in ("kappa", "kappa_probe"):
         rows[kind] = newest(rows[kind])
-    # A trainer writes a row when it logs and another when it evaluates, perhaps of one step.
+    # A trainer may write two rows of one step: one when it logs, another when it evaluates.
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows["metrics"]:
         present = {name: value for name, value in row.items() if value is not None}
@@ -361,7 +370,7 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
         lines = _mean_lines(runs, "kappa", geometric_mean)
         for line in _mean_lines(runs, "kappa_gaussian", geometric_mean):
             lines.append(line._replace(name="", dash="--", title=f"{line.name}, Gaussian heads"))
-        caption = "Layers without a κ at a step do not count there. Dashed: Gaussian heads."
+        caption = "A layer without κ at a step is left out of its mean. Dashed: Gaussian heads."
         yield _Chart("κ, geometric mean over layers", "κ", lines, "log", caption=caption)
     for run in runs:
         for rows, alarms, on in (
@@ -372,15 +381,15 @@ def _charts(runs: list[Run]) -> Iterator[_Chart]:
                 title = f"κ of every layer{on}{f': {run.name}' if several else ''}"
                 left_out = without_kappa(rows)
                 caption = f"{left_out}. " if left_out else ""
-                caption += "Dashed: what independent Gaussian heads of this size would have."
+                caption += "Dashed: κ of independent Gaussian heads of the same number and size."
                 yield _Chart(title, "κ", kappa_lines(rows), "log", alarms, caption=caption)
     yield from _of_attention(runs)
     yield from _of_head_report(runs)
     for run in runs:
         step, norms = head_norms(run.kappa)
         if norms:
-            title = f"Norms of heads, step {step}{f': {run.name}' if several else ''}"
-            caption = "Frobenius norm of each head's output; a head near 0 contributes nothing."
+            title = f"Norm of each head, step {step}{f': {run.name}' if several else ''}"
+            caption = "Frobenius norm of each head's output; a head near 0 contributes little."
             yield _Chart(title, norms=norms, caption=caption)
     yield from _of_metrics(runs, _COURSE)
 
@@ -418,7 +427,8 @@ def _of_attention(runs: list[Run]) -> Iterator[_Chart]:
             lines = _mean_lines(runs, column.name, join)
         if column.name == "entropy":
             alarms = [alarm for run in runs for alarm in run.alarms]
-            caption = "Attention spread evenly has log(columns); near 0 each token attends to one"
+            caption = "At most log(columns), if attention is spread evenly; near 0, each token "
+            caption += "attends to one other"
         if any(line.points for line in lines):
             unit = UNITS[column.statistic]
             yield _Chart(title, unit, lines, alarms=alarms, caption=f"{caption}.")
@@ -433,12 +443,12 @@ def _of_head_report(runs: list[Run]) -> Iterator[_Chart]:
 
 
 def _points(rows: Iterable[Mapping[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Return steps and values of the rows that have a number under a name."""
+    """Return steps and values of the rows that have a number for a key."""
     return [(row["step"], row[key]) for row in rows if number(row.get(key)) is not None]
 
 
 def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
-    """Return a line for each run, of what ``join`` makes of the values of all layers."""
+    """Return a line for each run, with the values of all layers reduced by ``join``."""
     lines = []
     for index, run in enumerate(runs):
         by_step: dict[int, list[float]] = {}
@@ -449,16 +459,16 @@ def _mean_lines(runs: list[Run], key: str, join: Any) -> list[Line]:
     return lines
 
 
-# What begins the name of a line's group.
+# Prefix of the ids of lines.
 _GROUP = "shown-"
 
 
 def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
-    """Return a chart as SVG; a line and an alarm have what a pointer on them shows as a title."""
+    """Return a chart as SVG; browsers show the titles of its lines and alarms as tooltips."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # Text stays text, and names are no formulas.
+    # Write text as text, and do not parse names as formulas.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": chart.title, "font.size": 11}):
         height = max(3.6, min(12.0, 1 + 0.25 * len(chart.norms)))
         figure = Figure(figsize=(7, height), layout="constrained")
@@ -468,7 +478,7 @@ def _svg(chart: _Chart, ends: tuple[float, float]) -> str:
             metadata = dict.fromkeys(("Creator", "Date", "Format", "Type"))
             figure.savefig(file, format="svg", transparent=True, metadata=metadata)
             text = file.getvalue()
-    # A tenth of a pixel is as much as a browser shows; the page has a font of its own.
+    # Round to a tenth of a pixel, and drop fonts: the page sets its own.
     text = re.sub(r"(?<=[ \"(])-?\d+\.\d\d+(?=[ \")\n])", lambda x: f"{float(x[0]):.1f}", text)
     text = re.sub(r"\s*([ML]) (?=[-\d])", r"\1", re.sub(r" font-family: [^;]*;", "", text))
     text = re.sub(r">\s+<", "><", text)
@@ -484,7 +494,7 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
     titles = []
     axes.set_yscale(chart.scale)
     for line in chart.lines:
-        # A single point has no line, and many hide it.
+        # A single point needs a marker; many markers would hide the line.
         marker = "o" if len(line.points) <= 12 else None
         xs, ys = line.columns()
         (drawn,) = axes.plot(xs, ys, line.dash, color=line.colour, marker=marker, markersize=3.5)
@@ -492,14 +502,14 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
         last = f": {ys[-1]:.4g} at step {xs[-1]}" if line.points else ""
         titles.append(f"{line.title or line.name}{last}")
     for alarm in chart.alarms:
-        mark = axes.axvline(alarm["step"], color=_ALARM, linewidth=1, alpha=0.6)
+        mark = axes.axvline(alarm["step"], color=_ALARM, linewidth=1.5, linestyle=":")
         mark.set_gid(f"{_GROUP}{len(titles)}")
         titles.append(alarm["message"])
     axes.set(xlim=ends, xlabel="optimizer step")
     axes.set_ylabel(chart.unit, parse_math=False)
     if chart.scale == "log":
         low, high = axes.get_ylim()
-        few = high / low < 10**2.5  # over few decades digits between them
+        few = high / low < 10**2.5  # label 2 and 5 too if there are few decades
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -512,22 +522,25 @@ def _draw_lines(axes: Any, chart: _Chart, ends: tuple[float, float]) -> list[str
 def _draw_norms(figure: Any, axes: Any, chart: _Chart) -> list[str]:
     heads = max(map(len, chart.norms.values()))
     table = [values + [math.nan] * (heads - len(values)) for values in chart.norms.values()]
-    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"))
+    figure.colorbar(axes.imshow(table, aspect="auto", interpolation="nearest"), label="norm")
     axes.set_yticks(range(len(table)), [*chart.norms], parse_math=False)
     axes.set_xlabel("head")
     return []
 
 
 def _legend(chart: _Chart) -> str:
-    """Return the names of lines in their colours, which a page breaks into rows."""
-    shown = [(line.colour, line.name) for line in chart.lines if line.name]
-    shown += [(_ALARM, "alarms")] if chart.alarms else []
-    names = "".join(f'<li style="--line:{colour}">{escape(name)}' for colour, name in shown)
+    """Return the legend as a list, which the page breaks into rows."""
+    shown = [(line.colour, line.dash, line.name) for line in chart.lines if line.name]
+    shown += [(_ALARM, ":", "alarms")] if chart.alarms else []
+    names = "".join(
+        f'<li style="--line:{colour}"{"" if dash == "-" else " class=dashed"}>{escape(name)}'
+        for colour, dash, name in shown
+    )
     return f'<ul class="legend">{names}</ul>'
 
 
 def _glance(run: Run) -> dict[str, str]:
-    """Return what a reader asks first: what was run, and how good it is."""
+    """Return the first table: the command, and the scores."""
     command = run.summary.get("command")
     facts = {} if command is None else {"command": str(command)}
     for name, best_of in (("held_out_accuracy", max), ("held_out_loss", min)):
@@ -543,36 +556,66 @@ def _glance(run: Run) -> dict[str, str]:
     return facts
 
 
-def _kappa_of_layers(run: Run) -> dict[str, str]:
-    """Return kappa of each layer at its first and its last step, and that of Gaussian heads."""
-    by_layer: dict[str, list[Mapping[str, Any]]] = {}
+def _kappa_table(runs: Sequence[Run]) -> str:
+    """Return a table of kappa of each layer at its first and its last step, and of Gaussian heads.
+
+    A single run has these in three columns, several runs one column each.
+    """
+    if len(runs) > 1:
+        named = ({f"κ, {layer}": _in_words(rows) for layer, rows in _ends(r).items()} for r in runs)
+        return _compared([run.name for run in runs], named)
+    (run,) = runs
+    steps = [row["step"] for row in run.kappa]
+    if not steps:
+        return ""
+    table = []
+    for layer, rows in _ends(run).items():
+        cells = [kappa_or_rank(row) for row in rows]
+        for place, (row, usual) in enumerate(zip(rows, (min(steps), max(steps)))):
+            if row["step"] != usual:
+                cells[place] += f" at step {row['step']:,}"
+        table.append((layer, *cells, _gaussian(rows[-1])))
+    head = (f"step {min(steps):,}", f"step {max(steps):,}", "Gaussian heads")
+    return _table(("layer", *head), table)
+
+
+def _ends(run: Run) -> dict[str, tuple[Row, Row]]:
+    """Return the first and the last row of each layer, by its short name."""
+    ends: dict[str, tuple[Row, Row]] = {}
     for row in run.kappa:
-        by_layer.setdefault(row["layer"], []).append(row)
-    facts = {}
-    for layer, name in short_names(run.kappa).items():
-        rows = by_layer[layer]
-        ends = rows[:: len(rows) - 1 or 1]
-        said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in ends)
-        gaussian = number(rows[-1].get("kappa_gaussian"))
-        said += "" if gaussian is None else f"; Gaussian heads {gaussian:.4g}"
-        facts[f"κ, {name or 'the model'}"] = said
-    return facts
+        ends[row["layer"]] = ends.get(row["layer"], (row, row))[0], row
+    return {name or "the model": ends[layer] for layer, name in short_names(run.kappa).items()}
+
+
+def _in_words(rows: tuple[Row, Row]) -> str:
+    """Return kappa of a layer at both steps, and that of Gaussian heads, as a text."""
+    several = rows if rows[0] is not rows[1] else rows[:1]
+    said = " → ".join(f"{kappa_or_rank(row)} at step {row['step']:,}" for row in several)
+    gaussian = _gaussian(rows[-1])
+    return f"{said}; Gaussian heads {gaussian}" if gaussian else said
+
+
+def _gaussian(row: Row) -> str:
+    gaussian = number(row.get("kappa_gaussian"))
+    return "" if gaussian is None else f"{gaussian:.4g}"
 
 
 def _facts(run: Run) -> dict[str, str]:
-    apart = ("command", "kappa", "kappa_probe", "settings")
+    apart = ("command", "kappa", "kappa_probe", "settings", "unit")
     facts = {
-        name: _shown(value, name)
+        _FACTS.get(name, name): _shown(value, name)
         for name, value in run.summary.items()
         if name not in apart and value is not None and value != []
     }
+    if "throughput" in facts and "unit" in run.summary:
+        facts["throughput"] += f" {run.summary['unit']} per second"
     last = max(row["step"] for row in (*run.metrics, *run.kappa))
     facts["newest_step"] = f"{last:,}" if run.summary else f"{last:,}, not finished"
     return facts | run.notes
 
 
 def _shown(value: Any, name: str = "", digits: int = 4) -> str:
-    """Return a value of a summary as text, in the unit that its name tells."""
+    """Return a value of a summary as text, in the unit that its name implies."""
     if isinstance(value, list):
         same = len(value) > 1 and all(item == value[0] for item in value)
         return _shown(value[0]) if same else ", ".join(map(_shown, value))
@@ -590,9 +633,11 @@ def _shown(value: Any, name: str = "", digits: int = 4) -> str:
 
 
 def _compared(names: list[str], runs: Iterable[dict[str, str]]) -> str:
-    """Return a table with a column for each run; facts that differ are marked."""
+    """Return a table with a column for each run, facts that differ marked; "" without facts."""
     runs = list(runs)
     keys = dict.fromkeys(key for facts in runs for key in facts)
+    if not keys:
+        return ""
     rows = [(key.replace("_", " "), *(facts.get(key, "") for facts in runs)) for key in keys]
     return _table(("", *names), rows, mark_different=True)
 
@@ -612,7 +657,7 @@ def _cells(tag: str, values: Iterable[object]) -> str:
     return "".join(f"<{tag}>{escape(str(value))}</{tag}>" for value in values)
 
 
-# The policy lets nothing run and nothing be asked of any network.
+# The policy forbids scripts and network requests.
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -640,6 +685,8 @@ figure svg text {{ fill: var(--ink) !important }}
   list-style: none; font-size: .85rem; max-height: 8rem; overflow-y: auto }}
 .legend li::before {{ content: ""; display: inline-block; width: 1.2rem; height: .2rem;
   margin-right: .4rem; vertical-align: middle; background: var(--line) }}
+.legend li.dashed::before {{ background: repeating-linear-gradient(90deg, var(--line) 0 .3rem,
+  transparent .3rem .45rem) }}
 .scroll {{ overflow-x: auto }}
 table {{ border-collapse: collapse; font-size: .9rem; margin: .5rem 0 1rem }}
 th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
@@ -649,22 +696,22 @@ th, td {{ text-align: left; padding: .15rem .8rem .15rem 0; vertical-align: top;
 </head>
 <body>
 <h1>{title}</h1>
-<p>κ is the condition number of a layer's attention heads side by side: their largest singular value
-over their smallest. Near 1 the heads' outputs point in all directions alike; the larger κ, the
-closer some are to combinations of others. Gaussian heads are the comparison: the κ that independent
-random heads of the same number and size would have; far above it, heads share directions. A rank
-stands where κ is not resolved: how many singular values are above a millionth of the largest.
-Point at a line for its name and its last value.</p>
+<p>κ is the condition number of a layer's head outputs side by side: their largest singular value
+over their smallest. Near 1, the outputs spread evenly over all directions. A large κ means that
+some are nearly combinations of others. Gaussian heads are the comparison: κ of independent random
+heads of the same number and size. Where float32 cannot resolve κ, the rank is shown instead: the
+number of singular values above a millionth of the largest. Point at a line to see its name and last
+value.</p>
 {glance}
-<details open><summary>κ of every layer, at its first and its last step</summary>{kappa}</details>
+<details open><summary>κ of every layer at its first and its last step</summary>{kappa}</details>
 <div class="charts">
 {charts}
 </div>
 <h2>Alarms</h2>
 {alarms}
-<h2>Runs</h2>
+<h2>{run_title}</h2>
 {facts}
-<details><summary>All settings</summary>{settings}</details>
+{settings}
 </body>
 </html>
 """
@@ -676,11 +723,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     take_every_character(program)
     about = "Write one HTML file that shows a run, or several side by side."
     parser = argparse.ArgumentParser(program, description=about)
-    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=words, help="HTML file to write (of one run RUN/page.html)")
+    parser.add_argument("runs", nargs="+", type=words, metavar="RUN", help="run folder")
+    text = "HTML file to write (RUN/page.html for one run; required for several)"
+    parser.add_argument("--out", type=words, help=text)
     options = parser.parse_args(arguments)
     if options.out is None and len(options.runs) > 1:
-        parser.error(f"a page of {len(options.runs)} runs needs --out")
+        parser.error(f"--out is required for a page of several runs, got {len(options.runs)} runs")
     out = Path(options.out or Path(options.runs[0], "page.html"))
     try:
         write_page(options.runs, out)

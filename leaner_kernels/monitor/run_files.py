@@ -1,7 +1,7 @@
-"""The files of a run: written whole or not at all, rows as JSON lines, and a summary.
+"""Read and write the files of a run: rows as JSON lines, and a summary.
 
-Files in a run's folder must be regular files, no links: the folder may come from anyone. So may
-what they hold.
+Files are written completely or not at all. A run folder may come from anyone, so its files must be
+regular files, not links, and their contents are not trusted.
 """
 
 import errno
@@ -20,43 +20,45 @@ from typing import IO, Any
 from ..ops.statistics import COLUMNS
 
 Row = Mapping[str, Any]
-# Keys that a row of metrics must have, and a row of ``KappaMonitor`` for alarms and for tables.
+# Keys that rows must have: rows of metrics, and rows of ``KappaMonitor`` for alarms and tables.
 METRICS_ROW = ("loss",)
 ALARM_ROW = "layer", "kappa", "sigma_max", "entropy", "columns"
 KAPPA_ROW = *ALARM_ROW, "reason", "heads", "head_dim", "kappa_gaussian", "tokens"
 MEANS = "arithmetic_mean", "geometric_mean"
-_LEVELS = 6  # of lists and objects inside each other; a summary has four
-_FIRST, _NEWEST = 50, 10_000  # rows of a file that a resumed run is given
-# Windows has neither flag. There, a link that is made after ``check_own`` is followed.
+_LEVELS = 6  # nesting depth of lists and objects; a summary has four
+_FIRST, _NEWEST = 50, 10_000  # rows of a file that a resumed run reads
+# Windows has neither flag: there, a link created after ``check_own`` is followed.
 _NO_LINK_NO_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def check_own(path: str | Path, *, folder: bool = False) -> None:
-    """Check that a path in a run's folder is a regular file, or a folder, or missing.
+    """Check that a path in a run folder is a regular file, a folder, or missing.
 
     Raises:
-        OSError: it is a link, a pipe or another thing.
+        OSError: if it is a link, a pipe or another special file.
     """
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.EINVAL, "is a link, and no link in a run's folder is used", str(path))
+        raise OSError(
+            errno.EINVAL, "is a link, and links in a run folder are not followed", str(path)
+        )
     if not (stat.S_ISDIR(mode) if folder else stat.S_ISREG(mode)):
-        raise OSError(errno.EINVAL, f"is no {'folder' if folder else 'regular file'}", str(path))
+        raise OSError(errno.EINVAL, f"is not a {'folder' if folder else 'regular file'}", str(path))
 
 
 def open_own(path: str | Path, mode: str = "rb", buffering: int = -1) -> IO[bytes]:
-    """Open a file in a run's folder; no link is followed, and no pipe is waited for.
+    """Open a file in a run folder without following links or waiting for pipes.
 
     Args:
-        path: of the file. The folder itself may be a link.
+        path: path of the file. The folder itself may be a link.
         mode: "rb", "ab" or "xb", as of ``open``.
         buffering: as of ``open``.
 
     Raises:
-        OSError: it is no regular file, or cannot be opened.
+        OSError: if it is not a regular file, or cannot be opened.
     """
     check_own(path)
     return open(path, mode, buffering, opener=_open_regular)
@@ -67,7 +69,7 @@ def _open_regular(path: str, flags: int) -> int:
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "is no regular file", path)
+    raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 def read_own(path: str | Path) -> bytes:
@@ -77,17 +79,17 @@ def read_own(path: str | Path) -> bytes:
 
 
 def write_file(path: str | Path, content: str | bytes) -> None:
-    """Write a file that is whole or as it was; a link of its name is replaced, never followed."""
+    """Write a file completely or not at all; a link of its name is replaced, never followed."""
     with new_file(Path(path)) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def sync(descriptor: int) -> None:
-    """See a file or folder to the disk, on file systems that can."""
+    """Flush a file or folder to the disk, if the file system supports it."""
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Of folders some network file systems say so.
+        # Some network file systems raise this for folders.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
 
@@ -107,7 +109,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def set_aside(folder: Path, names: Iterable[str]) -> str:
-    """Rename what an earlier run left, all by one number, and return the names that it has now."""
+    """Rename the files of an earlier run, all with one number, and return their new names."""
     paths = [folder / name for name in names]
     there = [path for path in paths if path.is_file() or (path.is_dir() and not path.suffix)]
 
@@ -139,11 +141,11 @@ def _is_list(value: Any) -> bool:
 
 
 def _is_text(value: Any) -> bool:
-    # JSON may hold half of a character, which no font has.
+    # JSON may hold half of a surrogate pair, which no font has.
     return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
 
 
-# Checks of the values that are drawn or enter a calculation, if a row has them.
+# Checks of the values of a row that are drawn or enter a calculation.
 _FITS: dict[str, Callable[[Any], bool]] = {
     "step": lambda value: type(value) is int and abs(value) < 1 << 53,
     "layer": _is_text,
@@ -167,10 +169,10 @@ def is_row(value: Any, keys: Iterable[str] = ()) -> bool:
 
 
 def parse_row(line: bytes, keys: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the row of a line of JSON, as ``is_row`` requires it; ValueError if it is none."""
+    """Return the row of a JSON line; raise ValueError unless ``is_row`` accepts it."""
     row = _parse(line)
     if not is_row(row, keys):
-        raise ValueError("no row of a run")
+        raise ValueError("not a row of a run")
     return row
 
 
@@ -185,7 +187,7 @@ def _parse(text: bytes) -> Any:
 
 
 def _is_nested(value: Any, levels: int) -> bool:
-    """Return whether a value of JSON has more levels than so many."""
+    """Return whether a JSON value is nested more deeply than this many levels."""
     inner = value.values() if isinstance(value, dict) else value
     if not isinstance(value, dict | list):
         return False
@@ -197,9 +199,9 @@ def read_thinned(
 ) -> tuple[list[dict[str, Any]], int, int]:
     """Return about ``most`` rows of evenly spaced steps, the first and the last among them.
 
-    Rows with a key that begins with ``always`` are returned besides. The second result counts
-    damaged lines, but not half a line at the end, which a kill leaves; the third the steps of the
-    file if some were left out, else it is 0.
+    Rows with a key that begins with ``always`` are all returned. The second result counts damaged
+    lines, except half a line at the end, which a kill leaves. The third is the number of steps in
+    the file if some were left out, otherwise 0.
     """
     rows, damaged = [], 0
     with open_own(path) as file:
@@ -222,7 +224,7 @@ def read_thinned(
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """Return what a ``summary.json`` holds; ValueError where that is no summary."""
+    """Return the contents of ``summary.json``; raise ValueError if it is not a summary."""
     try:
         summary = _parse(read_own(path))
     except ValueError:
@@ -233,9 +235,9 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows in the order of steps, of several of a step and layer the last.
+    """Return the rows in the order of steps; of several rows of a step and layer, only the last.
 
-    A run that goes on from a checkpoint may have written some twice.
+    A run that was resumed from a checkpoint may have written some rows twice.
     """
     rows = {(row["step"], row["layer"]): row for row in rows}.values()
     return sorted(rows, key=lambda row: row["step"])
@@ -244,8 +246,9 @@ def newest(rows: Iterable[Row]) -> list[Row]:
 def layer_means(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the means of kappa over the layers of each step, in the order of the rows.
 
-    They are of the ``layers`` with a kappa, and None without any. Layers that are ``not_resolved``
-    have a larger one than can be told: if a step has such layers, both means are lower bounds.
+    The means are over the ``layers`` that have a kappa, and None if there are none. Kappa of layers
+    that are ``not_resolved`` is too large to be computed: if a step has such layers, both means are
+    lower bounds.
     """
     steps: dict[int, list[dict[str, Any]]] = {}
     for row in rows:
@@ -270,20 +273,21 @@ def _means(step: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
 class JsonLines:
     """A file of JSON objects, one per line, which a resumed run continues without overlap.
 
-    Each line is in the file when ``append`` returns.
+    When ``append`` returns, each line is in the file.
 
     Args:
-        path: of the file.
-        first: lines of this step and later ones are removed, and damaged ones; None keeps all.
-        log: shows, once, that lines could not be written; they wait for the next call. Without it
-            ``append`` raises OSError.
-        keys: that a line must have, besides a step.
+        path: path of the file.
+        first: lines of this step and later ones are removed, and so are damaged lines; None keeps
+            all.
+        log: called once if lines could not be written, which then wait for the next call. Without
+            it ``append`` raises OSError.
+        keys: keys that a line must have besides "step".
 
     Raises:
-        OSError: the path is a link, a pipe or another thing that is no regular file.
+        OSError: if the path is not a regular file, but a link or a pipe, for example.
 
     Attributes:
-        rows: before ``first``: the first and the newest of the file.
+        rows: of the steps before ``first``, the first and the newest rows of the file.
     """
 
     def __init__(
@@ -300,12 +304,12 @@ class JsonLines:
             self._take_up(first, keys)
 
     def _take_up(self, first: int, keys: Iterable[str]) -> None:
-        """Keep the lines of before, and their first and newest rows; make the file if need be."""
+        """Keep the earlier lines and load their first and newest rows; create a missing file."""
         open_own(self.path, "ab").close()
         with open_own(self.path) as old, new_file(self.path) as new:
             for number, line in enumerate(old, start=1):
                 if not line.endswith(b"\n"):
-                    break  # half a line, of a kill
+                    break  # half a line, left by a kill
                 try:
                     row = parse_row(line, keys)
                 except ValueError:
@@ -320,17 +324,17 @@ class JsonLines:
                         del self.rows[_FIRST:-_NEWEST]
 
     def sync(self) -> None:
-        """Write what waits since a disk was full, and see it to the disk."""
+        """Write the lines that wait since the disk was full, and flush the file to the disk."""
         self.append([])
         with suppress(OSError), open_own(self.path, "ab") as file:
             sync(file.fileno())
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Add rows; with ``log``, those that a full disk refuses wait for the next call."""
+        """Append rows; with ``log``, rows that do not fit on a full disk wait for the next call."""
         self.unwritten += b"".join(json.dumps(finite(row)).encode() + b"\n" for row in rows)
         try:
             with open_own(self.path, "ab", buffering=0) as file:
-                # Of a line that a full disk cut off, the rest waits.
+                # If a full disk cut a line off, the rest of it waits.
                 while self.unwritten:
                     self.unwritten = self.unwritten[file.write(self.unwritten) :]
         except OSError as error:

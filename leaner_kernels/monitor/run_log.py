@@ -1,4 +1,4 @@
-"""The files of a run that is logged by a callback: rows, losses, alarms, and a page at the end."""
+"""Write the files of a run for a callback or a loop: rows, losses, alarms, and the page."""
 
 import json
 import math
@@ -20,23 +20,23 @@ _FILES = "kappa.jsonl", "metrics.jsonl", "alarms.jsonl", "summary.json", "page.h
 
 
 class RunLog:
-    """A ``KappaMonitor`` and the files of its run, as ``leaner_kernels.monitor.page`` reads them.
+    """A ``KappaMonitor`` with the files that ``leaner_kernels.monitor.page`` reads.
 
     Under torch.distributed every rank constructs it and calls all methods; rank 0 writes.
 
     Args:
-        model: any that attends.
-        folder: made where it is missing. ``kappa.jsonl``, ``metrics.jsonl`` and ``alarms.jsonl``
-            are appended to; ``summary.json`` and ``page.html`` are written by ``close``.
-        first: the updates before this run goes on, as from a checkpoint. The rows of the files from
-            this step on are dropped: they come again. 0 is a new run: files that an earlier one
-            left keep a number in their names, as ``kappa.1.jsonl``.
-        page: whether it is written.
-        kappa_factor: of ``KappaAlarm``; 0 for none.
-        entropy_floor: of ``EntropyAlarm``; 0 for none.
-        **options: of ``KappaMonitor``: every, samples, writer, head_report.
+        model: any model with attention.
+        folder: folder of the run, created if missing. ``kappa.jsonl``, ``metrics.jsonl`` and
+            ``alarms.jsonl`` are appended to; ``close`` writes ``summary.json`` and ``page.html``.
+        first: number of updates before this run, as when it resumes from a checkpoint. Rows from
+            this step on are removed from the files, because they will be written again. 0 is a new
+            run: files of an earlier run get a number in their names, as in ``kappa.1.jsonl``.
+        page: whether to write the page.
+        kappa_factor: factor of ``KappaAlarm``; 0 disables it.
+        entropy_floor: floor of ``EntropyAlarm``; 0 disables it.
+        **options: options of ``KappaMonitor``: every, samples, writer, head_report.
 
-    ``newest`` has the newest of ``layer_means``, or None.
+    ``newest`` holds the newest ``layer_means``, or None.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class RunLog:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._writes = not (dist.is_available() and dist.is_initialized() and dist.get_rank())
         if self._writes and first == 0 and (renamed := set_aside(self.folder, _FILES)):
-            _warn(f"{self.folder} has the files of an earlier run: renamed to {renamed}")
+            _warn(f"{self.folder} had files of an earlier run, now renamed to {renamed}")
 
         def file(name: str, keys: Iterable[str] = ()) -> JsonLines | None:
             path = self.folder / name
@@ -73,14 +73,14 @@ class RunLog:
         if entropy_floor:
             self._alarms.append(EntropyAlarm(entropy_floor))
         for alarm in self._alarms:
-            # What these rows set off was told then.
+            # Alarms of earlier rows were reported at the time.
             alarm.update([] if kappa is None else kappa.rows)
 
     def begin(self, step: int) -> None:
-        """Begin a step, of so many updates before it; sample it if ``every`` steps are over.
+        """Begin the step after ``step`` updates; sample it if ``every`` steps have passed.
 
-        Where updates are counted by several at a time, the first after a multiple of ``every``
-        counts.
+        If the count grows by more than one, the first step after a multiple of ``every`` is
+        sampled.
         """
         every, before = self.monitor.every, self._begun
         self._begun = step
@@ -88,13 +88,13 @@ class RunLog:
         self.monitor.begin(step, due=due)
 
     def end(self) -> None:
-        """End a step after its last backward; take in the rows that have arrived."""
-        # A trainer of others may run its batches where none is begun.
+        """End a step after its last backward, and process the rows that have arrived."""
+        # A trainer may also run batches outside of a step.
         if self._begun is not None:
             self.take(self.monitor.end())
 
     def take(self, rows: Iterable[dict[str, Any]]) -> None:
-        """Take in rows that the monitor has returned and written: raise alarms, keep the means."""
+        """Process rows that the monitor has returned and written: raise alarms, keep the means."""
         rows = list(rows)
         for means in layer_means(rows):
             self.newest = means
@@ -115,7 +115,7 @@ class RunLog:
             self._metrics.append([{"step": step} | numbers])
 
     def close(self) -> None:
-        """Leave a step not ended; write the rows still on their way, a summary, and the page."""
+        """Cancel an open step; write the remaining rows, a summary, and the page."""
         self.monitor.cancel()
         self.take(self.monitor.flush())
         if not self._writes:
@@ -133,8 +133,10 @@ class RunLog:
         try:
             write_page([self.folder], self.folder / "page.html")
         except Exception as error:
-            # The run is over and its rows are safe: a page can be written of them at any time.
-            warnings.warn(one_line(f"no page of {self.folder}: {error}"), stacklevel=2)
+            # The run is over and its rows are on disk: the page can be written at any time.
+            warnings.warn(
+                one_line(f"the page of {self.folder} was not written: {error}"), stacklevel=2
+            )
 
 
 def _warn(message: str) -> None:

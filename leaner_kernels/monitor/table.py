@@ -17,7 +17,7 @@ _COLUMNS = {
 def table(rows: Iterable[dict[str, Any]]) -> str:
     """Return a line per layer of the newest step among ``rows``, and the means over the layers.
 
-    Where kappa is None the reason is there instead.
+    If kappa is None, the reason is shown instead.
     """
     rows = list(rows)
     if not rows:
@@ -36,7 +36,8 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     ]
     (means,) = layer_means(newest)
     mean, unresolved = _number(means["geometric_mean"]), means["not_resolved"]
-    text.append(f"geometric mean κ of {means['layers']} layers: {mean}; not resolved: {unresolved}")
+    counted = f"{means['layers']} layer{'s'[: means['layers'] != 1]}"
+    text.append(f"geometric mean κ of {counted}: {mean}; not resolved: {unresolved}")
     return "\n".join(text)
 
 

@@ -1,7 +1,7 @@
-"""Calls of attention that modules of others make, traced while a sampled step runs.
+"""Trace the attention calls of modules of other libraries in a sampled step.
 
-What PyTorch's function returns is rounded to the precision of the model, and kappa is lost there;
-its queries, keys and values are exact in float32, so its heads are recomputed from them.
+The result of PyTorch's function is rounded to the precision of the model, which hides kappa. Its
+queries, keys and values are exact in float32, so the heads are recomputed from them.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.nn import functional
 
-# Bound here, so that another function may be put in the place of PyTorch's.
+# Bound here, because PyTorch's name may be replaced by another function.
 from torch.nn.functional import multi_head_attention_forward as _multi_head
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -40,7 +40,7 @@ from ..ops.statistics import (
 from .operators import RECOMPUTED, SAME_PASS, OperatorCalls, OperatorHook
 
 _SIGNATURE = inspect.signature(_multi_head)
-# Scores of one block of rows, which are in memory at a time; 64 MiB in float32.
+# Number of scores in memory at a time, a block of rows; 64 MiB in float32.
 MAX_SCORES = 2**24
 IN_TRANSFORM = "it runs inside a transform of torch.func"
 # Names that the code of an attention module calls.
@@ -52,11 +52,11 @@ _ATTENTION_FUNCTIONS = {
 
 
 class TracedCall(NamedTuple):
-    """What one call of attention left; no gradients. Most as in ``leaner_kernels.nn.Captured``.
+    """The capture of one attention call, without gradients.
 
-    ``statistics`` are of the forwards since the step began, (S, H) where recomputed; ``columns``
-    counts the keys; ``source`` is ``SAME_PASS`` or ``RECOMPUTED``; a call does not name its
-    ``residual``.
+    Most fields are those of ``leaner_kernels.nn.Captured``. ``statistics`` cover the forwards since
+    the step began, and are (S, H) if recomputed. ``columns`` counts the keys. ``source`` is
+    ``SAME_PASS`` or ``RECOMPUTED``. ``residual`` is unknown to a call.
     """
 
     heads: Tensor
@@ -73,17 +73,18 @@ class TracedCall(NamedTuple):
 
 
 class CallTrace:
-    """Traces the calls of attention that a model's modules make, between ``start`` and ``stop``.
+    """Trace the attention calls of a model's modules between ``start`` and ``stop``.
 
-    Of the thread that called ``start`` alone, and of the backward, wherever that runs. Those of
-    ``leaner_kernels.attention`` get their statistics from the same pass. Those of PyTorch's
-    ``scaled_dot_product_attention`` return what they would, and are computed once more. Meanwhile
-    what ``torch.compile`` has compiled runs eagerly: no call inside is intercepted. Unless our
-    kernels compute the operators of PyTorch's function: from the second step on ``operators``
-    captures the calls of compiled code where they run.
+    Only calls of the thread that called ``start``, and of the backward in any thread, are traced.
+    Calls of ``leaner_kernels.attention`` get their statistics from the same pass. Calls of
+    PyTorch's ``scaled_dot_product_attention`` return their usual result, and are computed a second
+    time. Meanwhile compiled code runs eagerly, because calls inside it cannot be intercepted. The
+    exception is compiled code whose attention operators our kernels replace: from the second step
+    on, ``operators`` captures its calls as they run.
 
-    ``calls`` has the newest call of each layer, by the module's name, with "#1" for a second call;
-    ``refused`` why a call could not be traced. Inside of ``excluded`` modules no call counts.
+    ``calls`` has the newest call of each layer by the name of its module, with "#1" appended for a
+    second call. ``refused`` has the reasons why calls could not be traced. Calls inside
+    ``excluded`` modules do not count.
     """
 
     def __init__(self, names: dict[nn.Module, str], excluded: set[nn.Module], samples: int) -> None:
@@ -92,7 +93,7 @@ class CallTrace:
         self.refused: dict[str, str] = {}
         self.ran = False
         self._thread = 0
-        # Of each thread: a backward on a GPU recomputes activations in one of its own.
+        # Per thread: a backward on a GPU recomputes activations in its own thread.
         self._local = threading.local()
         self._counts: dict[str, int] = {}
         self._handles: list[Any] = []
@@ -100,14 +101,14 @@ class CallTrace:
         self.operators = OperatorCalls(samples, attention_statistics)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A model that is copied or saved between start and stop takes its hooks along. Nothing
-        # would stop the trace of a copy, so it has no modules.
+        # A model that is copied or saved between start and stop keeps its hooks. Nothing would stop
+        # the trace of the copy, so it gets no modules.
         return CallTrace, ({}, set(), self.samples)
 
     def start(self) -> None:
-        """Trace calls from now on, beside those since ``clear``."""
+        """Start tracing calls, in addition to those since ``clear``."""
         self._thread = threading.get_ident()
-        # Calls in a graph cannot be told apart by their model.
+        # Calls in a graph do not tell which model they belong to.
         for other in _ACTIVE:
             if other.operators.give_way():
                 other._trace_eagerly()
@@ -124,7 +125,7 @@ class CallTrace:
             return
         for module in self.names:
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # it takes no hooks, and calls nothing that can be intercepted
+                continue  # it accepts no hooks, and its calls cannot be intercepted
             self._handles += [
                 module.register_forward_pre_hook(self._before_forward),
                 module.register_forward_hook(self._after_forward, prepend=True, always_call=True),
@@ -132,7 +133,7 @@ class CallTrace:
         _set_hooks()
 
     def stop(self) -> None:
-        """Leave no hook and no mode behind, and keep the calls; harmless when not started."""
+        """Remove all hooks and modes, and keep the calls; without ``start`` this does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._local = [], threading.local()
@@ -142,34 +143,33 @@ class CallTrace:
         _set_hooks()
 
     def take_operator_calls(self) -> None:
-        """Name what operators captured, or learn the order of their calls, after ``stop``."""
-        # Modules of ours may be compiled to calls that they do not make in eager mode.
+        """Name the captures of operators, or learn the order of their calls, after ``stop``."""
+        # Compiled, our own modules may make calls that they do not make in eager mode.
         learn = not self.refused and not self.excluded
         for call in self.operators.take_calls(learn):
             described = call.source, call.dtype, call.columns, call.head_dim
             self._record(call.layer, call.stats, None, *described)
 
     def clear(self) -> None:
-        """Drop what was traced."""
+        """Drop all traced calls."""
         self.calls, self.refused, self.ran = {}, {}, False
         self.operators.clear()
 
     def no_calls_message(self) -> str:
-        """Return in one line that no call was traced, and which calls can be."""
+        """Return an error message of one line: no call was traced, and which calls can be."""
         model = type(next(iter(self.names))).__name__
         if not self.ran:
             return f"{model} ran no forward between begin and end"
         return (
-            f"{model} called no attention of several queries that can be traced: neither "
-            "leaner_kernels.attention nor torch.nn.functional.scaled_dot_product_attention "
-            "(products and a softmax of its own are not; transformers has attn_implementation="
-            "'sdpa' and 'leaner', timm set_fused_attn)"
+            f"{model} made no attention call that can be traced: only calls of several queries of "
+            "leaner_kernels.attention and torch.nn.functional.scaled_dot_product_attention can. In "
+            "transformers use attn_implementation='sdpa' or 'leaner', in timm set_fused_attn"
         )
 
     def untraced(self, layers: Collection[str]) -> list[str]:
         """Return the names of modules that look like attention, with no layer in or around them.
 
-        Of several inside of each other the innermost.
+        Of nested ones only the innermost is returned.
         """
         inside = {part for module in self.excluded for part in module.modules()}
         traced = {layer.partition("#")[0] for layer in layers}
@@ -184,12 +184,12 @@ class CallTrace:
 
     @property
     def recording(self) -> bool:
-        """Whether a call that is made now is traced."""
+        """Whether a call made now is traced."""
         return bool(self._running) and self.excluded.isdisjoint(self._running)
 
     @property
     def _running(self) -> list[nn.Module]:
-        """The modules whose forwards run in this thread, the innermost last."""
+        """The modules whose forwards are running in this thread, innermost last."""
         return vars(self._local).setdefault("running", [])
 
     def attend(
@@ -202,10 +202,10 @@ class CallTrace:
         key_lengths: Tensor | None = None,
         **named: Any,
     ) -> Tensor | None:
-        """Return what ``leaner_kernels.attention`` returns for the same arguments, and trace it.
+        """Compute and trace ``leaner_kernels.attention`` with the same arguments.
 
-        Or None, where this call is not traced, and the caller is to compute it itself. ``owner`` is
-        the module that calls; with None it is the innermost one whose forward is running.
+        Return its result, or None if this call is not traced and the caller must compute it.
+        ``owner`` is the calling module; None means the innermost module whose forward is running.
         """
         device, batch = query.device, len(query)
         if (
@@ -214,9 +214,9 @@ class CallTrace:
             or batch == 0
             or not _wants_statistics()
         ):
-            # No statistics, so the same bits as in any other step.
+            # No statistics, for the same bits as in any other step.
             return None
-        # Each monitor captures its own number of samples, one after another in one sample.
+        # The samples of all monitors are concatenated, since each has its own number.
         layers, samples = dict[CallTrace, str](), list[Tensor]()
         for trace in _ACTIVE:
             layer = trace._layer_of_call(owner, query, key, value) if trace.recording else None
@@ -225,12 +225,12 @@ class CallTrace:
                 trace.operators.unfit = True
                 samples.append(evenly_spaced(batch, trace.samples, device))
         sample = torch.cat(samples or [evenly_spaced(batch, self.samples, device)])
-        # What it calls itself is not traced again.
+        # Its own calls are not traced again.
         with _hooks.untraced():
             named |= {"key_lengths": key_lengths, "sample": sample}
             stats = sampled_attention(query, key, value, *params, **named)
         assert stats.heads is not None
-        # As many queries as keys are self-attention, where what is no key is no token either.
+        # With as many queries as keys this is self-attention: padded keys are padded tokens too.
         lengths = key_lengths if query.shape[2] == key.shape[2] else None
         heads = stats.heads.split([len(s) for s in samples] or len(sample))
         for (trace, layer), own, of_trace in zip(layers.items(), samples, heads):
@@ -250,7 +250,7 @@ class CallTrace:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> str | None:
-        """Recompute a call of PyTorch's function in float32, if it is traced; return its layer."""
+        """Recompute a traced call of PyTorch's function in float32, and return its layer."""
         layer = self._layer_of_call(None, query, key, value) if self.recording else None
         if layer is None:
             return None
@@ -265,7 +265,7 @@ class CallTrace:
         return layer
 
     def _layer_of_call(self, owner: nn.Module | None, *tensors: Tensor) -> str | None:
-        """Return the layer of a call, None if it is not traced."""
+        """Return the layer of a call, or None if it is not traced."""
         name = self.names[owner if owner in self.names else self._running[-1]]
         number = self._counts.get(name, 0)
         self._counts[name] = number + 1
@@ -278,7 +278,7 @@ class CallTrace:
         if _functorch.peek_interpreter_stack() is not None:
             self.refused[layer] = IN_TRANSFORM
             return None
-        # The heads of one token are one row, whose kappa is 1 whatever the model does.
+        # A single token gives a matrix of one row, whose kappa is always 1.
         return None if tensors[0].shape[-2] == 1 or any(0 in t.shape for t in tensors) else layer
 
     def _record(
@@ -310,7 +310,7 @@ class CallTrace:
         if module not in self.names or not (threading.get_ident() == self._thread or backward):
             return
         running = self._running
-        # What a backward recomputes was traced in the forward.
+        # The forward has traced this call already; the backward recomputes it.
         if not running and not backward:
             self._mode.__enter__()
         running.append(module)
@@ -328,14 +328,14 @@ class CallTrace:
 
 
 class _TraceMode(TorchFunctionMode):
-    """Passes calls of PyTorch's functions, whatever name they are called by, to a ``CallTrace``."""
+    """Pass calls of PyTorch's functions to a ``CallTrace``, under whichever name they are bound."""
 
     def __init__(self, trace: CallTrace) -> None:
         super().__init__()
         self.trace = trace
 
     def leave(self) -> None:
-        # Modes are a stack, and one that another left on top of this one is not ours to remove.
+        # Modes form a stack: another mode left on top of this one must not be removed here.
         if _get_current_function_mode() is self:
             self.__exit__(None, None, None)
 
@@ -351,8 +351,8 @@ class _TraceMode(TorchFunctionMode):
         if not given.get("need_weights", True):
             with _calling(self._attend):
                 return func(*args, **kwargs)
-        # It computes the weights itself. Without them it makes a call that can be traced, of which
-        # the mask says what is causal, as it does here.
+        # With ``need_weights`` it computes the weights itself. Without them it makes a traceable
+        # call, in which the mask expresses causality, as it does here.
         result = func(*args, **kwargs)
         with torch.no_grad(), _hooks.untraced(), _calling(self._record):
             func(**{**given, "need_weights": False, "is_causal": False, "training": False})
@@ -369,15 +369,15 @@ class _TraceMode(TorchFunctionMode):
 
     def _record(self, _: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.trace.recompute(query, *args, **kwargs)
-        self.trace.operators.unfit = True  # it is made of products
-        return torch.zeros_like(query)  # which nobody reads
+        self.trace.operators.unfit = True  # which consists of plain products
+        return torch.zeros_like(query)  # the result is not read
 
 
 @contextmanager
 def _calling(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Let PyTorch's modules call ``attend``, with what they called before as its first argument.
+    """Make PyTorch's modules call ``attend``, with the original function as its first argument.
 
-    A mode does not intercept what it calls itself.
+    A mode does not intercept its own calls.
     """
     before = functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = partial(attend, before)
@@ -387,7 +387,7 @@ def _calling(attend: Callable[..., Tensor]) -> Iterator[None]:
         functional.scaled_dot_product_attention = before
 
 
-# Those between start and stop: of several monitors, each traces the calls of its own model.
+# The traces between start and stop; each monitor traces the calls of its own model.
 _ACTIVE: list[CallTrace] = []
 _stance: list[Any] = []
 
@@ -395,10 +395,10 @@ _stance: list[Any] = []
 def _set_hooks() -> None:
     """Set the hooks of ``leaner_kernels``; while a trace is eager, force eager mode."""
     eager = [trace for trace in _ACTIVE if not trace.operators.capturing]
-    # Compiled code reads ``current``, and would be compiled again.
+    # Compiled code reads ``current``: a change would compile it again.
     _hooks.current = eager[-1] if eager else None
     _hooks.operators = OperatorHook([trace.operators for trace in _ACTIVE]) if _ACTIVE else None
-    # Where the compiler was never imported, which takes seconds, nothing is compiled.
+    # If the compiler was never imported, nothing is compiled; the import would take seconds.
     if eager and not _stance and "torch._dynamo" in sys.modules:
         _stance.append(torch.compiler.set_stance("force_eager"))
     elif not eager and _stance:
@@ -406,10 +406,10 @@ def _set_hooks() -> None:
 
 
 def _wants_statistics() -> bool:
-    """Whether a call of ``leaner_kernels.attention`` that is made now gets statistics."""
+    """Return whether a call of ``leaner_kernels.attention`` made now gets statistics."""
     if any(trace.recording for trace in _ACTIVE):
         return True
-    # Activation checkpointing recomputes what a forward did, perhaps outside of any module.
+    # Activation checkpointing repeats calls of the forward, perhaps outside of any module.
     return _in_backward() and not any(trace._running for trace in _ACTIVE)
 
 
@@ -418,7 +418,7 @@ def _in_backward() -> bool:
 
 
 def _within(name: str, other: str) -> bool:
-    """Whether a module, by its name, is another or inside of it; "" is the model."""
+    """Return whether a module, by name, is another one or inside it; "" is the model."""
     return not other or f"{name}.".startswith(f"{other}.")
 
 
@@ -444,8 +444,8 @@ def attention_statistics(
     """Attend as PyTorch's function does, for at most ``samples`` batch entries, without dropout.
 
     Returns heads (S, N, H * E), float32, or float64 of float64, and statistics (S, H); out and lse
-    are empty. An autocast region rounds the inputs, as it does for PyTorch's function; then all is
-    float32, in whole products even where TF32 is allowed.
+    are empty. An autocast region rounds the inputs, as for PyTorch's function. The rest is computed
+    in float32, without TF32 even if it is allowed.
     """
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     if query.dim() < 4:
@@ -510,7 +510,7 @@ def _attend_one(
 
 @contextmanager
 def _whole_products() -> Iterator[None]:
-    # TF32 and bfloat16 products are a choice for speed; kappa past their precision is rounding.
+    # TF32 and bfloat16 products trade precision for speed; kappa would be rounding noise.
     mkldnn: Any = torch.backends.mkldnn
     backends = torch.backends.cuda.matmul, mkldnn.matmul
     before = [backend.fp32_precision for backend in backends]

@@ -41,12 +41,12 @@ class TensorBoard:
 
 
 class WandbRun:
-    """Logs rows to a run that others log to, and loses none of theirs or of its own.
+    """Log rows to a run to which other code logs too, without losing rows of either.
 
-    W&B merges what is logged for one of its steps, and drops what comes for an earlier one. Rows
-    arrive late, and the loop may count its steps otherwise. So rows are added to the step that the
-    run is at, which the next ``log`` of the loop ends; where rows wait there already, they begin
-    the next.
+    W&B merges the values of one of its steps, and drops values of earlier steps. Rows arrive late,
+    and the loop may count its steps differently. So rows are added to the current step of the run,
+    which the next ``log`` of the loop ends. If rows already wait there, the new ones begin the next
+    step.
     """
 
     def __init__(self, run: Any) -> None:
@@ -59,14 +59,14 @@ class WandbRun:
         self.log({**scalars(rows), AXIS: rows[0]["step"]})
 
     def log(self, values: dict[str, float]) -> None:
-        """Log the values of a sampled step, which is among them, as ``AXIS``."""
+        """Log the values of a sampled step; ``AXIS`` among them is the step."""
         run = self.run.run if isinstance(self.run, ModuleType) else self.run
         for name in sorted(values.keys() - self._defined, key=lambda name: name != AXIS):
             if hasattr(run, "define_metric"):
                 run.define_metric(name, **({} if name == AXIS else {"step_metric": AXIS}))
             self._defined.add(name)
         mode = getattr(getattr(run, "settings", None), "mode", None)
-        # Several processes log to a shared run, and only W&B's server knows its step.
+        # If several processes share a run, only W&B's server knows its step.
         if mode is None or mode == "shared":
             run.log(values)
             return

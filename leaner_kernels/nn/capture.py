@@ -20,8 +20,8 @@ class Captured(NamedTuple):
     """The tensors that one forward captured of S sampled batch entries; no gradients.
 
     Attributes:
-        heads: (S, N, H * D), float32: the heads side by side before the output projection, of the N
-            tokens of a sample, a map's row by row.
+        heads: (S, N, H * D), float32: the heads side by side before the output projection, for the
+            N tokens of a sample; those of a map in row-major order.
         output: (S, N, dim), float32: the result of the module, times any ``layer_scale``.
         residual: (S, N, dim), float32: the residual stream before the addition; None if not given.
         lengths: (S,) int32: the number of tokens that are not padding; None without
@@ -29,7 +29,7 @@ class Captured(NamedTuple):
         statistics: those of ``AttentionStats`` by name, of the whole batch: (B, H) float32, or the
             maximum (H,) over the batch and over the forwards since ``captured`` was last None.
             Each is an attribute too: ``captured.entropy``.
-        dtype: of the output before it became float32.
+        dtype: dtype of the output before it became float32.
     """
 
     heads: Tensor
@@ -112,13 +112,13 @@ class Capturing(nn.Module):
         self.proj_drop: nn.Dropout = nn.Dropout(proj_drop)
 
     def __getstate__(self) -> dict[str, Any]:
-        # No monitor would stop the capture of a copy or of a saved module.
+        # Reset the capture, since no monitor would stop that of a copied or saved module.
         return vars(self) | {"capture_samples": 0, "captured": None}
 
     def _replicate_for_data_parallel(self) -> Any:
         if self.track_logits or self.capture_samples > 0:
             raise RuntimeError(
-                "nn.DataParallel runs replicas, and what they capture is lost with them: "
+                "nn.DataParallel discards its replicas with all that they capture: "
                 "QKClip and KappaMonitor need DistributedDataParallel"
             )
         return super()._replicate_for_data_parallel()
@@ -137,7 +137,9 @@ class Capturing(nn.Module):
             return
         check_tensor("skip", skip)
         if skip.shape != x.shape:
-            raise ArgumentError(f"skip must be as x, {tuple(x.shape)}, got {tuple(skip.shape)}")
+            raise ArgumentError(
+                f"skip must be shaped as x, {tuple(x.shape)}, got {tuple(skip.shape)}"
+            )
 
     def _select_sample(self, batch: int, device: torch.device) -> tuple[Tensor | None, bool]:
         """Return the entries to capture, (S,) int32 or None, and whether to compute statistics."""
@@ -209,8 +211,8 @@ class Capturing(nn.Module):
         store: Mapping[str, Any] | None = None,
         **params: Any,
     ) -> Tensor:
-        """Return ``finish(attend(*args, **params))``; store what ``measure`` of them captures."""
-        # In most calls; ``_select_sample`` would find the same, in three Python calls more.
+        """Return ``finish(attend(*args, **params))``; store the capture of ``measure``."""
+        # The common case; ``_select_sample`` would give the same result in three more Python calls.
         watched = self.capture_samples or self.track_logits
         if not watched and torch._C._get_tracing_state() is None:
             return finish(attend(*args, **params))
@@ -237,7 +239,7 @@ class Capturing(nn.Module):
             if not torch.compiler.is_compiling() and is_mapped(stats.max_logit):
                 raise RuntimeError(
                     f"{type(self).__name__} runs inside vmap of torch.func, where QKClip cannot "
-                    "track its logits: call close() of the QKClip before"
+                    "track its logits: call QKClip.close() first"
                 )
             peak = stats.max_logit.amax(dim=0)
             self.peak_logit = peak if self.peak_logit is None else peak.maximum(self.peak_logit)
@@ -266,8 +268,8 @@ class Capturing(nn.Module):
 
 def refuse_tracing(module: nn.Module) -> None:
     """Raise ValueError if ``torch.jit.trace`` is running a module that calls our attention."""
-    # A kernel launched without the dispatcher would leave its result in the trace as a constant.
-    # As ``torch.jit.is_tracing``, in two Python calls less.
+    # A kernel launched without the dispatcher would appear in the trace as a constant. This is
+    # ``torch.jit.is_tracing`` in two fewer Python calls.
     if torch._C._get_tracing_state() is not None:
         raise _no_torchscript(module)
 

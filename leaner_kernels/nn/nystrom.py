@@ -20,7 +20,7 @@ class NystromAttention(Capturing):
             tokens gets softmax attention, as published.
         conv_kernel_size: width in tokens, an odd number, of a convolution of the values that is
             added to the heads: one kernel per head, no bias. None disables it.
-        iterations: of the pseudo-inverse, at least 1.
+        iterations: iterations of the pseudo-inverse, at least 1.
         init: divides its first iterate by the largest column sum of each matrix, ``"matrix"``, or
             of the whole batch, ``"batch"``, as published; with the latter, the result of a sample
             depends on the others in the batch.
@@ -34,7 +34,7 @@ class NystromAttention(Capturing):
     are those of the attention, before the convolution is added. Entropy is that of a token's
     distribution over the landmarks. A head is a combination of its m landmark distributions, whose
     sum is 1 for every token: unless m is above ``head_dim``, all heads share that direction, and
-    kappa of several is infinite. Of the landmarks of padding only, one counts.
+    kappa of several is infinite. All landmarks that consist of padding count as one.
     Source: arXiv:2102.03902; heads * head_dim != dim after arXiv:2505.20802.
     """
 

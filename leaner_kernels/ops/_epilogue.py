@@ -7,7 +7,7 @@ gluon_tiles.py), the table (statistics.py) and the references; no kernel changes
 """
 
 # pyright: reportArgumentType=false
-# A launch passes plain numbers where a function declares constants.
+# A launch passes plain numbers for parameters that a function declares as constants.
 
 from typing import Any, NamedTuple
 

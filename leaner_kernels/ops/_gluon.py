@@ -1,4 +1,4 @@
-"""Gluon, Triton's language of layouts, under one set of names; Triton 3.6 and 3.9 differ in three.
+"""Gluon, Triton's language of layouts, under one set of names; 3.6 and 3.9 differ in three.
 
 ``AVAILABLE`` is false if Triton has no Gluon, and in Triton's interpreter, which does not support
 it: calls then use the kernels written in Triton. ``KEEPS_FENCES`` tells whether the operands that a

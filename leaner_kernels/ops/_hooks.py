@@ -2,7 +2,7 @@
 
 ``KappaMonitor`` sets ``current``, whose ``attend`` is that of ``monitor.trace.CallTrace``, for the
 steps that it samples, and only then: in any other step a call costs one comparison with None.
-``operators`` is set likewise, and asked by the operators of PyTorch that ours replace. Compiled
+``operators`` is set in the same steps, and read by the operators that replace PyTorch's. Compiled
 code does not depend on it.
 """
 
@@ -15,19 +15,19 @@ from typing import Any
 current: Any = None
 # A ``monitor.operators.OperatorHook``.
 operators: Any = None
-# Replacements of PyTorch's operators that are in force.
+# The active replacements of PyTorch's operators.
 replacements: weakref.WeakSet[Any] = weakref.WeakSet()
 _untraced = threading.local()
 
 
 def is_untraced() -> bool:
-    """Whether calls in this thread are part of one that is traced as a whole, or not at all."""
+    """Return whether this thread's calls are part of a traced call, or inside ``untraced``."""
     return getattr(_untraced, "active", False)
 
 
 def untraced() -> AbstractContextManager[None]:
-    """Have ``KappaMonitor`` overlook the calls of attention that this thread makes inside."""
-    # Compiled code runs without a monitor, and could not read what belongs to a thread.
+    """Make ``KappaMonitor`` ignore the attention calls that this thread makes in the block."""
+    # Compiled code runs without a monitor, and could not read thread-local data.
     return nullcontext() if current is None else _overlooked()
 
 

@@ -1,8 +1,8 @@
-"""What to register with a part of PyTorch that not every user imports, once somebody does.
+"""Register something with a part of PyTorch when a user imports that part.
 
-Importing such a part for the registration's sake would make ``import leaner_kernels`` slow, and
-``torch.utils.flop_counter`` imports Triton. Nor can it wait for a call of an operator: PyTorch's
-``FlopCounterMode`` copies the formulas that there are when it is made.
+Importing the part for the sake of the registration would make ``import leaner_kernels`` slow:
+``torch.utils.flop_counter`` imports Triton. The registration cannot wait for a call of an operator
+either, because PyTorch's ``FlopCounterMode`` copies the registered formulas when it is constructed.
 """
 
 import sys
@@ -14,7 +14,7 @@ def after_import(name: str, call: Callable[[], None]) -> None:
     """Call ``call`` now if module ``name`` is imported, else at the end of its import."""
 
     class Finder:
-        """Finds the module by the finders behind this one."""
+        """Find the module with the finders after this one."""
 
         @classmethod
         def find_spec(cls, wanted: str, path: Any = None, target: Any = None) -> Any:
@@ -27,9 +27,10 @@ def after_import(name: str, call: Callable[[], None]) -> None:
                 loader, execute = spec.loader, spec.loader.exec_module
 
                 def execute_and_call(module: Any) -> None:
-                    vars(loader).pop("exec_module", None)  # that below: the class has its own
+                    vars(loader).pop("exec_module", None)  # the class has a method of its own
                     execute(module)
-                    # Not before: a module may be looked for and not imported; an import may fail.
+                    # Only now: a module may be looked up without being imported, and an import may
+                    # fail.
                     if cls in sys.meta_path:
                         sys.meta_path.remove(cls)
                         call()

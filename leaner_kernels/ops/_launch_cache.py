@@ -1,10 +1,10 @@
-"""The launch cache: a kernel again on inputs of a kind seen before, at a fraction of the host time.
+"""Repeat the launch of a kernel on inputs of the same kind, at a fraction of the host time.
 
-Triton inspects every argument at every launch; with forty of them that takes longer than a short
-kernel runs. For inputs of equal shapes, strides and dtypes only the addresses differ, so the first
-launch leaves an entry: the compiled kernel, its grid and its arguments, with places for the
-addresses. The cache key is what the caller states sets its inputs apart, and which of the tensors
-Triton compiled for as aligned.
+Triton inspects every argument at every launch. With forty arguments this takes longer than a short
+kernel runs. Inputs of equal shapes, strides and dtypes differ only in their addresses, so the first
+launch stores an entry: the compiled kernel, its grid and its arguments, with places for the
+addresses. The cache key consists of the properties by which the caller distinguishes inputs, and of
+the alignment for which Triton compiled each tensor.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -23,18 +23,19 @@ from torch.utils._device import DeviceContext
 
 from ._checks import MAX_ROW_STRIDE, NO_WINDOW, ArgumentError
 
-ALIGNMENT = 16  # Triton compiles for addresses that are multiples of it, or are not
+ALIGNMENT = 16  # Triton specializes a kernel on whether an address is a multiple of this
 MAX_CACHED = 4096
-MAX_ROWS = 256  # of a tile; an offset inside one is 32-bit
+MAX_ROWS = 256  # rows of a tile, whose inner offsets are 32-bit
 LARGEST_OFFSET = 2**31 - 1
 RIGHT_PTXAS = 12, 9  # the first release that keeps operands of wgmma
-MAX_PROGRAMS = 2**31 - 1  # of one launch; numbers of programs and heads are 32-bit in the kernels
+MAX_PROGRAMS = 2**31 - 1  # of a launch; the kernels count programs and heads in 32 bits
 
 
 class View(NamedTuple):
-    """A tensor as kernels take it: where it is, and strides of batch entry, head and row.
+    """The form in which kernels take a tensor: its address, and the strides of entry, head and row.
 
-    Any named tuple that begins with ``ptr`` is launched alike. In Gluon a stride may be a constant.
+    Any named tuple that begins with ``ptr`` is launched in the same way. In Gluon a stride may be a
+    constant.
     """
 
     ptr: Tensor
@@ -44,7 +45,7 @@ class View(NamedTuple):
 
 
 class MapView(NamedTuple):
-    """A map as kernels take it: where it is, and strides of batch entry, row, column and head."""
+    """The form in which kernels take a map: its address; strides of entry, row, column and head."""
 
     ptr: Tensor
     stride_b: int
@@ -55,14 +56,14 @@ class MapView(NamedTuple):
 
 # --- The assembler ------------------------------------------------------------------------------
 #
-# Triton 3.6 brings ptxas 12.8 for GPUs up to Hopper and 12.9 for newer ones. 12.8 leaves out some
-# instructions that compute where an operand of wgmma lies: on an H200 such a product read shared
-# memory out of bounds. What 12.9 makes of the same PTX has them all.
+# Triton 3.6 brings ptxas 12.8 for GPUs up to Hopper and 12.9 for newer ones. 12.8 drops some
+# instructions that compute the address of a wgmma operand: on an H200 such a product read shared
+# memory out of bounds. The code that 12.9 generates from the same PTX has all of them.
 
 
 @contextmanager
 def assembling() -> Iterator[None]:
-    """Let Triton use a ptxas that is right while it compiles, where it has one."""
+    """Have Triton compile with a correct ptxas, if it has one."""
     path = _other_ptxas()
     if path is None:
         yield
@@ -76,7 +77,7 @@ def assembling() -> Iterator[None]:
 
 @cache
 def _other_ptxas() -> str | None:
-    """Return the path of the ptxas to use in place of Triton's choice, None where that is right."""
+    """Return the path of the ptxas to use instead of Triton's, or None if Triton's is correct."""
     from triton import knobs
 
     if knobs.runtime.interpret:
@@ -94,7 +95,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 class Scratch(NamedTuple):
-    """A buffer that each launch allocates anew, and its reduction to a result.
+    """A buffer that every launch allocates, and its reduction to a result.
 
     Attributes:
         pointer: the kernel's argument; the name of another result, which is reduced instead of a
@@ -113,7 +114,7 @@ class Scratch(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """A kernel with everything that it is launched with."""
+    """A kernel with all arguments and options of its launch."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -121,17 +122,17 @@ class Launch(NamedTuple):
     scratch: tuple[Scratch, ...] = ()
 
     def start(self) -> Any:
-        """Launch, and return what Triton compiled: nothing, in its interpreter.
+        """Launch, and return the compiled kernel, which is None in Triton's interpreter.
 
         Raises:
             ValueError: more programs than a launch may have.
         """
-        # Where a program owns several heads it counts these in 32 bits.
+        # A program that owns several heads counts them in 32 bits.
         count = prod(self.grid) * self.arguments.get("HEADS", 1)
         if count > MAX_PROGRAMS:
             raise ArgumentError(
-                f"the tensors must take at most {MAX_PROGRAMS} programs of a launch, got {count}, "
-                "heads counted one by one: split the batch"
+                f"a launch must have at most {MAX_PROGRAMS} programs, each head counted, "
+                f"got {count}: split the batch"
             )
         with assembling():
             return self.kernel[self.grid](**self.arguments)
@@ -261,11 +262,10 @@ class CachedLaunch:
 def _starter(
     compiled: Any, grid: tuple[int, int, int]
 ) -> tuple[Callable[[list[Any]], None], list[Any]]:
-    """Return what launches a compiled kernel on a list, and what that begins with.
+    """Return a function that launches a compiled kernel on a list, and that list's first items.
 
-    After it come the kernel's arguments by position. Triton's own way gathers what it would tell
-    hooks, and calls those, before and after every launch; its chains of hooks are there also when
-    they are empty.
+    The kernel's arguments follow by position. Triton's own launcher collects information for hooks
+    and calls them before and after every launch, even if its chains of hooks are empty.
     """
     from triton import knobs
     from triton.runtime.driver import driver
@@ -277,7 +277,7 @@ def _starter(
     count = len(before)
 
     def start(arguments: list[Any]) -> None:
-        # Triton's own kind of hook, a chain, is there also when it is empty.
+        # Triton's own chain of hooks is present even if it is empty.
         for hook in (hooks.launch_enter_hook, hooks.launch_exit_hook):
             if hook is not None and getattr(hook, "calls", True):
                 own(*arguments[count:])
@@ -295,16 +295,17 @@ def _starter(
 
 # --- Calls that nothing but autograd may see: they need no dispatcher -----------------------------
 
-# No subclass of a tensor, and no number that a trace follows.
+# Plain types: no subclass of a tensor, and no number that a trace follows.
 TENSORS = {Tensor, torch.nn.Parameter}
 NUMBERS = {type(None), bool, int, float}
 PLAIN = TENSORS | NUMBERS
-NAMED = NUMBERS | {str, tuple}  # what may set calls apart
+NAMED = NUMBERS | {str, tuple}  # values that may distinguish calls
 _AUTOGRAD = torch._C.DispatchKey.AutogradCUDA
 
 
-# A key, equal for calls that differ in the addresses of their tensors alone; those addresses, 0 for
-# None; and whether autograd records the call. A plain tuple is made in a quarter of the time.
+# A key that is equal for calls that differ only in the addresses of their tensors; those addresses,
+# 0 for None; and whether autograd records the call. A plain tuple takes a quarter of the time to
+# create.
 Signature = tuple[Hashable, list[int], bool]
 
 
@@ -315,15 +316,15 @@ def signature_of(
     *,
     eager: bool = False,
 ) -> Signature | None:
-    """Return the signature of a call on the current GPU, None where more than autograd may see it.
+    """Return the signature of a call on the current GPU, or None if more than autograd may see it.
 
     The dispatcher enters Python once for autograd and once for the implementation, and converts all
-    arguments for each, which takes longer than a short kernel runs: calls with a signature go
-    without. ``eager`` tells that the caller has checked that nothing is being compiled.
+    arguments for each, which takes longer than a short kernel runs. Calls with a signature skip it.
+    ``eager`` means that the caller has checked that nothing is being compiled.
     """
     if not eager and torch.compiler.is_compiling():
         return None
-    # Types too: True, 1 and 1.0 are equal, and not each is accepted.
+    # The types count too: True, 1 and 1.0 are equal, but not all of them are accepted.
     first, types = tensors[0], (*map(type, numbers),)
     if window_size is not NO_WINDOW:
         sides = window_size if type(window_size) is tuple else ()
@@ -341,7 +342,7 @@ def signature_of(
 def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) -> Any:
     """Return the signature of a call that is known to be on the current GPU.
 
-    With ``plain``, None unless each tensor is, and lies on the device of the first.
+    With ``plain``, return None unless every tensor is a plain one on the device of the first.
     """
     device = tensors[0].get_device()
     key = [*numbers, device, torch._C._get_deterministic_algorithms()]
@@ -351,7 +352,7 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) 
             key.append(None)
             addresses.append(0)
             continue
-        # A negative is a view to be negated when it is read.
+        # A tensor with the negative bit is a view that is negated when it is read.
         if plain and (type(t) not in TENSORS or t.is_neg() or t.get_device() != device):
             return None
         address = t.data_ptr()
@@ -359,7 +360,7 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) 
         low_bits |= address
         wanted = wanted or t.requires_grad
         key += t.shape, t.stride(), t.dtype
-    if low_bits % ALIGNMENT:  # Triton compiles for addresses that are aligned, or are not
+    if low_bits % ALIGNMENT:  # Triton specializes on aligned addresses
         key.append(residues(addresses))
     # Rules send calls to PyTorch by whether a backward follows. Inside another operator autograd
     # records nothing.
@@ -370,12 +371,12 @@ def key_of(tensors: Sequence[Any], numbers: Sequence[Any], plain: bool = False) 
 
 
 def needs_no_dispatcher(args: Sequence[Any]) -> bool:
-    """Whether nothing but autograd may have a part in a call, and it is on a GPU."""
+    """Return whether a call is on a GPU and nothing but autograd can intercept it."""
     return args[0].is_cuda and PLAIN.issuperset(map(type, args)) and not _observed()
 
 
 def _observed() -> bool:
-    """Whether a mode, a transform, a trace or a profiler is active."""
+    """Return whether a mode, a transform, a trace or a profiler is active."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or (torch._C._len_torch_function_stack() > 0 and not _places_alone())
@@ -387,20 +388,20 @@ def _observed() -> bool:
 
 
 def _places_alone() -> bool:
-    """Whether every mode is a default device, which only what makes tensors of nothing heeds."""
+    """Return whether every active mode only sets a default device."""
     return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def rows_contiguous(grad: Tensor) -> Tensor:
-    """Return a gradient of an output as the kernels take it."""
-    # A gradient that was expanded (a sum's, say) has stride 0 along the axis the kernels load by,
-    # and one of another layout may have its rows too far apart.
+    """Return the gradient of an output in a layout that the kernels accept."""
+    # An expanded gradient, such as that of a sum, has stride 0 along the axis that the kernels
+    # load, and the rows of another layout may be too far apart.
     *rows, last = grad.stride()[grad.dim() > 3 :]  # the first axis of four is the batch's
     return grad.contiguous() if last != 1 or max(rows) > MAX_ROW_STRIDE else grad
 
 
 def on_current_device(t: Tensor) -> bool:
-    """Whether a tensor on a GPU lies where Triton launches."""
+    """Return whether a tensor is on the GPU on which Triton launches."""
     return t.device.index == torch._C._cuda_getDevice()
 
 
@@ -408,7 +409,7 @@ def on_current_device(t: Tensor) -> bool:
 
 
 def check_tile(name: str, rows: int, stride: int) -> None:
-    """Raise ValueError where a tile of rows spans more than 32-bit offsets reach."""
+    """Raise ValueError if a tile of rows exceeds the reach of 32-bit offsets."""
     steps = min(rows, MAX_ROWS) - 1
     if steps * stride > LARGEST_OFFSET:
         raise ArgumentError(
@@ -417,9 +418,10 @@ def check_tile(name: str, rows: int, stride: int) -> None:
 
 
 def residues(addresses: Sequence[int]) -> Hashable:
-    """Return how far past a multiple of ``ALIGNMENT`` addresses are, 0 where none is.
+    """Return the remainders of addresses modulo ``ALIGNMENT``, or 0 if all are multiples of it.
 
-    What Triton compiles for as aligned may lie at a fixed distance from an address.
+     A pointer that Triton assumes to be aligned may lie at a fixed distance from an address.
+    
     """
     bits = 0
     for address in addresses:

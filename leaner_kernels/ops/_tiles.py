@@ -24,7 +24,7 @@ from ._checks import ArgumentError
 from .gpus import GPU, GPUS, LEAST_CAPABILITY
 
 OPTIONS = "num_warps", "num_stages", "maxnreg"
-ENOUGH_PROGRAMS = 264  # two for each of an H200's 132 SMs
+ENOUGH_PROGRAMS = 264  # two for each of the 132 SMs of an H200
 ANY = 2**31
 
 
@@ -191,14 +191,14 @@ def check_capability(device: torch.device) -> None:
 def gpu_of(capability: int) -> GPU:
     """Return the row of a GPU, given 10 * major + minor; unlisted ones get that of the one before.
 
-    GPUs before all of the table get its first row, which has no tuned tiles either.
+    GPUs older than all in the table get its first row, which has no tuned tiles either.
     """
     listed = [known for known in GPUS if known <= capability]
     return GPUS[max(listed, default=LEAST_CAPABILITY)]
 
 
 def block_dim(dim: int) -> int:
-    """Return the head dimension of a tile: a power of two, at least the depth of a product, 16."""
+    """Return the head dimension of a tile: a power of two, at least 16, the depth of a product."""
     return max(16, power_of_2(dim))
 
 

@@ -1,8 +1,8 @@
-"""What operators tell PyTorch's dispatcher, as plain functions; no operator is named here.
+"""Register operators with PyTorch's dispatcher; no particular operator is named here.
 
-``define`` and ``impl`` with a thin autograd Function cost less than half of what ``custom_op`` with
-``register_autograd`` costs a call; short-sequence kernels are launch-bound, so that is what users
-would feel.
+A call through ``define`` and ``impl`` with a thin autograd Function costs less than half of one
+through ``custom_op`` with ``register_autograd``. Kernels for short sequences are launch-bound, so
+users would notice.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from ._checks import autocast
 from ._launch_cache import on_current_device
 
 library = torch.library.Library(ops.name, "FRAGMENT")
-# The autograd Function of operators: transforms of torch.func have been dealt with above them.
+# The autograd Function of operators, below the transforms of torch.func.
 SingleLevelFunction: Any = torch.autograd.function._SingleLevelFunction
 
 
@@ -37,8 +37,8 @@ def register(
     """Register ``NAME``, ``NAME_with_stats`` and ``NAME_backward`` for every device and autograd.
 
     Args:
-        name: of the operator, whose first result alone has derivatives.
-        schemas: of the three, without their names.
+        name: name of the operator, whose first result alone has derivatives.
+        schemas: schemas of the three, without their names.
         reference: functions that compute the three by operations that PyTorch can differentiate.
         on_gpu: functions that launch the three on the current GPU.
         fake: functions that allocate the results of the three.
@@ -60,7 +60,7 @@ def register(
 
 
 def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Compute as written: a region of autocast reaches into implementations, and would round."""
+    """Disable autocast, which would reach into this implementation and round."""
 
     def compute(*args: Any) -> Any:
         with torch.autocast("cpu", enabled=False):
@@ -70,10 +70,10 @@ def on_cpu(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
-    """Launch on the GPU of the first tensor: Triton launches on the current one."""
+    """Launch on the GPU of the first tensor, because Triton launches on the current one."""
 
     def launch_there(tensor: Tensor, *args: Any) -> Any:
-        if on_current_device(tensor):  # which costs less than entering and leaving it
+        if on_current_device(tensor):  # this check costs less than entering and leaving a context
             return launch(tensor, *args)
         with torch.cuda.device(tensor.device):
             return launch(tensor, *args)
@@ -125,7 +125,7 @@ def _register_double_backward(name: str, decomposition: Callable[..., Any], vari
 
 
 class _DoubleBackward(SingleLevelFunction):
-    """Put the results of a backward on the graph; their derivatives are its decomposition's."""
+    """Put the results of a backward on the graph; the decomposition provides their derivatives."""
 
     @staticmethod
     def forward(ctx, decomposition, variables, results, *args):
@@ -145,7 +145,8 @@ class _DoubleBackward(SingleLevelFunction):
                 filled[i] = variable
             return without_autocast(ctx.decomposition, filled)
 
-        # Of a function, not of the graph around: the gradient may itself depend on the inputs.
+        # Differentiate a function, not the surrounding graph: the gradient may depend on the
+        # inputs.
         _, pull, *_ = torch.func.vjp(compute, *(args[i] for i in wanted))
         gradients = dict(zip(wanted, pull(grads[0] if len(grads) == 1 else grads)))
         return None, None, None, *(gradients.get(i) for i in range(len(args)))
@@ -160,7 +161,7 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 def wants_gradient(args: Sequence[Any]) -> bool:
-    """Whether autograd is to record an operator that is called with these."""
+    """Return whether autograd records an operator that is called with these arguments."""
     return torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
@@ -170,18 +171,18 @@ def upcast(t: Tensor) -> Tensor:
 
 
 def in_forward_mode() -> bool:
-    """Whether there may be tangents, which ride on tensors that require no gradient."""
+    """Return whether tensors may carry tangents, which need no ``requires_grad``."""
     if forward_ad._current_level >= 0:
         return True
     if not torch._C._are_functorch_transforms_active():
         return False
-    # Compiled code enters a jvp without the level above.
+    # Compiled code enters a jvp without setting this level.
     levels = get_interpreter_stack() or ()
     return any(level.key() == TransformType.Jvp for level in levels)
 
 
 def without_autocast(run: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Compute as written, at every level of torch.func."""
+    """Compute without autocast, at every level of torch.func."""
     if torch._C._are_functorch_transforms_active():
         args = _mapped_alike(args)
     with no_autocast(args[0]):
@@ -189,7 +190,7 @@ def without_autocast(run: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def no_autocast(t: Tensor) -> torch.autocast:
-    """Return a context in which products are of the dtypes of their factors, as written."""
+    """Return a context without autocast, in which products keep the dtypes of their factors."""
     # PyTorch has no autocast on meta.
     return torch.autocast("cpu" if t.is_meta else t.device.type, enabled=False)
 
@@ -197,7 +198,8 @@ def no_autocast(t: Tensor) -> torch.autocast:
 def _mapped_alike(args: Sequence[Any]) -> list[Any]:
     """Map every floating-point tensor over what any tensor is mapped over.
 
-    vmap refuses to write what is mapped to what is not, and results are allocated like an input.
+    vmap refuses to write a mapped tensor into an unmapped one, and results are allocated like an
+    input.
     """
     zero = sum(a.new_zeros((), dtype=args[0].dtype) for a in args if isinstance(a, Tensor))
     assert isinstance(zero, Tensor)

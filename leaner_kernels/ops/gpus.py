@@ -1,4 +1,4 @@
-"""The GPUs that kernels are compiled for, one row each; all that depends on a GPU reads this table.
+"""The GPUs that kernels are compiled for, one row each; all GPU-dependent code reads this table.
 
 Limits: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; tensor
 memory: PTX ISA, "Tensor Memory".
@@ -7,9 +7,9 @@ memory: PTX ISA, "Tensor Memory".
 from typing import NamedTuple
 
 KIB = 1024
-LEAST_CAPABILITY = 75  # Triton compiles for no GPU before
+LEAST_CAPABILITY = 75  # the oldest GPU that Triton compiles for
 TUNED = 80  # the first compute capability that tiles were chosen for
-TUNED_GPUS = 80, 86, 90  # tests compile all tiles for each
+TUNED_GPUS = 80, 86, 90  # tests compile all tiles for each of these
 
 
 class GPU(NamedTuple):
@@ -26,7 +26,7 @@ class GPU(NamedTuple):
         shared_per_sm: bytes of shared memory.
         threads_per_sm: resident threads.
         programs_per_sm: resident programs (CTAs).
-        tensor_columns: of tensor memory, which the products of sm_100 write to.
+        tensor_columns: columns of tensor memory, to which products of sm_100 write.
     """
 
     tiles: int | None

@@ -314,8 +314,8 @@ def run_plan(
     Args:
         plan: of a call with this signature.
         first: the first tensor of the call.
-        addresses: of the ``keyed`` tensors and the sample; 0 for None.
-        seed: of dropout.
+        addresses: addresses of the ``keyed`` tensors and the sample; 0 for None.
+        seed: seed of dropout.
         sample: batch entries whose heads are captured.
     """
     addresses.append(0 if seed is None else seed.data_ptr())

@@ -72,8 +72,8 @@ class Column(NamedTuple):
         over_heads: the reduction; "each" keeps a list with one number per head.
         doc: meaning, as in the table of docs/kappa.md.
         written: whether TensorBoard and W&B get it.
-        title: of its chart on a page; without one it is neither drawn nor printed.
-        caption: of that chart.
+        title: title of its chart on a page; without one it is neither drawn nor printed.
+        caption: caption of that chart.
     """
 
     name: str
@@ -102,7 +102,7 @@ COLUMNS = (
         written=True,
         title="Entropy of attention",
     ),
-    Column("entropy_min", "entropy", "min", "entropy of the head with the smallest", written=True),
+    Column("entropy_min", "entropy", "min", "smallest entropy of a head", written=True),
     Column(
         "max_logit",
         "max_logit",
@@ -110,7 +110,7 @@ COLUMNS = (
         "the largest score",
         written=True,
         title="Largest attention score (logit)",
-        caption="Before the softmax; growth without end warns of instability",
+        caption="The score before the softmax; steady growth is a sign of unstable training",
     ),
     Column(
         "mean_row_max",

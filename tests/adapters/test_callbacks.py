@@ -360,7 +360,7 @@ def test_a_run_that_goes_on_drops_half_a_line_and_alarms_as_if_it_had_not_stoppe
     log = RunLog(Module(), tmp_path, page=False, first=15)
     assert rows_of(tmp_path) == rows[:15]
     assert rows_of(tmp_path, "metrics.jsonl") == [{"step": 14, "loss": 1.0}]
-    with pytest.warns(UserWarning, match="step 15: κ of block is 5e\\+05"):
+    with pytest.warns(UserWarning, match="step 15: κ of block rose to 5e\\+05"):
         log.take(rows[15:])
     (alarm,) = rows_of(tmp_path, "alarms.jsonl")
     assert (alarm["step"], alarm["kind"]) == (15, "kappa")

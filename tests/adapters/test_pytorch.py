@@ -244,7 +244,7 @@ def test_a_layer_takes_a_nested_tensor_in_inference_as_pytorchs_does() -> None:
         actual = layer(x)
         assert actual.is_nested
         torch.testing.assert_close(actual.to_padded_tensor(0), expected.to_padded_tensor(0))
-        with pytest.raises(ValueError, match="a nested query is not supported"):
+        with pytest.raises(ValueError, match="query must not be nested"):
             layer(x, src_mask=torch.zeros(5, 5))
 
 
@@ -335,7 +335,7 @@ def test_the_layer_compiles_without_a_graph_break() -> None:
 
 X = torch.randn(BATCH, TOKENS, DIM)
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "causal without a mask": ({"is_causal": True}, "attn_mask must be given with is_causal=True"),
+    "causal without a mask": ({"is_causal": True}, "is_causal=True describes attn_mask"),
     "wrong mask": ({"attn_mask": torch.ones(3, 7)}, r"\(7, 7\) or \(6, 7, 7\), got \(3, 7\)"),
     "wrong padding": ({"key_padding_mask": torch.ones(2, 5)}, r"be \(2, 7\), got \(2, 5\)"),
     "mask of integers": (
@@ -389,8 +389,8 @@ def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
     with pytest.raises(ValueError, match="has no attention module to swap") as refusal:
         pytorch.use(OwnAttention())
     said = str(refusal.value)
-    assert "in a forward that calls F.scaled_dot_product_attention call leaner_kernels.att" in said
-    assert said.endswith("KappaMonitor measures such a model as it is")
+    assert "replace calls of F.scaled_dot_product_attention by leaner_kernels.attention" in said
+    assert said.endswith("KappaMonitor measures the model even without that")
     # As the message says.
     monitor = KappaMonitor(OwnAttention())
     (row,) = monitor.measure(torch.randn(2, 6, 8))
@@ -405,7 +405,7 @@ def test_a_module_that_is_not_known_is_refused_with_the_next_step() -> None:
 def test_a_nested_tensor_is_refused() -> None:
     module = pytorch.MultiheadAttention(DIM, HEADS, batch_first=True)
     nested = torch.nested.nested_tensor(list(X))
-    with pytest.raises(ValueError, match="a nested query is not supported"):
+    with pytest.raises(ValueError, match="query must not be nested"):
         module(nested, nested, nested, need_weights=False)
 
 

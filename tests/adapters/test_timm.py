@@ -188,7 +188,7 @@ LEFT = [
     ),
     ("vit", "heads of 192", {"embed_dim": 192, "num_heads": 1}, "must be in [1, 128], got 192"),
     ("swin", "heads of 144", {"head_dim": 144}, "must be in [1, 128], got 144"),
-    ("xcit", "dropout of probabilities", {"attn_drop_rate": 0.1}, "attn_drop is 0.1"),
+    ("xcit", "dropout of probabilities", {"attn_drop_rate": 0.1}, "got attn_drop 0.1"),
 ]
 
 

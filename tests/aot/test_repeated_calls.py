@@ -556,7 +556,7 @@ def test_each_refusal_stays(launches: list[Launched], short: list[str]) -> None:
         (lambda: attention(query, key, value, dropout_p="0"), "dropout_p must be in"),  # pyright: ignore[reportArgumentType]
         (lambda: attention(query, key, other), "value must be torch.bfloat16"),
         (lambda: attention(query, key, 3), "value must be a tensor"),  # pyright: ignore[reportArgumentType]
-        (lambda: attention(query, key[:, :1], value), "key and value must have one shape"),
+        (lambda: attention(query, key[:, :1], value), "key and value must have the same shape"),
         (lambda: attention_qkvpacked(qkv.to_sparse()), "qkv must be a dense tensor"),
         (lambda: attention_qkvpacked(qkv[:, :, :2]), "qkv must be "),
         *(

@@ -101,7 +101,7 @@ def at_step(monkeypatch) -> Iterator[Callable[[int, Callable[[], object]], None]
 def test_images_that_cannot_be_read_are_named_once_and_left_out(torn, torn_run, tmp_path):
     messages = messages_of(torn_run)
     assert len(messages) == len(set(messages)) == summary(torn_run)["bad_samples"] == 4
-    assert all(re.search(r"holds /.*\.JPEG, which is no readable image: ", m) for m in messages)
+    assert all(re.search(r"holds /.*\.JPEG, which is not a readable image: ", m) for m in messages)
     assert len(rows(torn_run / "metrics.jsonl")) == 8
     # Their scores are those of the images that can be read.
     shutil.copytree(torn, tmp_path / "images")

@@ -130,7 +130,9 @@ def test_a_disk_that_stays_full_leaves_a_run_to_take_up_again(whole, mounted, at
     disk = mounted("-t", "tmpfs", "-o", "size=64M", "tmpfs")
 
     at(6, lambda: fill(disk / "ballast"))
-    with pytest.raises(SystemExit, match="finished at step 8, but nothing of it could be saved"):
+    with pytest.raises(
+        SystemExit, match="finished at step 8, but neither weights nor a checkpoint"
+    ):
         train_here("--out", disk / "run")
     captured = capsys.readouterr()
     assert not_saved(captured.out) == ["6", "8"]
@@ -156,7 +158,7 @@ def test_a_disk_that_vanishes_is_said_and_what_it_held_is_as_it_was(
     train_here("--out", disk / "run")
     captured = capsys.readouterr()
     folder = disk / "run" / "checkpoints"
-    assert f"{folder} is gone with its checkpoints; it is made anew" in captured.out
+    assert f"{folder} was deleted with its checkpoints; it is created again" in captured.out
     assert "Traceback" not in captured.out + captured.err
     assert intact(source / "run") == ["step-00000002", "step-00000004"]
     # The same place without the disk: the work goes on there.

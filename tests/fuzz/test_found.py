@@ -129,7 +129,7 @@ REFUSED = {
     ),
     "lengths on meta": (
         lambda: condition_number(q[0], lengths=torch.ones(3, dtype=torch.int32, device="meta")),
-        "lengths must not be on meta with matrices on cpu",
+        "lengths and matrices must both be meta tensors or neither, got meta and cpu",
     ),
     "a count of heads that is no count": (lambda: head_report(q, 2.0), "num_heads must divide"),
     "a size that is no number": (

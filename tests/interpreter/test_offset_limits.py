@@ -64,5 +64,7 @@ def test_a_mask_of_too_many_keys_has_no_gradient() -> None:
 
 
 def test_more_programs_than_a_launch_may_have_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most 2147483647 programs of a launch, got 2147483648"):
+    with pytest.raises(
+        ValueError, match="at most 2147483647 programs, each head counted, got 2147483648"
+    ):
         Launch(None, (2**31,), {}).start()

@@ -34,7 +34,7 @@ def test_layers_are_independent_and_the_message_says_it_all() -> None:
     (found,) = alarm.update([row(7, 3.0, "a"), row(7, 0.1, "blocks.1.attn"), row(7, None, "c")])
     assert found[:4] == (7, "blocks.1.attn", "floor", 0.1)
     assert found.limit == pytest.approx(0.1 * math.log(100))
-    assert "step 7: attention of blocks.1.attn collapses: entropy 0.1 nats" in found.message
+    assert "step 7: attention of blocks.1.attn collapses: its entropy, 0.1 nats" in found.message
 
 
 # Kappa. That a training run gives the same is tested with the run's alarms.

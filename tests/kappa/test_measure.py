@@ -95,7 +95,7 @@ def test_a_step_being_sampled_is_not_disturbed() -> None:
     model = Net()
     monitor = KappaMonitor(model, every=1)
     monitor.begin(0)
-    with pytest.raises(RuntimeError, match="measure before begin or after end"):
+    with pytest.raises(RuntimeError, match="call it before begin or after end"):
         measure(model, x)
     model(x)
     assert monitor.end()[0]["kappa"] > 1

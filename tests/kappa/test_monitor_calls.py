@@ -147,8 +147,8 @@ def test_where_nothing_can_be_seen_the_first_sampled_step_says_so() -> None:
         return str(caught.value)
 
     q = draw(2, 3, 4, 5)
-    assert "Model called no attention of several queries" in problem(lambda: q @ q.mT)
-    assert "Model called no attention" in problem(lambda: SDPA(q[:, :, :1], q, q))
+    assert "Model made no attention call that can be traced" in problem(lambda: q @ q.mT)
+    assert "Model made no attention call" in problem(lambda: SDPA(q[:, :, :1], q, q))
     assert "Model ran no forward between begin and end" in problem(lambda: q, forward=False)
     nested = torch.nested.nested_tensor([q[0].mT, q[1].mT], layout=torch.jagged).transpose(1, 2)
     assert "is given a Nested" in problem(lambda: SDPA(nested, nested, nested))

@@ -165,8 +165,8 @@ def test_ranks_that_disagree_in_the_first_step_all_say_so(ranks: tuple[list[dict
     first, second = (found["foreign"] for found in ranks[0])
     nothing = "step 3 on rank 1: DistributedDataParallel ran no forward between begin and end"
     assert first["no forward"] == second["no forward"] == nothing
-    differ = "the same layers, but in the first sampled step, 4, they differ in 0"
+    differ = "the same layers, but they differ in 0 in the first sampled step, 4"
     assert first["longer"] == second["longer"]
-    assert first["longer"].endswith("the first sampled step, 5, they differ in 3")
+    assert first["longer"].endswith("they differ in 3 in the first sampled step, 5")
     assert first["disagree"] == second["disagree"]
     assert first["disagree"].endswith(differ)

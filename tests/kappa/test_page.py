@@ -72,7 +72,7 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     assert titles(page) == [
         *("Loss", "Held-out accuracy", "κ of every layer"),
         *("κ of every layer on fixed held-out items", "Entropy of attention"),
-        *("Largest attention score (logit)", "Norms of heads, step 8", "Alarms", "Runs"),
+        *("Largest attention score (logit)", "Norm of each head, step 8", "Alarms", "Run"),
     ]
     loss, accuracy, kappa, probe, *_, heads = charts
     assert named(loss)["training"][1][-1] == pytest.approx(1.1)
@@ -88,14 +88,14 @@ def test_a_run_has_its_charts_facts_and_alarms(tmp_path, charts):
     text = page.read_text("utf-8")
     for shown in (
         "1,234,567",
-        "99.5",
+        "99.5 images per second",
         "1:02:05",
         "1.00 GiB",
         "0.001",
         "blocks.0.attn is",
     ):
         assert shown in text
-    assert "Attention spread evenly has log(columns);" in text
+    assert "At most log(columns), if attention is spread evenly;" in text
     assert list(tmp_path.glob(".page*")) == []
 
 
@@ -123,8 +123,9 @@ def test_the_first_table_says_what_was_run_what_it_reached_and_what_kappa_did(tm
         "train/vit.py --heads &lt;16&gt;",
         "best 99.0% at step 4; final 83.0% at step 9",
         "best 0.2 at step 4; final 0.6 at step 9",
-        "<th>κ, b.0</th><td>5e+06 at step 0 → 30 at step 8; Gaussian heads 1.5</td>",
-        "<th>κ, b.1</th><td>rank 30 of 32 at step 0 → rank 30 of 32 at step 8; Gaussian",
+        "<th>layer</th><th>step 0</th><th>step 8</th><th>Gaussian heads</th>",
+        "<th>b.0</th><td>5e+06</td><td>30</td><td>1.5</td>",
+        "<th>b.1</th><td>rank 30 of 32</td><td>rank 30 of 32</td><td>1.5</td>",
         "Gaussian heads are the comparison",
     ):
         assert shown in first
@@ -156,7 +157,10 @@ def test_runs_are_compared_in_one_chart_a_quantity_and_one_panel_of_kappa_each(t
     colours = [loss[f"{name}, training"] for name in "ab"]
     assert colours == [kappa[name] for name in "ab"]
     assert len(set(colours)) == 2
-    assert "1 of 3 rows left out: 1 not resolved." in page.read_text("utf-8")
+    text = page.read_text("utf-8")
+    assert "1 of 3 rows left out: 1 not resolved." in text
+    assert "<td>20 at step 0 → 20 at step 8; Gaussian heads 1.5</td>" in text
+    assert "<td>4 at step 0; Gaussian heads 1.5</td>" in text
 
 
 def test_the_report_of_heads_has_charts_where_rows_have_it(tmp_path, charts):
@@ -287,7 +291,7 @@ def test_what_cannot_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     for arguments, message in (
         ([tmp_path / "none"], f"no such folder: {tmp_path / 'none'}"),
         ([run, tmp_path / "none", "--out", tmp_path / "p"], f"no such folder: {tmp_path / 'none'}"),
-        ([empty], f"no rows in {empty}: neither in kappa.jsonl nor in metrics.jsonl"),
+        ([empty], f"no rows in kappa.jsonl or metrics.jsonl of {empty}"),
         ([run, run], "2"),
         ([run, "--out", tmp_path / "no" / "p"], f"'{tmp_path / 'no' / '.p.partial'}'"),
         ([run, "--out", empty], "Is a directory"),

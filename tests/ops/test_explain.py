@@ -154,7 +154,7 @@ Q = torch.empty(2, 3, 7, 16)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: explain(Q, Q), "key and value go together"),
+        (lambda: explain(Q, Q), "give key and value, or neither"),
         (lambda: explain(Q.double(), Q.double(), Q.double(), capability=90), "got torch.float64"),
         (lambda: explain(Q, Q, Q, capability="90"), "capability must be an int such as 90"),
         (lambda: explain(Q, Q, Q, capability=9), "capability must be an int such as 90"),

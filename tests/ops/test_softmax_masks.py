@@ -531,7 +531,7 @@ def test_what_it_cannot_mean_is_refused() -> None:
             ):
                 call(q, k, v, bias("lower right", *size))
         for variant in VARIANTS:
-            with pytest.raises(ValueError, match="attn_mask and is_causal=True exclude"):
+            with pytest.raises(ValueError, match="attn_mask and is_causal=True cannot be combined"):
                 call(q, k, v, bias(variant, 5, 9), is_causal=True)
     with pytest.raises(ValueError, match="query must be a tensor"):
         attention(None, k, v, bias("lower right", 5, 9))  # pyright: ignore

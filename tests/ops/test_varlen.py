@@ -425,11 +425,11 @@ BAD_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a sequence longer than the longest": (
         call(longest=4),
-        "max_seqlen must be the length of the longest sequence or more, got 4 for 5",
+        "max_seqlen must be at least the length of the longest sequence, 5, got 4",
     ),
     "keys longer than the longest": (
         call(cu_seqlens_k=ints(0, 1, 2, 10), max_seqlen_k=7),
-        "max_seqlen_k must be the length of the longest sequence or more, got 7 for 8",
+        "max_seqlen_k must be at least the length of the longest sequence, 8, got 7",
     ),
     "longest below zero": (call(longest=-1), "max_seqlen must be an int of at least 0, got -1"),
     "longest in a tensor": (

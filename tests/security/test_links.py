@@ -126,7 +126,7 @@ def test_folders_of_logs_are_no_links(run, precious, capsys):
     line = refusal(
         capsys, vit.main, *TINY, "--steps", 4, "--tensorboard", "--out", run, "--resume", "auto"
     )
-    assert f"is a link, and no link in a run's folder is used: '{run / 'tensorboard'}'" in line
+    assert f"is a link, and links in a run folder are not followed: '{run / 'tensorboard'}'" in line
     assert_untouched(precious)
 
 
@@ -154,7 +154,7 @@ def test_a_pipe_is_not_waited_for(run, capsys, name):
     with pytest.raises(SystemExit):
         go_on(run)
     *_, line = capsys.readouterr().err.splitlines()
-    assert "is no " in line
+    assert "is not a" in line
     assert str(path) in line
 
 

@@ -84,7 +84,7 @@ def test_postscript_starts_no_program(tmp_path, ghostscript, capsys):
         image.load()  # what a decoder of all formats would do
     assert ghostscript.exists()
     ghostscript.unlink()
-    assert "no readable image" in refusal(capsys, vit.main, *of_pictures(tmp_path, picture))
+    assert "not a readable image" in refusal(capsys, vit.main, *of_pictures(tmp_path, picture))
     assert not ghostscript.exists()
 
 
@@ -93,7 +93,7 @@ def test_a_bomb_is_one_line(tmp_path, capsys, ending):
     picture = tmp_path / f"bomb.{ending}"
     picture.write_bytes(bombs()[ending])
     line = refusal(capsys, vit.main, *of_pictures(tmp_path, picture))
-    assert "no readable image" in line
+    assert "not a readable image" in line
     assert line.isprintable()
 
 

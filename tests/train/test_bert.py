@@ -172,9 +172,12 @@ def test_weights_of_another_model_are_refused_by_name(pretrained):
     weights = open_weights(pretrained, "weights")
     sizes = {"vocab_size": 261, "sequence_length": 32, "embed_dim": 128, "heads": 2, "head_dim": 8}
     for own, difference in (
-        ({"depth": 2}, r"has blocks\.1\.\S+ not, its model float32"),
-        ({"depth": 1, "mlp_ratio": 2.0}, r"float32 \(512, 128\), its model float32 \(256, 128\)"),
-        ({"depth": 1, "num_classes": 3}, r"has head\.bias not, its model float32 \(3,\)"),
+        ({"depth": 2}, r"blocks\.1\.\S+ is absent, in its model float32"),
+        (
+            {"depth": 1, "mlp_ratio": 2.0},
+            r"float32 \(512, 128\), in its model float32 \(256, 128\)",
+        ),
+        ({"depth": 1, "num_classes": 3}, r"head\.bias is absent, in its model float32 \(3,\)"),
     ):
         with pytest.raises(ValueError, match=difference):
             weights.load(BERT(**sizes | own))

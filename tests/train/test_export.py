@@ -178,7 +178,7 @@ def test_two_ranks_export_what_one_does_and_each_loads_what_the_other_saved(worl
     assert len([*path.glob("shard-*.safetensors")]) == 2
     found.load(path, other, fresh, {})
     assert_same(state_of(other, fresh), before)
-    assert said == ["resuming on 1 ranks what 2 ranks saved"]
+    assert said == ["resuming on 1 ranks from a checkpoint of 2 ranks"]
     assert_same(whole_tensors(path)["model"], tensors(one))
 
 

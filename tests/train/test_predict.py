@@ -111,7 +111,7 @@ def test_what_is_taken_for_another_class_counts_there(colours, capsys, tmp_path)
 def test_a_folder_with_another_class_is_refused(colours, capsys, tmp_path):
     folder = write_pictures(tmp_path / "some", {"red": 0, "yellow": 1}, 1)
     line = refused(capsys, colours, folder)
-    assert line.endswith("some has the folder yellow, which is no class of the model")
+    assert line.endswith("some has the folder yellow, which is not a class of the model")
 
 
 def test_folders_that_are_no_classes_are_pictures_without_an_accuracy(colours, capsys, tmp_path):
@@ -119,7 +119,7 @@ def test_folders_that_are_no_classes_are_pictures_without_an_accuracy(colours, c
     predict.main([str(colours), str(folder)])
     both = capsys.readouterr()
     assert len(both.out.splitlines()) == 2
-    assert "has the folder 2023, which is no class of the model: no accuracy" in both.err
+    assert "has the folder 2023, which is not a class of the model: no accuracy" in both.err
 
 
 def test_a_picture_that_cannot_be_read_is_named_and_the_others_go_on(colours, capsys, tmp_path):
@@ -130,9 +130,9 @@ def test_a_picture_that_cannot_be_read_is_named_and_the_others_go_on(colours, ca
         predict.main([str(colours), str(tmp_path / "bad.png"), str(tmp_path / "none"), str(good)])
     both = capsys.readouterr()
     assert both.out.startswith(f"{good}: red ")
-    assert "bad.png, which is no readable image" in both.err
+    assert "bad.png, which is not a readable image" in both.err
     assert "No such file or directory" in both.err
-    assert "2 of the pictures cannot be read" in both.err.splitlines()[-1]
+    assert "2 pictures cannot be read" in both.err.splitlines()[-1]
 
 
 def test_a_digit_is_read_as_the_bundled_ones(tmp_path, capsys):
@@ -199,7 +199,7 @@ def test_text_that_cannot_be_meant_is_refused(letters, capsys, tmp_path):
     (tmp_path / "latin.txt").write_bytes("für".encode("latin1"))
     assert "latin.txt is not text in UTF-8" in refused(capsys, run, tmp_path / "latin.txt")
     assert "must have at least one token" in refused(capsys, run, "", "--score")
-    assert f"is no regular file: '{tmp_path}'" in refused(capsys, run, tmp_path)
+    assert f"is not a regular file: '{tmp_path}'" in refused(capsys, run, tmp_path)
 
 
 def test_text_longer_than_the_name_of_a_file_may_be_is_text(letters, capsys):
@@ -231,4 +231,4 @@ def test_forged_settings_of_a_long_range_run_are_one_line(setting, value, tmp_pa
     settings = json.loads(metadata["settings"]) | {setting: value}
     save_file(load_file(path), path, metadata | {"settings": json.dumps(settings)})
     line = refused(capsys, path, "[MAX 1 2 ]")
-    assert line.endswith("has no task and length of the Long-Range Arena")
+    assert line.endswith("does not name its task and length of the Long-Range Arena")

@@ -67,7 +67,7 @@ def test_an_output_stream_that_cannot_show_kappa_ends_no_run(
     shown = stdout.getvalue().decode(encoding)
     assert "condition number \\u03ba of the concatenated heads" in shown
     assert f"written to {out}" in shown
-    line = f"vit.py: the output is in {encoding}: \\u03ba is kappa\n"
+    line = f"vit.py: the output encoding, {encoding}, has no kappa; \\u03ba stands for it\n"
     assert capsys.readouterr().err.count(line) == 1
 
 

@@ -194,7 +194,7 @@ def test_a_new_run_in_the_folder_of_another_keeps_its_rows(tmp_path, capsys, fin
         (tmp_path / "summary.json").unlink()
     capsys.readouterr()
     train_here(*TINY, "--steps", 2, "--out", tmp_path, "--resume", "auto" if finished else "none")
-    assert "files of an earlier run renamed to metrics.1.jsonl, kappa.1.jsonl" in (
+    assert "files of an earlier run were renamed to metrics.1.jsonl, kappa.1.jsonl" in (
         capsys.readouterr().out
     )
     assert before == (rows(tmp_path / "metrics.1.jsonl"), rows(tmp_path / "kappa.1.jsonl"))

@@ -17,21 +17,23 @@ from train.loop.parallel import DistributedContext
 
 
 class BestWeights:
-    """The best weights of a run; of equal ones the first.
+    """The best weights of a run; the first of equal ones.
 
     They are written when they are found, so they take no memory, and a resume finds them. Every
     rank calls every method, in the same order.
 
     Args:
         model: sharded by FSDP2, or not.
-        folder: of the run.
+        folder: folder of the run.
         world: the processes.
-        score: that decides: "loss", of which the smallest is best, or one whose largest is.
-        log: shows one line to the user.
+        score: the deciding score: "loss", of which the smallest is best, or another, of which the
+            largest is best.
+        log: called to show one line to the user.
 
     Attributes:
-        step: of the row of ``metrics.jsonl`` with their scores; None before the first evaluation.
-        scores: what they reached, such as "held_out_loss".
+        step: step of the row of ``metrics.jsonl`` with their scores; None before the first
+            evaluation.
+        scores: their scores, such as "held_out_loss".
     """
 
     def __init__(
@@ -48,16 +50,16 @@ class BestWeights:
         self.scores: dict[str, float] = {}
 
     def forget(self) -> None:
-        """Remove those of a run that this folder had before."""
+        """Remove the best weights of an earlier run in this folder."""
         if self.world.rank == 0:
             self.path.unlink(missing_ok=True)
 
     def take_up(self, checkpoint: Path, steps: int) -> None:
-        """Go on from those of the run's folder, else from those of the checkpoint's own run.
+        """Continue from the best weights in the run folder, or else of the checkpoint's own run.
 
         Args:
-            checkpoint: from which the run is resumed.
-            steps: of the checkpoint; newer weights in another folder are left out.
+            checkpoint: checkpoint from which the run resumes.
+            steps: steps of the checkpoint; newer weights in another folder are left out.
         """
         shared: list[Any] = [None, {}, None]
         if self.world.rank == 0:
@@ -75,7 +77,7 @@ class BestWeights:
         dist.broadcast_object_list(shared, src=0, group=self.world.host_group)
         step_of_best, scores, error = shared
         if error is not None:
-            self.log(f"best weights not taken up: {error}")
+            self.log(f"earlier best weights are ignored: {error}")
         elif self.score in scores:
             self.step, self.scores = step_of_best, scores
 
@@ -95,19 +97,19 @@ class BestWeights:
         return new < best if self.score == "held_out_loss" else new > best
 
     def keep(self, step: int, scores: Mapping[str, float], metadata: Mapping[str, str]) -> None:
-        """Write the model's weights as the best; if that fails, say so in one line and go on.
+        """Write the model's weights as the best ones; if that fails, log it and continue.
 
         Args:
-            step: of the row with the scores.
-            scores: of the held-out items.
-            metadata: of the file, as ``train.checkpoint.weights.metadata`` returns it.
+            step: step of the row with the scores.
+            scores: scores of the held-out items.
+            metadata: metadata of the file, as ``train.checkpoint.weights.metadata`` returns it.
         """
         error = [None]
         try:
             export_weights(self.model, self.path, metadata)
         except OSError as reason:  # on rank 0 alone
             error = [str(reason)]
-        # A checkpoint that is being written uses the other group.
+        # A checkpoint being written uses the other group.
         dist.broadcast_object_list(error, src=0, group=self.world.agreement)
         if error[0] is None:
             self.step, self.scores = step, dict(scores)
@@ -116,7 +118,7 @@ class BestWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the best weights, if there are any, in place of the model's for a while.
+        """Replace the model's weights by the best ones, if any, within a context.
 
         Raises:
             ValueError: they cannot be read.

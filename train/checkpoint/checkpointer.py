@@ -3,11 +3,9 @@
 A checkpoint is a folder ``step-00000100``: the state after 100 optimizer steps. It holds the
 tensors, one safetensors file per rank (``shards.py``), ``state.json``, and ``manifest.json`` with
 the size and SHA-256 of every file. It is written as ``.step-00000100``, synced to disk and then
-renamed, so that a run killed at any moment leaves the earlier ones as they were. All ranks must see
-the same file system.
-
-No clock decides anything here. A checkpoint that is read may be damaged, or made to do harm: it is
-tensors and JSON, checked against the manifest, and nothing in it is run.
+renamed, so that a kill at any moment leaves the earlier checkpoints unchanged. All ranks must share
+a file system. Nothing here depends on a clock. A checkpoint may be damaged or malicious. It holds
+only tensors and JSON, which are checked against the manifest and never executed.
 """
 
 import hashlib
@@ -42,12 +40,12 @@ from train.loop.parallel import DistributedContext
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the folder that holds the state after so many steps."""
+    """Return the name of the folder for the state after this many steps."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """Return how many steps a checkpoint's folder is named after."""
+    """Return the number of steps in the name of a checkpoint folder."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -57,32 +55,32 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def find_damage(path: Path, *, contents: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint in a few words, or None when every byte is right.
+    """Describe the damage of a checkpoint in a few words; return None if every byte is right.
 
-    No link is followed: neither of a file in it, nor of its own name.
+    Neither the checkpoint nor a file in it may be a link.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         contents: read all files; otherwise only their sizes are compared.
     """
     if path.is_symlink():
-        return "is a link, and no link in a run's folder is used"
+        return "is a link, and links in a run folder are not followed"
     try:
         manifest = path / "manifest.json"
         files = json.loads(read_own(manifest))["files"]
-        # Of names that the manifest makes up, nothing is opened.
+        # Open only files that exist here, never a name that the manifest invents.
         names = {file.name for file in path.iterdir()} - {manifest.name}
         if missing := sorted((files.keys() | {"state.json"}) - names):
             return f"{missing[0]}: No such file or directory"
         for name in sorted(names):
             if name not in files:
-                # Of tensors a reader takes all that it finds.
+                # A reader would load every tensor file that it finds.
                 if name.endswith((".safetensors", "state.json")):
                     return f"{name} is not in manifest.json"
                 continue
             expected, status = files[name], (path / name).lstat()
             if not stat.S_ISREG(status.st_mode):
-                return f"{name} is no regular file"
+                return f"{name} is not a regular file"
             if status.st_size != expected["bytes"]:
                 return f"{name} has {status.st_size} bytes instead of {expected['bytes']}"
             if contents and _sha256(path / name) != expected["sha256"]:
@@ -95,15 +93,15 @@ def find_damage(path: Path, *, contents: bool = True) -> str | None:
 
 
 def newest_intact(path: Path, flag: str) -> Path:
-    """Return a checkpoint's path from its own or that of its run, whose newest intact is taken.
+    """Return the path of a checkpoint, given its own path or that of a run: its newest intact one.
 
     Every byte of it is read once. An error names the flag that gave the path.
 
     Raises:
-        ValueError: it is damaged, or there is none.
+        ValueError: if it is damaged, or there is none.
     """
     damages = []
-    # A link that the user names is followed.
+    # A link that the user gives is followed.
     for candidate in newest_first(path / "checkpoints") or [path.resolve()]:
         damage = find_damage(candidate)
         if damage is None:
@@ -117,7 +115,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# What state.json must hold. Anything else may be absent: an older version did not write it.
+# The keys that state.json must have. Others may be absent: older versions did not write them.
 _DETAILS = {
     "step": lambda value: type(value) is int and value >= 0,
     "ranks": lambda value: type(value) is int and value >= 1,
@@ -132,10 +130,10 @@ _OPTIONAL = {
 
 
 def read_train_state(path: Path) -> dict[str, Any]:
-    """Return what a checkpoint was saved with beside its tensors: step, settings, ranks, ...
+    """Return the training state that a checkpoint has besides tensors: step, settings, ranks, ...
 
     Raises:
-        ValueError: ``state.json`` is not what a run writes.
+        ValueError: if ``state.json`` was not written by a run.
         OSError: it cannot be read.
     """
     try:
@@ -154,7 +152,7 @@ def read_train_state(path: Path) -> dict[str, Any]:
     return train_state
 
 
-# What a checkpoint is called while the next one of the same step takes its place.
+# The prefix of a checkpoint while a new one of the same step replaces it.
 _REPLACED = ".replaced-"
 
 
@@ -164,16 +162,16 @@ class Checkpointer:
     Every rank calls every method, in the same order.
 
     Args:
-        folder: where they are; made when the first is saved.
+        folder: folder of the checkpoints; created by the first save.
         world: the processes.
         keep: how many of the newest to keep, at least 1.
         log: shows one line to the user.
 
     Attributes:
-        begun_step: step of the checkpoint that this run began to save last, or went on from if it
-            is one of the folder's; else None. On every rank.
-        saved_step: the same of those that are whole on disk, on rank 0 alone.
-        staging: the memory for a copy of the state.
+        begun_step: step of the checkpoint whose save began last, or from which the run resumed if
+            it is in the folder; else None. Known on every rank.
+        saved_step: the same for checkpoints that are complete on disk; known only on rank 0.
+        staging: memory for a copy of the state.
     """
 
     def __init__(
@@ -191,11 +189,11 @@ class Checkpointer:
 
     def __exit__(self, *_exception: object):
         self.staging.stop()
-        # Also when training failed: the one on its way is from before that.
+        # Wait even if training failed: the checkpoint being written is from before the failure.
         self.wait()
 
     def prepare(self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]) -> None:
-        """Take the memory for a copy of the state in the background, for a shorter first save."""
+        """Allocate memory for a copy of the state in the background, to shorten the first save."""
         parts = self._own(model, optimizer, average)
         self.staging.begin(sum(part.local.nbytes for part in parts.values()))
 
@@ -207,20 +205,20 @@ class Checkpointer:
         average: dict[str, Tensor],
         train_state: dict[str, Any],
     ) -> None:
-        """Copy the state now and write it in the background; without memory for a copy, write now.
+        """Copy the state now and write it in the background; if there is no memory, write it now.
 
-        If it cannot be written, log that in one line, remove what was written of it, and go on.
+        If writing fails, log it in one line, remove the incomplete checkpoint, and continue.
 
         Args:
             step: optimizer steps done.
             model: sharded by FSDP2, or not.
             optimizer: of its parameters.
             average: the running average of the weights, by name; or empty.
-            train_state: what else to keep, as JSON types.
+            train_state: further state to keep, as JSON types.
         """
         self.wait()
         if self.world.rank == 0 and self.saved_step is not None and not os.path.exists(self.folder):
-            self.log(f"{self.folder} is gone with its checkpoints; it is made anew")
+            self.log(f"{self.folder} was deleted with its checkpoints; it is created again")
         train_state = train_state | {
             "step": step,
             "ranks": self.world.size,
@@ -236,7 +234,7 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the checkpoint being written is whole, or has failed."""
+        """Wait until the checkpoint being written is complete or has failed."""
         if self._pending is not None:
             self._pending.result()
             self._pending = None
@@ -251,7 +249,7 @@ class Checkpointer:
     def _parts(
         self, model: nn.Module, optimizer: ShardAdamW, average: dict[str, Tensor]
     ) -> dict[str, Part]:
-        """Return what this rank holds of all tensors, by their names in a checkpoint."""
+        """Return this rank's parts of all tensors, by their names in a checkpoint."""
         rank = self.world.rank
         own = {name: part_of(tensor, rank) for name, tensor in model.state_dict().items()}
         parts = {f"model.{name}": part for name, part in own.items()}
@@ -276,7 +274,7 @@ class Checkpointer:
         staged: Staged | None,
         train_state: dict[str, Any],
     ) -> None:
-        """Write this rank's file; on rank 0 put the checkpoint in place when all have."""
+        """Write this rank's file; rank 0 publishes the checkpoint when all ranks are done."""
         partial, group = self.folder / f".{checkpoint_name(step)}", self.world.host_group
         name = f"shard-{self.world.rank + 1:05}-model-00001-of-00001.safetensors"
         files: dict[str, Any] = {}
@@ -313,7 +311,7 @@ class Checkpointer:
             self.log(f"checkpoint of step {step} not saved, training goes on: {cause(error)}")
             return
         self.saved_step = step
-        # What cannot be removed now is tried again after the next save.
+        # Folders that cannot be removed now are tried again after the next save.
         with suppress(OSError):
             self._remove_old(step)
 
@@ -333,34 +331,34 @@ class Checkpointer:
 
     def _remove_old(self, step: int) -> None:
         whole = 0
-        # Newer ones than this were left behind by a resume from an older one: not ours to judge.
+        # Newer ones remain from before a resume from an older checkpoint: leave them alone.
         for path in newest_first(self.folder):
             if step_of(path) > step:
                 continue
             if whole < self.keep:
-                # One that has lost a file is no reason to remove one that has not. By sizes alone:
+                # An incomplete checkpoint must not displace a complete one. Compare only sizes:
                 # hashing would read every checkpoint at each save.
                 whole += find_damage(path, contents=False) is None
                 continue
             removed = path.with_name(f".removed-{path.name}")
-            # A kill while files go must not leave half a checkpoint under its name.
+            # A kill during the removal must not leave half a checkpoint under its name.
             _remove(removed)
             path.rename(removed)
             _remove(removed)
 
     def find(self, resume: str) -> Path | None:
-        """Choose the checkpoint to continue from, reading every byte of it once.
+        """Choose the checkpoint to continue from, and verify every byte of it.
 
         Args:
-            resume: "none" or "auto", or the path of one to begin with; where the folder has
-                some, the newest that is intact, whatever this says.
+            resume: "none", "auto", or the path of the checkpoint to begin with. If the folder has
+                checkpoints, the newest intact one is taken in any case.
 
         Returns:
             Its path; None to start anew.
 
         Raises:
-            ValueError: the one named is damaged; there are some and none is intact; a rank
-                does not see it.
+            ValueError: if the given checkpoint is damaged, if all in the folder are damaged, or if
+                a rank does not see it.
         """
         chosen: list[Any] = [None, None]
         if self.world.rank == 0:
@@ -381,12 +379,12 @@ class Checkpointer:
         return path
 
     def _clear_leftovers(self) -> None:
-        """Remove what a kill left half written or half removed."""
+        """Remove checkpoints that a kill left half written or half removed."""
         for leftover in self.folder.glob(".*step-*"):
             final = leftover.with_name(leftover.name.removeprefix(_REPLACED))
             lost = leftover != final and not os.path.lexists(final)
             if lost and leftover.is_dir() and not leftover.is_symlink():
-                # Killed before the new one took its place.
+                # The run was killed before the new one replaced it.
                 with suppress(OSError):
                     leftover.rename(final)
             else:
@@ -431,10 +429,10 @@ class Checkpointer:
     ) -> None:
         """Put a checkpoint's state into the model, optimizer, average and random generators.
 
-        On another number of ranks than it was saved by, the generators are left as they are.
+        If the number of ranks has changed, the generators are left unchanged.
 
         Raises:
-            ValueError: it was saved from another model, or is not as a run writes it.
+            ValueError: if it was saved from another model, or was not written by a run.
         """
         train_state = read_train_state(path)
         parts = self._parts(model, optimizer, average)
@@ -442,7 +440,8 @@ class Checkpointer:
         if train_state["ranks"] == self.world.size:
             random_parts = self._random_parts()
         elif self.world.rank == 0:
-            self.log(f"resuming on {self.world.size} ranks what {train_state['ranks']} ranks saved")
+            saved = train_state["ranks"]
+            self.log(f"resuming on {self.world.size} ranks from a checkpoint of {saved} ranks")
         load_tensors(path, parts | random_parts, self.world.host_group)
         if random_parts:
             _set_random_state(
@@ -465,7 +464,7 @@ def _set_random_state(state: dict[str, Tensor]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with what is in it; of a link, the link alone. What cannot be, stays."""
+    """Remove a folder and its contents, or only a link; ignore what cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif os.path.lexists(path):

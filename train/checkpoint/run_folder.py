@@ -1,7 +1,7 @@
 """The run folder: choose it, lock it, and check whether a run may continue in it.
 
-``--out`` names one, and what is in it goes on: the command that began a run continues it. So does
-torchrun with ``--max-restarts``, which therefore needs ``--out``.
+A run in the folder that ``--out`` names is continued by the command that began it. torchrun with
+``--max-restarts`` continues runs too, and therefore needs ``--out``.
 """
 
 import fcntl
@@ -19,23 +19,23 @@ from train.checkpoint.checkpointer import newest_first
 from train.config.flags import Settings
 from train.loop.parallel import DistributedContext
 
-# What both must share: the tensors' shapes, and which items a step takes.
+# Settings that must be equal: they determine tensor shapes and the items of a step.
 _SAME = (
     *("model", "heads", "depth", "head_dim", "mlp_ratio"),
     *("data", "batch_size", "batch_size_warmup", "seed", "ema", "kappa_penalty"),
 )
-# Settings that say where data lies. Its digests are compared in their place, so that it may move.
+# Settings with the location of data, which may move: its digests are compared instead.
 _WHERE = ("data", "validation", "tokenizer")
-# Steps of different sizes: which items one takes follows from the length of the run too.
+# With steps of different sizes, the items of a step also depend on the length of the run.
 _SAME_IN_A_BATCH_SIZE_WARMUP = ("accum", "epochs", "tokens")
 
 
 def choose_folder(name: str, settings: Settings, world: DistributedContext) -> Path:
-    """Return the folder of a run, made by rank 0, which must not hold another run.
+    """Return the folder of a run, created by rank 0; it must not hold another run.
 
     Args:
-        name: of the run, for a folder in ``runs/`` where no ``out`` is given.
-        settings: of the run.
+        name: name of the run, for a folder in ``runs/`` where no ``out`` is given.
+        settings: settings of the run.
         world: the processes, each of which must call this.
 
     Raises:
@@ -54,7 +54,7 @@ def choose_folder(name: str, settings: Settings, world: DistributedContext) -> P
 
 
 def _from_main_process(world: DistributedContext, make: Callable[[], Any]) -> Any:
-    """Return on every rank what rank 0 makes; raise ValueError on every rank where it does."""
+    """Return the result of rank 0 on every rank, or raise its ValueError on every rank."""
     answer: list[Any] = [None, None]
     if world.rank == 0:
         try:
@@ -73,16 +73,17 @@ def lock_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
     """Keep other launches out of a run's folder.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         world: the processes, each of which must call this.
 
     Raises:
-        ValueError: another launch that still runs has it. On every rank.
+        ValueError: on every rank, if another launch that is still running uses it.
     """
     with ExitStack() as stack:
 
         def lock() -> None:
-            # Of the process, not of the file: data workers do not inherit it, and it ends with us.
+            # The lock belongs to the process, not to the file: data workers do not inherit it, and
+            # it ends with the process.
             try:
                 file = stack.enter_context(open_own(folder / ".lock", "ab"))
             except OSError as error:
@@ -94,7 +95,7 @@ def lock_folder(folder: Path, world: DistributedContext) -> Iterator[None]:
 
 
 def _lock(file: IO[bytes], folder: Path) -> None:
-    # Not flock: data workers would inherit that, and hold it for a while after a kill.
+    # Do not use flock: data workers would inherit it, and hold it for a while after a kill.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -113,7 +114,7 @@ def check_ranks_agree(identity: Mapping[str, str], world: DistributedContext) ->
     """Check that all ranks found the same data; each must call this.
 
     Raises:
-        ValueError: something differs on a rank. On every rank.
+        ValueError: on every rank, if something differs on a rank.
     """
     every: list[Any] = [None] * world.size
     dist.all_gather_object(every, dict(identity), group=world.host_group)
@@ -124,11 +125,11 @@ def check_ranks_agree(identity: Mapping[str, str], world: DistributedContext) ->
 
 
 def begun_run(name: str, settings: Settings) -> Path | None:
-    """Return the folder of the run that goes on with these settings; None where one begins.
+    """Return the folder of the run that continues with these settings, or None for a new run.
 
     Args:
-        name: of the run, as ``choose_folder`` takes it.
-        settings: of the run.
+        name: name of the run, as ``choose_folder`` takes it.
+        settings: settings of the run.
     """
     folder = _folder_in_runs(name, settings) if settings.out is None else Path(settings.out)
     if newest_first(folder / "checkpoints"):
@@ -141,16 +142,16 @@ def begun_run(name: str, settings: Settings) -> Path | None:
 def check_compatible(
     path: Path, train_state: Mapping[str, Any], settings: Settings, identity: Mapping[str, str]
 ) -> None:
-    """Check that a run with these settings can go on from a checkpoint.
+    """Check that a run with these settings can continue from a checkpoint.
 
     Args:
-        path: of the checkpoint, for the message.
-        train_state: of it, with the settings and the identity that it was saved with.
-        settings: of now.
-        identity: of now, as ``Task`` has it.
+        path: path of the checkpoint, for the message.
+        train_state: state of the checkpoint, with its settings and identity.
+        settings: current settings.
+        identity: current identity, as in ``Task``.
 
     Raises:
-        ValueError: a setting differs that must not, or the data has changed.
+        ValueError: if a setting differs that must be equal, or the data has changed.
     """
     saved = train_state["settings"]
     now = json.loads(json.dumps(settings.as_json()))
@@ -158,13 +159,13 @@ def check_compatible(
     if settings.batch_size_warmup:
         same += _SAME_IN_A_BATCH_SIZE_WARMUP
     before = train_state.get("identity")
-    if not isinstance(before, dict):  # of a version without an identity
+    if not isinstance(before, dict):  # saved by a version without an identity
         before = {}
     compared = bool(identity) and before.keys() == identity.keys()
     for name in same:
         if compared and name in _WHERE:
             continue
-        if name in saved and saved[name] != now[name]:  # a version before may lack the flag
+        if name in saved and saved[name] != now[name]:  # an earlier version may lack the flag
             raise ValueError(
                 f"--resume {path} was saved with --{name.replace('_', '-')} {saved[name]}, got "
                 f"{now[name]}: give the saved value"
@@ -178,7 +179,7 @@ def check_compatible(
 
 
 def _choose_folder(name: str, settings: Settings) -> Path:
-    """Return the folder given, or the next free one in ``runs/``; "auto" takes up the newest."""
+    """Return the given folder, or the next free one in ``runs/``; with "auto", the newest."""
     if settings.out is None:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
             raise ValueError("--max-restarts needs --out, the folder in which a restart goes on")

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
     Attributes:
         local: the part.
-        size: of the whole tensor.
+        size: size of the whole tensor.
         offsets: where the part begins in it.
         owned: whether this process is the one that writes the part.
     """
@@ -79,7 +79,7 @@ def part_of(tensor: Tensor, rank: int = 0) -> Part:
 
     Args:
         tensor: sharded, or the same on all ranks.
-        rank: of this process. Of several that hold the same, the first writes it.
+        rank: rank of this process. Of several that hold the same, the first writes it.
     """
     tensor = tensor.detach()
     size = tuple(tensor.shape)
@@ -166,7 +166,7 @@ def pieces_of_shard(
 
 
 def write_synced(file: IO[bytes], pieces: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Write a file to disk; return its size and SHA-256, which is computed on the way."""
+    """Write a file to disk; return its size and its SHA-256, computed while writing."""
     digest, size = hashlib.sha256(), 0
     # Hashing takes about as long as writing, and both leave the interpreter to other threads.
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashing:
@@ -186,7 +186,7 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
     """Return the shape, dtype and place of a checkpoint's tensors, by name.
 
     Raises:
-        ValueError: its files are not as a run writes them, or cannot be read.
+        ValueError: if its files were not written by a run, or cannot be read.
     """
     try:
         return _index(path)
@@ -197,16 +197,17 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
 def load_tensors(
     path: Path, parts: Mapping[str, Part], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill what this process holds of tensors from a checkpoint; others in it are left out.
+    """Fill this process's parts of tensors from a checkpoint; ignore other tensors in it.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         parts: by name in the checkpoint.
-        group: of the processes that call this together, so that an error of one is raised by all;
-            without one, this process reads alone.
+        group: group of the processes that call this together, so that all raise the error of one;
+            None if this process reads alone.
 
     Raises:
-        ValueError: there is none of that name, shape or dtype, or it cannot be read.
+        ValueError: if the checkpoint lacks a tensor of that name, shape and dtype, or cannot be
+            read.
     """
     errors: list[str | None] = [None]
     try:
@@ -243,7 +244,7 @@ def _index(path: Path) -> dict[str, Saved]:
     for name, tensor in tensors.items():
         ends = zip(*(map(sum, zip(piece.offsets, piece.sizes)) for piece in tensor.pieces))
         size = tuple(map(max, ends))
-        # What nobody wrote would keep what the memory held before.
+        # Elements that no shard writes would keep the previous contents of the memory.
         if not tiles(size, tensor.pieces):
             raise ValueError(f"the shards of {short(name)} leave a gap or overlap")
         tensors[name] = tensor._replace(size=size)
@@ -257,7 +258,7 @@ def tiles(size: Sequence[int], pieces: Iterable[Piece]) -> bool:
     of the pieces must add up to those of the tensor.
 
     Args:
-        size: of the tensor.
+        size: size of the tensor.
         pieces: with offsets and sizes, in any order.
     """
     corners: Counter[tuple[int, ...]] = Counter()

@@ -1,8 +1,8 @@
-"""Copy a state to the host, so that training goes on while the copy is written.
+"""Copy a state to the host, so that training continues while the copy is written.
 
-The first use of new memory takes much longer than a copy: the system clears every page. So a thread
-takes the memory after the first step of a run, in segments, and rests between them. A save that
-comes before it is done stops it, and takes the rest itself.
+The first use of new memory takes much longer than a copy, because the system clears every page. So
+a thread allocates the memory after the first step of a run, in segments with pauses between. A save
+that comes before the end of this stops the thread, and allocates the rest itself.
 """
 
 import threading
@@ -19,7 +19,7 @@ from torch import Tensor
 SEGMENT = 16 * 2**20
 _PIECE = 4 * 2**20
 _PAGE = 4096
-# The thread rests so many times as long as it works. On a CPU that trains, no core is idle.
+# Pauses of the thread, in multiples of its working time: when a CPU trains, no core is idle.
 _REST, _REST_BESIDE_GPU = 9, 3
 _THREAD = "checkpoint memory"
 
@@ -46,7 +46,7 @@ class Staged(NamedTuple):
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one of this thread: a new thread would make a context on the first."""
+    """Make a GPU current in this thread: a new thread would create a context on the first GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -68,7 +68,7 @@ class Staging:
         self._has_warned = False
 
     def begin(self, size: int) -> None:
-        """Take memory for so many bytes in a thread, if there is enough."""
+        """Start to allocate memory for this many bytes in a thread, if there is enough."""
         if self._thread is None and self._fits(size * self._local_size):
             self._thread = threading.Thread(target=self._run, args=(size,), name=_THREAD)
             self._thread.start()
@@ -79,15 +79,15 @@ class Staging:
         self.join()
 
     def join(self) -> None:
-        """Wait until the thread has taken all of the memory."""
+        """Wait until the thread has allocated all of the memory."""
         if self._thread is not None:
             self._thread.join()
 
     def copy(self, tensors: Sequence[Tensor]) -> Staged | None:
         """Copy tensors one after another, without gaps; None if there is no memory for it.
 
-        Copies from a GPU are only issued. They are on the current stream, so that they precede
-        every change that training makes next.
+        Copies from a GPU are only enqueued, on the current stream, so that they precede the next
+        changes by training.
 
         Args:
             tensors: in descending order of the bytes of an element, so that each is aligned.
@@ -131,7 +131,7 @@ class Staging:
             self._take_slowly(size)
 
     def _take_slowly(self, size: int) -> None:
-        """Take the memory and write to every page, until the thread is to end."""
+        """Allocate the memory and write to every page, until the thread is told to end."""
         rest = _REST_BESIDE_GPU if self._device.type == "cuda" else _REST
         began = time.perf_counter()
         while self._missing(size) and self._add_segment(size):
@@ -144,7 +144,7 @@ class Staging:
 
     def _add_segment(self, size: int) -> bool:
         """Allocate a segment; return whether there was memory for it."""
-        # Of whole pages, so that an element of any dtype ends where a segment does.
+        # Use whole pages, so that no element of any dtype crosses the end of a segment.
         pages = -(-min(SEGMENT, self._missing(size)) // _PAGE)
         try:
             segment = torch.empty(pages * _PAGE, dtype=torch.uint8, pin_memory=self._pinned)
@@ -179,7 +179,7 @@ _WAITS = "training waits while a checkpoint is written"
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this process may still take, None where Linux does not tell."""
+    """Return the bytes that this process may still allocate, or None if unknown."""
     try:
         system = Path("/proc/meminfo").read_text()
         groups = Path("/proc/self/cgroup").read_text()
@@ -193,19 +193,19 @@ def available_memory() -> int | None:
         if number != "0":  # version 1
             continue
         group = root / name.lstrip("/")
-        # Each group around this process has a limit of its own.
+        # Each enclosing control group has a limit of its own.
         folders = [folder for folder in (group, *group.parents) if folder.is_relative_to(root)]
         available += [free for free in map(_free_of_group, folders) if free is not None]
     return min(available)
 
 
 def _free_of_group(folder: Path) -> int | None:
-    """Return the bytes that a control group may still take, None without a limit."""
+    """Return the bytes that a control group may still allocate, or None without a limit."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        # The system drops files that it has read as soon as memory is short.
+        # The system drops cached files when memory is short.
         files = int(stat["inactive_file"]) + int(stat["active_file"])
         return None if limit == "max" else int(limit) - used + files
     except (OSError, LookupError, ValueError):

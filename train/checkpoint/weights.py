@@ -1,9 +1,9 @@
 """Trained weights and the model that they belong to: a file, a checkpoint or a run folder.
 
-A file holds in its metadata, as text, all that is needed to use it: the model's family and sizes,
-the names of its classes, how a picture becomes its input, its tokeniser, how far it was trained
-and how well it did. It may come from anyone: it is tensors and JSON of bounded size, and nothing in
-it is run.
+The metadata of a file hold, as text, all that is needed to use it: the model's family and sizes,
+the names of its classes, the conversion of pictures to inputs, its tokeniser, its step and its
+scores. A file may come from anyone. It consists of tensors and JSON of bounded size, and nothing in
+it is executed.
 """
 
 import json
@@ -38,29 +38,29 @@ from train.loop import Task
 # The file of a run's folder with the weights that scored best on its held-out items.
 BEST = "model_best.safetensors"
 
-# Of a file's header: a tokeniser of 250,000 tokens takes 20 MB.
+# Largest header of a file, in bytes: a tokeniser of 250,000 tokens takes 20 MB.
 _HEADER = 64 << 20
-# Most of one size of a model, and of a picture's side.
+# Largest value of a model's size, and of the side of a picture.
 _SIZE, _SIDE = 1 << 20, 4096
-# Characters of the name of a class: those of a folder's name, whole, so that names compare.
+# Longest name of a class, in characters: that of a folder, so that names are never cut.
 LONGEST_NAME = 255
-# Elements of what a model computes itself when it is built, such as sinusoids.
+# Largest number of elements that a model computes when it is built, such as sinusoids.
 _COMPUTED = 1 << 26
 
 
 @dataclass(frozen=True)
 class Info:
-    """What weights are of.
+    """The model and training of weights.
 
     Attributes:
-        path: of the file, or of the checkpoint's folder.
+        path: path of the file, or of the checkpoint's folder.
         family: key of ``models.papers.MODELS``.
-        arguments: of the family's constructor.
-        settings: of the run, as JSON types.
+        arguments: arguments of the family's constructor.
+        settings: settings of the run, as JSON types.
         task: "images", "next token", "masked token" or "long range".
         classes: names of the classes, in the order of the logits; empty where there are none.
         image_size: pixels a side; None of a model of text.
-        channels: of a picture.
+        channels: number of channels of a picture.
         mean, std: of each channel, of pixels in [0, 1].
         pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
@@ -86,12 +86,12 @@ class Info:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the test items, else of the held-out ones, whose class was right."""
+        """Accuracy on the test items, or else on the held-out ones."""
         return self._reached("accuracy")
 
     @property
     def loss(self) -> float | None:
-        """Mean loss of the test items, else of the held-out ones."""
+        """Mean loss of the test items, or else of the held-out ones."""
         return self._reached("loss")
 
     def _reached(self, name: str) -> float | None:
@@ -99,7 +99,7 @@ class Info:
 
 
 def about(task: Task) -> dict[str, Any]:
-    """Return what to keep of a task beside its weights, as JSON types, less its tokeniser."""
+    """Return the description of a task to store with its weights, without its tokeniser."""
     build = getattr(task.build, "func", None)
     modules = {kind.__module__ for kind in getattr(build, "__mro__", ())}
     family = next((name for name in papers.MODELS if f"models.{name}" in modules), None)
@@ -133,14 +133,14 @@ class Weights:
     """Weights on disk.
 
     Attributes:
-        path: of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
+        path: path of the file, or of the checkpoint ``RUN/checkpoints/step-00000100``.
         flag: that named it, for messages.
-        settings: of the run, as JSON types.
+        settings: settings of the run, as JSON types.
         step: as in ``Info``.
         about: what they are of, as ``about`` returns it.
         tokenizer: as in ``Info``.
         scores: likewise.
-        shapes: of every tensor by its name in the model.
+        shapes: shapes of every tensor by its name in the model.
         dtypes: likewise.
     """
 
@@ -171,10 +171,10 @@ class Weights:
             raise ValueError(f"cannot load {self.path}: {_line(error)}") from None
 
     def info(self) -> Info:
-        """Return what they are of.
+        """Return the ``Info`` of the weights.
 
         Raises:
-            ValueError: that is not among them, or is not as a run writes it.
+            ValueError: if it is missing, or was not written by a run.
         """
         if "family" not in self.about:
             raise ValueError(
@@ -209,7 +209,7 @@ class Weights:
         return info
 
     def check(self, own: Mapping[str, Tensor]) -> None:
-        """Check that they are tensor by tensor those of a model; ``own``: its state.
+        """Check that the tensors are those of a model, whose state is ``own``.
 
         Raises:
             ValueError: one has another shape or dtype, is missing or is unknown.
@@ -219,7 +219,7 @@ class Weights:
             ours = (own[name].dtype, tuple(own[name].shape)) if name in own else (None, None)
             if theirs != ours:
                 raise ValueError(
-                    f"{self.path} has {printable(name)} {_of(*theirs)}, its model {_of(*ours)}"
+                    f"{self.path}: {printable(name)} is {_of(*theirs)}, in its model {_of(*ours)}"
                 )
 
     def load(self, model: nn.Module) -> None:
@@ -238,12 +238,12 @@ class Weights:
 
 
 def open_weights(path: str | Path, flag: str, *, last: bool = False) -> Weights:
-    """Find weights and read what they are of; of a checkpoint every byte is checked once.
+    """Find weights and read their description; verify every byte of a checkpoint.
 
     Args:
-        path: of a safetensors file, of a checkpoint, or of a run, whose best weights on the
+        path: path of a safetensors file, of a checkpoint, or of a run, whose best weights on the
             held-out items are taken.
-        flag: that gave it, for messages.
+        flag: flag that gave the path, for messages.
         last: of a run take the newest weights instead, as where it has no best ones: its
             ``model.safetensors`` if it is finished, else its newest intact checkpoint.
 
@@ -294,7 +294,7 @@ def _text(path: Path) -> str:
 
 
 def _scores(summary: Path, step: int) -> dict[str, float]:
-    """Return what a run reached, if it ended with these weights."""
+    """Return the scores of a run, if it ended with these weights."""
     try:
         found = read_summary(summary)
         if found["steps"] != step:
@@ -355,7 +355,7 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
 
     Args:
         model: sharded by FSDP2, or not.
-        path: of the file; one that is there stays until the new one is whole.
+        path: path of the file; one that is there stays until the new one is whole.
         metadata: text by name, as ``metadata`` returns it.
 
     Raises:
@@ -375,13 +375,13 @@ def export_weights(model: nn.Module, path: Path, metadata: Mapping[str, str]) ->
     except OSError as error:
         raise OSError(f"{path} not written: {cause(error)}") from None
     finally:
-        # Whether or not rank 0 could write, every rank gathers all.
+        # Every rank gathers all tensors, whether or not rank 0 can write.
         for _ in gathered:
             pass
 
 
 def build_model(weights: Weights, info: Info) -> nn.Module:
-    """Return the model of weights, with them, in eval mode on the CPU.
+    """Return the model with its weights loaded, in eval mode on the CPU.
 
     Raises:
         ValueError: no such model, or a tensor has another shape or dtype, is missing or is unknown.
@@ -407,11 +407,11 @@ def build_model(weights: Weights, info: Info) -> nn.Module:
 
 
 def _of(dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> str:
-    return "not" if dtype is None else f"{str(dtype).removeprefix('torch.')} {shape}"
+    return "absent" if dtype is None else f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
 def _check_arguments(info: Info, tensors: int, where: str) -> None:
-    """Check sizes: neither memory nor time may follow from a number alone that a file makes up."""
+    """Check sizes, so that a number in a file cannot exhaust memory or time."""
     if not isinstance(info.family, str) or info.family not in papers.MODELS:
         raise ValueError(f"{where}: unknown family {printable(info.family)}")
     for name, value in info.arguments.items():
@@ -451,7 +451,7 @@ def _check_images(info: Info) -> None:
 
 
 def printable(value: Any, most: int = 80) -> str:
-    """Return a value as one line of a bounded length, of which a terminal obeys nothing."""
+    """Return a value as one line of bounded length, without characters that control a terminal."""
     text = "".join(c if c.isprintable() else "\ufffd" for c in str(value)[: most + 1])
     return text if len(text) <= most else text[: most - 3] + "..."
 

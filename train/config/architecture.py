@@ -47,13 +47,13 @@ VISION = tuple(dict.fromkeys(r.architecture for r in papers.ROWS.values() if r.t
 
 
 def _small(family: str, variant: str | None = None, **sizes: Any) -> Architecture:
-    """Return a model of heads of 16, unless told otherwise of grey images of 32 x 32 pixels."""
+    """Return a model with heads of width 16, by default for grey images of 32 x 32 pixels."""
     shared = {"image_size": 32, "in_chans": 1, "head_dim": 16, "mlp_ratio": 2.0}
     return Architecture(family, shared | sizes, variant)
 
 
-# 8 x 8 digits: the ViT takes them as they are, in 16 tokens of 2 x 2 pixels; the others, whose
-# convolutions shrink an image from the start, enlarged.
+# 8 x 8 digits: the ViT reads them unchanged, as 16 tokens of 2 x 2 pixels. The other models, whose
+# convolutions shrink an image at once, read them enlarged.
 DIGITS = {
     "vit_digits": _small(
         "vit",
@@ -73,7 +73,7 @@ DIGITS = {
         embed_dim=128,
         inner_dim=16,
         inner_heads=4,
-        # Beside patches of unit variance timm's 0.02 would drown.
+        # Positions with timm's 0.02 would be drowned out by patches of unit variance.
         position_std=1.0,
         heads=8,
         depth=2,
@@ -83,8 +83,8 @@ DIGITS = {
     ),
     "davit_digits": _small("davit", window=4, embed_dims=[48, 96], heads=[4, 8], depths=[1, 2]),
 }
-# For some hundred or thousand pictures: convolutions make the patches, which a ViT would first have
-# to find; many heads in few layers, as in the paper's lean rows.
+# For some hundreds or thousands of pictures. Convolutions produce the patch embeddings, which a ViT
+# would have to learn; many heads in few layers, as in the paper's lean rows.
 PICTURES = {
     "xcit_tiny_lean": _small(
         "xcit",
@@ -97,7 +97,7 @@ PICTURES = {
         depth=4,
     ),
 }
-# Flags of scripts on images, and the arguments of models that they give.
+# Flags of the image scripts, and the model arguments that they set.
 _OF_IMAGES = {
     "img_size": "image_size",
     "patch_size": "patch_size",
@@ -110,7 +110,7 @@ def find(name: str, small: Mapping[str, Architecture], kinds: Sequence[str]) -> 
     """Return a model by its name.
 
     Args:
-        name: of a small model or of a row of the paper.
+        name: name of a small model or of a row of the paper.
         small: the script's own models.
         kinds: architectures of the rows that the script can train.
 
@@ -136,7 +136,7 @@ _Settings = TypeVar("_Settings", bound=Settings)
 
 
 def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settings, Architecture]:
-    """Return a model that takes images as the flags say, and the settings with what they left out.
+    """Return a model for images as the flags describe, and the settings with missing values filled.
 
     Args:
         settings: with ``img_size``, ``patch_size``, ``in_chans`` and ``width``, None for the
@@ -144,7 +144,7 @@ def for_images(settings: _Settings, architecture: Architecture) -> tuple[_Settin
         architecture: that ``settings.model`` names.
 
     Raises:
-        ValueError: a flag that the model has no use for.
+        ValueError: if the model does not use a flag.
     """
     takes, sizes = inspect.signature(architecture.build).parameters, dict(architecture.sizes)
     for flag, size in _OF_IMAGES.items():
@@ -193,7 +193,7 @@ def _sized_in_layers(settings: _Settings, architecture: Architecture) -> _Settin
         heads, head_dim = allocate(settings.allocation, heads[0], width, depth)
     return dataclasses.replace(
         settings,
-        allocation=None,  # what it made is in the heads of each layer
+        allocation=None,  # its result is in the heads of each layer
         depth=depth,
         heads=per_layer("--heads", _unlisted(heads), depth),
         head_dim=per_layer("--head-dim", _unlisted(head_dim), depth),
@@ -229,7 +229,7 @@ def _sized_in_stages(settings: _Settings, architecture: Architecture) -> _Settin
 
 
 def arguments(settings: Settings, architecture: Architecture) -> dict[str, Any]:
-    """Return what to build a model of settings from ``sized``, less its classes and dropout."""
+    """Return the constructor arguments for settings from ``sized``, without classes and dropout."""
     chosen: dict[str, Any] = {"mlp_ratio": settings.mlp_ratio}
     chosen["depth" if architecture.stages is None else "depths"] = settings.depth
     for name in ("heads", "head_dim"):
@@ -249,13 +249,13 @@ def _shown(values: Sequence[Any]) -> str:
 def planned(
     settings: Settings, model: Architecture, own: dict[str, Any], **more: Any
 ) -> tuple[Callable[[], Model], Model, dict[str, Any]]:
-    """Return what builds the model, one without memory, and facts of it.
+    """Return a function that builds the model, a model on the meta device, and facts about it.
 
     Args:
         settings: from ``sized``.
         model: the one that they name.
-        own: what the script gives every model beside its sizes, such as its classes.
-        **more: what it gives this one alone, such as its dropout.
+        own: arguments that the script passes to every model besides sizes, such as its classes.
+        **more: arguments for this model only, such as its dropout.
 
     Raises:
         ValueError: sizes that do not fit each other or the kernels of this GPU.
@@ -281,7 +281,7 @@ def planned(
 
 
 def _uneven(layers: Iterable[nn.Module], head_dims: Sequence[Any]) -> dict[str, str]:
-    """Return a warning where heads do not divide the width that they are to split."""
+    """Return a warning if heads do not divide the width that they split."""
     if "split" not in head_dims:
         return {}
     sizes = dict.fromkeys((a.num_heads, a.head_dim, a.dim) for a in layers if a.dim % a.num_heads)

@@ -1,8 +1,8 @@
 """Define the flags that the training scripts share.
 
-A flag is a field of ``Settings``: its name, default, meaning and how its text is read are in one
-place. A default of None follows the data and model: each script fills it in from its recipe, values
-of flags by name (``apply_recipe``). A script with flags of its own makes a subclass.
+A flag is a field of ``Settings``, with its name, default, help and parser in one place. A default
+of None depends on the data and model: each script fills it in from its recipe, a mapping of flags
+to values (``apply_recipe``). A script with flags of its own defines a subclass.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BUDGETS = ("epochs", "steps", "tokens")
 def number(
     kind: type, low: float, high: float = float("inf"), open_high: bool = False
 ) -> Callable[[str], Any]:
-    """Return a reader of numbers in [low, high], or in [low, high)."""
+    """Return a parser of numbers in [low, high], or in [low, high)."""
     bounds = f"at least {low}" if high == float("inf") else f"in [{low}, {high}]"
     if open_high:
         bounds = f"in [{low}, {high})"
@@ -37,7 +37,7 @@ def number(
             value = kind(text)
         except ValueError:
             value = None
-        # Not a comparison chain alone: nan compares false and must be refused too, as must inf.
+        # A comparison chain is not enough: nan compares false, and inf must be refused too.
         inside = value is not None and low <= value <= high and value < float("inf")
         too_large = isinstance(value, int) and value > sys.maxsize  # for any library
         if not inside or too_large or (open_high and value == high):
@@ -49,7 +49,7 @@ def number(
 
 
 def _per_layer(read: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    """Return a reader of one value, or several with commas between: one per layer."""
+    """Return a parser of one value, or of several separated by commas, one per layer."""
     return lambda text: tuple(read(part) for part in text.split(","))
 
 
@@ -70,7 +70,7 @@ def _betas(text: str) -> tuple[float, ...]:
 
 
 def in_utf8(text: str) -> str:
-    """Read what a tokeniser is to take."""
+    """Return text for a tokeniser; raise an error unless it is valid UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -79,7 +79,7 @@ def in_utf8(text: str) -> str:
 
 
 def flag(default: Any, read: Callable[[str], Any] | None, text: str, **more: Any) -> Any:
-    """Declare a field that is also a flag; a flag without a reader is a switch."""
+    """Declare a field that is also a flag; a flag without a parser is a switch."""
     return dataclasses.field(default=default, metadata={"read": read, "help": text, **more})
 
 
@@ -88,11 +88,11 @@ count, positive = number(int, 0), number(int, 1)
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What one run does. ``--batch-size`` is a field ``batch_size``, and so on."""
+    """The settings of a run; ``--batch-size`` is the field ``batch_size``, and so on."""
 
-    # Flags that a run must share with the one it resumes, beside those of ``Settings``.
+    # Flags, besides those of ``Settings``, that must equal those of the resumed run.
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = ()
-    # Of the help: what begins with which flag, and what a script's own flags are about.
+    # Titles in the help by the first flag of each group, and that of a script's own flags.
     GROUPS: ClassVar[Mapping[str, str]] = {
         "recipe": "model",
         "data": "data",
@@ -144,7 +144,7 @@ class Settings:
         number(float, 0, 1, open_high=True),
         "dropout rate, in vision models before the classifier only; 0 disables it",
     )
-    data: str | None = flag(None, str, "data to train on; a small bundled data set if omitted")
+    data: str | None = flag(None, str, "training data; a small bundled data set if omitted")
     workers: int | None = flag(
         None,
         count,
@@ -272,8 +272,8 @@ class Settings:
     entropy_alarm: float = flag(
         0.1,
         number(float, 0, 1, open_high=True),
-        "warn if the attention entropy of a layer falls below this fraction of its maximum, or "
-        "below a third of its recent median; 0 disables the warning",
+        "warn if the attention entropy of a layer falls below this fraction of its maximum, "
+        "log(columns); 0 disables the warning",
     )
     kappa_every: int = flag(
         20,
@@ -306,14 +306,14 @@ class Settings:
     dry_run: bool = flag(False, None, "print the plan and the recipe as flags, then exit")
 
     def filled(self, recipe: Mapping[str, Any]) -> Self:
-        """Return these settings with the recipe's values where none was given."""
+        """Return these settings, with missing values filled from the recipe."""
         missing = {key: value for key, value in recipe.items() if getattr(self, key) is None}
         if any(getattr(self, budget) is not None for budget in BUDGETS):
             missing = {key: value for key, value in missing.items() if key not in BUDGETS}
         return dataclasses.replace(self, **missing)
 
     def as_flags(self) -> list[str]:
-        """Return the flags that give these settings, less those that have their default."""
+        """Return the flags that give these settings, without those at their default."""
         flags = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -333,13 +333,13 @@ class Settings:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, from one rank, with the flag that was perhaps meant."""
+    """A parser whose errors are one line, from one rank, with a suggestion for a misspelt flag."""
 
     def error(self, message: str) -> NoReturn:
-        """Stop, without the list of all flags."""
+        """Exit with an error, without listing all flags."""
         kind, _, words = message.partition("unrecognized arguments: ")
         if not kind and words:
-            # Behind an unknown flag stand its values.
+            # The values of an unknown flag follow it.
             flags = [word.partition("=")[0] for word in words.split() if word.startswith("--")]
             for flag in flags[:1]:
                 suggestion = nearest(flag, self._option_string_actions)
@@ -348,7 +348,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return ", did you mean ...?" with what is most like a name; nothing where nothing is."""
+    """Return ", did you mean ...?" with the closest name, or "" if none is close."""
     bare = {other.lstrip("-"): other for other in names}
     matches = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=0.7)
     return f", did you mean {bare[matches[0]]}?" if matches else ""
@@ -368,12 +368,12 @@ def _text(value: Any) -> str:
 
 @contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
-    """Turn an error that names what the user gave, or a file, into one line and status 2."""
+    """Turn errors about user input or files into one line and exit status 2."""
     try:
         yield
         sys.stdout.flush()
     except (ValueError, OSError, MemoryError, OverflowError) as error:
-        # No rank can find out which of them could not join the others.
+        # No rank knows which of the others failed to join.
         message = str(error) or type(error).__name__
         stop(program, message, every_rank=isinstance(error, ConnectionError))
     except KeyboardInterrupt:
@@ -429,7 +429,7 @@ def parse(
         if field.default is None and recipes:
             text += _of_recipes(field.name, recipes)
         if read is None:
-            # What a recipe may switch on can also be switched off.
+            # A switch that a recipe may turn on can also be turned off.
             recipes_own = field.default is None
             action = argparse.BooleanOptionalAction if recipes_own else "store_true"
             group.add_argument(name, action=action, default=field.default, help=text)
@@ -457,13 +457,13 @@ def parse(
 
 
 def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return what the recipes fill in for a flag, to stand in its help."""
+    """Return the values that recipes give a flag, for its help."""
     by_value: dict[str, list[str]] = {}
     for recipe, values in recipes.items():
         value = (PLAIN | dict(values)).get(name)
         if value is not None:
-            if callable(value):  # known when the other flags are
-                shown = "follows other flags"
+            if callable(value):  # computed once the other flags are known
+                shown = "computed from other flags"
             elif isinstance(value, float):
                 shown = f"{value:.6g}"
             else:
@@ -477,7 +477,7 @@ def _of_recipes(name: str, recipes: Mapping[str, Mapping[str, Any]]) -> str:
     return f" ({'; '.join(parts)})"
 
 
-# What every recipe starts from.
+# Defaults of every recipe.
 PLAIN: dict[str, Any] = {
     "dropout": 0.0,
     "accum": 1,
@@ -498,13 +498,13 @@ PLAIN: dict[str, Any] = {
 
 
 def apply_recipe(settings: _Settings, name: str, recipe: Mapping[str, Any]) -> _Settings:
-    """Return the settings with a recipe's values, and then those of ``PLAIN``, where none is given.
+    """Return the settings, with missing values filled from a recipe, and then from ``PLAIN``.
 
     Args:
         settings: from the command line.
-        name: of the recipe.
-        recipe: values of flags by the name of their field; one that follows from others is a
-            function of the settings, called when all else is filled in.
+        name: name of the recipe.
+        recipe: values by the field of a flag. A value that depends on others is a function of the
+            settings, called after all other values are filled in.
     """
     recipe = {"recipe": name} | PLAIN | dict(recipe)
     fixed = {key: value for key, value in recipe.items() if not callable(value)}

@@ -1,4 +1,4 @@
-"""Flags of runs on text, and how long one on a user's own text is."""
+"""Define the flags of runs on text, and the length of a run on a user's own text."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,14 +7,15 @@ from train.config.flags import Settings, count, flag, positive
 from train.data.text import tokenizers
 from train.data.text.sources import KINDS
 
-# Of the recipe ``small``: what two cores of a CPU do in about five minutes with a million
-# parameters, and what is held out where no other text is, so that evaluations take a part of that.
+# For the recipe ``small``: the number of tokens that two CPU cores process in about five minutes
+# with a million parameters, and the largest number of held-out tokens, which limits the time of
+# evaluations.
 TOKENS, EPOCHS, MOST_HELD_OUT = 3e6, 20, 100_000
 
 
 @dataclasses.dataclass(frozen=True)
 class TextSettings(Settings):
-    """What one run on text does, whatever the model."""
+    """The settings of a run on text, for any model."""
 
     SAME_AFTER_RESUME: ClassVar[tuple[str, ...]] = (
         *("tokenizer", "vocab_size", "documents", "context", "text_column", "validation"),
@@ -34,7 +35,7 @@ class TextSettings(Settings):
 
 
 def is_own(data: str) -> bool:
-    """Return whether ``--data`` is files, and not a name that a script knows."""
+    """Return whether ``--data`` names files, not a data set that a script knows."""
     return data not in ("pydoc", "tinystories", "synthetic") and not data.startswith("hf:")
 
 

@@ -1,4 +1,4 @@
-"""Compare the classes of data, weights and runs: a class is its name, not its number.
+"""Compare the classes of data, weights and runs by name, not by number.
 
 Names compare in Unicode's composed form (NFC): a Mac may write "é" as two characters.
 """
@@ -19,7 +19,7 @@ def class_numbers(names: Sequence[str], known: Sequence[str]) -> list[int]:
     """Return the number that each class has among the known ones.
 
     Args:
-        names: of classes, in any order: all of the known ones or some.
+        names: names of classes, in any order: all of the known ones or some.
         known: names of classes by their numbers.
 
     Returns:

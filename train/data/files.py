@@ -1,4 +1,4 @@
-"""Read files of data: regular files only. Links are followed, as the data may be anywhere."""
+"""Read data files, which must be regular; links are followed, as the data may be anywhere."""
 
 import errno
 import os
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import IO
 
-# Names that operating systems, archivers and file servers add to a folder, in small letters.
+# Names that operating systems, archivers and file servers add to folders, in lower case.
 SYSTEM = frozenset(
     {
         *("__macosx", "$recycle.bin", "system volume information", "lost+found", "__pycache__"),
@@ -18,9 +18,9 @@ SYSTEM = frozenset(
 
 def open_file(path: str | Path) -> IO[bytes]:
     """Open a regular file of data, or raise OSError; links are followed."""
-    # Opening a pipe that nobody writes to would wait for ever.
+    # Opening a pipe without a writer would block forever.
     if os.path.exists(path) and not os.path.isfile(path):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
     return open(path, "rb")
 
 
@@ -31,12 +31,12 @@ def read_file(path: str | Path) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Return a text whose lines end as they do in any file that Python reads."""
+    """Return a text with the line endings of a file that Python reads in text mode."""
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def is_hidden(path: str | PurePath) -> bool:
-    """Whether a part of a path below the root of the data begins with a dot or is in ``SYSTEM``."""
+    """Return whether a part of a path below a root begins with a dot or is in ``SYSTEM``."""
     parts = PurePath(path).parts
     return any(p != ".." and (p.startswith(".") or p.casefold() in SYSTEM) for p in parts)
 
@@ -44,7 +44,7 @@ def is_hidden(path: str | PurePath) -> bool:
 def files_below(root: str | Path) -> Iterator[Path]:
     """Yield the files of a folder and its folders, in no order, without hidden ones.
 
-    Links are followed, but not to a folder around them.
+    Links are followed, except to an enclosing folder.
     """
     for folder, folders, names in os.walk(root, followlinks=True):
         around = os.path.join(os.path.realpath(folder), "")

@@ -32,7 +32,7 @@ def load(name: str, config: str | None = None, *, called: str | None = None, **o
         name: on the Hub, or of a folder of its files or of what ``save_to_disk`` wrote; with
             options, of a reader of ``datasets``.
         config: one of several that it has.
-        called: what messages call it, in place of the name.
+        called: name to use in messages instead.
         **options: of ``datasets.load_dataset``, such as ``data_files``.
 
     Raises:
@@ -56,23 +56,23 @@ def load(name: str, config: str | None = None, *, called: str | None = None, **o
         ending = next(iter(files.values()))[0].suffix.lower()
         how = {"sep": "\t"} if ending == ".tsv" else {}
         tables = datasets.DatasetDict()
-        # One by one: of several splits `datasets` reads the names of classes in the first alone.
+        # Load splits one by one: of several, `datasets` reads class names only in the first.
         for split, paths in files.items():
             if ending == ".parquet":
                 _check_classes(paths)
-            # `datasets` takes names for patterns.
+            # `datasets` treats names as patterns.
             escaped = {split: [glob.escape(str(path)) for path in paths]}
             kind = TABLES[ending]
             tables[split] = datasets.load_dataset(kind, data_files=escaped, split=split, **how)
         return tables
-    except Exception as error:  # it lets the errors of its readers through
+    except Exception as error:  # it does not wrap the errors of its readers
         reason = first_line(error.__cause__ or error)
         raise ValueError(f"--data {called or name} cannot be read: {reason}") from error
 
 
 def held_out_split(splits: Any) -> str | None:
-    """Return the name of the split to measure on: validation, or else test."""
-    # A data set may have two for validation, which then keep their names.
+    """Return the name of the split to evaluate on: validation, or else test."""
+    # A data set may have two validation splits, which then keep their names.
     names = ("validation", "valid", "val", "dev", "test")
     return next((name for name in names if name in splits), None)
 
@@ -88,10 +88,10 @@ def tables_below(folder: Path, endings: Iterable[str] = TABLES) -> list[Path]:
 
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
-    """Return the tables of a folder by split; none where `datasets` is to find out what it holds.
+    """Return the tables of a folder by split, or nothing to let `datasets` inspect the folder.
 
-    `datasets` takes the most frequent kind of file for the data, so that a few pictures or archives
-    beside a table would be read in its place.
+    `datasets` treats the most frequent kind of file as the data, so it would read a few pictures or
+    archives beside a table instead of the table.
     """
     if _is_described(folder / "README.md"):
         return {}
@@ -103,7 +103,7 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
     files: defaultdict[str, list[Path]] = defaultdict(list)
     for path in paths:
         if path.suffix.lower() == kind:
-            # `datasets` searches no linked folders.
+            # `datasets` does not search linked folders.
             file = path.parent.resolve() / path.name
             if kind == ".tar":
                 _check_tar(file)
@@ -115,9 +115,9 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
 
 
 def _check_classes(paths: list[Path]) -> None:
-    """Refuse Parquet files of one split that number their classes in different ways.
+    """Refuse Parquet files of a split that number their classes differently.
 
-    `datasets` reads the names of classes in the first file alone.
+    `datasets` reads class names only in the first file.
     """
     from pyarrow import parquet
 
@@ -134,7 +134,7 @@ def _check_classes(paths: list[Path]) -> None:
 
 
 def _check_tar(path: Path) -> None:
-    """Refuse a tar that was cut off, which `datasets` reads as far as it goes."""
+    """Refuse a truncated tar, which `datasets` would read as far as possible."""
     with open_file(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - tarfile.BLOCKSIZE))

@@ -1,13 +1,13 @@
 """ListOps: nested lists of operators and digits, whose value is a digit; generated here.
 
-The law is that of the Long-Range Arena's generator. A node is, where it is not as deep as the
-grammar allows, with probability 1/4 an operator over 2 to 10 nodes, and otherwise a digit. What is
-not longer than ``min_length`` or not shorter than ``max_length`` is drawn again; an operator counts
-two, for its bracket too. MED is the median rounded down, SM the sum modulo 10. The ids of the
-symbols are those of ``SYMBOLS``, 1 to 15, and 0 pads.
+The distribution is that of the Long-Range Arena's generator. Above the largest depth, a node is an
+operator over 2 to 10 nodes with probability 1/4, and otherwise a digit. A list must be longer than
+``min_length`` and shorter than ``max_length``, or it is drawn again; an operator counts two,
+because of its bracket. MED is the median rounded down, SM the sum modulo 10. The ids of the symbols
+are those of ``SYMBOLS``, 1 to 15, and 0 pads.
 
-Sequence i of a split is a function of (seed, split, i) alone, whatever the sizes; only where it
-equals an earlier one, of test, dev and train in this order, is it drawn again.
+Sequence i of a split is a function of (seed, split, i) alone, whatever the sizes. It is drawn again
+only if it equals an earlier one, in the order test, dev, train.
 
 Source: Nangia and Bowman 2018 (arXiv:1804.06028); Tay et al. 2021, "Long Range Arena"
 (arXiv:2011.04006), github.com/google-research/long-range-arena.
@@ -37,16 +37,16 @@ _PARTS = ("tokens", "offsets", "labels")  # of a split, in the file
 
 _FIRST_OPERATOR, _END = IDS[OPERATORS[0]], IDS["]"]
 _OPERATOR_SHARE = 0.25
-_MAX_DRAWS = 1000  # of one sequence, before there are too few different ones
+_MAX_DRAWS = 1000  # of one sequence, before too few distinct ones are assumed
 
 
 @dataclass(frozen=True)
 class ListLimits:
-    """What a sequence may be like.
+    """The limits of a sequence.
 
     Attributes:
-        max_depth: of a node; those of the last level are digits.
-        max_args: of an operator, from 2.
+        max_depth: largest depth of a node; those of the last level are digits.
+        max_args: largest number of arguments of an operator, from 2.
         min_length: tokens that a sequence exceeds.
         max_length: tokens that it stays under.
         operators: so many of ``OPERATORS``, the first ones.
@@ -122,8 +122,8 @@ def open_lists(
 
     Args:
         sizes: sequences of "train", "dev" and "test".
-        limits: of the sequences.
-        seed: of everything.
+        limits: limits of the sequences.
+        seed: seed of everything.
         folder: where the file is kept, as in ``build_once``.
 
     Raises:
@@ -183,11 +183,11 @@ def _draw_new(
 
 
 class _TooLongError(Exception):
-    """A list is as long as none may be."""
+    """A list has reached the length limit."""
 
 
 def draw(rng: random.Random, limits: ListLimits) -> tuple[bytes, int, int]:
-    """Return a sequence within the limits, its value, and how many were drawn until it came."""
+    """Return a sequence within the limits, its value, and the number of draws."""
     tries = 0
     while True:
         tries += 1
@@ -234,12 +234,12 @@ def baseline(
     train_cues: np.ndarray | int = 0,
     test_cues: np.ndarray | int = 0,
 ) -> float:
-    """Return the share of test items with the label most frequent among training items of its cue.
+    """Return the accuracy of predicting the most frequent training label of an item's cue.
 
     Args:
         train_labels: (items,) uint8.
         test_labels: (items,) uint8.
-        train_cues: (items,) uint8, what the rule sees of an item; 0 where it sees nothing.
+        train_cues: (items,) uint8, the cue of each item; 0 without one.
         test_cues: as ``train_cues``.
     """
     votes = np.zeros((256, 256), np.int64)

@@ -1,9 +1,9 @@
 """Load batches of a data set, with or without worker processes.
 
-A bad sample, an item that cannot be read, may be replaced by another, which follows from the item
-alone: so a replacement too is the same with any number of workers and after a resume. Bad samples
-come with the batch, and are counted over all ranks up to a limit. A worker that dies ends the run,
-which goes on from its newest checkpoint when it is started again.
+A bad sample is an item that cannot be read. It may be replaced by another, which depends only on
+the item, so that replacements are the same with any number of workers and after a resume. Bad
+samples come with the batch, and are counted over all ranks up to a limit. If a worker dies, the run
+ends; started again, it continues from its newest checkpoint.
 """
 
 import gc
@@ -20,19 +20,19 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.utils.data import DataLoader
 
-# (epoch, index of an item): an item that an epoch repeats has the key of as many epochs.
+# (epoch, index of an item); repeats of an item in an epoch have the keys of different epochs.
 Key = tuple[int, int]
 
-MAX_REPLACEMENTS = 8  # items that are tried, one after another, in place of one that cannot be read
-# What an item that cannot be read raises, or one that claims to be larger than the memory.
+MAX_REPLACEMENTS = 8  # items to try, one after another, instead of one that cannot be read
+# Errors of an item that cannot be read, or claims to be larger than the memory.
 _UNREADABLE = (ValueError, OSError, MemoryError)
 
 
 class DataSet(Protocol):
     """A data set: fetches whole batches, each item by its key.
 
-    One whose items take long to read sets ``one_by_one``: a batch is then put together of single
-    items, so that one that cannot be read costs no other.
+    If items take long to read, the data set sets ``one_by_one``: a batch is then assembled from
+    single items, so that an unreadable one does not affect the others.
     """
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class DataSet(Protocol):
 
 
 class DataError(Exception):
-    """What was to be fetched cannot be read, or is not what it must be."""
+    """A batch cannot be read, or is invalid."""
 
 
 class TooManyBadSamplesError(DataError):
-    """More of the data cannot be read than the user allows; all ranks raise it together."""
+    """More items are unreadable than the user allows; all ranks raise this together."""
 
 
 class BadSample(NamedTuple):
@@ -67,7 +67,7 @@ class BadSample(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """A batch, and what could not be read of it."""
+    """A batch, and its unreadable items."""
 
     tensors: tuple[Tensor, ...]
     bad_samples: tuple[BadSample, ...] = ()
@@ -81,7 +81,7 @@ class BadSamples:
     """The bad samples of a run, counted over all ranks up to a limit.
 
     An item counts once, however often it is read. Ranks agree on the number at the end of every
-    step, so that all of them stop in the same one.
+    step, so that all stop in the same step.
 
     Args:
         limit: how many are allowed.
@@ -89,7 +89,7 @@ class BadSamples:
         on_new: called with the message of each new one, in order.
 
     Attributes:
-        messages: of those that cannot be read, equal on all ranks after ``share``.
+        messages: messages of those that cannot be read, equal on all ranks after ``share``.
     """
 
     def __init__(self, limit: int, group: dist.ProcessGroup, on_new: Callable[[str], None]):
@@ -98,16 +98,16 @@ class BadSamples:
         self._new: set[str] = set()
 
     def note(self, bad_samples: Iterable[BadSample]) -> None:
-        """Add what this rank found."""
+        """Add bad samples that this rank found."""
         self._new.update(bad.message for bad in bad_samples if bad.message not in self.messages)
 
     def take(self) -> set[str]:
-        """Return what this rank found since the last call."""
+        """Return the bad samples that this rank found since the last call."""
         new, self._new = self._new, set()
         return new
 
     def share(self, new: float, own: set[str]) -> None:
-        """Join what the ranks found. Collective unless ``new``, the sum over ranks, is 0.
+        """Join the bad samples of all ranks. Collective unless ``new``, the sum over ranks, is 0.
 
         Args:
             new: how many all ranks found.
@@ -131,7 +131,7 @@ class BadSamples:
 
 
 def default_workers(local_size: int) -> int:
-    """Return how many processes prepare the batches of one rank: its share of cores, less its own.
+    """Return the number of data workers of one rank: its share of the cores minus one.
 
     There is at least one, which works while the rank waits for its GPU.
 
@@ -145,7 +145,7 @@ def default_workers(local_size: int) -> int:
 
 def _quota() -> float:
     """Return how many cores the control group of this process allows; infinite without a limit."""
-    with suppress(OSError, ValueError):  # no such file; "max" is no number
+    with suppress(OSError, ValueError):  # no such file, or "max" instead of a number
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
         return quota / period
     return math.inf
@@ -160,15 +160,14 @@ def loading(
     Items that cannot be read are replaced, and named with the batch.
 
     Args:
-        data: fetches them; what it raises as ``ValueError`` or ``OSError`` is an item that cannot
-            be read.
+        data: data set to fetch from; a ``ValueError`` or ``OSError`` marks an unreadable item.
         batches: the items of each.
         workers: processes; they start with the first batch and end with the context.
         device: batches are in pinned memory when it is a GPU.
 
     Yields:
-        An iterator of the batches. It raises a ``DataError`` in place of the first that cannot be
-        had: where no replacement can be read either, or a worker has died.
+        An iterator of the batches. It raises a ``DataError`` for the first batch that cannot be
+        fetched, because no replacement can be read or a worker has died.
     """
     loader = DataLoader(
         _Fetcher(data),
@@ -178,7 +177,8 @@ def loading(
         pin_memory=device.type == "cuda",
         worker_init_fn=_ignore_signals,
         multiprocessing_context="fork" if workers else None,
-        # A loader draws a seed for its workers; from here, so as not to touch the global generator.
+        # A loader draws a seed for its workers: give it a generator, so that it does not use the
+        # global one.
         generator=torch.Generator().manual_seed(0),
     )
     with closing(_fetch(loader)) as fetched:
@@ -186,8 +186,8 @@ def loading(
 
 
 def _fetch(loader: DataLoader) -> Iterator[Fetched]:
-    # Workers neither collect the garbage of this process, such as process groups of an earlier
-    # run, nor copy its pages.
+    # Freeze the garbage collector, so that workers neither collect objects of this process, such as
+    # process groups of an earlier run, nor copy its pages.
     gc.freeze()
     try:
         fetched = iter(loader)
@@ -195,7 +195,8 @@ def _fetch(loader: DataLoader) -> Iterator[Fetched]:
         raise DataError(f"data workers: {_cause(error)}") from error
     finally:
         gc.unfreeze()
-        # The loader's handler would raise wherever this process happens to be when a worker dies.
+        # When a worker dies, the loader's handler would raise at an arbitrary place in this
+        # process.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         for batch in fetched:
@@ -208,12 +209,12 @@ def _fetch(loader: DataLoader) -> Iterator[Fetched]:
         raise DataError(" ".join(str(error).split())) from error
     finally:
         if loader.num_workers:
-            # Not left to garbage collection, which an exception's traceback puts off.
+            # Not left to garbage collection, which the traceback of an exception delays.
             fetched._shutdown_workers()
 
 
 def _with_errors_in_place(batches: Iterable[list]) -> Iterator[list | DataError]:
-    """Yield the items of each batch, and last what kept the next one from being drawn."""
+    """Yield the items of each batch, and finally the error that prevented the next one."""
     try:
         yield from batches
     except _UNREADABLE as error:
@@ -221,9 +222,9 @@ def _with_errors_in_place(batches: Iterable[list]) -> Iterator[list | DataError]
 
 
 class _Fetcher:
-    """What a worker does: fetches batches, with replacements of items that cannot be read.
+    """Fetch batches in a worker, replacing items that cannot be read.
 
-    An error takes the place of a batch, or of its items, which is due when those before it are had.
+    An error takes the place of a batch, or of its items; it is raised after all earlier batches.
     """
 
     def __init__(self, data: DataSet):
@@ -278,7 +279,7 @@ def _as_fetched(batch: Any) -> Any:
 
 
 def _ignore_signals(_worker: int) -> None:
-    # A scheduler signals every process at once. The rank saves and then stops its workers itself;
-    # if they went first it would see only that they are gone.
+    # Ignore signals: a scheduler sends them to every process at once. The rank saves its state and
+    # then stops its workers itself; if they ended first, it would only see that they are gone.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

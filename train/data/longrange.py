@@ -1,8 +1,8 @@
 """Open a task of the Long-Range Arena: tables of text or of pictures, or folders of pictures.
 
 As published, text is read as bytes and a picture as its grey pixels, row by row, and all sequences
-of a task are padded to one power of two. One thing differs: the published code takes token 0 for
-padding wherever it stands, which hides black pixels. Here every pixel counts.
+of a task are padded to one power of two. One thing differs: the published code treats every token 0
+as padding, which hides black pixels. Here every pixel counts.
 
 Source: Tay et al. 2021, "Long Range Arena" (arXiv:2011.04006),
 github.com/google-research/long-range-arena.
@@ -38,7 +38,7 @@ SPLITS = listops.SPLITS
 DIGITS = tuple("0123456789")  # classes of ListOps
 _SPLITS = {"train": "train", "validation": "dev", "test": "test"}  # by the usual names
 _TABLES = (".tsv", ".csv", ".parquet")
-_HELD_OUT = 10  # of the training items, one in so many for a split that the data lacks
+_HELD_OUT = 10  # one in this many training items goes to a split that the data lacks
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ class Kind:
 
     Attributes:
         vocab: number of tokens, padding included.
-        text_columns: of a table; more than one make an item of several sequences. None of pictures.
-        label_column: of a table.
+        text_columns: text columns of a table; several make an item of several sequences. None for
+            pictures.
+        label_column: label column of a table.
     """
 
     vocab: int
@@ -69,7 +70,7 @@ class Items:
     """The items of one split: a data set as ``train.data.loader`` has them.
 
     Args:
-        source: of the items: a ``TextTable``, or pictures.
+        source: source of the items: a ``TextTable``, or pictures.
         labels: (items,) int64, indices of the classes.
         task: key of ``TASKS``.
         length: tokens that are read of a text.
@@ -98,7 +99,7 @@ class Items:
         return [encode(text, self.task, self.length) for text in self.source.read(index)]
 
     def digest(self) -> str:
-        """Return the SHA-256 of what tells these items from others."""
+        """Return a SHA-256 that identifies these items."""
         return hashlib.sha256(self.source.digest().encode() + self.labels.tobytes()).hexdigest()
 
 
@@ -135,7 +136,7 @@ def encode(text: str, task: str, length: int) -> np.ndarray:
         ValueError: an empty text, or another symbol in lists.
     """
     if task != "listops":
-        # 0 pads, so a byte's token is one more.
+        # 0 is padding, so the token of a byte is the byte plus one.
         tokens = [byte + 1 for byte in text.encode("utf-8", "surrogatepass")[:length]]
     else:
         words = re.sub("[()]", " ", text).split()
@@ -172,12 +173,12 @@ class TextTable:
     Args:
         table: a ``datasets.Dataset``.
         split: its name, for messages.
-        columns: of text.
+        columns: columns of text.
         label: column of classes: their numbers, or their names.
 
     Attributes:
         labels: (rows,) int64, indices of ``names``.
-        names: of the classes.
+        names: names of the classes.
 
     Raises:
         ValueError: no such column, or a row without a class.
@@ -204,7 +205,7 @@ class TextTable:
         """Return the texts of a row, one for each column.
 
         Raises:
-            ValueError: one is empty, or is no text.
+            ValueError: if one is empty, or is not text.
         """
         row = self.table[int(index)]
         texts = [row[column] for column in self.columns]
@@ -222,7 +223,7 @@ class TextTable:
         return self._digest
 
     @cached_property
-    def _digest(self) -> str:  # once, also where the rows are divided into several splits
+    def _digest(self) -> str:  # computed once, even if the rows are divided into several splits
         whole = hashlib.sha256(repr((self.names, self.labels.tolist())).encode())
         for batch in self.table.select_columns([*self.columns]).iter(1000):
             whole.update(repr(batch).encode("utf-8", "surrogatepass"))
@@ -238,7 +239,7 @@ def _check_column(table: Any, split: str, flag: str, name: str) -> None:
 
 
 def _class_name(cell: Any, declared: Sequence[str] | None) -> str | None:
-    """Return the name of a class by a cell of a table; None of a cell without one."""
+    """Return the class name in a cell of a table, or None."""
     if declared is not None:
         return declared[cell] if cell is not None and 0 <= cell < len(declared) else None
     text = "" if cell is None else str(cell).strip()
@@ -250,11 +251,11 @@ class LongRange:
     """The items of a task.
 
     Attributes:
-        train: to learn from.
-        dev: chooses the weights.
-        test: measures them.
+        train: training items.
+        dev: items that choose the weights.
+        test: items that measure them.
         classes: names, in the order of the labels.
-        made: splits that were made here, each of a tenth of the training items of each class.
+        made: splits made here, each from a tenth of the training items of each class.
     """
 
     train: Any
@@ -273,8 +274,8 @@ def open_task(
         task: key of ``TASKS``.
         data: "hf:" and a data set of Hugging Face, a folder of tables (TSV, CSV or Parquet), or of
             pictures a folder with a subfolder for each class.
-        text_columns: of a table of text.
-        label_column: of a table.
+        text_columns: text columns of a table of text.
+        label_column: label column of a table.
         length: tokens that are read of a text.
 
     Raises:
@@ -306,7 +307,7 @@ def open_task(
 
 
 def _places(labels: np.ndarray) -> np.ndarray:
-    """Return the place of each item among those of its class, in a fixed order by chance."""
+    """Return the place of each item within its class, in a fixed random order."""
     draw, places = np.random.default_rng(0), np.empty(len(labels), np.int64)
     for label in np.unique(labels):
         own = np.flatnonzero(labels == label)
@@ -315,7 +316,7 @@ def _places(labels: np.ndarray) -> np.ndarray:
 
 
 def _lists(source: Any, labels: np.ndarray, length: int) -> listops.Lists:
-    """Return rows of text as generated lists are held: their first tokens are looked at."""
+    """Return rows of text as ``Lists``, whose first tokens are needed."""
     sequences = []
     for row in range(len(labels)):
         (text,) = source.read(row)
@@ -340,7 +341,7 @@ def _labels(source: Any, classes: Sequence[str], split: str) -> np.ndarray:
 def _sources(
     task: str, data: str, text_columns: Sequence[str], label_column: str
 ) -> dict[str, Any]:
-    """Return what holds the items of each split that the data has."""
+    """Return the source of the items of each split that the data has."""
     folder, pictures = Path(data), TASKS[task].text_columns is None
     if data.startswith("hf:"):
         tables = hub.load(data.removeprefix("hf:"))
@@ -368,7 +369,7 @@ def _sources(
 
 
 def _with_label(table: Any, split: str, column: str) -> Any:
-    """Return a table of pictures in which ``HubTable`` reads the classes of a column."""
+    """Return a table of pictures whose column of classes ``HubTable`` can read."""
     if column == "label":  # the default: tars have cls
         return table
     _check_column(table, split, "--label-column", column)
@@ -387,14 +388,14 @@ def _pictures(folder: Path, label_column: str) -> dict[str, ImageFiles]:
     parts = {
         _SPLITS[split]: class_folders(folder / name)
         for name, split in names.items()
-        # Test pictures without folders have no classes.
+        # Test pictures outside of folders have no classes.
         if split != "test" or any(path.is_dir() for path in (folder / name).iterdir())
     }
     return parts | {"train": train}
 
 
 def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Mapping[str, Any]:
-    """Return tables by split, whose cells are text; of several files each names its split."""
+    """Return tables of text cells by split; if there are several files, each names its split."""
     import datasets
 
     kinds = {path.suffix.lower() for path in files}
@@ -413,7 +414,7 @@ def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Map
                 f"as one of {len(files)} tables"
             )
         splits.setdefault(split, []).append(glob.escape(str(path)))
-    # Cells of TSV are not quoted. Numbers as names of columns say that no line names them.
+    # Cells of TSV are not quoted. Numbers as column names mean that no line names the columns.
     style = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if kinds == {".tsv"} else {}
     for path in files:
         names = _names_of_columns(path, style)
@@ -428,7 +429,7 @@ def _load_tables(folder: Path, files: list[Path], columns: Sequence[str]) -> Map
 def _names_of_columns(path: Path, style: Mapping[str, Any]) -> list[str]:
     """Return the cells of the first line of a table, of which the second must have as many.
 
-    Of rows with one cell more pandas would take the first for a name of the row.
+    If rows have one more cell, pandas would treat their first cell as the row's name.
     """
     with TextIOWrapper(open_file(path), "utf-8-sig", "replace", newline="") as file:
         rows = csv.reader(file, **style)
@@ -446,5 +447,5 @@ def _names_of_columns(path: Path, style: Mapping[str, Any]) -> list[str]:
 
 
 def padded(length: int) -> int:
-    """Return the tokens of a sequence in a batch, where ``length`` are read: a power of two."""
+    """Return the padded length of sequences of which ``length`` tokens are read: a power of two."""
     return 1 << (length - 1).bit_length()

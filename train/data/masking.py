@@ -8,23 +8,24 @@ from torch import Tensor
 
 from train.data.loader import DataSet, Key
 
-IGNORED = -100  # the target of a token that is not to be named
-HIDDEN, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest stay as they are
+IGNORED = -100  # the target of a token that need not be predicted
+HIDDEN, REPLACED = 0.8, 0.1  # shares of the chosen tokens; the rest are unchanged
 
 
 class Masked:
-    """Sequences some of whose tokens are to be named: batches (tokens, targets), (B, N) int64.
+    """Sequences with masked tokens to predict: batches (tokens, targets), (B, N) int64.
 
-    Of every sequence the same number of tokens is chosen, so that the shapes of a step are fixed:
-    the rate times N, rounded, or all that are not special where these are fewer. A chosen token
-    becomes the mask with probability 0.8, any ordinary token with 0.1, and stays with 0.1.
+    Every sequence has the same number of chosen tokens, so that the shapes of a step are fixed: the
+    rate times N, rounded, or all that are not special if there are fewer. A chosen token becomes
+    the mask with probability 0.8, any ordinary token with 0.1, and stays with 0.1.
 
     Args:
         sequences: batches (tokens,) of them.
-        vocab_size: number of tokens that there are.
-        specials: tokens that stand for no text and are never chosen, by name; one is "[MASK]".
-        rate: share of the tokens that is chosen.
-        seed: of all draws.
+        vocab_size: number of distinct tokens.
+        specials: tokens that do not represent text, by name; they are never chosen, and include
+            "[MASK]".
+        rate: fraction of tokens to choose.
+        seed: seed of all draws.
 
     Raises:
         ValueError: no token is called "[MASK]".
@@ -54,7 +55,7 @@ class Masked:
         return len(self.sequences)
 
     def __getitems__(self, keys: Sequence[Key]) -> tuple[Tensor, Tensor]:
-        """Return the tokens to be read, and what those were that are to be named."""
+        """Return the input tokens, and the original tokens at chosen places as targets."""
         (tokens,) = self.sequences.__getitems__(keys)
         inputs = tokens.numpy().copy()
         targets = np.full_like(inputs, IGNORED)

@@ -1,9 +1,9 @@
 """Assign data items to steps and ranks; ``loader`` fetches them.
 
-Everything random is a pure function of (seed, epoch, item): the order of an epoch, and how an item
-is augmented. So a step's batch needs no history. It is the same on one process or on many, with
-any number of workers, and a resumed run continues with the batch that the stopped one would have
-taken.
+All randomness is a pure function of (seed, epoch, item): the order of an epoch, and the
+augmentation of an item. So the batch of a step depends on no history. It is the same on one process
+or on many, with any number of workers, and a resumed run continues with the batch that the stopped
+run would have read.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from train.data.loader import Key
 
 
 def seed_of(*keys: int) -> int:
-    """Return a seed in [0, 2**63) that mixes several whole numbers, each at least 0."""
+    """Return a seed in [0, 2**63) from several whole numbers of at least 0."""
     return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """How one optimizer step's ``batch_size`` items divide among ranks and passes.
+    """The division of an optimizer step's ``batch_size`` items among ranks and passes.
 
     Raises:
         ValueError: ranks times passes do not divide the batch.
@@ -46,19 +46,20 @@ class BatchSplit:
 
 
 class BatchSampler:
-    """Every epoch in its own order, cut into batches; what does not fill a batch is left out.
+    """Cut every epoch, in its own order, into batches; drop the items that do not fill a batch.
 
     Iterating gives the keys of one micro-batch after another for one rank: a batch sampler.
 
     Args:
         length: items of the data set.
         batch_split: how a batch is divided.
-        seed: of the order.
+        seed: seed of the order.
         rank: whose share.
         first: optimizer step to start with.
         last: optimizer step to stop before.
-        repeats: how often an epoch takes an item, each time changed otherwise ("repeated
-            augmentation", Hoffer et al. 2020, arXiv:1901.09335). It takes fewer items, not longer.
+        repeats: how often an epoch reads an item, each time with another augmentation ("repeated
+            augmentation", Hoffer et al. 2020, arXiv:1901.09335). The epoch then has fewer distinct
+            items, not more steps.
 
     Raises:
         ValueError: the data set is smaller than one batch.
@@ -105,9 +106,9 @@ class BatchSampler:
 
 
 def _apart(keys: list[Key], repeats: int) -> list[Key]:
-    """Put copies of an item, which come one after another, as far apart as the batch allows.
+    """Spread the copies of an item, which are consecutive, as far apart as the batch allows.
 
-    So they fall to different ranks, and are not mixed with each other.
+    So they go to different ranks, and are not mixed with each other.
     """
     return [key for copy in range(repeats) for key in keys[copy::repeats]]
 
@@ -115,10 +116,10 @@ def _apart(keys: list[Key], repeats: int) -> list[Key]:
 def held_out_share(
     length: int, batch: int, *, rank: int, ranks: int
 ) -> list[tuple[list[Key], int]]:
-    """Return one rank's share of ``length`` held-out items: the keys of each batch, how many count.
+    """Return one rank's share of held-out items: for each batch its keys, and how many count.
 
-    A forward under FSDP is collective and a compiled one wants one shape: so every rank gets the
-    same number of batches, each of ``batch`` items, padded by items that do not count.
+    A forward under FSDP is collective, and a compiled one needs a fixed shape. So every rank gets
+    the same number of batches of ``batch`` items, padded with items that do not count.
     """
     mine = [(0, index) for index in range(rank, length, ranks)]
     share = []

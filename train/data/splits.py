@@ -4,20 +4,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-# Splits that measure, in order: where there is validation data, test data is not read.
+# Splits for evaluation, in order of preference: test data is not read if there is validation data.
 HELD_OUT = ("validation", "test")
 _WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("dev", "eval", "evaluation", "val", "valid", "validation"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-# Words that say no more about a split: "Training set", "test-images", "train-00000-of-00002".
+# Words that do not change the split: "Training set", "test-images", "train-00000-of-00002".
 _BESIDE = {"data", "dataset", "folder", "image", "images", "img", "imgs", "of", "set", "split"}
 _JOINED = re.compile(f"({'|'.join(sorted(_WORDS, key=len, reverse=True))})(?:{'|'.join(_BESIDE)})")
 
 
 def split_in(name: str) -> str | None:
-    """Return the split that a name has a word for, whatever its other words are.
+    """Return the split for which a name has a word, whatever its other words are.
 
     Returns:
         "train", "validation" or "test"; None without such a word, or with two.
@@ -27,11 +27,11 @@ def split_in(name: str) -> str | None:
 
 
 def splits_of(names: Iterable[str]) -> dict[str, str]:
-    """Return which names are those of splits, and of which: "train", "validation" or "test".
+    """Return the names that denote splits, each with its split: "train", "validation" or "test".
 
-    A name counts in any case and with any separators and numbers. With further words it counts
-    only beside a name that differs in the split alone: ``birds-train`` beside ``birds-test``, but
-    not ``bullet train`` beside ``crash test``.
+    Case, separators and numbers do not matter. A name with further words counts only beside a name
+    that differs only in the split: ``birds-train`` beside ``birds-test``, but not ``bullet train``
+    beside ``crash test``.
     """
     alike: defaultdict[tuple[str, ...], dict[str, str]] = defaultdict(dict)
     for name in names:

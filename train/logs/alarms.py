@@ -1,7 +1,7 @@
 """Warn of instabilities during a run that raise no error.
 
-Alarms follow from the rows alone, so a resumed run, which is given those from before, gives the
-same ones. They change nothing: steps that are not finite are skipped elsewhere.
+Alarms depend only on the rows, so a resumed run that gets the earlier rows raises the same alarms.
+They do not change the run: steps that are not finite are skipped elsewhere.
 """
 
 import math
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 from leaner_kernels.alarms import EntropyAlarm, KappaAlarm, RiseDetector
 
-# The newest steps that a loss is held against.
+# Number of newest steps with which a loss is compared.
 LOSSES = 100
-# So many steps in a row are no accident of a batch: of 16 items a single one often is difficult.
+# This many consecutive steps are not due to one batch: among 16 items, one is often difficult.
 RISEN = 3
-# A loss must rise by this part of the run's first ones besides: near the end, when a loss is almost
-# zero on most batches, one difficult item is many of its deviations.
+# A loss must also rise by this fraction of the run's first losses: near the end, when most losses
+# are almost zero, one difficult item exceeds many deviations.
 FLOOR = 0.05
 
 
@@ -30,19 +30,19 @@ class AlarmSettings(Protocol):
 
 
 class Alarms:
-    """Turns the rows of a run into warnings.
+    """Turn the rows of a run into warnings.
 
         alarms = Alarms(settings)
-        alarms.replay(metrics, kappa)  # the rows of before, in a resumed run
+        alarms.replay(metrics, kappa)  # earlier rows, in a resumed run
         for alarm in alarms.step(row):
             print(alarm["message"])
 
     Each is a dict of JSON values with "step", "kind" and "message", one line:
 
-    - "loss": in three steps one after another it was far above its newest 100 values, see
-      ``RiseDetector``. Not in the first 50 steps.
-    - "skipped": a step was skipped because its loss or gradient was not finite; once for several
-      in a row.
+    - "loss": in three consecutive steps it was far above its newest 100 values, see
+      ``RiseDetector``. It is not raised in the first 50 steps.
+    - "skipped": a step was skipped because its loss or gradient was not finite; raised once for
+      several consecutive steps.
     - "kappa": of a layer, as ``leaner_kernels.KappaAlarm`` defines it.
     - "entropy": attention of a layer collapses, as ``leaner_kernels.EntropyAlarm`` defines it.
 
@@ -61,19 +61,19 @@ class Alarms:
         if settings.loss_alarm:
             self._loss = RiseDetector(settings.loss_alarm, LOSSES, RISEN)
         self._first_losses: list[float] = []
-        # Of the newest steps, whether each was skipped.
+        # Whether each of the newest steps was skipped.
         self._skipped: deque[bool] = deque(maxlen=LOSSES)
         self._kappa = KappaAlarm(settings.kappa_alarm) if settings.kappa_alarm else None
         self._entropy = EntropyAlarm(settings.entropy_alarm) if settings.entropy_alarm else None
 
     def replay(self, metrics: list[dict[str, Any]], kappa: list[dict[str, Any]]) -> None:
-        """Take in the rows of before a resume, whose alarms were given then."""
+        """Process the rows from before a resume, whose alarms were raised then."""
         for row in metrics:
             self.step(row)
         self.kappa(kappa)
 
     def step(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """Take in the row of a step: "step", "loss", and "skipped" where it was.
+        """Process the row of a step: "step", "loss", and "skipped" if it was.
 
         Returns:
             The new alarms.
@@ -83,7 +83,7 @@ class Alarms:
         if self._skipped[-1]:
             return [self._not_finite(row["step"])] if first else []
         loss = row["loss"]
-        # As JSON has it, None.
+        # A loss that is not finite is None, as in JSON.
         if self._loss is None or loss is None or not math.isfinite(loss):
             return []
         if len(self._first_losses) < LOSSES // 10:
@@ -92,21 +92,21 @@ class Alarms:
         if rise is None:
             return []
         message = (
-            f"step {row['step']}: loss is {loss:.4g}, the usual {rise.usual:.4g}, "
-            f"limit {rise.limit:.4g}"
+            f"step {row['step']}: loss rose to {loss:.4g}; its recent median is {rise.usual:.4g}, "
+            f"the limit {rise.limit:.4g}"
         )
         return [_alarm(row["step"], "loss", message, loss=loss, **rise._asdict())]
 
     def _not_finite(self, step: int) -> dict[str, Any]:
         skipped = sum(self._skipped)
         message = (
-            f"step {step} skipped: its loss or gradient is not finite; {skipped} of the newest "
-            f"{LOSSES} steps"
+            f"step {step} was skipped because its loss or gradient is not finite; "
+            f"{skipped} of the last {LOSSES} steps were skipped"
         )
         return _alarm(step, "skipped", message, skipped=skipped)
 
     def kappa(self, rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Take in rows of ``KappaMonitor``.
+        """Process rows of ``KappaMonitor``.
 
         Returns:
             The new alarms.

@@ -28,15 +28,15 @@ PEAK_BF16_FLOPS = {
     "RTX 4090": 165e12,
 }
 
-# Steps over which the share of waiting is taken, at most and at least.
+# Largest and smallest number of steps over which the share of waiting is computed.
 _NEWEST, _LEAST = 50, 10
 
 
 class Meter:
-    """Counts the time of steps, and within them the time spent waiting for data.
+    """Measure the time of steps, and of waiting for data in them.
 
-    A step is its data, computation and kappa; not evaluations, nor copying a checkpoint. The first
-    after the start is left out: it compiles and fills caches.
+    A step covers its data, computation and kappa, not evaluations or copies of checkpoints. The
+    first step after the start is left out, because it compiles and fills caches.
 
     Args:
         world: the processes.
@@ -44,7 +44,8 @@ class Meter:
         bf16: whether they run in bfloat16.
 
     Attributes:
-        waiting: the share of the newest steps that this rank waited for data; 0 for the first few.
+        waiting: share of the time of the newest steps that this rank waited for data; 0 in the
+            first few.
     """
 
     def __init__(self, world: DistributedContext, *, flops_per_item: int, bf16: bool):
@@ -63,8 +64,8 @@ class Meter:
         """Time one step of ``items`` items over all ranks.
 
         Yields:
-            A dictionary: the step adds to its "data_wait" (seconds), and it has the "throughput"
-            (items per second) when the step is over.
+            A dictionary: the step adds to "data_wait" (seconds), and afterwards it has the
+            "throughput" (items per second).
         """
         timing = {"throughput": 0.0, "data_wait": 0.0}
         began = time.perf_counter()
@@ -82,7 +83,7 @@ class Meter:
         self._steps += 1
 
     def totals(self) -> dict[str, Any]:
-        """Return the figures of all ranks together; None where there is none. Collective."""
+        """Return the totals over all ranks, None if unknown. Collective."""
         used, kind = _peak_memory(self.world.device)
         energy = self._energy()
         joules = float("nan") if energy is None else energy - self._energy_before
@@ -114,7 +115,7 @@ def _peak(device: torch.device) -> float | None:
 
 
 def _peak_memory(device: torch.device) -> tuple[int, str]:
-    """Return the largest memory of this process in bytes, and what kind of memory that is."""
+    """Return the peak memory of this process in bytes, and the kind of memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), "allocated on the GPU"
     # Kilobytes, but bytes on macOS.

@@ -1,9 +1,9 @@
 """Write the output of a run: progress, tables, files of JSON lines and a page.
 
 ``metrics.jsonl`` has one line per optimizer step, ``kappa.jsonl`` one per layer and sampled step,
-``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each thing
-that somebody should look at; a line's step counts the updates made before it, so step 0 is the
-initial model. Only rank 0 prints or writes anything.
+``kappa_probe.jsonl`` one per layer and probe of held-out items, ``alarms.jsonl`` one for each
+alarm. A line's step counts the updates made before it, so step 0 is the initial model. Only rank 0
+prints or writes anything.
 """
 
 import json
@@ -38,7 +38,7 @@ from leaner_kernels.monitor.writers import AXIS, WandbRun
 from train.checkpoint.weights import BEST
 from train.config.flags import Settings
 
-# What a run leaves, beside its checkpoints.
+# The files of a run, besides its checkpoints.
 _FILES = (
     *("metrics.jsonl", "kappa.jsonl", "kappa_probe.jsonl", "alarms.jsonl", "summary.json"),
     *("page.html", "kappa.png", "tensorboard", "wandb_id.txt"),
@@ -46,16 +46,16 @@ _FILES = (
     *("model.safetensors", "model_ema.safetensors", BEST),
 )
 
-# Shares of waiting for data: what the progress line shows, and what it gives advice on.
+# Shares of waiting for data above which the progress line shows it, and gives advice.
 _SHOWN, _TOO_MUCH = 0.05, 0.1
 
 
 class Report:
-    """What one run prints and writes.
+    """The output of a run.
 
     Args:
-        folder: of the run.
-        settings: of the run.
+        folder: folder of the run.
+        settings: settings of the run.
         is_main_process: False on every rank but the first: then nothing is printed or written.
     """
 
@@ -99,7 +99,7 @@ class Report:
                 id=read_own(id_file).decode().strip(),
                 resume="allow",
             )
-        except Exception as error:  # no key, no network, whatever else it has
+        except Exception as error:  # no key, no network, or any other cause
             raise ValueError(f"--wandb failed to start: {' '.join(str(error).split())}") from None
         return _SafeWriter("W&B's numbers", _WandbRun(run), self.log)
 
@@ -108,28 +108,28 @@ class Report:
         self.console.print(one_line(line), markup=False, highlight=False, soft_wrap=True)
 
     def plan(self, facts: dict[str, Any]) -> None:
-        """Show what is about to run, before it runs."""
+        """Show the plan before the run."""
         table = _facts_table("plan")
         for name, value in facts.items():
             table.add_row(name.replace("_", " "), Text(_shown(value)))
         self.console.print(table)
 
     def open(self, first: int, *, last_again: bool = False) -> None:
-        """Open the logs, and drop what they have from step ``first`` on.
+        """Open the logs, and drop their rows from step ``first`` on.
 
-        A run that begins anew, and was not told to go on or follows one that was finished, keeps
-        the files of the earlier one by another name.
+        If a run starts anew, because it was not told to resume or the earlier run has finished, the
+        earlier files are renamed.
 
         Args:
-            first: step to go on with.
-            last_again: whether the row of the step before is yet to be written, or again.
+            first: first step of this run.
+            last_again: whether the row of the previous step will be written, or written again.
         """
         if not self.is_main_process:
             return
         finished = (self.folder / "summary.json").exists()
         anew = first == 0 and (finished or self.settings.resume == "none")
         if anew and (renamed := set_aside(self.folder, _FILES)):
-            self.log(f"files of an earlier run renamed to {renamed}")
+            self.log(f"files of an earlier run were renamed to {renamed}")
         self.wandb = self._open_wandb()
         metrics = self.folder / "metrics.jsonl"
         self.metrics = JsonLines(metrics, first - last_again, self.log, METRICS_ROW)
@@ -153,7 +153,7 @@ class Report:
 
     @contextmanager
     def progress(self, first: int, steps: int, unit: str) -> Iterator[None]:
-        """Show the progress of a run that does steps ``first`` to ``steps``, of items of a unit."""
+        """Show the progress from step ``first`` to ``steps``; ``unit`` is the name of items."""
         self.steps, self.unit = steps, unit
         if not self.is_main_process:
             yield
@@ -185,7 +185,7 @@ class Report:
             self.probe.append(rows)
 
     def sync(self) -> None:
-        """See the lines of all logs to the disk, and TensorBoard's events written."""
+        """Flush the lines of all logs to the disk, and TensorBoard's events."""
         if self.is_main_process:
             for log in self.logs:
                 log.sync()
@@ -193,7 +193,7 @@ class Report:
                 self.tensorboard.flush()
 
     def begin_anew(self) -> None:
-        """Remove the summary of when the run was shorter: there is one when it is finished."""
+        """Remove the summary of a shorter run: a summary marks a finished run."""
         if self.is_main_process:
             with suppress(OSError):
                 (self.folder / "summary.json").unlink()
@@ -206,12 +206,12 @@ class Report:
                 self.log(row["message"])
 
     def step(self, row: dict[str, Any], waiting: float = 0.0) -> None:
-        """Record one optimizer step; ``waiting``: share of the newest ones that waited for data."""
+        """Record an optimizer step; ``waiting`` is the share of time spent waiting for data."""
         if not self.is_main_process:
             return
         self._send(row)
         self.metrics.append([row])
-        # A row that comes from a checkpoint has None where it was not finite.
+        # A row from a checkpoint has None for values that were not finite.
         loss = math.nan if row["loss"] is None else row["loss"]
         line = f"loss {loss:.3f}  {row['throughput']:,.0f} {self.unit}/s"
         if "tokens_per_second" in row:
@@ -233,7 +233,7 @@ class Report:
                 more += " or smaller images"
             self.log(f"{waiting:.0%} of the time is spent waiting for data: {more} may help")
         self.live.update(self.bar, completed=row["step"] + 1, description=line)
-        # Without a terminal, twenty lines in all, and one for each evaluation.
+        # Without a terminal, print twenty lines in all, and one for each evaluation.
         every = max(1, self.steps // 20)
         if not self.console.is_terminal and (row["step"] % every == 0 or "held_out_loss" in row):
             self.log(f"step {row['step']}/{self.steps}  {line}")
@@ -288,7 +288,7 @@ class Report:
             self.draw_kappa(rows)
 
     def draw(self) -> Path | None:
-        """Write the page and return its path; what cannot be drawn fails no run."""
+        """Write the page and return its path; an error is logged and does not fail the run."""
         try:
             write_page([self.folder], self.folder / "page.html")
             return self.folder / "page.html"
@@ -308,14 +308,14 @@ class Report:
         self.log(f"κ of every layer over the steps: {path}")
 
     def _thinned(self, name: str) -> list[dict[str, Any]]:
-        """Return the first and the last rows of kappa that are in a file, and some between."""
+        """Return the first and the last rows of kappa in a file, and some between."""
         with suppress(OSError):
             return read_thinned(self.folder / name, CHART_POINTS, KAPPA_ROW)[0]
         return []
 
 
 class _Stdout(UntilUnread):
-    """The standard output, until it fails: then no more is printed, and training goes on."""
+    """The standard output until it fails; then nothing more is printed, and training goes on."""
 
     FORGIVEN = OSError
 
@@ -324,24 +324,24 @@ class _Stdout(UntilUnread):
 
     @property
     def stream(self) -> TextIO:
-        """What prints now: a test may have put its own there."""
+        """The current standard output, which a test may have replaced."""
         return sys.stdout
 
 
 class _SafeWriter:
-    """The methods of what sends numbers elsewhere, until one fails: then training goes on without.
+    """Forward method calls to a writer until one fails; then training continues without it.
 
     Args:
-        name: of what is written, for the line that says so.
-        writer: of TensorBoard or W&B; its class where ``open`` is still to make it.
-        on_failure: is passed the line.
+        name: name of the output, for messages.
+        writer: writer of TensorBoard or W&B; a class if ``open`` is to construct it.
+        on_failure: called with the message.
     """
 
     def __init__(self, name: str, writer: Any, on_failure: Callable[[str], None]):
         self.name, self.writer, self.on_failure, self.failed = name, writer, on_failure, False
 
     def open(self, folder: Path, first: int) -> None:
-        """Begin a file of events; those of step ``first`` and later in older files are void."""
+        """Begin a file of events, which voids events of step ``first`` and later in older files."""
         self.writer = self.writer(str(folder), purge_step=first)
 
     def __getattr__(self, method: str) -> Callable[..., None]:
@@ -352,7 +352,7 @@ class _SafeWriter:
                 return
             try:
                 written(*args, **named)
-            except Exception as error:  # a full disk, a lost connection, whatever else it has
+            except Exception as error:  # a full disk, a lost connection, or any other cause
                 self.failed = True
                 cause = " ".join(f"{type(error).__name__}: {error}".split())
                 self.on_failure(f"{self.name} not written, training goes on: {cause}")
@@ -361,7 +361,7 @@ class _SafeWriter:
 
 
 class _WandbRun:
-    """A W&B run that has the rows of steps over "step" and those of the monitor over their own."""
+    """A W&B run with rows of steps over the axis "step", and of the monitor over another."""
 
     def __init__(self, run: Any):
         self.run, self.kappa = run, WandbRun(run)
@@ -406,7 +406,7 @@ def _shown(value: Any) -> str:
 
 
 def _facts_table(title: str) -> Table:
-    """Return a table of names and values, of which no path is cut."""
+    """Return a table of names and values, in which long paths are wrapped, not cut."""
     table = Table(title=title, show_header=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -414,16 +414,18 @@ def _facts_table(title: str) -> Table:
 
 
 def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> Table:
-    """The newest kappa of each layer, the first one, and what Gaussian heads would have."""
+    """Return a table of the first and the newest kappa of each layer, and of Gaussian heads."""
     first = {}
     for row in history:
         first.setdefault(row["layer"], row)
-    caption = "κ: the largest singular value of a layer's heads side by side over the smallest. "
-    caption += "Near 1 they point in all directions alike; the larger, the closer some are to "
-    caption += "combinations of others. More heads lower it."
+    caption = "κ is the largest over the smallest singular value of a layer's head outputs side by "
+    caption += (
+        "side. Near 1 the outputs spread evenly over all directions. A large κ means that some "
+    )
+    caption += "are nearly combinations of others."
     if any(row["reason"] == "not resolved" for row in (*rows, *first.values())):
-        caption += " A rank stands where κ is not resolved, the smallest being lost in rounding: "
-        caption += "it counts those above 1e-6 of the largest."
+        caption += " Where rounding hides the smallest singular value, the rank is shown instead: "
+        caption += "the number of singular values above 1e-6 of the largest."
     table = Table(
         title=f"condition number κ of the concatenated heads at step {rows[0]['step']}",
         caption=caption,

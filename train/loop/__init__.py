@@ -1,4 +1,4 @@
-"""The training loop of all scripts, each of which supplies a ``Task``."""
+"""Run the training loop of all scripts, each of which supplies a ``Task``."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,35 +11,37 @@ from train.data.loader import DataSet
 
 @dataclass(frozen=True)
 class Task:
-    """What a script trains, and on what.
+    """The model and data of a script.
 
     Attributes:
-        name: of the model and data, for the run's folder.
-        unit: what an item is called, in the plural.
-        build: makes the model, with ``blocks`` and ``init_weights(generator)``.
+        name: name of the model and data, for the run's folder.
+        unit: name of the items, in the plural.
+        build: function that builds the model, with ``blocks`` and ``init_weights(generator)``.
         train: the training items.
-        held_out: the items that measure it, or None.
+        held_out: the held-out items, or None.
         loss: the mean loss, a scalar, of a model on one batch of tensors on the device, and a seed
             for what it draws on the host.
-        weight: how many terms the mean of ``loss`` is over, a scalar; where batches may differ.
-        score: measures of one batch by name, each (B,): one value per item. "loss" is one.
+        weight: the number of terms in the mean of ``loss``, a scalar, if it may differ between
+            batches.
+        score: scores of one batch by name, each (B,), one value per item; "loss" is one of them.
         flops_per_item: matrix-product FLOPs of one item's forward.
-        facts: what else to show and keep, such as parameters and heads.
-        repeats: how often an epoch takes an item.
-        tokens_per_item: of a training item of language; throughput then counts tokens too.
-        derive: makes measures that are no means of items, such as F1, from the means of the scores.
-        best_of: the score of the held-out items that chooses the best weights: "loss", of which
-            the smallest is best, or one whose largest is.
-        test: the items that measure the best weights, once, at the end.
+        facts: further facts to show and store, such as parameters and heads.
+        repeats: how often an epoch reads an item.
+        tokens_per_item: tokens of a training item of text; throughput then counts tokens too.
+        derive: computes scores that are not means over items, such as F1, from the means of the
+            scores.
+        best_of: held-out score that chooses the best weights: "loss", of which the smallest is
+            best, or another, of which the largest is best.
+        test: items on which the best weights are tested, once, at the end.
         start: called with the sharded model when a run begins, unless it resumes: to load weights.
-        about: what a user of the weights needs beside them, as JSON types: "task"; "classes", their
-            names; "images", of ``data.images.about``.
-        identity: digests of what a run that goes on must find as it was, by what it is in words,
-            such as "the text of --data"; wherever it lies.
-        files: text by the name of a file that the run's folder gets when it begins, such as the
-            tokeniser that its tokens are of.
-        finish: called on every rank with the model when training is over; what it returns joins
-            the summary.
+        about: information that a user of the weights needs besides them, as JSON types: "task";
+            "classes", their names; "images", of ``data.images.about``.
+        identity: digests of the data that a resumed run must find unchanged, by a description such
+            as "the text of --data"; their location does not matter.
+        files: text of files, by name, that are written to the run folder at the start, such as the
+            tokeniser.
+        finish: called on every rank with the model after training; its result is added to the
+            summary.
     """
 
     name: str

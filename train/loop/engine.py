@@ -1,4 +1,4 @@
-"""Start a run from the command line, or from a notebook, whose process stays as it was."""
+"""Start a run from the command line, or from a notebook, whose process is left unchanged."""
 
 import atexit
 import os
@@ -24,13 +24,13 @@ from train.loop.train import DivergedError, train
 
 MakeTask = Callable[[Any], tuple[Task, Settings]]
 
-# Variables of the environment that a run sets.
+# Environment variables that a run sets.
 _VARIABLES = "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Put back what a run changes in its process, also after an error; decorates a script's main.
+    """Restore what a run changes in its process, even after an error; decorates a script's main.
 
     These are PyTorch's choice of deterministic kernels, the global random generators, warning
     filters, variables of the environment, output streams and the handler of SIGCHLD.
@@ -43,7 +43,7 @@ def restored() -> Iterator[None]:
     generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     seed = torch.initial_seed()
-    # Python changes handlers in the main thread alone.
+    # Python can change handlers only in the main thread.
     in_main_thread = threading.current_thread() is threading.main_thread()
     on_child = signal.getsignal(signal.SIGCHLD)
     with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def restored() -> Iterator[None]:
             if on_gpus is not None:
                 torch.cuda.set_rng_state_all(on_gpus)
             elif torch.cuda.is_initialized():
-                # PyTorch seeds a GPU when it is first used, with the seed of the CPU.
+                # On first use, PyTorch seeds a GPU with the seed of the CPU.
                 torch.cuda.manual_seed_all(seed)
             if in_main_thread and on_child is not None:
                 signal.signal(signal.SIGCHLD, on_child)
@@ -74,14 +74,14 @@ def _put_back_streams(streams: tuple[Any, Any], encoding_errors: list[str | None
         now = getattr(sys, name)
         if now is stream and getattr(stream, "errors", None) == errors:
             continue
-        now.flush()  # what nobody reads any more is dropped by the stream of the run
+        now.flush()  # the stream of the run drops output that is no longer read
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors=errors)
         setattr(sys, name, stream)
 
 
 def main(program: str, settings: Settings, make_task: MakeTask) -> None:
-    """Run a script; an error in what the user gave is one line.
+    """Run a script; errors in user input become one line.
 
     Args:
         program: name of the script, for messages.
@@ -100,6 +100,6 @@ def main(program: str, settings: Settings, make_task: MakeTask) -> None:
         except (DivergedError, TooManyBadSamplesError) as error:
             flags.stop(program, error)
         except DataError as error:
-            # Raised only on the ranks that were to have these items.
+            # Raised only on the ranks that needed these items.
             flags.stop(program, error, every_rank=True)
         atexit.register(ignore_signals)

@@ -1,4 +1,4 @@
-"""Score the held-out items so that each readable one counts once, on any number of ranks."""
+"""Score held-out items so that each readable one counts once, on any number of ranks."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,7 @@ def score(
     bad_samples: BadSamples,
     before_batch: Callable[[], None],
 ) -> dict[str, float]:
-    """Return the means of the task's scores, and what it derives from them. Collective.
+    """Return the means of the task's scores, and scores derived from them. Collective.
 
     Args:
         task: what to score.
@@ -34,8 +34,9 @@ def score(
         world: the processes.
         batch: items of a forward on one rank.
         workers: processes per rank that prepare them.
-        bad_samples: is passed the items that cannot be read; they do not count.
-        before_batch: called before each batch on every rank, in step; what it raises ends this.
+        bad_samples: called with the items that cannot be read, which do not count.
+        before_batch: called before each batch on every rank, in step; its exception ends the
+            evaluation.
 
     Raises:
         TooManyBadSamplesError: more items than allowed cannot be read, or none of these can.

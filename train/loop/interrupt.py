@@ -1,8 +1,8 @@
 """Handle the signals that stop a run: SIGTERM, SIGINT and SIGHUP.
 
-While a run trains and writes what came of it, an ``Interrupt`` notes the signal, and the run ends
-where it can go on later; only a second SIGINT ends the process at once. Before training there is
-nothing to lose, and a signal ends the process as it ends any other.
+While a run trains and writes its results, an ``Interrupt`` notes the signal, and the run stops
+where it can be resumed; only a second SIGINT ends the process at once. Before training nothing can
+be lost, and a signal ends the process as usual.
 """
 
 import os
@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# One request may reach a process twice: from a scheduler that signals every process, and handed
-# on by torchrun. Seconds.
+# Seconds within which two signals count as one: a scheduler signals every process, and torchrun
+# forwards the signal.
 _SAME_REQUEST = 1.0
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupt:
-    """Notes signals while in use, so that a step is never cut in two; for the main thread.
+    """Note signals while in use, so that a step is never interrupted; for the main thread.
 
-    A second SIGINT ends the process with status 130 and without a word from Python: nothing more
-    is written, and checkpoints that are whole stay. Python runs a handler between two lines of
-    Python: a process that waits for others in C ends when that wait does, or when torchrun, which
-    gives it 30 s, kills it.
+    A second SIGINT ends the process with status 130 and without a traceback: nothing more is
+    written, and complete checkpoints remain. Python runs handlers only between its own
+    instructions: a process that waits for others in C ends after that wait, or when torchrun kills
+    it after 30 s.
 
     Attributes:
         received: name of the first signal, or None.
@@ -34,7 +34,7 @@ class Interrupt:
         self._sigint_at: float | None = None
 
     def __enter__(self):
-        # nohup has a process ignore SIGHUP, which must stay so.
+        # Under nohup a process ignores SIGHUP, and must continue to do so.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
         self._before = {n: signal.signal(n, self._note) for n in _NUMBERS if n not in ignored}
         return self
@@ -60,14 +60,14 @@ class Interrupt:
 
 
 def ignore_signals() -> None:
-    """Let signals that come when all is saved, while the interpreter ends, do nothing."""
+    """Ignore signals that arrive after everything is saved, while the interpreter exits."""
     for number in _NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Let signals that come when all is saved, while a run is closed, do nothing."""
+    """Ignore signals that arrive after everything is saved, while a run is closed."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _NUMBERS}
     try:
         yield
@@ -77,7 +77,7 @@ def signals_ignored() -> Iterator[None]:
 
 
 def _let_go_of_closed_terminal() -> None:
-    """Drop further output; an error of each line would end the run before it is saved."""
+    """Drop further output: an error while printing would end the run before it is saved."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         try:

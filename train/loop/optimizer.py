@@ -10,7 +10,7 @@ from torch.optim import AdamW
 
 from train.loop.parallel import BatchNorms
 
-# Positions, tokens and the scale of a head's scores: not matrices, whatever their shape.
+# Positions, tokens and the scale of a head's scores are not matrices, whatever their shape.
 _SPARED = {"pos_embed", "cls_token", "patch_pos", "pixel_pos", "temperature"}
 
 
@@ -22,7 +22,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> "ShardAdamW":
-    """Return AdamW that decays matrices, and neither norms and biases nor positions and tokens."""
+    """Return AdamW that decays matrices, but not norms, biases, positions and tokens."""
     parameters = dict(model.named_parameters())
     spared = {n for n, p in parameters.items() if p.ndim < 2 or n.rpartition(".")[2] in _SPARED}
     decays = {name: 0.0 if name in spared else weight_decay for name in parameters}
@@ -32,17 +32,17 @@ def make_optimizer(
 class ShardAdamW(AdamW):
     """Fused AdamW on this rank's share of every parameter.
 
-    What DTensor does for every operator takes longer than the update of a small model, and an
-    update by element needs none of it.
+    The overhead of DTensor for every operator exceeds the update of a small model, and an
+    elementwise update does not need it.
 
     Args:
-        parameters: of the model by name, plain or sharded.
+        parameters: parameters of the model by name, plain or sharded.
         decays: the weight decay of each.
         **options: of AdamW.
 
     Attributes:
         shares: a tensor that shares memory with this rank's part of each parameter, by name.
-        found_inf: () float32 on the device; where it is 1, ``step`` changes nothing.
+        found_inf: () float32 on the device; if it is 1, ``step`` changes nothing.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class ShardAdamW(AdamW):
         ]
         super().__init__(groups, fused=True, **options)
         self.found_inf: Tensor | None = None
-        # There from the start, so that a checkpoint can be read into it.
+        # Created at the start, so that a checkpoint can be loaded into it.
         for share in self.shares.values():
             self.state[share] = {
                 "step": torch.zeros((), device=share.device),
@@ -66,7 +66,7 @@ class ShardAdamW(AdamW):
             }
 
     def take_gradients(self) -> list[Tensor]:
-        """Return the gradients, those of sharded parameters taken from them to their shares."""
+        """Return the gradients, moving those of sharded parameters to their shares."""
         grads = []
         for name, share in self.shares.items():
             parameter = self.parameters[name]
@@ -83,13 +83,13 @@ class ShardAdamW(AdamW):
 
 
 def _share(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter, or of a sharded one what this rank holds."""
+    """Return a parameter, or this rank's part of a sharded one."""
     own = local(parameter)
     return parameter if own is parameter else nn.Parameter(own.detach())
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a tensor, sharded or not."""
+    """Return this rank's part of a tensor, sharded or not."""
     return tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
 
 
@@ -102,8 +102,8 @@ def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
     """Scale gradients down in place to a norm of at most ``largest``, as PyTorch's clip_grad_norm_.
 
     Args:
-        grads: of this rank.
-        norm: of the whole gradient, (); the host does not wait for it.
+        grads: gradients of this rank.
+        norm: norm of the whole gradient, (); the host does not wait for it.
         largest: above 0.
     """
     torch._foreach_mul_(grads, (largest / (norm + 1e-6)).clamp(max=1.0))
@@ -112,7 +112,7 @@ def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
 def moments(optimizer: ShardAdamW) -> dict[str, dict[str, Tensor]]:
     """Return AdamW's state, by name of the parameter: step, exp_avg and exp_avg_sq.
 
-    The tensors are this rank's own parts; what is copied into them, the optimizer goes on with.
+    The tensors are this rank's parts; values copied into them are used by the optimizer.
     """
     return {name: optimizer.state[share] for name, share in optimizer.shares.items()}
 
@@ -141,14 +141,14 @@ class WeightAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin from the model's weights as they are now."""
+        """Restart from the current weights of the model."""
         own = self._own()
         for name, weight in self.weights.items():
             weight.copy_(own[name])
 
     @torch.no_grad()
     def update(self, skipped: Tensor) -> None:
-        """Take in the model's weights after a step, unless it was skipped; () float32, 1 or 0."""
+        """Include the model's weights after a step, unless ``skipped`` is 1: () float32, 1 or 0."""
         if self.weights:
             averages, newest = ([*map(local, v.values())] for v in (self.weights, self._own()))
             torch._foreach_lerp_(
@@ -157,7 +157,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the averages, if there are any, in place of the model's weights for a while."""
+        """Replace the model's weights by the averages, if any, within a context."""
         own = self._taken() if self.weights else {}
         self._copy_into_model(self.weights)
         try:

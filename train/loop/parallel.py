@@ -1,7 +1,7 @@
 """Distribute a model over processes and devices, from one core to many nodes.
 
-Three ways: a model of one process has plain parameters; FSDP2 shards them over several; DDP keeps
-all of them on each. A step computes the same in all three, to the bit on one process.
+There are three ways. In one process the parameters are plain; with several, FSDP2 shards them, or
+DDP keeps all of them on each. A step computes the same in all three, to the bit on one process.
 
 The order in which a model is built matters: blocks on the meta device, activation checkpointing,
 ``torch.compile``, ``fully_shard`` on each block and then on the whole, memory, weights. The
@@ -38,7 +38,7 @@ from leaner_kernels.nn import Capturing
 
 DataParallelMode = Literal["one", "fsdp", "ddp"]
 
-# Variables that torchrun sets, and those by which launchers say how many processes they started.
+# Variables that torchrun sets, and those in which launchers state the number of processes.
 _LAUNCHED = "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
 _SIZES = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS"),
@@ -51,12 +51,12 @@ class DistributedContext:
     """This process among all of them.
 
     Attributes:
-        rank: of this process, 0 to ``size`` - 1.
+        rank: rank of this process, 0 to ``size`` - 1.
         size: number of processes.
         local_size: processes on this machine.
         device: what this process computes on.
-        host_group: a group of its own for what is done on the host beside training: checkpoints.
-        agreement: another, for what ranks agree on while one is written.
+        host_group: separate group for work on the host during training: checkpoints.
+        agreement: another group, in which ranks agree while a checkpoint is written.
     """
 
     rank: int
@@ -68,9 +68,9 @@ class DistributedContext:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How FSDP2 lays out the processes: shards; on several machines replicas times shards.
+        """The layout of processes for FSDP2: shards, or on several machines replicas times shards.
 
-        So weights are gathered within a machine, and only gradients cross between machines.
+        So weights are gathered within a machine, and only gradients travel between machines.
         """
         nodes = self.size // self.local_size
         return (nodes, self.local_size) if nodes > 1 else (self.size,)
@@ -90,7 +90,7 @@ def place_in_launch() -> Place:
     """Return the place that torchrun gave this process; without RANK, that of the only one.
 
     Raises:
-        ConnectionError: RANK is set and another variable is not, or one is no whole number.
+        ConnectionError: if RANK is set but another variable is not, or one is not a whole number.
     """
     if not os.environ.get("RANK"):
         return Place()
@@ -115,21 +115,21 @@ def _whole(name: str, least: int) -> int:
 
 
 def _say_that_it_is_alone() -> None:
-    """Say in one line that variables of a launcher are not used where RANK is missing."""
+    """Print one line if launcher variables are ignored because RANK is missing."""
     sizes = {name: os.environ.get(name, "") for name in _SIZES}
     told = ", ".join(f"{name}={size}" for name, size in sizes.items() if size not in ("", "1"))
     if told:
-        line = f"{told} but no RANK: this process trains alone; torchrun starts several"
+        line = f"{told} is ignored without RANK: one process trains alone; torchrun starts several"
         sys.stderr.write(one_line(line) + "\n")
 
 
 @contextmanager
 def init_distributed(timeout: float = 0) -> Iterator[DistributedContext]:
-    """Join the processes that torchrun started, or be the only one; leave at the end.
+    """Join the processes that torchrun started, or run alone; leave at the end.
 
     Args:
-        timeout: seconds that one process waits for another, in joining and in every collective,
-            before it gives up; 0 leaves PyTorch's own.
+        timeout: seconds that a process waits for others, when joining and in every collective; 0
+            keeps PyTorch's default.
 
     Yields:
         This process among all of them.
@@ -160,10 +160,10 @@ def init_distributed(timeout: float = 0) -> Iterator[DistributedContext]:
     if launched:
         _join(backend, timeout, rank, size)
     else:
-        # A TCPStore would listen on every interface, whatever host it is given.
+        # A TCPStore would listen on every interface, regardless of its host argument.
         alone, hook = dist.HashStore(), sys.excepthook
         dist.init_process_group(backend, timeout=timeout, store=alone, rank=0, world_size=1)
-        sys.excepthook = hook  # of PyTorch's: it names the rank, and stays
+        sys.excepthook = hook  # PyTorch's hook names the rank, and would remain
     try:
         groups = [dist.new_group(backend="gloo", timeout=timeout) for _ in range(2)]
         yield DistributedContext(rank, size, local_size, device, *groups)
@@ -185,8 +185,8 @@ def _join(backend: str, timeout: timedelta | None, rank: int, size: int) -> None
         if attempt == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
             dist.init_process_group(backend, timeout=timeout)
         else:
-            # The agent's store still has the addresses of the attempt before, at which a rank that
-            # is early would wait for nobody. Several nodes do not count attempts alike.
+            # The agent's store still has the addresses of the previous attempt, at which an early
+            # rank would wait in vain. Nodes may count attempts differently.
             store, _, _ = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
             store = dist.PrefixStore(f"attempt {attempt}", store)
             dist.init_process_group(
@@ -207,10 +207,11 @@ def uses_bf16(precision: str, world: DistributedContext) -> bool:
 
 
 def device_name(world: DistributedContext) -> str:
-    """Return what computes, for people."""
+    """Return a readable name of the device."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
-    return f"CPU, {torch.get_num_threads()} threads per rank"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s'[: threads != 1]} per rank"
 
 
 def data_parallel_mode(shard: str, world: DistributedContext) -> DataParallelMode:
@@ -236,10 +237,9 @@ def make_model(
         build: makes the model; it must have ``blocks`` and ``init_weights(generator)``, which
             gives every parameter and buffer a value that does not depend on the sharding.
         world: the processes.
-        seed: of the initial weights.
-        bf16: compute in bfloat16, norms included. Gradients are still added up over passes and
-            ranks in float32, and the weights that the optimizer sees are float32, as are batch
-            norms' statistics.
+        seed: seed of the initial weights.
+        bf16: compute in bfloat16, norms included. Gradients are still summed over passes and ranks
+            in float32, and the optimizer's weights and the statistics of batch norms are float32.
         mode: as ``data_parallel_mode`` returns it; that of ``--shard auto`` when omitted.
         activation_checkpointing: "full" keeps only the inputs of each block for the backward,
             "selective" also what attention operators return.
@@ -251,7 +251,7 @@ def make_model(
     with torch.device("meta"):
         model = build()
     for block in model.blocks:
-        # Replacing `forward` leaves FSDP's hooks outside, and the names of parameters alone.
+        # Replacing `forward` keeps FSDP's hooks outside, and parameter names unchanged.
         if activation_checkpointing != "none":
             selective = activation_checkpointing == "selective"
             block.forward = _checkpointed_forward(block, selective=selective, compile=compile)
@@ -271,15 +271,15 @@ def make_model(
 def all_blocks_compiled(model: nn.Module) -> AbstractContextManager[Any]:
     """Return the context in which every block of a model is compiled.
 
-    Blocks share their code, and each may have a rate of its own for stochastic depth: by default
-    the ninth variant would no longer be compiled.
+    Blocks share their code, but may have different rates of stochastic depth: by default, no more
+    than eight variants would be compiled.
     """
     limit = max(torch._dynamo.config.recompile_limit, 4 * len(model.blocks))
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 def _fully_shard(model: nn.Module, world: DistributedContext, bf16: bool) -> None:
-    # Late: one process needs none of it, and it takes a second to import.
+    # Imported late: one process does not need it, and the import takes a second.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -293,7 +293,7 @@ def _fully_shard(model: nn.Module, world: DistributedContext, bf16: bool) -> Non
 
 
 class Passes:
-    """Runs the passes of a step: forwards and backwards, and the sum of gradients over ranks.
+    """Run the passes of a step: forwards and backwards, and the sum of gradients over ranks.
 
     Args:
         model: of ``make_model``; with DDP equal on all ranks, and no parameter of it is frozen or
@@ -302,7 +302,7 @@ class Passes:
         world: the processes.
 
     Attributes:
-        called: what the loss calls: the model, or it in DDP.
+        called: the callable for the loss: the model, or its DDP wrapper.
     """
 
     def __init__(self, model: nn.Module, mode: DataParallelMode, world: DistributedContext):
@@ -314,7 +314,8 @@ class Passes:
         self.no_flags = torch.zeros(2, device=world.device)
         if mode == "ddp":
             ddp = nn.parallel.DistributedDataParallel
-            # Statistics of batch norms are averaged once a step. The name of that changed.
+            # Statistics of batch norms are averaged once a step, so DDP must not broadcast buffers;
+            # the option was renamed.
             names = inspect.signature(ddp).parameters
             sync = next(n for n in ("forward_sync_buffers", "broadcast_buffers") if n in names)
             device_ids = [world.device] if world.device.type == "cuda" else None
@@ -323,7 +324,7 @@ class Passes:
 
     @contextmanager
     def one(self, *, last: bool) -> Iterator[None]:
-        """Run a forward and its backward within; ``last``: of the step, whose gradients count."""
+        """Run a forward and its backward in a context; ``last`` marks the last pass of a step."""
         if last != self.last:
             self.last = last
             for module in self.sharded:
@@ -337,7 +338,7 @@ class Passes:
                 rounding.restore()
 
     def sum_over_ranks(self, values: Tensor, flags: Sequence[float]) -> Tensor:
-        """Join what the ranks know of a step, in one collective; the host does not wait for it.
+        """Join the values of all ranks for a step in one collective, without waiting on the host.
 
         Args:
             values: (n,) float32 on the device; the second is the norm of this rank's gradients.
@@ -364,7 +365,7 @@ def _batch_norms(module: nn.Module) -> list[BatchNorm]:
 def _checkpointed_forward(
     block: nn.Module, *, selective: bool, compile: bool
 ) -> Callable[..., Any]:
-    """Return a block's forward that is computed again for its backward."""
+    """Return a block's forward that is recomputed in its backward."""
     policy = _keep_no_result
     if selective:
         from leaner_kernels.activation_checkpointing import checkpoint_policy as policy
@@ -386,9 +387,9 @@ def _keep_no_result(*_args: Any, **_kwargs: Any) -> CheckpointPolicy:
 
 
 class _RecomputeWithoutSideEffects(TorchDispatchMode):
-    """Recompute without noting again what the forward noted: statistics, and what is captured.
+    """Recompute without repeating side effects of the forward: statistics and captures.
 
-    It intercepts no operator itself; the compiler requires contexts of this class.
+    It intercepts no operators; the compiler requires contexts of this class.
     """
 
     def __init__(self, block: nn.Module, inner: AbstractContextManager):
@@ -423,14 +424,14 @@ class BatchNorms:
     """The batch norms of a model, found once.
 
     Args:
-        model: whose buffers are where they stay.
+        model: the model, whose buffers have their final places.
     """
 
     def __init__(self, model: nn.Module):
         norms = [(name, m) for name, m in model.named_modules() if isinstance(m, BatchNorm)]
         kinds = ("running_mean", "running_var")
         self.statistics = {f"{n}.{kind}": getattr(m, kind) for n, m in norms for kind in kinds}
-        # All that a forward changes: statistics and counters.
+        # All buffers that a forward changes: statistics and counters.
         self.buffers = [buffer for _, m in norms for buffer in m.buffers(recurse=False)]
 
     def copies(self) -> list[Tensor]:

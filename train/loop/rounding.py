@@ -1,10 +1,10 @@
 """Round float32 weights to bfloat16 for a forward and its backward.
 
-What FSDP2's MixedPrecisionPolicy does, for parameters that are not sharded: every block, and then
-what is in none, has its parameters rounded just before its forward, by one function of autograd
-whose backward returns float32 gradients. So they are added up in float32, and DDP may reduce those
-of one block during the backward of the next. Autocast would round each weight by a call of its own
-and leave the stream of a transformer in float32.
+This does the work of FSDP2's MixedPrecisionPolicy for parameters that are not sharded. The
+parameters of every block, and of the rest of the model, are rounded just before its forward by one
+autograd function, whose backward returns float32 gradients. So gradients are summed in float32, and
+DDP can reduce those of one block during the backward of the next. Autocast would round each weight
+in a separate call and keep the residual stream in float32.
 
 Source: MixedPrecisionPolicy of torch.distributed.fsdp, whose results these are bit for bit.
 """
@@ -42,10 +42,10 @@ def _copies(tensors: Sequence[Tensor], dtype: torch.dtype = torch.bfloat16) -> t
 
 
 class _Rounding:
-    """What ``round_weights`` adds to a model.
+    """The attributes that ``round_weights`` adds to a model.
 
     Attributes:
-        kept: the float32 parameters whose places in their modules rounded ones have now.
+        kept: the float32 parameters that rounded ones currently replace in their modules.
     """
 
     def __init__(self, model: nn.Module):
@@ -62,7 +62,7 @@ class _Rounding:
     def _before(
         self, places: list[tuple[nn.Module, str]], model: nn.Module | None, _: nn.Module, *call: Any
     ) -> Any:
-        """Round parameters, and inputs; ``model``: of which this is a new forward."""
+        """Round parameters and inputs; ``model`` is set if this is the start of its forward."""
         if model is not None:
             self.restore()
         parameters = {
@@ -71,7 +71,7 @@ class _Rounding:
             if place not in self.kept and (parameter := place[0]._parameters[place[1]]) is not None
         }
         self.kept |= parameters
-        # Of parameters that modules share there is one copy.
+        # Parameters that modules share have one copy.
         found = {id(parameter): parameter for parameter in parameters.values()}
         frozen = [p for p in found.values() if not p.requires_grad]
         trained = [p for p in found.values() if p.requires_grad]
@@ -94,7 +94,7 @@ class _Rounding:
 
 
 def round_weights(model: nn.Module) -> None:
-    """Let a model compute in bfloat16, its floating-point inputs rounded too.
+    """Make a model compute in bfloat16; its floating-point inputs are rounded too.
 
     In training its parameters are the rounded ones from a forward until ``restore`` of
     ``model._rounding``; without

@@ -13,23 +13,23 @@ from train.loop.parallel import DistributedContext
 class Budget:
     """The steps of a run; a pass is one forward and backward on every rank.
 
-    A step has ``accum`` passes. With a batch-size warm-up it has one at first, and as many more as
-    share of the warm-up is over: so the batch grows linearly in the items seen, and the run is the
-    same number of items long as without.
+    A step has ``accum`` passes. With a batch-size warm-up, the number of passes rises from one to
+    ``accum``, so that the batch grows linearly with the items read; the run reads as many items as
+    without.
 
     Args:
-        passes: of the whole run.
-        accum: passes of a step, at most.
+        passes: number of passes of the whole run.
+        accum: largest number of passes in a step.
         batch_size_warmup: share of the passes over which a step grows to ``accum``, in [0, 1).
 
     Attributes:
-        steps: how many.
-        passes_before: each step, and last of all the whole run's.
+        steps: number of steps.
+        passes_before: passes before each step, and finally those of the whole run.
     """
 
     def __init__(self, passes: int, accum: int, batch_size_warmup: float):
         self.steps = max(1, passes // accum)
-        # No list: a run may be of a billion steps, to be stopped some day.
+        # Not a list: a run may be configured for a billion steps, to be stopped at some time.
         self.passes_before: Sequence[int] = range(0, self.steps * accum + 1, accum)
         if batch_size_warmup:
             self.passes_before = [0, *accumulate(_growing(passes, accum, batch_size_warmup))]
@@ -40,7 +40,7 @@ class Budget:
         return self.passes_before[step + 1] - self.passes_before[step]
 
     def position(self, step: int) -> float:
-        """Return how much of the run is over before a step, in [0, steps], as if all were equal."""
+        """Return the progress before a step, in [0, steps], as if all steps were equal."""
         return self.passes_before[step] * self.steps / self.passes_before[-1]
 
 
@@ -53,15 +53,16 @@ def _growing(passes: int, accum: int, batch_size_warmup: float) -> Iterator[int]
 
 
 def budget_of(settings: Settings, *, steps_per_epoch: int, tokens_per_item: int | None) -> Budget:
-    """Return the budget that the flags give.
+    """Return the budget that the flags define.
 
     Args:
         settings: with one of ``epochs``, ``steps`` and ``tokens``.
         steps_per_epoch: full batches in an epoch.
-        tokens_per_item: of the training data, or None.
+        tokens_per_item: tokens per item of the training data, or None.
 
     Raises:
-        ValueError: a batch-size warm-up over a number of steps, or tokens of items without any.
+        ValueError: if a batch-size warm-up is combined with a number of steps, or tokens are given
+            for items without tokens.
     """
     accum = settings.accum
     if settings.steps is not None:
@@ -86,7 +87,7 @@ def budget_of(settings: Settings, *, steps_per_epoch: int, tokens_per_item: int 
 
 
 class Schedule:
-    """What each step of a run takes, and what is due after it: a function of settings and data.
+    """The items of each step of a run, and the actions due after it, from settings and data.
 
     Args:
         task: what to train.
@@ -97,7 +98,7 @@ class Schedule:
         batch_split: how the items of a full batch divide among ranks and passes.
         steps_per_epoch: full batches in an epoch.
         budget: the passes of each step.
-        steps: of the whole run.
+        steps: steps of the whole run.
 
     Raises:
         ValueError: settings that do not fit each other or the data.
@@ -116,7 +117,7 @@ class Schedule:
         """Return the micro-batches of steps ``first`` to ``last`` for this rank."""
         if not self.settings.batch_size_warmup:
             return self._sampler(self.batch_split, first, last)
-        # Steps of different sizes: the epoch is cut into passes, and a step takes some of them.
+        # If steps differ in size, the epoch is cut into passes, and a step reads some of them.
         one_pass = BatchSplit(self.batch_split.micro_batch * self.world.size, self.world.size, 1)
         return self._sampler(one_pass, *(self.budget.passes_before[step] for step in (first, last)))
 
@@ -129,11 +130,11 @@ class Schedule:
         return self.budget.passes_of(step) * self.batch_split.micro_batch * self.world.size
 
     def epochs_before(self, step: int) -> float:
-        """Return how many epochs are over before a step."""
+        """Return the number of epochs before a step."""
         return self.budget.passes_before[step] / (self.batch_split.accum * self.steps_per_epoch)
 
     def evaluation_is_due(self, done: int) -> bool:
-        """Return whether an evaluation follows when so many steps are done."""
+        """Return whether an evaluation follows after this many steps."""
         if self.task.held_out is None:
             return False
         if done == self.steps:
@@ -142,7 +143,7 @@ class Schedule:
         if not every:
             return False
         before, after = (self.epochs_before(step) / every for step in (done - 1, done))
-        # As many whole multiples lie between, whatever the rounding of each.
+        # Compare numbers of multiples, which rounding does not affect.
         return math.floor(after + 1e-9) > math.floor(before + 1e-9)
 
 
@@ -156,19 +157,20 @@ def learning_rate(
     end: float = 0.0,
     schedule: str = "cosine",
 ) -> float:
-    """Return the rate of a step: linear up to the peak, then down as ``schedule`` names.
+    """Return the learning rate of a step: linear up to the peak, then down by ``schedule``.
 
     With ``"linear"``, a warm-up of three quarters from a quarter of the peak is the triangle of
     Geiping and Goldstein 2022 (arXiv:2212.14034).
 
     Args:
         step: 0 to ``steps`` - 1.
-        steps: of the whole run.
+        steps: steps of the whole run.
         peak: the largest rate.
-        warmup: share of the steps in which it rises.
-        start: what it rises from.
-        end: what it falls to.
-        schedule: ``"cosine"`` falls in half a cosine, ``"linear"`` in a line, ``"constant"`` stays.
+        warmup: fraction of the steps in which it rises.
+        start: rate at the start.
+        end: rate at the end.
+        schedule: ``"cosine"`` falls along half a cosine, ``"linear"`` along a line, ``"constant"``
+            not at all.
     """
     rising = warmup * steps
     if step < rising:
@@ -181,9 +183,9 @@ def learning_rate(
 
 
 def first_beta(step: float, steps: int, *, warmup: float) -> float:
-    """Return AdamW's first beta where it goes against the rate: 0.95 to 0.85, and back.
+    """Return AdamW's first beta, cycled inversely to the rate: from 0.95 to 0.85 and back.
 
-    It is what ``torch.optim.lr_scheduler.OneCycleLR`` does by default.
+    This is the default of ``torch.optim.lr_scheduler.OneCycleLR``.
     """
     rising = warmup * steps
     high, low = 0.95, 0.85

@@ -31,22 +31,22 @@ from train.loop.optimizer import ShardAdamW, WeightAverage, make_optimizer
 from train.loop.parallel import BatchNorms, DistributedContext, Passes
 from train.loop.schedule import Schedule
 
-# What a dry run predicts the memory of: how many GPUs share the weights. Several machines of eight
-# each hold all of them.
+# Numbers of GPUs that share the weights, for which a dry run predicts memory. Each of several
+# machines of eight holds all weights.
 GPUS = {"one_GPU": 1, "8_GPUs": 8, "64_GPUs_(8_x_8)": 8}
-ROOM = 80 * 10**9  # of a GPU, where there is none to ask
+ROOM = 80 * 10**9  # memory of a GPU, if there is none to ask
 
 
 @dataclass
 class Progress:
-    """How far a run is: with the tensors, what a checkpoint holds.
+    """The progress of a run; with the tensors, the contents of a checkpoint.
 
     Attributes:
         step: optimizer steps done.
-        metrics_step: the step whose values were read last, or are read now.
-        skipped: steps without a break until now that were skipped.
-        resumed_at: steps done whenever the run was resumed.
-        unfinished: the row of the newest step where its evaluation is still to be done.
+        metrics_step: step whose values were read last, or are being read.
+        skipped: number of consecutive steps until now that were skipped.
+        resumed_at: numbers of steps at which the run was resumed.
+        unfinished: row of the newest step, if its evaluation is still due.
     """
 
     step: int = 0
@@ -58,7 +58,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of one run; ``progress`` alone changes, and what the parts hold themselves."""
+    """The parts of a run; only ``progress`` and the contents of the parts change."""
 
     task: Task
     settings: Settings
@@ -82,13 +82,13 @@ class Run:
 def set_up(
     task: Task, settings: Settings, world: DistributedContext, closing: ExitStack
 ) -> Run | None:
-    """Show the plan, and make what it needs; None for a dry run, which ends with the plan.
+    """Show the plan, and create the parts of the run; return None after a dry run.
 
     Args:
         task: what to train.
         settings: how; all values filled in.
         world: the processes.
-        closing: ends with the run; lets go of its folder and of what it sets for its process.
+        closing: exit stack of the run; releases its folder and restores its process.
 
     Raises:
         ValueError: settings that do not fit each other, the data or the checkpoint.
@@ -196,13 +196,13 @@ def _take_up(
     report: Report,
     alarms: Alarms,
 ) -> None:
-    """Go on with the files of a run, and with its alarms."""
+    """Continue the files of a run, and its alarms."""
     report.open(progress.step, last_again=unfinished is not None)
     last = [] if unfinished is None else [unfinished]
     if schedule.evaluation_is_due(progress.step):
         progress.unfinished = unfinished
     elif report.is_main_process:
-        # The run is to be longer than it was, and goes on without an evaluation here.
+        # The run has been extended, and continues without an evaluation here.
         report.metrics.append(last)
     if report.is_main_process:
         alarms.replay(report.metrics.rows + last, report.kappa.rows)
@@ -229,7 +229,7 @@ def _plan(
 
 
 def _spread(settings: Settings, world: DistributedContext, params: int) -> dict[str, Any]:
-    """Return how the model is spread over the ranks and why, and what a rank holds of it."""
+    """Return how and why the model is spread over ranks, and the size of a rank's part."""
     mode = parallel.data_parallel_mode(settings.shard, world)
     plain = "each rank has the whole model (DDP)" if world.size > 1 else "plain parameters"
     shown = f"FSDP2, {world.shape[-1]} shards" if mode == "fsdp" else plain
@@ -246,8 +246,8 @@ def _spread(settings: Settings, world: DistributedContext, params: int) -> dict[
 def _memory(
     task: Task, settings: Settings, world: DistributedContext, batch: int
 ) -> dict[str, Any]:
-    """Return the memory that a step is predicted to take on GPUs, and whether it fits."""
-    from models import memory  # late: no run needs it
+    """Return the predicted memory of a step on GPUs, and whether it fits."""
+    from models import memory  # imported late: only dry runs need it
 
     if settings.ac == "selective":
         return {"memory_of_GPUs": "not predicted with --ac selective"}
@@ -266,7 +266,7 @@ def _memory(
     on_gpu = world.device.type == "cuda"
     room = torch.cuda.get_device_properties(world.device).total_memory if on_gpu else ROOM
     found = {}
-    # On several machines each holds a whole model, as ``DistributedContext.shape`` has it.
+    # Each of several machines holds a whole model, as in ``DistributedContext.shape``.
     for gpus, shards in GPUS.items():
         shards = 1 if settings.shard == "none" else shards
         taken = memory.sharded(peak, model, shards, bf16=bf16)
@@ -284,7 +284,7 @@ def _seed(settings: Settings, world: DistributedContext) -> None:
         # cuBLAS reads this when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # For what a model or data set draws besides, such as dropout: every rank differs.
+    # For other random draws, such as dropout: every rank differs.
     own_seed = seed_of(settings.seed, world.rank)
     torch.manual_seed(own_seed)
     random.seed(own_seed)

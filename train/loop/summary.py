@@ -21,11 +21,11 @@ def summary_of(
     """Return the summary of a run.
 
     Args:
-        run: which.
-        totals: what it cost, of ``Meter.totals``.
-        held_out: the scores of the held-out items, with names that begin so.
-        test: those of the test items.
-        finished: what ``Task.finish`` returned.
+        run: the run.
+        totals: its costs, from ``Meter.totals``.
+        held_out: scores of the held-out items, whose names begin with "held_out_".
+        test: scores of the test items.
+        finished: result of ``Task.finish``.
     """
     task, settings, schedule = run.task, run.settings, run.schedule
     summary = {
@@ -56,7 +56,7 @@ def summary_of(
 
 
 def best_of(run: Run) -> dict[str, Any]:
-    """Return the step of the best weights and what they reached; nothing where there are none."""
+    """Return the step and scores of the best weights, or nothing if there are none."""
     if run.best.step is None:
         return {}
     return {"best_step": run.best.step} | {f"best_{n}": v for n, v in run.best.scores.items()}

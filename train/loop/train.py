@@ -1,7 +1,7 @@
-"""The training loop: step, row, checkpoint and evaluation, in this order.
+"""Run the training loop: step, row, checkpoint and evaluation, in this order.
 
-A checkpoint from before an evaluation holds the row of its step as far as it is known, and a resume
-evaluates first. So nothing is lost by what happens during an evaluation.
+A checkpoint from before an evaluation holds the incomplete row of its step, and a resumed run
+evaluates first. So nothing is lost if the run ends during an evaluation.
 """
 
 import math
@@ -29,16 +29,16 @@ from train.loop.schedule import first_beta, learning_rate
 from train.loop.setup import Run
 from train.loop.summary import summary_of
 
-# How names of scores of the averaged weights begin.
+# Prefix of the scores of averaged weights.
 _AVERAGED = "held_out_ema_"
 
 
 class DivergedError(Exception):
-    """The loss or the gradient is no longer finite, step after step."""
+    """The loss or the gradient was not finite in too many consecutive steps."""
 
 
 class StoppedError(Exception):
-    """A signal requests this rank or another to stop."""
+    """A signal asks this rank or another to stop."""
 
 
 def train(run: Run) -> None:
@@ -62,14 +62,14 @@ def train(run: Run) -> None:
 
 @dataclass
 class PendingMetrics:
-    """A step whose values are on their way from the device.
+    """A step whose values are being copied from the device.
 
     Attributes:
-        row: what is known of its metrics.
-        values: loss, gradient norm and penalty of kappa, and with several ranks how many received a
-            signal, and how many samples are bad; all but the norm summed over ranks.
-        bad_samples: those that this rank found in it.
-        waiting: share of the newest steps that was spent waiting for data.
+        row: the known part of its metrics.
+        values: loss, gradient norm and kappa penalty, and with several ranks the number of ranks
+            with a signal and of bad samples; all but the norm are sums over ranks.
+        bad_samples: bad samples that this rank found.
+        waiting: share of the time of the newest steps spent waiting for data.
     """
 
     row: dict[str, Any]
@@ -79,10 +79,10 @@ class PendingMetrics:
 
 
 def train_steps(run: Run, meter: Meter) -> dict[str, float]:
-    """Do the steps that are left; return the held-out scores after the last, if there were any.
+    """Run the remaining steps; return the held-out scores after the last, if any.
 
-    The values of a step are read when the next one is under way, so that the device has work
-    meanwhile; before a checkpoint and an evaluation at once.
+    The values of a step are read while the next one runs, so that the device stays busy. Before a
+    checkpoint or an evaluation they are read at once.
     """
     settings, schedule, progress, report = run.settings, run.schedule, run.progress, run.report
     held_out: dict[str, float] = {}
@@ -100,7 +100,7 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
             held_out = evaluate_and_report(run, progress.unfinished)
         while progress.step < schedule.steps:
             step = progress.step
-            # Kappa of the held-out items of --kappa-probe, and a sample of this step's own.
+            # Kappa of the held-out items of --kappa-probe, and a sample of this step.
             run.kappa.begin(step)
             with meter.step(schedule.items(step)) as timing:
                 newest = optimizer_step(run, batches, timing)
@@ -108,13 +108,13 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
                 run.kappa.end()
             progress.step = done = step + 1
             if step == first and settings.ckpt_every:
-                # The state has its final size, and the steps that follow hide the work.
+                # The state now has its final size, and the next steps hide the allocation.
                 run.checkpointer.prepare(run.model, run.optimizer, run.average.weights)
             newest.row |= timing
             newest.waiting = meter.waiting
             if run.task.tokens_per_item is not None:
                 newest.row["tokens_per_second"] = timing["throughput"] * run.task.tokens_per_item
-            # A signal to the only process waits for no other.
+            # With one process, a signal takes effect at once.
             stop |= run.world.size == 1 and run.interrupt.received is not None
 
             evaluation_is_due = schedule.evaluation_is_due(done)
@@ -125,8 +125,8 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
                 continue
             before = None
             stop |= log_metrics(run, newest, unfinished=evaluation_is_due)
-            # While steps are skipped the weights are those of the checkpoint before, which may be
-            # the last one that is any good.
+            # While steps are skipped, the weights do not change, and the previous checkpoint may be
+            # the last good one.
             good = not progress.skipped or done == schedule.steps
             if stop or (checkpoint_is_due and good):
                 save(run, newest.row if evaluation_is_due else None)
@@ -140,14 +140,14 @@ def train_steps(run: Run, meter: Meter) -> dict[str, float]:
 def optimizer_step(
     run: Run, batches: Iterator[Fetched], timing: dict[str, float]
 ) -> PendingMetrics:
-    """Do one optimizer step; the host waits for data at most, never for the device.
+    """Run an optimizer step; the host waits only for data, never for the device.
 
-    With a loss or gradient that is not finite on any rank it changes nothing on all of them.
+    If the loss or gradient is not finite on any rank, nothing changes on any rank.
 
     Args:
         run: the run.
-        batches: the micro-batches that are due.
-        timing: has the wait for data added to its "data_wait".
+        batches: the next micro-batches.
+        timing: the wait for data is added to its "data_wait".
     """
     task, settings, world, step = run.task, run.settings, run.world, run.progress.step
     optimizer, budget, norms = run.optimizer, run.schedule.budget, run.norms
@@ -202,7 +202,7 @@ def optimizer_step(
 
 
 def log_metrics(run: Run, pending: PendingMetrics, *, unfinished: bool = False) -> bool:
-    """Read what a step gave, complete its row, and write that unless it is ``unfinished``.
+    """Read the values of a step, complete its row, and write it unless it is ``unfinished``.
 
     Collective.
 
@@ -210,7 +210,7 @@ def log_metrics(run: Run, pending: PendingMetrics, *, unfinished: bool = False) 
         Whether a rank must stop.
 
     Raises:
-        DivergedError: one more step than allowed was not finite.
+        DivergedError: if more steps than allowed were not finite.
         TooManyBadSamplesError: more items than allowed cannot be read.
     """
     row, size = pending.row, run.world.size
@@ -233,7 +233,7 @@ def log_metrics(run: Run, pending: PendingMetrics, *, unfinished: bool = False) 
     if diverged or not unfinished:
         run.report.step(row, pending.waiting)
     if diverged:
-        # Kappa of the steps that led here may still be on its way.
+        # Kappa of the last steps may still be on its way.
         run.kappa.flush()
         raise DivergedError(
             f"step {row['step']}: loss {row['loss']}, gradient norm {row['grad_norm']}: "
@@ -247,7 +247,7 @@ def log_metrics(run: Run, pending: PendingMetrics, *, unfinished: bool = False) 
 def micro_batches(
     run: Run, batches: Iterator[Fetched], passes: int, timing: dict[str, float]
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor | float]]:
-    """Yield the micro-batches of a step on the device, and by what each one's loss is multiplied.
+    """Yield the micro-batches of a step on the device, and the factor of each one's loss.
 
     The sum of a rank's products, averaged over ranks, is then the mean over all terms. With
     ``task.weight`` all micro-batches of the step are fetched before the first is used.
@@ -285,7 +285,7 @@ def evaluate_and_report(run: Run, row: dict[str, Any]) -> dict[str, float]:
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Return the scores of the held-out items; with an average of the weights, its too."""
+    """Return the scores of the held-out items, also with averaged weights if there are any."""
     data = run.task.held_out
     if data is None:
         return {}
@@ -303,9 +303,9 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def save_if_best(run: Run, scores: dict[str, float]) -> None:
-    """Write the weights as the best ones so far, if their scores are."""
+    """Write the weights as the best ones if their scores are the best so far."""
     if run.best.is_beaten_by(scores):
-        step = run.progress.step - 1  # of the row that has these scores
+        step = run.progress.step - 1  # the step of the row with these scores
         run.best.keep(step, scores, metadata_of(run, step, scores))
 
 
@@ -340,7 +340,7 @@ def any_rank_must_stop(run: Run) -> bool:
 
 
 def save(run: Run, unfinished: dict[str, Any] | None) -> None:
-    """Save a checkpoint; ``unfinished`` is the row of a step that is yet to be evaluated."""
+    """Save a checkpoint; ``unfinished`` is the row of a step that has not been evaluated yet."""
     progress = run.progress
     train_state: dict[str, Any] = {
         "settings": run.settings.as_json(),
@@ -351,23 +351,23 @@ def save(run: Run, unfinished: dict[str, Any] | None) -> None:
         "about": about(run.task),
         "identity": dict(run.task.identity),
     }
-    # A resume starts after this step, and would never write them.
+    # A resumed run starts after this step, and would never write them.
     run.kappa.flush()
     run.report.sync()
     run.checkpointer.save(progress.step, run.model, run.optimizer, run.average.weights, train_state)
 
 
 def report_stop(run: Run) -> None:
-    """Print where a signal stopped the run, and raise SystemExit where nothing of it is saved."""
+    """Print where a signal stopped the run; raise SystemExit if that step is not saved."""
     step = run.progress.step
     cause = run.interrupt.received or "another rank's signal"
     if run.report.is_main_process and run.checkpointer.saved_step != step:
-        raise SystemExit(f"stopped at step {step} by {cause}, not saved")
+        raise SystemExit(f"stopped at step {step} by {cause}; that step is not saved")
     run.report.log(f"stopped at step {step} by {cause}; --resume auto continues")
 
 
 def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
-    """Test and export the weights, and sum up; raise SystemExit where nothing could be saved."""
+    """Test and export the weights, and summarize; raise SystemExit if nothing could be saved."""
     task, model = run.task, run.model
     run.kappa.probe(run.progress.step)
     totals = meter.totals()
@@ -397,7 +397,9 @@ def finish(run: Run, meter: Meter, held_out: dict[str, float]) -> None:
         run.report.log(f"last weights (model.safetensors): {last}")
     elif run.report.is_main_process:
         step = run.progress.step
-        raise SystemExit(f"finished at step {step}, but nothing of it could be saved")
+        raise SystemExit(
+            f"finished at step {step}, but neither weights nor a checkpoint could be saved"
+        )
 
 
 def _reached(step: int, held_out: dict[str, float]) -> str:
@@ -408,7 +410,7 @@ def _reached(step: int, held_out: dict[str, float]) -> str:
 
 def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool:
     """Write the last weights and their average; return whether all are on disk."""
-    # Of each what it scored itself: the best weights are those that were tested, if there are any.
+    # Store the scores of each file's own weights; if there are best weights, only they were tested.
     own = {name: value for name, value in held_out.items() if not name.startswith(_AVERAGED)}
     averaged = {n.replace("_ema_", "_"): v for n, v in held_out.items() if n.startswith(_AVERAGED)}
     files = {"model": own if run.best.step is not None else own | test}
@@ -427,12 +429,12 @@ def export(run: Run, held_out: dict[str, float], test: dict[str, float]) -> bool
 
 
 def metadata_of(run: Run, step: int, scores: dict[str, float]) -> dict[str, str]:
-    """Return what a file of the weights after a step says of itself."""
+    """Return the metadata of a file of the weights after a step."""
     tokenizer = run.task.files.get("tokenizer.json")
     return metadata(run.settings.as_json(), step, about(run.task), tokenizer, scores)
 
 
 def data_workers(run: Run) -> int:
-    """Return how many processes of this rank prepare batches."""
+    """Return the number of data workers of this rank."""
     workers = run.settings.workers
     return default_workers(run.world.local_size) if workers is None else workers

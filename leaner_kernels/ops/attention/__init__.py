@@ -422,7 +422,7 @@ def compute_dense(
     kind = "attention", with_stats, deterministic, *numbers
     signature = None
     monitor = None if with_stats else _hooks.current
-    # The checks may cast a mask: the address of the caller's is not what kernels read.
+    # The checks may cast a mask: kernels then read another address than the caller's.
     casts_mask = under_autocast and attn_mask is not None
     if monitor is None and not casts_mask and not compiling:
         tensors = query, key, value, attn_mask, key_lengths
@@ -655,7 +655,9 @@ def explain(
     check_tensor("query", query)
     check_assumed_capability(capability)
     if (key is None) != (value is None):
-        raise ArgumentError("key and value go together: give both, or a projection alone")
+        raise ArgumentError(
+            "give key and value, or neither with a fused projection, got one of them"
+        )
     operator: Any = op.Dense if cu_seqlens is None else op.Varlen
     operator = op.Packed if key is None else operator
     others: dict[str, Any] = {}

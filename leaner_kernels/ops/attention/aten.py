@@ -30,7 +30,8 @@ from .call import LEAST_SCALE, Call
 from .checks import MAX_MASK_STRIDE
 
 HALF = torch.float16, torch.bfloat16
-BIAS_ALIGNMENT = 16  # elements, of the rows of a bias gradient in the memory-efficient operator
+# Elements to which the memory-efficient operator aligns the rows of a bias gradient.
+BIAS_ALIGNMENT = 16
 # Whether kernels store and load the log-sum-exp themselves. Set this to True once measurements on a
 # GPU show that they are as fast as kernels of pairs (maximum, log of the sum). Until then each
 # direction launches a conversion between the two.
@@ -138,16 +139,16 @@ class Forward(NamedTuple):
     seed: Tensor | None
 
 
-# In ``route.plans``, stands for calls that PyTorch computes.
+# Marks, in ``route.plans``, calls that PyTorch computes.
 PYTORCHS = "PyTorch's"
 # Kinds of calls with dropout that our forward computed since the operators were replaced.
 _dropped: set[Hashable] = set()
-# The log-sum-exp of calls that only our backward can follow and none has, by address.
+# The log-sum-exp of calls that still need our backward, by address.
 _unfinished: dict[int, StorageWeakRef] = {}
 
 
 def forget() -> None:
-    """Forget which calls were computed by whom, as other operators are in use from now on."""
+    """Forget who computed which calls, because other operators are used from now on."""
     route.plans.clear()
     _dropped.clear()
     _unfinished.clear()
@@ -162,7 +163,7 @@ def _remember(lse: Tensor) -> None:
     if len(_unfinished) >= MAX_CACHED:
         for address, kept in list(_unfinished.items()):
             if kept.expired():
-                _unfinished.pop(address, None)  # another thread may be first
+                _unfinished.pop(address, None)  # another thread may have removed it
     _unfinished[lse.data_ptr()] = StorageWeakRef(lse.untyped_storage())
 
 
@@ -211,7 +212,7 @@ def _mask_in_reach(mask: Tensor) -> bool:
 
 
 def _brought_in_reach(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the operands of a call with dropout, copied where kernels do not reach them."""
+    """Return the operands of a call with dropout, copied if kernels cannot reach them."""
     *three, mask_or_starts, other = tensors
     if mask_or_starts is not None and not _mask_in_reach(mask_or_starts):
         mask_or_starts = mask_or_starts.contiguous()
@@ -236,7 +237,7 @@ def lse_of(max_log_sum: Tensor, factor: float) -> Tensor:
 
 
 def rows_of(lse: Tensor, *, hidden: bool, scaled: bool) -> Tensor:
-    """Return what a backward reads of each row.
+    """Return the row statistics that a backward reads.
 
     This is the log-sum-exp itself, or pairs (..., 2) of 0 and the log-sum-exp, or of these two in
     the other order: a probability is exp(score - first - second).
@@ -247,15 +248,15 @@ def rows_of(lse: Tensor, *, hidden: bool, scaled: bool) -> Tensor:
             kernel that wrote it, and its probabilities must be zero.
         scaled: whether the first of a pair is in units of scaled scores (``takes_scaled_maxima``).
     """
-    # Not inf in pairs: its product with 1j has a real part that is not a number.
+    # Not inf in pairs: the real part of inf * 1j is nan.
     sharing = KERNELS_SHARE_LSE and not scaled
     largest = math.inf if sharing else torch.finfo(torch.float32).max
     if hidden:
         lse = lse.nan_to_num(nan=math.nan, posinf=largest, neginf=largest)
     if sharing:
         return lse
-    # One launch. No zero is kept for it: memory must not outlive the pool of a CUDA graph.
-    # Kernels take the second to base 2, where that of a row of a mask's lowest numbers overflows.
+    # One launch. No zero tensor is cached for it: memory must not outlive the pool of a CUDA graph.
+    # Kernels convert the second to base 2, which overflows for a row of a mask's lowest numbers.
     return torch.view_as_real(lse.to(torch.complex64) if scaled else lse * 1j)
 
 
@@ -377,7 +378,7 @@ def backward(
 
 
 def _device_of(query: Tensor) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, and operators in Python are not guarded.
+    # Triton launches on the current device, and PyTorch sets no device for operators in Python.
     if not query.is_cuda or on_current_device(query):
         return nullcontext()
     return torch.cuda.device(query.device)

@@ -1,4 +1,4 @@
-"""Attention of a linear layer's output whose bias gets its gradient from the attention's backward.
+"""Let the backward of attention compute the bias gradient of the linear layer before it.
 
 The gradient of a bias is the sum over tokens of the gradient of the layer's output. A backward of
 attention has most of it in registers, whereas autograd reads that gradient once more for the sum.
@@ -22,7 +22,7 @@ from .call import BiasedArguments, Call
 from .checks import checked_packed
 from .kernels import SUMS_BIAS
 
-# Whether the calls that ``takes`` describes use this: not before a GPU has shown it faster.
+# Whether the calls that ``takes`` describes use this. Set it to True once a GPU has shown a gain.
 ENABLED = False
 
 
@@ -58,7 +58,7 @@ def takes(linear: nn.Module, x: Tensor, heads: int, is_causal: bool, dropout_p: 
 
 
 def _is_intercepted(linear: nn.Linear) -> bool:
-    """Return whether a call of a layer runs more, or something else, than its forward."""
+    """Return whether a call of a layer runs anything other than its forward."""
     hooks = (
         linear._forward_hooks,
         linear._forward_pre_hooks,

@@ -1,4 +1,4 @@
-"""The call of softmax attention that kernels and the reference get, and the kernels' arguments."""
+"""The call of softmax attention, as kernels and the reference get it, and kernel arguments."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ from .._launch_cache import LARGEST_OFFSET, MAX_ROWS, View, check_tile
 from .._tiles import block_dim
 from ..route import Results
 
-LEAST_SCALE = 1e-30  # smaller and negative scales multiply scores before a maximum is taken
+# With smaller or negative scales, scores are scaled before the maximum is taken.
+LEAST_SCALE = 1e-30
 
 
 class Call(NamedTuple):
@@ -52,7 +53,7 @@ class Call(NamedTuple):
 
     @property
     def visibility(self) -> dict[str, Any]:
-        """Return what hides scores beside the tensors, as ``reference.visible`` takes it."""
+        """Return the parameters that hide scores, as ``reference.visible`` takes them."""
         return {
             "is_causal": self.is_causal,
             "window_left": self.window_left,
@@ -87,7 +88,7 @@ class Call(NamedTuple):
         return self.key.shape[2] if self.sequences is None else self.sequences.cols
 
     def profile(self, grad: Tensor | None = None) -> "Profile":
-        """Return what decides which kernel and tile a call gets.
+        """Return the properties that determine the kernel and tile of a call.
 
         ``padded_dim`` is a head dimension that does not fill its tile. ``unaligned`` is a head
         dimension, or a stride of the operands or of ``grad``, that is not a multiple of 16: rows
@@ -125,7 +126,7 @@ class Profile(NamedTuple):
         rows: N, or the upper bound of a varlen batch.
         cols: M, likewise.
         batch: entries, or sequences.
-        heads: of the query.
+        heads: number of heads of the query.
         features: of the operands, what a kernel must support beyond causal or shortened rows.
         with_grad: the same of the operands and the gradient of the output.
     """
@@ -253,7 +254,7 @@ class Sequences(NamedTuple):
 
 
 def score_factor(call: Call) -> float:
-    """Return what multiplies the products of queries and keys."""
+    """Return the factor of the products of queries and keys."""
     return call.query.shape[-1] ** -0.5 if call.scale is None else call.scale
 
 
@@ -270,7 +271,7 @@ def takes_scaled_maxima(call: Call) -> bool:
 def kernel_arguments(
     kernel: Any, call: Call, tensors: dict[str, Tensor], **others: Any
 ) -> dict[str, Any]:
-    """Return the arguments of a Triton kernel that a call determines, by name, of those it takes.
+    """Return, by name, the arguments of a Triton kernel that a call determines.
 
     ``tensors`` are (B, H, N, D), or (T, H, D) in a varlen batch; the key ``x`` names the argument
     ``x_view``. ``others`` are more arguments.
@@ -287,7 +288,7 @@ def kernel_arguments(
     arguments = {
         **{f"{name}_view": view_of(name, t) for name, t in tensors.items()},
         "mask_view": mask_view,
-        # No copy unless strided: kernels index it with stride 1.
+        # A copy only if strided: kernels index it with stride 1.
         "lengths_ptr": None if call.key_lengths is None else call.key_lengths.contiguous(),
         "seed_ptr": call.seed,
         "starts_ptr": None if sequences is None else sequences.starts,
@@ -314,7 +315,7 @@ def kernel_arguments(
         "enable_fp_fusion": True,
         **others,
     }
-    if hasattr(kernel, "is_gluon") and kernel.is_gluon():  # the interpreter has Triton's alone
+    if hasattr(kernel, "is_gluon") and kernel.is_gluon():  # the interpreter supports only Triton's
         _adapt_to_gluon(call, arguments)
     wanted = *kernel.arg_names, "enable_fp_fusion"
     return {name: value for name, value in arguments.items() if name in wanted}

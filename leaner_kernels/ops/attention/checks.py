@@ -35,7 +35,7 @@ MAX_MASK_STRIDE = 2**22 - 1
 # The starts of sequences are int32.
 MAX_SEQLEN = 2**31 - 1
 _ROWS = {3: 0, 4: 2, 5: 1}  # the axis of rows, by the number of axes
-MASK_AND_CAUSAL = "attn_mask and is_causal=True exclude each other: put both in the mask"
+MASK_AND_CAUSAL = "attn_mask and is_causal=True cannot be combined: make attn_mask causal instead"
 
 
 def checked_dense(
@@ -268,7 +268,8 @@ def _check_three(
         _check_layout(name, t, max_head_dim)
     if key.shape != value.shape:
         raise ArgumentError(
-            f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}"
+            "key and value must have the same shape, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
 
 
@@ -286,7 +287,7 @@ def _check_heads(
 ) -> None:
     if heads != key_heads and (not enable_gqa or key_heads == 0 or heads % key_heads):
         hint = ""
-        # Compared here alone: torch.export makes a limit of every comparison of sizes.
+        # Compare only here: torch.export turns every comparison of sizes into a constraint.
         if tokens is not None and heads > tokens[0] == tokens[1]:
             # More heads than tokens suggest the layout of another library.
             hint = "; (B, N, H, D), as flash-attention's, becomes (B, H, N, D) by .transpose(1, 2)"
@@ -327,8 +328,8 @@ def _checked_starts(
         )
     if max(lengths, default=0) > longest:
         raise ArgumentError(
-            f"max_seqlen{suffix} must be the length of the longest sequence or more, "
-            f"got {longest} for {max(lengths)}"
+            f"max_seqlen{suffix} must be at least the length of the longest sequence, "
+            f"{max(lengths)}, got {longest}"
         )
     return to_device(starts, device)
 
@@ -387,7 +388,7 @@ def plain_mask(
         raise ArgumentError(MASK_AND_CAUSAL)
     bias: Any = attn_mask
     if not all(isinstance(t, Tensor) and not t.is_nested and t.dim() > 1 for t in (query, key)):
-        return None, False  # The checks that follow say what is wrong with these.
+        return None, False  # The checks that follow report these.
     rows, cols = query.shape[-2], key.shape[-2]
     if bias.variant.name == "UPPER_LEFT":
         return None, True

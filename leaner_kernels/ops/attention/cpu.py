@@ -30,7 +30,7 @@ def forward(call: Call, results: Results) -> None:
     if call.sequences is None:
         _fill(call, results)
         return
-    # What no sequence owns, and sequences without rows or keys.
+    # Tokens outside all sequences, and sequences without rows or keys.
     out.zero_()
     max_log_sum[..., 0], max_log_sum[..., 1] = 0, math.inf
     if lse is not None and stats is not None and heads is not None:
@@ -107,7 +107,7 @@ def _probabilities(call: Call, q: Any, k: Any, mask: Any) -> tuple[Tensor, Tenso
 
 
 def _keep(call: Call, s: Tensor, first: int) -> Tensor | None:
-    """Return what dropout keeps of the scores of entries from ``first`` on."""
+    """Return which scores of entries from ``first`` on dropout keeps."""
     if call.seed is None:
         return None
     return reference.keep_mask(call.seed, *s.shape, p=call.dropout_p, first=first)

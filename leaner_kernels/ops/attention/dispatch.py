@@ -177,7 +177,7 @@ def module_of(kernel: str) -> Any:
 
 
 def prepare_forward(call: Call, results: Results) -> Launch:
-    """Return what fills the output and any statistics."""
+    """Return the launch that fills the output and any statistics."""
     kernel, tile = choose_forward(call, with_stats=results.stats is not None)
     launch: Launch = module_of(kernel).prepare_forward(tile, call, results)
     if launch.arguments.get("parts_ptr") is None:
@@ -188,25 +188,26 @@ def prepare_forward(call: Call, results: Results) -> Launch:
 
 
 def prepare_capture(call: Call, results: Results) -> Launch:
-    """Return what fills the heads of sampled entries."""
+    """Return the launch that fills the heads of sampled entries."""
     kernel, tile = choose_capture(call)
     prepare = module_of(kernel).prepare_capture
     return prepare(tile, call, results.sample, results.heads)
 
 
 def prepare_backward(grad: Tensor, call: Call, saved: Results, gradients: Any) -> Launch:
-    """Return what fills the gradients."""
+    """Return the launch that fills the gradients."""
     dq, dk, dv = gradients.separate()
     kernel, tile = choose_backward(call, grad, saved.out, (dq, dk, dv))
     ds, scratch = None, ()
     if getattr(gradients, "dattn_mask", None) is not None:
-        # Tiles that no row may see are not visited by every kernel.
+        # Some kernels do not visit tiles that no row sees.
         shape = call.batch, call.query.shape[1], call.rows, call.cols
         ds = grad.new_zeros(shape, dtype=torch.float32)
         scratch = (Scratch("ds_ptr", "dattn_mask", _sum_over_broadcast, zero=True),)
     bias_sums = None
     if getattr(gradients, "dbias", None) is not None:
-        # Read by the kernels that sum over tokens; of others the gradients are summed afterwards.
+        # Filled by the kernels that sum over tokens; for others the gradients are summed
+        # afterwards.
         shape = call.batch, BIAS_SLOTS, call.query.shape[1], call.query.shape[-1]
         bias_sums = grad.new_empty(shape, dtype=torch.float32)
     prepare = module_of(kernel).prepare_backward
@@ -237,7 +238,7 @@ def _sum_entries(bias_sums: Tensor, dbias: Tensor) -> None:
 
 
 def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:
-    """Sum the gradient of scores over what a mask was broadcast along."""
+    """Sum the gradient of scores over the axes along which a mask was broadcast."""
     dattn_mask.copy_(ds.sum_to_size(dattn_mask.shape))
 
 
@@ -245,7 +246,7 @@ def _sum_over_broadcast(ds: Tensor, dattn_mask: Tensor) -> None:
 
 
 class Rule(NamedTuple):
-    """The first and last length (None: no end) at which PyTorch's is faster, and who says so."""
+    """The first and last length (None: no end) at which PyTorch is faster, and the source."""
 
     first: int
     last: int | None
@@ -351,7 +352,7 @@ def _is_within(programs: int, first: int, last: int) -> bool:
 
 
 class Library(NamedTuple):
-    """What computes a call in place of our kernels, as ``explain.Route`` names it, and why."""
+    """The library that computes a call, as ``explain.Route`` names it, and the reason."""
 
     name: str
     reason: str
@@ -364,7 +365,7 @@ FFMA = "predicted: in float32 our kernels attain a quarter of the multiply-add u
 def library_of(
     call: Call, backward: bool, packed: bool = False, *, deterministic: bool = False
 ) -> Library | None:
-    """Return the library that computes a checked call without statistics, or None for our kernels.
+    """Return the library for a checked call without statistics, or None for our kernels.
 
     From compute capability 8.0 on, PyTorch computes self-attention with a head dimension that is a
     multiple of 8 (float32: 4) and a positive scale, since it takes the maximum of a row before
@@ -386,7 +387,7 @@ def library_of(
         return Library("sdpa", f"head dimension {dim} is above {MAX_HEAD_DIM}")
     if not on_gpu(query):
         if sequences is not None or transformed(query):
-            return None  # the operator has derivatives that libraries lack
+            return None  # our operator has derivatives that libraries lack
         reason = f"the kernels run on CUDA, not on {query.device}"
         return Library("reference" if call.softcap else "sdpa", reason)
     gpu = _tiles.capability(query.device)
@@ -431,9 +432,9 @@ def library_of(
 
 
 def check_deterministic(call: Call, library: Library) -> None:
-    """Raise ValueError if a library would compute a call with gradients that are not deterministic.
+    """Raise ValueError if a library would compute a call whose gradients must be deterministic.
 
-    On the CPU they are, and PyTorch follows its own setting.
+    On a CPU they are deterministic, and PyTorch follows its own setting.
     """
     if on_gpu(call.query) and not torch.are_deterministic_algorithms_enabled():
         raise ArgumentError(
@@ -443,7 +444,7 @@ def check_deterministic(call: Call, library: Library) -> None:
 
 
 def beyond_pytorch(call: Call, deterministic: bool) -> str | None:
-    """Return what of a call PyTorch's attention cannot compute on a GPU before 8.0, or None."""
+    """Return the feature of a call that PyTorch cannot compute on a GPU before 8.0, or None."""
     query, attn_mask = call.query, call.attn_mask
     if call.sequences is not None:
         return "PyTorch's varlen attention needs compute capability 8.0"
@@ -451,7 +452,7 @@ def beyond_pytorch(call: Call, deterministic: bool) -> str | None:
         return "PyTorch's attention has no softcap"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return f"PyTorch's attention rounds a mask to {query.dtype}"
-    # Where our kernels do not run, PyTorch follows this setting by itself.
+    # If our kernels do not run, PyTorch follows this setting on its own.
     kernels = _tiles.capability(query.device) >= LEAST_CAPABILITY
     if kernels and deterministic:
         return "deterministic algorithms are enabled"
@@ -464,10 +465,10 @@ def on_gpu(query: Tensor) -> bool:
 
 
 def _suits(call: Call) -> bool:
-    """Return whether the fused kernels of PyTorch compute a call without mask, window and such."""
+    """Return whether PyTorch's fused kernels compute a call without mask and window."""
     query = call.query
     if query.dtype == torch.float32:
-        # Its memory-efficient kernel; what is left without it rounds to TF32 where that is allowed.
+        # The memory-efficient kernel. Without it, PyTorch rounds to TF32 where that is allowed.
         compiling = torch.compiler.is_compiling()
         if query.shape[-1] % 4 or not (
             compiling or torch.backends.cuda.mem_efficient_sdp_enabled()

@@ -64,7 +64,7 @@ def explain_call(
     """Return the implementations of checked arguments; ``backward`` None asks autograd."""
     first, *_ = arguments
     if arguments.dropout_p:
-        # A placeholder: drawing a seed would advance the generator.
+        # A placeholder, because drawing a seed would advance the generator.
         arguments = arguments._replace(seed=first.new_empty(1, dtype=torch.int64))
     call = operator.call(arguments)
     if dispatch.on_gpu(call.query) and call.query.dtype not in DTYPES:

@@ -1,8 +1,8 @@
-"""The operators of softmax attention, one for each way in which query, key and value lie in memory.
+"""The operators of softmax attention, one for each memory layout of query, key and value.
 
 ``attention`` gets three tensors (B, H, N, D), ``attention_qkvpacked`` one projection and
-``attention_varlen`` sequences side by side. Each makes one ``Call`` of its arguments: the kernels
-and the reference do not see which operator it was.
+``attention_varlen`` sequences side by side. Each turns its arguments into a ``Call``, which does
+not tell the kernels and the reference which operator it was.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ from .call import (
 
 
 class DenseGradients(NamedTuple):
-    """The gradients of query, key and value, and that of an additive mask where it is wanted."""
+    """The gradients of query, key and value, and that of an additive mask if it is wanted."""
 
     dquery: Tensor
     dkey: Tensor
@@ -74,7 +74,7 @@ class PackedGradients(NamedTuple):
 
     def separate(self) -> Iterator[Tensor]:
         """Yield dq, dk and dv (B, H, N, D), views."""
-        # Autograd lets nothing be written to views that were taken together.
+        # Autograd forbids writing to views that one call returned together.
         return (self.dqkv.select(2, part).transpose(1, 2) for part in range(3))
 
 
@@ -90,7 +90,7 @@ class BiasedGradients(NamedTuple):
 
 
 class SoftmaxAttention(Operator):
-    """The part that the operators of softmax attention share."""
+    """Shared code of the operators of softmax attention."""
 
     kernels = "attention.dispatch"
     saved: Sequence[str] = ("out", "max_log_sum")
@@ -98,7 +98,7 @@ class SoftmaxAttention(Operator):
 
     @staticmethod
     def bind_saved(saved: dict[str, Tensor]) -> Results:
-        """Return by name what a forward left: pairs, or the log-sum-exp, with one axis less."""
+        """Return the saved results by name: pairs, or the log-sum-exp, with one axis less."""
         out, rows = saved["out"], saved["max_log_sum"]
         return Results(out, rows) if rows.dim() == out.dim() else Results(out, lse=rows)
 
@@ -161,7 +161,7 @@ _SEPARATE = {
 
 
 def _with_descriptors(pointers: dict[str, str]) -> dict[str, str]:
-    """Add the names of arguments that are TMA descriptors in place of views."""
+    """Add the names of arguments that are TMA descriptors instead of views."""
     views = {name: tensor for name, tensor in pointers.items() if name.endswith("_view")}
     described = {f"{name.removesuffix('_view')}_desc": tensor for name, tensor in views.items()}
     return pointers | described
@@ -196,7 +196,7 @@ class Dense(SoftmaxAttention):
 
     @classmethod
     def new_gradients(cls, arguments: Call, optional: bool) -> DenseGradients:
-        """Allocate the gradients, that of the mask where it is wanted."""
+        """Allocate the gradients, that of the mask if it is wanted."""
         mask = arguments.attn_mask
         dattn_mask = mask.new_empty(mask.shape) if optional and mask is not None else None
         query, key, value = arguments.operands
@@ -283,7 +283,7 @@ class Biased(Packed):
         named = arguments._asdict()
         bias = named.pop("bias")
         if in_forward_mode() or torch._C._are_functorch_transforms_active():
-            # Further derivatives are those of the reference: add 0 that depends on the bias.
+            # The reference provides further derivatives: add a 0 that depends on the bias.
             named["qkv"] = named["qkv"] + (bias - bias.detach()).view(named["qkv"].shape[2:])
         return Packed.call(PackedArguments(**named))
 
@@ -314,7 +314,7 @@ class Varlen(SoftmaxAttention):
     def call(arguments: VarlenArguments) -> Call:
         """Return the call of these arguments."""
         named = arguments._asdict()
-        # Free unless strided: the kernels count along them.
+        # A copy only if strided: the kernels index it with stride 1.
         starts, key_starts = (named.pop(n).contiguous() for n in ("cu_seqlens", "cu_seqlens_k"))
         longest = named.pop("max_seqlen"), named.pop("max_seqlen_k")
         sequences = Sequences(starts, key_starts, *longest)
@@ -342,7 +342,7 @@ class Varlen(SoftmaxAttention):
 
 
 def _lengths(starts: Tensor, longest: int) -> list[int]:
-    """Return the tokens of each sequence, all of the longest where values cannot be read."""
+    """Return the length of each sequence, or the longest for all if values cannot be read."""
     if starts.device.type == "meta" or isinstance(starts, torch._subclasses.FakeTensor):
         return [longest] * (starts.shape[0] - 1)
     return starts.diff().clamp(max=longest).tolist()
@@ -351,7 +351,7 @@ def _lengths(starts: Tensor, longest: int) -> list[int]:
 def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return views (B, H, N, D) of the query, key and value in (B, N, 3, H, D).
 
-    By the split whose backward is one copy, a stack.
+    Uses the split whose backward is a single copy, a stack.
     """
     query, key, value = qkv.unbind(2)
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -360,7 +360,7 @@ def split_qkv(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def new_out(like: Tensor) -> Tensor:
     """Allocate (B, H, N, D) in the memory order (B, N, H, D), which the next projection reads.
 
-    Of so many heads that its rows would lie further apart than kernels reach, it is contiguous.
+    With so many heads that its rows would be out of reach of kernels, it is contiguous.
     """
     batch, heads, rows, dim = like.shape
     width = heads * dim
@@ -414,10 +414,10 @@ def _library_again(
     enable_gqa: bool,
     tensors: Sequence[Any],
 ) -> Tensor | None:
-    """Return what PyTorch computes of a call like an earlier one, None if ours would be faster."""
+    """Return PyTorch's result of a repeated call, or None if ours would be faster."""
     first, *_ = tensors
     if first.dtype == torch.float32 and not torch.backends.cuda.mem_efficient_sdp_enabled():
-        return None  # what is left of PyTorch's kernels may round to TF32
+        return None  # PyTorch's remaining kernels may round to TF32
     call = operator.call(operator.Arguments(*tensors, None, *numbers))
     return operator.from_query(sdpa.library_attention(call, enable_gqa))
 

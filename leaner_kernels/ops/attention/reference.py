@@ -43,7 +43,7 @@ def visible(
 def without_padding(t: Tensor, key_lengths: Tensor | None) -> Tensor:
     """Return keys or values (B, Hkv, M, D) with zeros at or past a length.
 
-    What lies there may be NaN, as uninitialised memory is, and 0 * NaN is NaN.
+    These may be NaN, as in uninitialised memory, and 0 * NaN is NaN.
     """
     if key_lengths is None:
         return t
@@ -90,7 +90,7 @@ def forward(p: Tensor, value: Tensor, keep: Tensor | None, dropout_p: float) -> 
 
 
 def dropped(p: Tensor, keep: Tensor | None, dropout_p: float) -> Tensor:
-    """Return P with what dropout took set to zero and the rest scaled up."""
+    """Return P with the dropped probabilities set to zero and the others scaled up."""
     return p if keep is None else p * keep / (1 - dropout_p)
 
 
@@ -127,7 +127,7 @@ def backward(
 
 
 def _group(query: Tensor, key: Tensor) -> int:
-    """Return how many heads of the one share a head of the other; there may be none of either."""
+    """Return how many query heads share a key head; either count may be zero."""
     return query.shape[1] // max(key.shape[1], 1)
 
 

@@ -1,4 +1,4 @@
-"""Attention in a sampled step: the output of any other step, and statistics.
+"""Compute attention in a sampled step: the same output as in any other step, and statistics.
 
 On a GPU one pass computes both. On the CPU ``attention`` computes the output, so that its bits,
 gradients and random numbers are those of a step without statistics. The heads are this output
@@ -80,7 +80,7 @@ def _with_statistics(call: Call, enable_gqa: bool, sample: Tensor) -> AttentionS
             q, k, mask, call.key_lengths, **numbers, **call.visibility
         )
         statistics = per_head(p, s, exact).float()
-        # A slot of a negative index may hold anything.
+        # The slot of a negative index may hold anything.
         heads = exact.index_select(0, sample.clamp(min=0)).transpose(1, 2).flatten(2).float()
     return attention_stats(out, lse.float(), statistics, heads)
 

@@ -1,4 +1,4 @@
-"""Attention by PyTorch: where the kernels do not run, and where PyTorch's are faster."""
+"""Call PyTorch's attention where our kernels do not run, or PyTorch's are faster."""
 
 import threading
 import warnings
@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Bound here, so that attention may itself be put in the place of PyTorch's function.
+# Bound here, so that PyTorch's function may be replaced by ``attention`` itself.
 from torch.nn.functional import scaled_dot_product_attention as _sdpa
 
 from ..._ops import ops
@@ -23,12 +23,12 @@ from ..route import draw_seed
 from .call import Call
 from .reference import visible, without_padding
 
-# Beside a maximum that is lower, the log of a sum is rounded away from the log-sum-exp.
+# With a maximum below this, rounding removes the log of the sum from the log-sum-exp.
 LOWEST_MAXIMUM = -1e3
 
 
 class _Passing(threading.local):
-    """Whether this thread calls PyTorch's attention to have PyTorch's own kernels compute it.
+    """Whether this thread calls PyTorch's attention in order to run PyTorch's own kernels.
 
     ``adapters.sdpa`` may have replaced the operators below by ours.
     """
@@ -40,7 +40,7 @@ passing = _Passing()
 
 
 def _below_ours(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Call a function of PyTorch, and have PyTorch's own kernels compute it."""
+    """Call a function of PyTorch so that PyTorch's own kernels compute it."""
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     passing.on = True
@@ -60,10 +60,10 @@ def transformed(query: Tensor) -> bool:
 
 
 def library_attention(call: Call, enable_gqa: bool) -> Tensor:
-    """Return (B, H, N, D) of a checked call, with what is hidden as one mask.
+    """Return (B, H, N, D) of a checked call, in which one mask hides all hidden keys.
 
     Raises:
-        ValueError: wider heads than kernels take, with a softcap.
+        ValueError: if heads are too wide for our kernels and there is a softcap.
     """
     query, dim = call.query, call.query.shape[-1]
     if dim > MAX_HEAD_DIM:
@@ -90,14 +90,14 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
     on_gpu = query.device.type == "cuda"
     if call.softcap:  # which PyTorch's function does not have
         return with_all_scores()
-    # On the CPU it hides what is not causal before it scales: -inf times such a scale is no -inf.
-    # On a GPU it takes the maximum of a row before it scales.
+    # On the CPU, PyTorch applies the causal mask before the scale, and -inf times such a scale is
+    # not -inf. On a GPU it takes the maximum of a row before it scales.
     if scale is not None and scale <= 0 and (call.is_causal or on_gpu):
         query, scale = (-query, -scale) if scale else (0 * query, 1.0)
     seen = None
     if key_lengths is not None or call.hides_by_position:
         shape = query.shape[2], key.shape[2]
-        if key_lengths is not None:  # a GPU's were not checked, and our kernels clamp them
+        if key_lengths is not None:  # lengths on a GPU were not checked, and our kernels clamp them
             key_lengths = key_lengths.clamp(1, shape[1])
         seen = visible(*shape, key_lengths, query.device, **call.visibility)
         key, value = (without_padding(t, key_lengths) for t in (key, value))
@@ -120,13 +120,13 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
                 return with_all_scores()
         elif mask.dtype != torch.bool:
             mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
-    # A comparison of sizes that is traced is no bool, which is all that PyTorch's function takes.
+    # A traced comparison of sizes is not a bool, but PyTorch's function accepts only a bool.
     causal = True if call.is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210
     tensors, options = (query, key, value, mask), {"scale": scale, "enable_gqa": shared}
     out = _below_ours(_sdpa, *tensors, dropout_p, causal, **options)
-    # With dropout on a CPU, and under transforms, it is PyTorch's composition, which has all
-    # derivatives. In half precision on newer GPUs the function below would cost host time.
+    # With dropout on a CPU, and under transforms, PyTorch uses its composite implementation, which
+    # has all derivatives. In half precision on newer GPUs the Function below would cost host time.
     composed = dropout_p or torch._C._are_functorch_transforms_active()
     once = on_gpu and (
         query.shape[-1] > MAX_HEAD_DIM
@@ -140,7 +140,7 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
 class _TwiceDifferentiable(torch.autograd.Function):
     """Give the output of PyTorch's fused function second derivatives, which it lacks.
 
-    A backward that is to be differentiated itself is that of our operator. Any other is PyTorch's.
+    If a backward is differentiated itself, it is that of our operator, otherwise PyTorch's.
     """
 
     @staticmethod
@@ -175,7 +175,7 @@ _TENSORS = "query", "key", "value", "attn_mask", "key_lengths", "seed"
 
 
 def _sinks(mask: Tensor) -> bool:
-    """Whether a row of an additive mask may be all large negative numbers, finite ones among them.
+    """Return whether an additive mask may have a row of large negative numbers, some finite.
 
     PyTorch's backward on the CPU computes P from the log-sum-exp, which in such a row has lost the
     log of how many keys share it: its gradient of the values is as many times too large.
@@ -189,7 +189,7 @@ def _sinks(mask: Tensor) -> bool:
 
 
 def check_wide(query: Tensor, softcap: float) -> None:
-    """Raise ValueError for what ``wide_attention`` does not take."""
+    """Raise ValueError for a softcap, which PyTorch's attention does not support."""
     if softcap:
         raise ArgumentError(
             f"softcap needs a head dimension up to {MAX_HEAD_DIM}, got {query.shape[-1]}"
@@ -199,8 +199,8 @@ def check_wide(query: Tensor, softcap: float) -> None:
 @cache
 def _warn_of_width(head_dim: int) -> None:
     warnings.warn(
-        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: attention is PyTorch's "
-        "scaled_dot_product_attention, and gives no statistics",
+        f"head dimension {head_dim} is above {MAX_HEAD_DIM}: PyTorch's "
+        "scaled_dot_product_attention computes this call, without statistics",
         stacklevel=7,  # past the functions between here and the caller of ``attention``
     )
 
@@ -208,8 +208,8 @@ def _warn_of_width(head_dim: int) -> None:
 def varlen_attention(call: Call) -> Tensor:
     """Return (T, H, D) of PyTorch's varlen attention, zero outside every sequence.
 
-    So are the gradients. PyTorch leaves what no sequence owns as its memory was, and follows
-    ``starts`` wherever they lead: here they are brought into order inside the tensors.
+    The gradients are zero there too. PyTorch leaves tokens outside of sequences uninitialised, and
+    does not check ``starts``: here they are sorted and clamped to the tensors.
     """
     (query, key, value), sequences = call.operands, call.sequences
     assert sequences is not None
@@ -250,7 +250,7 @@ class _ZeroGradientsOutside(torch.autograd.Function):
 
 
 def _fill_with_zeros(starts: Tensor, t: Tensor) -> None:
-    # By a kernel: autograd has saved the output, and would refuse one that PyTorch writes to.
+    # Use a kernel: autograd has saved the output, and rejects a tensor that PyTorch modifies.
     from .kernels.scores import launch_fill
 
     launch_fill(starts, t)

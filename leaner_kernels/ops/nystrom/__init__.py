@@ -61,7 +61,7 @@ def nystrom_attention(
         scale: multiplies the scores, a number; ``D ** -0.5`` when omitted.
         key_lengths: as in ``attention``: (B,), each in [1, N]; tokens at or past a length are
             padding.
-        iterations: of the pseudo-inverse, at least 1.
+        iterations: iterations of the pseudo-inverse, at least 1.
         init: the divisor of its start: the largest column sum of each ``"matrix"``, or of all
             matrices of the ``"batch"``, the default of the published code; the result of a sample
             then depends on the other samples of the batch.

@@ -123,7 +123,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_and_one_process_continues(tmp_p
     assert find_damage(tmp_path / "checkpoints" / f"step-{steps:08d}") is None
 
     resumed = run(*TINY, "--steps", steps + 2, "--out", tmp_path, "--resume", "auto")
-    assert "resuming on 1 ranks what 2 ranks saved" in resumed.stdout
+    assert "resuming on 1 ranks from a checkpoint of 2 ranks" in resumed.stdout
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == list(range(steps + 2))
 
 

@@ -74,7 +74,7 @@ def test_a_run_begun_anew_keeps_nothing_of_the_former_under_a_name_that_is_read(
         former.remove("summary.json")
     capsys.readouterr()
     train_vit(out, "--resume", resume)
-    assert "files of an earlier run renamed to " in capsys.readouterr().out
+    assert "files of an earlier run were renamed to " in capsys.readouterr().out
     plain = train_vit(tmp_path / "plain")
     aside = {f"{Path(name).stem}.1{Path(name).suffix}" for name in former}
     assert {*runs(out)} == {*runs(plain)} | aside
@@ -145,7 +145,7 @@ def test_a_disk_that_fails_to_sync_is_not_trusted(tmp_path, monkeypatch, capsys)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    with pytest.raises(SystemExit, match="nothing of it could be saved"):
+    with pytest.raises(SystemExit, match="neither weights nor a checkpoint could be saved"):
         train_vit(tmp_path / "run")
     assert "checkpoint of step 2 not saved, training goes on: " in capsys.readouterr().out
 

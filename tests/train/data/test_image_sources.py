@@ -205,7 +205,9 @@ DAMAGED = {
 def test_what_is_no_image_is_named_in_one_line_that_is_always_the_same(damage):
     found = set()
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"holds it, which is no readable image: .+") as error:
+        with pytest.raises(
+            ValueError, match=r"holds it, which is not a readable image: .+"
+        ) as error:
             decode(DAMAGED[damage], lambda: "it")
         found.add(str(error.value))
     assert len(found) == 1
@@ -233,7 +235,7 @@ def test_damaged_files_of_every_format_are_read_or_refused():
             for place in draw.integers(0, len(content), 4) if content else ():
                 content[place] = draw.integers(256)
             said = refusal(bytes(content))
-            assert said is None or "which is no readable image" in said
+            assert said is None or "which is not a readable image" in said
             refused += said is not None
         assert refused > 5, kind
 
@@ -258,7 +260,7 @@ def test_what_cannot_be_read_is_replaced_wherever_images_are_kept(root, request,
     # Each in each of two epochs, in the same words.
     found = [t for batch in bad_samples[0] for t in batch]
     assert (len(found), len({t.message for t in found})) == (4, 2)
-    assert all("which is no readable image" in t.message and t.places for t in found)
+    assert all("which is not a readable image" in t.message and t.places for t in found)
 
 
 def test_an_error_of_an_augmentation_is_no_bad_image(root):

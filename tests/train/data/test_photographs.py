@@ -97,7 +97,9 @@ def test_what_is_reduced_is_the_same_part_of_the_picture():
 
 def test_a_cut_off_jpeg_is_refused_and_named():
     content = JPEGS["4:2:0"][:-2000]
-    with pytest.raises(ValueError, match=r"holds a.jpg, which is no readable image: image file is"):
+    with pytest.raises(
+        ValueError, match=r"holds a.jpg, which is not a readable image: image file is"
+    ):
         pixels_of(content, lambda: "a.jpg", EvaluationView(32))
 
 

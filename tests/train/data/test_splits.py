@@ -123,8 +123,8 @@ def test_what_may_be_a_class_or_a_split_is_refused(root, name):
     [
         (("train", "Training", "test"), "has two folders for train, Training and train: keep one"),
         (("train", "val", "dev"), "has two folders for validation, dev and val: keep one"),
-        (("test",), "has test, and no train/ beside"),
-        (("val", "test"), "has test, val, and no train/ beside"),
+        (("test",), "has test but no train/"),
+        (("val", "test"), "has test, val but no train/"),
     ],
 )
 def test_splits_that_do_not_fit_are_refused(root, names, message):
@@ -230,7 +230,7 @@ def test_files_that_are_no_pictures_are_counted(root):
     (root / "cat" / "1.heic").write_bytes(b"\0")
     (root / "dog" / "a").mkdir()
     (root / "dog" / "a" / "1.mp4").write_bytes(b"\0")
-    said = f"2 files that are no pictures: {root / 'cat' / '1.heic'}"
+    said = f"2 files that are not pictures, such as {root / 'cat' / '1.heic'}"
     assert find_images(str(root)).facts()["left_out"] == said
 
 

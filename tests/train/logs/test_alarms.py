@@ -54,7 +54,7 @@ def test_a_spike_sets_off_one_alarm_that_says_what_is_usual():
     assert (alarm["step"], alarm["kind"], alarm["loss"]) == (202, "loss", 6.0)
     assert alarm["usual"] == pytest.approx(2.0, rel=0.05)
     assert alarm["usual"] < alarm["limit"] < 6.0
-    assert alarm["message"].startswith("step 202: loss is 6, the usual ")
+    assert alarm["message"].startswith("step 202: loss rose to 6; its recent median is ")
     assert "\n" not in alarm["message"]
 
 
@@ -78,7 +78,8 @@ def test_skipped_steps_are_told_once_in_a_row_and_counted(loss):
         (4, "skipped", 3),
     ]
     assert alarms[1]["message"] == (
-        "step 4 skipped: its loss or gradient is not finite; 3 of the newest 100 steps"
+        "step 4 was skipped because its loss or gradient is not finite; "
+        "3 of the last 100 steps were skipped"
     )
 
 
@@ -96,7 +97,7 @@ def test_kappa_that_rises_and_stays_is_told_once():
     # The third sample up there.
     assert (alarm["step"], alarm["kind"], alarm["layer"]) == (32, "kappa", "blocks.0.attn")
     assert 400 < alarm["limit"] < 1000
-    assert alarm["message"].startswith("step 32: κ of blocks.0.attn is ")
+    assert alarm["message"].startswith("step 32: κ of blocks.0.attn rose to ")
 
 
 # Entropy.
@@ -107,8 +108,8 @@ def test_a_collapse_of_the_entropy_is_told_in_the_words_of_the_monitor():
     (alarm,) = Alarms(SimpleNamespace(**WANTED)).kappa(rows)
     assert (alarm["step"], alarm["kind"], alarm["layer"]) == (5, "entropy", "blocks.0.attn")
     assert alarm["message"] == (
-        "step 5: attention of blocks.0.attn collapses: entropy 0.1 nats, below 0.277, 0.1 of "
-        "log(columns)"
+        "step 5: attention of blocks.0.attn collapses: its entropy, 0.1 nats, is below 0.277, 0.1 "
+        "of the maximum"
     )
     assert Alarms(SimpleNamespace(**WANTED | {"entropy_alarm": 0.0})).kappa(rows) == []
 

@@ -173,7 +173,7 @@ def test_without_a_rank_a_process_trains_alone_and_says_so(no_launcher, capsys, 
         no_launcher.setenv(name, value)
     with parallel.init_distributed() as world:
         assert (world.rank, world.size, world.local_size) == (0, 1, 1)
-    line = f"{told} but no RANK: this process trains alone; torchrun starts several\n"
+    line = f"{told} is ignored without RANK: one process trains alone; torchrun starts several\n"
     assert capsys.readouterr().err == (line if told else "")
 
 

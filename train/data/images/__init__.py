@@ -1,8 +1,8 @@
 """Labelled images: digits, noise, folders, tar files and Hugging Face data sets.
 
 A set gives batches (images, labels) as stored: (B, C, S, S) uint8 or float32, and (B,) int64.
-``prepare`` turns the images, already on the device, into what the model takes: (B, channels, size,
-size) float32 of about zero mean and unit variance.
+``prepare`` turns the images, already on the device, into the model's input: (B, channels, size,
+size) float32 with a mean near zero and a variance near one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from train.data.loader import DataSet, Key
 if TYPE_CHECKING:
     from train.data.images.sources import Sources
 
-NAMES = "digits", "synthetic"  # sets that are no image files; each has a recipe of its own
+NAMES = "digits", "synthetic"  # data sets without image files; each has a recipe of its own
 KINDS = (
     f"{', '.join(NAMES)}, a folder with one subfolder of images per class, or with such subfolders "
     "in train/ and val/, a folder of tar or parquet files, or hf:NAME for a Hugging Face data set"
@@ -37,7 +37,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Images:
-    """A training set, what is held out from it, and how a batch becomes a model's input."""
+    """A training set, a held-out set, and the conversion of batches to a model's input."""
 
     classes: int
     train: DataSet
@@ -46,13 +46,13 @@ class Images:
 
 
 def about(images: Images, size: int, channels: int, names: list[str] | None) -> dict[str, Any]:
-    """Return what to keep of images with the weights, as JSON types.
+    """Return the description of images to store with the weights, as JSON types.
 
     Args:
         images: that were trained on.
         size: pixels a side that the model takes.
-        channels: of its input.
-        names: of the classes; None where they have none but their numbers.
+        channels: number of channels of its input.
+        names: names of the classes; None where they have none but their numbers.
     """
     if isinstance(images.prepare, DigitsToInput):
         pixels, mean, std = "digit", [images.prepare.mean], [images.prepare.std]
@@ -80,10 +80,10 @@ def open_images(
     """Open a data set by name, for a model of ``size`` x ``size`` images.
 
     Args:
-        name: of ``NAMES``, or as ``sources.find_images`` takes it.
+        name: name of ``NAMES``, or as ``sources.find_images`` takes it.
         size: pixels a side that the model takes.
         channels: 1 or 3.
-        seed: of the augmentation.
+        seed: seed of the augmentation.
         augment: what else to do to training images that are files.
         sources: of ``find_images``, where it was called before.
 
@@ -105,7 +105,7 @@ def open_images(
         return Images(NoiseImages.CLASSES, noise, None, PixelsToInput(channels))
     if channels not in (1, 3):
         raise ValueError(f"--in-chans must be 1 or 3 for image files, got {channels}")
-    # Late: a run on bundled images needs none of the ways to find and decode files.
+    # Imported late: a run on bundled images needs no code to find and decode files.
     from train.data.images.photographs import Photographs
     from train.data.images.sources import find_images
 
@@ -118,7 +118,7 @@ def open_images(
 
 
 class Digits:
-    """8 x 8 grey digits in [0, 1], moved a little when a seed is given."""
+    """8 x 8 grey digits in [0, 1], shifted slightly if a seed is given."""
 
     ROTATE, SCALE, SHIFT = 0.15, 0.08, 0.6  # at most: radians, relative, pixels
 
@@ -164,7 +164,7 @@ class DigitsToInput:
 
 
 def open_digits(size: int, channels: int, seed: int) -> tuple[Digits, Digits, DigitsToInput]:
-    """1,797 digits (UCI, Alpaydin and Kaynak 1998): every fifth of each class is held out."""
+    """Open 1,797 digits (UCI, Alpaydin and Kaynak 1998); every fifth of each class is held out."""
     with np.load(Path(__file__).with_name("digits.npz")) as arrays:
         images = torch.from_numpy(arrays["images"]).unsqueeze(1).float() / 16
         labels = torch.from_numpy(arrays["labels"]).long()
@@ -177,7 +177,7 @@ def open_digits(size: int, channels: int, seed: int) -> tuple[Digits, Digits, Di
 
 
 class NoiseImages:
-    """As many images as ImageNet has, all from a small pool of noise: for throughput."""
+    """As many noise images as ImageNet has images, from a small pool, to measure throughput."""
 
     LENGTH, CLASSES, POOL = 1_281_167, 1000, 64
 

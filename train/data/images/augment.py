@@ -1,8 +1,8 @@
 """Augment training images, and convert pixels to the model's input.
 
-Changes of one image depend on the seed, the epoch and the image alone; mixing images of a batch
-depends on the seed that the loop hands over. timm draws from Python's global generator and
-torchvision from PyTorch's, so these are lent a seed each time and get their own state back.
+The changes of an image depend only on the seed, the epoch and the image. Mixing the images of a
+batch depends on a seed from the loop. timm draws from Python's global generator and torchvision
+from PyTorch's, so these are seeded each time and restored afterwards.
 """
 
 import math
@@ -20,13 +20,13 @@ from torch.nn import functional as F
 
 from leaner_kernels.extras import how_to_install
 
-# Of ImageNet's pixels, as everywhere.
+# The usual values of ImageNet's pixels.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(frozen=True)
 class Augment:
-    """What is done to a training image.
+    """The augmentation of a training image.
 
     Attributes:
         rand_augment: RandAugment as timm writes it, such as ``"rand-m9-mstd0.5"``; or None.
@@ -43,7 +43,7 @@ class Augment:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Lend the global generators of Python and PyTorch a seed; then put their states back."""
+    """Seed the global generators of Python and PyTorch; restore their states at the end."""
     states = random.getstate(), torch.default_generator.get_state()
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
@@ -75,7 +75,7 @@ class EvaluationView:
         self.size = size
 
     def region(self, width: int, height: int) -> Region:
-        """Return what is needed of an image: all of it."""
+        """Return the region of an image to decode: all of it."""
         return Region(0, 0, height, width)
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
@@ -114,7 +114,7 @@ class TrainingView:
             crop = Region(*corner, cut_height, cut_width)
         fits = (n for n in (8, 4, 2) if min(crop.height, crop.width) >= n * self.size)
         reduction = next(fits, 1)
-        # To whole pixels of what is decoded.
+        # Round to whole pixels of the decoded image.
         return Region(*(place - place % reduction for place in crop[:4]), reduction)
 
     def __call__(self, pixels: np.ndarray) -> Tensor:
@@ -131,7 +131,7 @@ class TrainingView:
 
 
 def _resized(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return (height, width, 3) uint8 of (H, W, 3), nearly as Pillow resizes, and faster."""
+    """Resize (H, W, 3) to (height, width, 3) uint8, nearly as Pillow does, but faster."""
     pixels = torch.from_numpy(pixels.reshape(1, *pixels.shape)).permute(0, 3, 1, 2)
     pixels = F.interpolate(pixels, (height, width), mode="bicubic", antialias=True)
     return pixels[0].permute(1, 2, 0).numpy()
@@ -145,7 +145,7 @@ def _channels_first(pixels: np.ndarray) -> Tensor:
 def _box(
     width: int, height: int, shares: tuple[float, float], ratios: tuple[float, float]
 ) -> Region | None:
-    """Draw a box by its share of the area and its width to height; None where ten do not fit."""
+    """Draw a box by its share of the area and its aspect ratio; return None if ten do not fit."""
     for _ in range(10):
         area = width * height * random.uniform(*shares)
         ratio = math.exp(random.uniform(*map(math.log, ratios)))
@@ -157,7 +157,7 @@ def _box(
 
 
 def _erase(pixels: Tensor) -> None:
-    """Fill a box at random with noise of unit variance, which is cut at about two deviations.
+    """Fill a random box with noise of unit variance, clipped at about two deviations.
 
     The box is drawn as torchvision's ``RandomErasing`` does.
     """
@@ -181,7 +181,7 @@ def _channels(values: tuple[float, ...], device: torch.device | None = None) -> 
 class RandAugment:
     """Change images by operations of timm, drawn from Python's global generator.
 
-    timm's own ``RandAugment`` chooses them by NumPy's, which takes longer to seed than to use.
+    timm's own ``RandAugment`` draws them from NumPy's generator, which is slow to seed.
 
     Args:
         policy: as timm writes it, without weights of operations.
@@ -198,7 +198,7 @@ class RandAugment:
         self.ops, self.count = augment.ops, augment.num_layers
 
     def __call__(self, pixels: np.ndarray) -> np.ndarray:
-        """Return (S, S, 3) uint8 of the same."""
+        """Augment (S, S, 3) uint8."""
         from PIL import Image
 
         image = Image.fromarray(np.ascontiguousarray(pixels))
@@ -215,7 +215,7 @@ def _rand_augment(policy: str, size: int) -> Any:
             f"--rand-augment needs the package timm: {how_to_install('timm')}, or give "
             "--rand-augment none"
         ) from None
-    # What moved out of the picture is filled with the mean colour, as timm's loader does.
+    # Pixels from outside the picture get the mean colour, as in timm's loader.
     params = {
         "translate_const": int(size * 0.45),
         "img_mean": tuple(round(255 * channel) for channel in MEAN),
@@ -246,12 +246,12 @@ def _bits(level_fn: Callable[..., tuple[int]], level: float, hparams: Any) -> tu
 
 @dataclass(frozen=True)
 class Mix:
-    """Mix the images of a batch, and their labels alike, by Mixup or CutMix, one or the other.
+    """Mix the images of a batch and their labels, by either Mixup or CutMix.
 
     Attributes:
         classes: number of classes.
-        mixup: alpha of Mixup's Beta(alpha, alpha); 0 leaves it out.
-        cutmix: alpha of CutMix's; 0 leaves it out. With both, each batch takes one of them.
+        mixup: alpha of Mixup's Beta(alpha, alpha); 0 disables it.
+        cutmix: alpha of CutMix's Beta; 0 disables it. With both, each batch uses one of them.
 
     Source: Zhang et al. 2018 (arXiv:1710.09412); Yun et al. 2019 (arXiv:1905.04899).
     """

@@ -13,18 +13,18 @@ from train.data.files import files_below, is_hidden, read_file
 from train.data.pictures import PICTURES
 from train.data.splits import HELD_OUT, split_in, splits_of
 
-# Up to so many files their sizes distinguish a data set from another.
+# Up to this number of files, their sizes too identify a data set.
 _SIZED = 50_000
 
 
 class ImageFiles:
-    """Images of one split, a file each.
+    """Images of one split, one per file.
 
     Args:
         root: folder of all of them.
         samples: path below it and class of each.
-        names: of the classes.
-        left_out: files of the class folders that are no pictures, in words; "" without any.
+        names: names of the classes.
+        left_out: description of files in class folders that are not pictures; "" without any.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ImageFiles:
     ):
         samples = list(samples)
         self.root, self.left_out = str(root), left_out
-        # Arrays, which processes forked later share: reading a string writes its reference count.
+        # Arrays, which later forks share: reading a string would write its reference count.
         self.paths = np.array([os.fsencode(path) for path, _ in samples], bytes)
         self.labels = np.array([label for _, label in samples], np.int64)
         self.names, self.classes = names, len(names)
@@ -49,9 +49,9 @@ class ImageFiles:
         return os.path.join(self.root, self._path(index))
 
     def digest(self) -> str:
-        """Return what tells these images from others, wherever their folder lies.
+        """Return a digest of these images that does not depend on the location of their folder.
 
-        These are paths in the folder, classes, and sizes where there are few images.
+        It covers paths in the folder, classes, and sizes if there are few images.
         """
         whole = hashlib.sha256(repr(self.names).encode("utf-8", "surrogateescape"))
         for index, label in enumerate(self.labels.tolist()):
@@ -67,7 +67,7 @@ def size_of(path: str) -> int | None:
     """Return the bytes of a file; None if it cannot be read."""
     try:
         return os.path.getsize(path)
-    except OSError:  # for its reader to name
+    except OSError:  # its reader will report it
         return None
 
 
@@ -76,8 +76,8 @@ class Folder(NamedTuple):
 
     Attributes:
         train: to train on.
-        held_out: that measure, where it has a folder for them.
-        splits: which folders these are, and which are not read, in words; "" without splits.
+        held_out: held-out images, if there is a folder of them.
+        splits: description of the folders that are and are not read; "" without splits.
     """
 
     train: ImageFiles
@@ -113,7 +113,7 @@ def open_folder(root: Path) -> Folder:
 
 
 def in_classes(root: Path) -> bool:
-    """Return whether pictures lie in two folders below a folder, or in more."""
+    """Return whether two or more subfolders of a folder contain pictures."""
     folders: set[Path] = set()
     for path in files_below(root):
         if path.parent != root and _is_picture(path.name):
@@ -124,7 +124,7 @@ def in_classes(root: Path) -> bool:
 
 
 class _Split(NamedTuple):
-    """Names of the folders to train on and to measure on, and of those that are not read."""
+    """Names of the training and held-out folders, and of those that are not read."""
 
     train: str
     held_out: str | None
@@ -137,7 +137,7 @@ class _Split(NamedTuple):
 
 
 def _find_split(root: Path) -> _Split | None:
-    """Return which folders train and are held out; None where all folders are classes.
+    """Return the training and held-out folders, or None if all folders are classes.
 
     A folder of pictures is a class and a folder of such folders is a split. So ``train`` is a class
     beside ``bus`` and ``car``, and a split beside ``test`` or alone.
@@ -153,7 +153,7 @@ def _find_split(root: Path) -> _Split | None:
     inner = {name: _folders(root / name) for name in splits}
     nested = [name for name in splits if inner[name]]
     if others:
-        # Pictures beside the folders in it make it a class.
+        # A folder with pictures beside its subfolders is a class.
         nested = [name for name in nested if not any(map(_is_picture, os.listdir(root / name)))]
         kinds = {splits[name] for name in nested}
         if not ("train" in kinds and len(kinds) > 1):
@@ -166,10 +166,10 @@ def _find_split(root: Path) -> _Split | None:
                     )
             return None
     if "train" not in splits.values():
-        raise ValueError(f"--data {root} has {', '.join(splits)}, and no train/ beside")
+        raise ValueError(f"--data {root} has {', '.join(splits)} but no train/")
     chosen: dict[str, str] = {}
     for name, split in splits.items():
-        # Pictures of a test without classes measure nothing.
+        # Test pictures without classes cannot be scored.
         if name not in nested and (others or split == "test"):
             continue
         if split in chosen:
@@ -214,7 +214,7 @@ def class_folders(part: Path) -> ImageFiles:
     folders = _folders(part)
     if not folders:
         raise ValueError(f"--data {part} must contain CLASS/IMAGE, got no class folder")
-    # Two folders whose names differ in the form of Unicode alone are of one class.
+    # Folders whose names differ only in their Unicode form are one class.
     names = sorted({*map(composed, folders)})
     numbers = {name: number for number, name in enumerate(names)}
     samples: list[tuple[str, int]] = []
@@ -233,11 +233,13 @@ def class_folders(part: Path) -> ImageFiles:
                 images.append(str(path)[len(str(root)) + 1 :])
             else:
                 others.append(path)
-        # The order of the split: the files of a folder, then those of its folders.
+        # Sort as the split does: the files of a folder, then those of its subfolders.
         images.sort(key=lambda path: os.path.split(composed(path)))
         if not images:
             raise ValueError(f"--data {root} contains no images: add some or remove it")
         samples += [(os.path.join(folder, path), numbers[composed(folder)]) for path in images]
     samples.sort(key=lambda sample: sample[1])
-    left_out = f"{len(others):,} files that are no pictures: {min(others)}" if others else ""
+    left_out = (
+        f"{len(others):,} files that are not pictures, such as {min(others)}" if others else ""
+    )
     return ImageFiles(part, samples, names, left_out)

@@ -15,7 +15,7 @@ from train.data.classes import class_numbers, composed
 from train.data.files import read_file
 from train.data.images.files import size_of
 
-# Classes of a data set: neither memory nor time may follow from a label alone.
+# Largest number of classes, so that a label cannot exhaust memory or time.
 _CLASSES = 1 << 20
 
 
@@ -23,8 +23,8 @@ class HubTable:
     """The images of one split, in any order.
 
     Attributes:
-        classes: as many as are declared, else up to the highest that is there.
-        names: of the classes, None where none are declared.
+        classes: number of declared classes, or else the highest label plus one.
+        names: names of the classes, None where none are declared.
 
     Raises:
         ValueError: other columns than expected, or an image without a class.
@@ -40,7 +40,7 @@ class HubTable:
             raise ValueError("--data must have a name of its own for each class, got two alike")
         declared = getattr(table.features[self.label], "num_classes", None)
         table = table.select_columns([self.image, self.label])
-        # The bytes of their files, which data workers decode.
+        # Read the bytes of files, which data workers decode.
         self.table = table.cast_column(self.image, datasets.Image(decode=False))
         self.split, self.labels = split, table[self.label][:]
         if not self.labels:
@@ -64,7 +64,7 @@ class HubTable:
         return image["bytes"], self.labels[index]
 
     def number_as(self, names: list[str]) -> None:
-        """Number the classes as those of another split are, which has at least these.
+        """Number the classes as in another split, which must have all of them.
 
         Raises:
             ValueError: one split has names and the other has not, or a name that the other lacks.
@@ -97,7 +97,7 @@ class HubTable:
             sizes = compute.binary_length(compute.struct_field(rows, "bytes")).to_pylist()
             paths = compute.struct_field(rows, "path").to_pylist()
             for size, path in zip(sizes, paths):
-                # Some rows name a file in place of its bytes; its folder may be moved.
+                # Some rows name a file instead of holding its bytes; its folder may move.
                 file = (os.path.basename(path), size_of(path)) if size is None and path else size
                 whole.update(f"{file}\n".encode("utf-8", "surrogateescape"))
         return whole.hexdigest()
@@ -107,7 +107,7 @@ def open_tables(name: str) -> tuple[HubTable, HubTable | None]:
     """Return the training images, and those held out if there are any.
 
     Args:
-        name: of a data set on the Hub, or of a folder with one.
+        name: name of a data set on the Hub, or of a folder with one.
 
     Raises:
         ValueError: no package ``datasets``, no such data set, or splits or columns other than

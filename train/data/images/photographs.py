@@ -55,7 +55,7 @@ def pixels_of(content: bytes, name: Callable[[], str], view: View) -> Tensor:
     try:
         return view(pixels)
     except (ValueError, OSError) as error:
-        # The loader would take these for a picture that cannot be read, and replace it.
+        # The loader would treat these errors as an unreadable picture, and replace it.
         raise RuntimeError(f"{name()} was read, but could not be augmented: {error}") from error
 
 
@@ -73,7 +73,7 @@ def _cut(image: Any, content: bytes, name: Callable[[], str], region: Region) ->
 
 
 def _fast(image: Any, content: bytes, reduction: int) -> np.ndarray | None:
-    """Return (H, W, 3) uint8 of a plain JPEG; None of what Pillow must read.
+    """Decode a plain JPEG to (H, W, 3) uint8; return None if Pillow must decode it.
 
     Both use libjpeg-turbo and give the same pixels; Pillow takes half as long again.
     """
@@ -81,12 +81,12 @@ def _fast(image: Any, content: bytes, reduction: int) -> np.ndarray | None:
     if simplejpeg is None or image.format != "JPEG" or image.mode not in ("L", "RGB"):
         return None
     try:
-        # Pillow checked the size that it read, which is to be the one that is decoded.
+        # Pillow checked the size in the header; the decoded size must be the same.
         if simplejpeg.decode_jpeg_header(content)[1::-1] != image.size:
             return None
         width, height = (-(-side // reduction) for side in image.size)
         array = simplejpeg.decode_jpeg(content, min_height=height, min_width=width)
-    except ValueError:  # damaged a little or a lot, which Pillow tells apart
+    except ValueError:  # more or less damaged, which Pillow distinguishes
         return None
     if turn_of(image) is None:
         return array
@@ -108,9 +108,9 @@ class Photographs:
     """Batches (B, 3, S, S) uint8 and (B,) int64 of the images of a source, by their keys.
 
     Args:
-        source: of the images.
+        source: source of the images.
         view: makes their pixels.
-        seed: of what it draws; None where it draws nothing.
+        seed: seed of its random draws; None if it draws nothing.
     """
 
     one_by_one = True

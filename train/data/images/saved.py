@@ -1,4 +1,4 @@
-"""A picture as the input of a trained model, by what its weights keep of their images."""
+"""Convert a picture to the input of a trained model, as its weights describe."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def model_input(info: "Info", content: bytes, name: Callable[[], str]) -> Tensor:
-    """Return what a model takes of one picture: (channels, image_size, image_size) float32.
+    """Return one picture as a model's input, (channels, image_size, image_size) float32.
 
-    A photograph is resized and cut as held-out ones are. A digit is taken as grey, 8 x 8 pixels,
+    A photograph is resized and cropped like held-out ones. A digit is taken as grey, 8 x 8 pixels,
     light on dark.
 
     Args:

@@ -15,14 +15,14 @@ from train.data.images import KINDS, hub
 from train.data.images.files import in_classes, open_folder
 from train.data.images.photographs import ImageSource
 
-SHARE = 0.15  # of each class that is held out, where the data set has no split for it
+SHARE = 0.15  # of each class is held out if the data set has no split for that
 
 
 class Part:
     """Some images of a source.
 
     Args:
-        source: of the images, with the class of each as ``labels``.
+        source: source of the images, with the class of each as ``labels``.
         indices: of those that are in it.
     """
 
@@ -48,10 +48,10 @@ class Part:
 
 
 def split(source: Any) -> tuple[Part, Part]:
-    """Divide a source into images to train on and images held out, of each class alike.
+    """Split a source into training and held-out images, with equal shares of each class.
 
-    It depends on the classes of the images in their order alone, not on ``--seed``: so it is the
-    same on every rank, after a resume, and in runs that are to be compared.
+    The split depends only on the classes of the images in their order, not on ``--seed``: it is the
+    same on every rank, after a resume, and in runs to be compared.
 
     Raises:
         ValueError: no class has two images.
@@ -77,7 +77,7 @@ class Sources:
         train: images to train on.
         held_out: images that measure.
         classes: how many there are.
-        names: of the classes; None where they have none.
+        names: names of the classes; None where they have none.
         made: what is held out was chosen here, from the training images.
         splits: which parts of the data set train and are held out, in words.
         left_out: which files beside the images are not read, in words.
@@ -92,7 +92,7 @@ class Sources:
     left_out: str = ""
 
     def facts(self) -> dict[str, Any]:
-        """Return what a plan says of them."""
+        """Return facts for the plan of a run."""
         held_out = f"{SHARE:.0%} of each class, the same in every run" if self.made else ""
         facts = {"splits": self.splits, "held_out": held_out, "left_out": self.left_out}
         return {name: said for name, said in facts.items() if said}
@@ -107,7 +107,7 @@ class Sources:
         }
 
     def files(self) -> dict[str, str]:
-        """Return what a run keeps of them: names of classes, and of images chosen to measure."""
+        """Return the text files that a run stores: names of classes, and of held-out images."""
         files = {}
         if self.names is not None:
             files["classes.txt"] = "".join(f"{one_line(name)}\n" for name in self.names)
@@ -118,7 +118,7 @@ class Sources:
 
 
 def find_images(name: str) -> Sources:
-    """Find the image files of a data set; hold some out where it has no split for that.
+    """Find the image files of a data set; hold some out if it has no split for that.
 
     Args:
         name: a folder, or "hf:" and a data set of Hugging Face.
@@ -147,7 +147,7 @@ def find_images(name: str) -> Sources:
 def _is_tables(path: Path) -> bool:
     """Return whether a folder holds parquet files, tars, or what ``datasets`` saved.
 
-    Tables or archives beside class folders are not the data.
+    Tables or archives beside class folders do not count.
     """
     if not path.is_dir():
         return False

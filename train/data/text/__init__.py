@@ -2,10 +2,10 @@
 
 ``open_text(name, tokenizer)`` finds documents by name (``sources``), a tokeniser (``tokenizers``;
 trained on the documents where there is none), and encodes once into a file that ranks and later
-runs share (``cache``, ``stream``). What comes of it is one stream of tokens, each document followed
-by ``tokenizer.end``; its first nine tenths train and the rest is held out, unless other text is
-given for that. ``Windows`` and ``RandomWindows`` cut sequences from a stream and are data sets as
-train/data/loader.py has them: a batch is ``(tokens,)`` with tokens (B, length) int64.
+runs share (``cache``, ``stream``). The result is one stream of tokens, with ``tokenizer.end`` after
+each document. Its first nine tenths are for training and the rest is held out, unless there is
+other text for that. ``Windows`` and ``RandomWindows`` cut sequences from a stream and are data sets
+as train/data/loader.py has them: a batch is ``(tokens,)`` with tokens (B, length) int64.
 """
 
 from collections.abc import Sequence
@@ -20,15 +20,16 @@ from train.data.text.sources import find_source
 from train.data.text.stream import Encoded, TokenStream, encoded
 from train.data.text.tokenizers import Tokenizer, open_tokenizer
 
-TRAIN = 0.9  # share of the tokens; those after it are held out
-# Share of the tokens that may be unknown: more where no model is to name them, as BERT is not.
+TRAIN = 0.9  # share of the tokens for training; the rest are held out
+# Share of the tokens that may be unknown; more is allowed if the model need not predict them, as in
+# BERT.
 MOST_UNKNOWN, MOST_UNKNOWN_MASKED = 0.01, 0.5
 MOST_LOST = 0.01  # share of the bytes that may have no token
 
 
 @dataclass(frozen=True)
 class Text:
-    """Tokens to train on, tokens held out from them, and what they mean.
+    """Training tokens, held-out tokens, and their tokenizer.
 
     Attributes:
         tokenizer: its ``vocab_size``, ``specials`` (name -> token), ``end``, ``encode``,
@@ -36,8 +37,8 @@ class Text:
         documents: how many there are.
         train: the first nine tenths of the tokens.
         held_out: the rest, or other text.
-        validation: in words, what is held out.
-        lost: share of the bytes of the text that its tokens do not give back.
+        validation: description of the held-out text.
+        lost: share of the bytes of the text that decoding its tokens does not restore.
         bytes_per_token: how many bytes of the text each token stands for, (vocab_size,) int64;
             None where these are not all of its bytes.
         identity: digests of the documents and the tokeniser, as ``Task`` has them.
@@ -53,14 +54,14 @@ class Text:
     identity: dict[str, str] = field(default_factory=dict)
 
     def facts(self, without: Sequence[int] = ()) -> dict[str, Any]:
-        """Return how much there is, and the scores of a model of each token's frequency alone.
+        """Return the amount of text, and the scores of a model that knows only token frequencies.
 
         Args:
-            without: tokens that are never to be named.
+            without: tokens that are never predicted.
         """
         size, unnamed = self.tokenizer.vocab_size, list(without)
         seen, wanted = (stream.counts(size).double() for stream in (self.train, self.held_out))
-        seen += 1  # so that a token that is only held out has a chance
+        seen += 1  # so that a token that occurs only in held-out text has a probability above zero
         seen[unnamed], wanted[unnamed] = 0, 0
         wanted /= wanted.sum()
         likely = (seen / seen.sum()).clamp(min=torch.finfo(torch.float64).tiny)
@@ -90,7 +91,7 @@ def open_text(
     most_held_out: int | None = None,
     run: Path | None = None,
 ) -> Text:
-    """Open text by name; every rank may call this, and one of a machine does the work.
+    """Open text by name; all ranks may call this, and one on each machine does the work.
 
     Args:
         name: a text file, a folder of them, "pydoc", "tinystories", or "hf:" and a data
@@ -99,10 +100,10 @@ def open_text(
         specials: tokens that a tokeniser made here begins or ends with, ``tokenizers.GPT`` or
             ``tokenizers.BERT``.
         limit: documents to read; 0 reads all.
-        vocab_size: of a tokeniser that is trained here; the usual one when omitted.
+        vocab_size: vocabulary size of a tokeniser that is trained here; the usual one when omitted.
         max_density: documents with more tokens than this per character are left out (0.25 in
             Geiping and Goldstein 2023, arXiv:2212.14034).
-        column: of a table, with the text.
+        column: column of a table, with the text.
         validation: text to hold out, by name; the last tenth when omitted.
         most_held_out: tokens that a last tenth may have.
         run: folder of a run that goes on, whose own tokeniser is taken where one would be trained.
@@ -150,7 +151,7 @@ def open_text(
 
 
 def _exact(text: Encoded, tokenizer: Tokenizer) -> Tensor | None:
-    """Return the bytes of each token where they add up to those of the text."""
+    """Return the bytes of each token if they add up to those of the text."""
     lengths = tokenizer.bytes_per_token()
     if lengths is None or text.tokens.counts(len(lengths)) @ lengths != text.size:
         return None
@@ -158,7 +159,7 @@ def _exact(text: Encoded, tokenizer: Tokenizer) -> Tensor | None:
 
 
 def _check_fit(text: Encoded, tokenizer: Tokenizer) -> None:
-    """Refuse a tokeniser that does not know much of the text.
+    """Refuse a tokeniser that does not know enough of the text.
 
     Raises:
         ValueError: more of the tokens are unknown, or more of the text has no token, than is

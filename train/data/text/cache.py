@@ -1,7 +1,7 @@
 """Cache trained tokenisers, tokenised text and generated sequences.
 
-The processes of a machine, and machines that share the folder, wait for each other: the first makes
-a file under another name and then renames it; the others find it whole.
+The processes of a machine, and machines that share the folder, wait for each other: the first
+writes a file under another name and then renames it, and the others find it complete.
 """
 
 import fcntl
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def build_once(name: str, make: Callable[[Path], None], folder: Path | None = None) -> Path:
-    """Return the file or folder of this name, made at most once.
+    """Return the file or folder of this name, which is created at most once.
 
     Args:
         name: unique to what it holds.
@@ -30,7 +30,7 @@ def build_once(name: str, make: Callable[[Path], None], folder: Path | None = No
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the process ends, whatever ends it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, for any reason
         if not path.exists():
             partial = path.with_name(f".{name}.partial")
             _remove(partial)

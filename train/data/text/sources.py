@@ -22,10 +22,10 @@ KINDS = (
     "a text file, a folder of them, pydoc, tinystories, synthetic, or hf:NAME or hf:NAME:CONFIG "
     "for a Hugging Face data set or a folder of .parquet, .jsonl or .csv files"
 )
-# What is read of a folder; a file that is named may have any ending.
+# Files that are read in a folder; a file given by name may have any ending.
 TEXTS = (".txt", ".text", ".md", ".rst", ".tex", ".org", ".adoc")
 TABLES = (".parquet", ".jsonl", ".json", ".csv", ".tsv")
-# Starts of files that are no text in UTF-8, with what to say of them.
+# First bytes of files that are not UTF-8 text, with a description of each.
 _ENCODED = "{0}: iconv -f {0} -t UTF-8 converts it"
 _COMPRESSED = "compressed with {}: decompress it first"
 _STARTS = {
@@ -48,8 +48,8 @@ _STARTS = {
     b"PAR1": "a Parquet table: put it into a folder and give hf:FOLDER and --text-column",
 }
 _NAMES = {"LATIN1": "Latin-1", "WINDOWS-1252": "Windows-1252"}
-_HEAD = 1 << 16  # bytes of a file that are looked at together
-# Names of texts about a folder, without endings.
+_HEAD = 1 << 16  # bytes of a file that are examined at a time
+# Names, without endings, of files that describe a folder.
 _ABOUT = {"changelog", "citation", "copying", "licence", "license", "notice", "readme"}
 SEPARATOR = "<|endoftext|>"  # between the documents of a file
 TINY_STORIES = "roneneldan/TinyStories"
@@ -64,7 +64,7 @@ class TextSource:
     Attributes:
         name: for messages.
         facts: what distinguishes these documents from others, as plain JSON types.
-        documents: yields them; each has more than spaces.
+        documents: function that yields the documents; none is blank.
     """
 
     name: str
@@ -72,7 +72,7 @@ class TextSource:
     documents: Documents
 
     def digest(self, *more: Any) -> str:
-        """Return a name for something made of these documents and ``more`` (plain JSON types)."""
+        """Return a name for a file derived from these documents and ``more`` (plain JSON types)."""
         return hashlib.sha256(json.dumps([*self.facts, *more]).encode()).hexdigest()[:32]
 
 
@@ -82,7 +82,7 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
     Args:
         name: one of ``KINDS``, without "synthetic", which has no documents.
         limit: documents to read; 0 reads all.
-        column: of a table, with the text.
+        column: column of a table, with the text.
 
     Raises:
         ValueError: no such text.
@@ -102,9 +102,9 @@ def find_source(name: str, limit: int = 0, column: str = "text") -> TextSource:
 
 
 def _pydoc() -> Iterator[str]:
-    """Yield what ``help`` says of Python's topics, 0.4 MB, each paragraph once.
+    """Yield the text of ``help`` on Python's topics, 0.4 MB, each paragraph once.
 
-    Many topics repeat parts of others; so what is held out would be known from training.
+    Many topics repeat parts of others, so held-out text would otherwise occur in training.
     """
     from pydoc_data.topics import topics
 
@@ -120,9 +120,9 @@ def _pydoc() -> Iterator[str]:
 
 
 def _files(path: Path) -> tuple[list[Any], Documents]:
-    """Return what identifies a text file or those of a folder, and their documents.
+    """Return the identity of a text file or of a folder of them, and their documents.
 
-    Those of a folder are taken in an order that chance fixed, so that the last are like the others.
+    The files of a folder are read in a fixed random order, so that the last resemble the others.
     """
     if path.suffix.lower() in TABLES:
         raise ValueError(
@@ -139,13 +139,13 @@ def _files(path: Path) -> tuple[list[Any], Documents]:
                 f"hf:{path} for tables"
             )
     random.Random(0).shuffle(files)
-    # A folder's file is a document; one that is all there is has some.
+    # Each file of a folder is a document; a single file has several.
     documents = lambda: chain.from_iterable(_of_file(file, is_folder) for file in files)  # noqa: E731
     return ["files", is_folder, *map(_facts_of, files)], documents
 
 
 def _check_splits(root: Path, files: list[Path]) -> None:
-    """Refuse a folder of nothing but splits: what is to measure would be trained on."""
+    """Refuse a folder that contains only splits: held-out text would be trained on."""
     inside = {Path(file.relative_to(root).parts[0]) for file in files}
     names = {path.stem: path for path in inside if path.stem.lower() not in _ABOUT}
     splits = splits_of(names)
@@ -160,7 +160,7 @@ def _check_splits(root: Path, files: list[Path]) -> None:
 
 def _facts_of(path: Path) -> list[Any]:
     about = path.stat()
-    # A file with other contents may have the size and the time of before, but is then changed.
+    # Changed contents may keep the size and the modification time, but not the change time.
     return [str(path.resolve()), about.st_size, about.st_mtime_ns, about.st_ctime_ns]
 
 
@@ -184,11 +184,11 @@ def _of_file(path: Path, whole: bool) -> Iterator[str]:
 
 
 def _not_text(head: bytes) -> str:
-    """Return what a file is by its first bytes, in words; "" where they may be UTF-8."""
+    """Describe a file by its first bytes; return "" if they may be UTF-8."""
     named = next((said for start, said in _STARTS.items() if head.startswith(start)), "")
     if named or b"\0" not in head:
         return named
-    # In UTF-16 every other byte of most letters is zero.
+    # In UTF-16, every other byte of common letters is zero.
     even, odd = head[::2].count(0), head[1::2].count(0)
     if max(even, odd) > len(head) // 16 and min(even, odd) < max(even, odd) // 8:
         order = "BE" if even > odd else "LE"
@@ -197,7 +197,7 @@ def _not_text(head: bytes) -> str:
 
 
 def _advice(path: Path) -> str:
-    """Return what can be done about a file that is not UTF-8, as far as its bytes tell."""
+    """Return advice on a file that is not UTF-8, as far as its bytes reveal it."""
     decoder, bad = codecs.getincrementaldecoder("utf-8")(), b""
     with open_file(path) as file:
         while not bad and (block := file.read(_HEAD)):
@@ -221,10 +221,10 @@ def _advice(path: Path) -> str:
 
 
 def _between(lines: Iterable[str], separator: str | None) -> Iterator[str]:
-    """Yield the text between separators, or between blank lines, which alone are left out.
+    """Yield the text between separators, or between blank lines, without these.
 
     The first line keeps its indentation, unless a separator stands before it in its line. Text
-    without a separator or a blank line is one document, and stays as it is.
+    without a separator or a blank line is one document, unchanged.
     """
     parts: list[str] = []
     one = True
@@ -250,7 +250,7 @@ def _between(lines: Iterable[str], separator: str | None) -> Iterator[str]:
 
 
 def _of_hub(name: str, column: str) -> tuple[list[Any], Documents]:
-    """Return what identifies the split ``train`` of a data set, and a column of it."""
+    """Return the identity of a data set's split ``train``, and a column of it."""
     name, _, config = name.partition(":")
     splits = hub.load(name, config or None)
     if "train" not in splits:
@@ -261,7 +261,7 @@ def _of_hub(name: str, column: str) -> tuple[list[Any], Documents]:
 
 
 def _column(table: Any, shown: str, column: str) -> Documents:
-    """Return what reads a column of strings."""
+    """Return a function that reads a column of strings."""
     kind = table.features.get(column)
     if getattr(kind, "dtype", None) not in ("string", "large_string"):
         raise ValueError(

@@ -16,16 +16,16 @@ from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 from train.data.text.tokenizers import Tokenizer
 
-_FORMAT = 5  # of the files kept; a change makes them anew
-_AT_ONCE = 1 << 20  # characters that are encoded together, of any number of documents
+_FORMAT = 5  # version of the cached files; a change rebuilds them
+_AT_ONCE = 1 << 20  # characters to encode at a time, of any number of documents
 
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Tokens ``begin`` to ``end`` of a file, of what ``name`` says in messages.
+    """Tokens ``begin`` to ``end`` of a file; ``name`` describes them in messages.
 
-    It holds no map of the file, which workers could not share, and which would keep every page
-    that was ever read.
+    It does not map the file: workers could not share the map, which would keep every page that was
+    ever read.
     """
 
     path: Path
@@ -42,7 +42,7 @@ class TokenStream:
         return replace(self, begin=self.begin + begin, end=self.begin + end)
 
     def counts(self, vocab_size: int) -> Tensor:
-        """Return how often each token is there: (vocab_size,) int64."""
+        """Return how often each token occurs: (vocab_size,) int64."""
         counts = np.zeros(vocab_size, np.int64)
         for start in range(0, len(self), 1 << 20):
             # Read, not mapped: a process keeps the pages of a map.
@@ -56,11 +56,11 @@ class Encoded:
     """Documents as tokens.
 
     Attributes:
-        tokens: of all documents, each with ``tokenizer.end`` after it.
+        tokens: tokens of all documents, each with ``tokenizer.end`` after it.
         documents: how many there are.
         digest: SHA-256 of the documents, those of too many tokens included.
         size: bytes of UTF-8 that they have.
-        lost: how many of these the tokens do not give back; see ``Tokenizer.bytes_lost``.
+        lost: how many of these decoding does not restore; see ``Tokenizer.bytes_lost``.
     """
 
     tokens: TokenStream
@@ -74,12 +74,12 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
     """Return documents as tokens; they are encoded once, and kept.
 
     Args:
-        source: of the documents.
+        source: source of the documents.
         tokenizer: what encodes them.
         max_density: documents with more tokens than this per character are left out.
 
     Raises:
-        ValueError: there is no document, or the file that was made of them is damaged.
+        ValueError: if there is no document, or the cached file is damaged.
     """
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
@@ -93,7 +93,7 @@ def encoded(source: TextSource, tokenizer: Tokenizer, max_density: float | None 
                 kept: list[tuple[str, list[int]]] = []
                 for text, ids in zip(texts, tokenizer.encode_batch(texts)):
                     content = text.encode("utf-8", "surrogatepass")
-                    # A byte that UTF-8 never has tells documents apart.
+                    # A byte that never occurs in UTF-8 separates documents.
                     whole.update(content + b"\xff")
                     if max_density is not None and len(ids) > max_density * len(text):
                         continue
@@ -140,13 +140,13 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 class Windows:
-    """Sequences that follow each other, in every epoch from another place when a seed is given.
+    """Consecutive sequences; with a seed, every epoch starts at another token.
 
     Args:
         tokens: to cut from.
-        length: of a sequence.
+        length: length of a sequence.
         stride: from the start of one to that of the next: ``length`` when omitted.
-        seed: of where epochs start, from 0 to ``stride`` - 1 tokens after the first.
+        seed: seed of the start of epochs, 0 to ``stride`` - 1 tokens after the first.
 
     Raises:
         ValueError: fewer tokens than one sequence has.
@@ -182,9 +182,9 @@ class RandomWindows:
 
     Args:
         tokens: to cut from.
-        length: of a sequence.
+        length: length of a sequence.
         count: sequences in an epoch.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
         ValueError: fewer tokens than one sequence has.
@@ -203,7 +203,7 @@ class RandomWindows:
 
 
 class NoiseTokens:
-    """Sequences of random tokens, all from a small pool: for throughput."""
+    """Sequences of random tokens from a small pool, to measure throughput."""
 
     LENGTH, POOL = 1_000_000, 64
 
@@ -227,8 +227,8 @@ def _check_length(tokens: TokenStream, length: int) -> None:
 def _cut(tokens: TokenStream, starts: list[int], length: int) -> tuple[Tensor]:
     """Return the sequences that begin at these tokens.
 
-    They are read, not mapped: a map of a file that shrinks, or of a disk that fails, kills the
-    process that reads it.
+    They are read, not mapped: if a mapped file shrinks or its disk fails, the reading process is
+    killed.
     """
     rows = np.empty((len(starts), length), tokens.dtype)
     with tokens.path.open("rb", buffering=0) as file:

@@ -1,7 +1,7 @@
 """Tokenisers: bytes, GPT-2's byte pairs, BERT's word pieces, a file, or one trained here.
 
-All but bytes are those of the library ``tokenizers``. Its threads do not survive a fork: encode in
-the process that trains, not in one that prepares batches.
+All but bytes come from the library ``tokenizers``, whose threads do not survive a fork: encode in
+the training process, not in a data worker.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from leaner_kernels.monitor.run_files import check_own
 from train.data.text.cache import build_once
 from train.data.text.sources import TextSource
 
-# Said explicitly, so that the library does not warn of each worker that is forked later.
+# Set explicitly, so that the library does not warn about every worker that is forked later.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 
 GPT = ("<|endoftext|>",)
@@ -33,33 +33,34 @@ KINDS = (
 )
 _ENDS = ("<|endoftext|>", "[SEP]", "</s>", "<|end_of_text|>")
 _VOCAB_SIZES = {"bpe": 50_257, "wordpiece": 32_768}
-_ENOUGH = 1 << 28  # characters that a tokeniser is trained on at most
-_MOST = 1 << 22  # tokens that a tokeniser may have
-_PIECE = 256  # characters of a word that are trained on together
-_CHARACTERS = 1000  # that a word piece may be of; others become [UNK], as in BERT
+_ENOUGH = 1 << 28  # largest number of characters to train a tokeniser on
+_MOST = 1 << 22  # largest number of tokens of a tokeniser
+_PIECE = 256  # longest part of a word in training, in characters
+_CHARACTERS = 1000  # longest word for word pieces; longer ones become [UNK], as in BERT
 
 
 class Tokenizer:
-    """Turns text into tokens and back: a tokeniser of the library, as it is needed here.
+    """Encode and decode text with a tokeniser of the library ``tokenizers``.
 
     Args:
-        tokenizer: of the library.
+        tokenizer: tokenizer of the library.
         name: for messages.
 
     Attributes:
         vocab_size: tokens are below this.
-        specials: the tokens that stand for no text, by name.
-        end: the one after a document.
-        unknown: the one for what has none, or None.
-        digest: tells it from others.
+        specials: tokens that do not represent text, by name.
+        end: token after a document.
+        unknown: token for text without a token, or None.
+        digest: identifies the tokeniser.
 
     Raises:
-        ValueError: it has no token that ends a document, or a number that no model has room for.
+        ValueError: if it has no token that ends a document, or a token number too large for any
+            model.
     """
 
     def __init__(self, tokenizer: library.Tokenizer, name: str):
         self.tokenizer, self.name = tokenizer, name
-        # A file may say that texts are cut or filled up for its own model.
+        # A file may enable truncation or padding for its own model.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
@@ -82,7 +83,7 @@ class Tokenizer:
         self._lengths = self.bytes_per_token()
 
     def encode(self, text: str) -> list[int]:
-        """Return a text's tokens, with no special ones added."""
+        """Return the tokens of a text, without special tokens."""
         with _errors_of_library(self.name):
             return self.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -93,21 +94,21 @@ class Tokenizer:
             return [encoding.ids for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; what is no whole character is shown as �.
+        """Return the text of tokens; incomplete characters are shown as �.
 
-        Tokens past the vocabulary stand for none.
+        Tokens beyond the vocabulary are ignored.
         """
         with _errors_of_library(self.name):
             return self.tokenizer.decode(list(tokens), skip_special_tokens=False)
 
     def files(self) -> dict[str, str]:
-        """Return a tokenizer.json, to be given as ``--tokenizer``: text by file name."""
+        """Return a tokenizer.json that ``--tokenizer`` accepts, as text by file name."""
         return {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
 
     def bytes_per_token(self) -> Tensor | None:
         """Return how many bytes of text each token stands for, (vocab_size,) int64.
 
-        None where tokens are not made of bytes, or are of text that a normaliser changed.
+        None if tokens do not consist of bytes, or a normaliser changed the text.
         """
         if type(self.tokenizer.decoder).__name__ != "ByteLevel" or self.tokenizer.normalizer:
             return None
@@ -118,13 +119,13 @@ class Tokenizer:
         return lengths
 
     def bytes_lost(self, texts: Sequence[str], encodings: Sequence[list[int]]) -> int:
-        """Return how many bytes of texts, in UTF-8, their tokens do not give back.
+        """Return how many UTF-8 bytes of texts decoding their tokens does not restore.
 
-        An unknown token gives nothing back. Spaces do not count, nor do the case and the accents
-        that a normaliser may remove.
+        An unknown token restores nothing. Spaces do not count, nor do the case and the accents that
+        a normaliser may remove.
 
         Args:
-            texts: what was encoded.
+            texts: encoded texts.
             encodings: the tokens of each.
         """
         if self._lengths is not None:
@@ -141,7 +142,7 @@ class Tokenizer:
         return sum(n * len(c.encode("utf-8", "surrogatepass")) for c, n in missing.items())
 
     def model_size(self, vocab_size: int | None) -> int:
-        """Return how many tokens a model has: ``vocab_size``, or as many as there are here.
+        """Return the vocabulary size of a model: ``vocab_size``, or the number of tokens here.
 
         Raises:
             ValueError: ``vocab_size`` is less than the number of tokens here.
@@ -167,11 +168,11 @@ def _letters(text: str, folds: bool) -> Counter[str]:
 
 @contextmanager
 def _errors_of_library(name: str) -> Iterator[None]:
-    """Turn whatever the library raises into a ``ValueError`` of one line."""
+    """Turn any error of the library into a ``ValueError`` of one line."""
     try:
         yield
     except BaseException as error:
-        # A panic of Rust is no Exception, and has no class that could be imported.
+        # A Rust panic is not an Exception, and its class cannot be imported.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         cause = " ".join(str(error).split())[:200] or type(error).__name__
@@ -300,8 +301,8 @@ def _train_word_pieces(
     common = sorted({*counts} - {*" \t\n\r"}, key=lambda letter: (-counts[letter], letter))
     alphabet = sorted(common[:_CHARACTERS])
     _check_size("wordpiece", vocab_size, len(specials) + 2 * len(alphabet))
-    # The trainer numbers ##a, ##b, ... in the order of a hash map, another one in every process,
-    # and settles draws between pairs by these numbers. Named beforehand, they have fixed ones.
+    # The trainer numbers ##a, ##b, ... in the order of a hash map, which differs between processes,
+    # and breaks ties between pairs by these numbers. Listed beforehand, they get fixed numbers.
     inside = [f"##{letter}" for letter in alphabet]
     trainer = library.trainers.WordPieceTrainer(
         vocab_size=vocab_size,
@@ -317,10 +318,10 @@ def _train_word_pieces(
 
 
 def _train(tokenizer: library.Tokenizer, source: TextSource, trainer: Any) -> None:
-    """Train on the documents, of which long words are cut.
+    """Train on the documents; long words are cut.
 
-    The library takes time in proportion to the square of a word's length, and text without spaces
-    is one word.
+    The time of the library grows with the square of a word's length, and text without spaces is one
+    word.
     """
     own, kinds = tokenizer.pre_tokenizer, library.pre_tokenizers
     pieces = kinds.Split(library.Regex(f".{{{_PIECE}}}"), "isolated")

@@ -520,7 +520,7 @@ def add_partial_sums(sums, acc, row_max, divisor, centred, square, inside, MASKE
     """Add rows to ``Sums`` (64, 4) without moving data between threads.
 
     Args:
-        sums: of earlier rows.
+        sums: sums of earlier rows.
         acc: (64, D), the output in float32.
         row_max: (64,), as ``divisor``, which is complete.
         divisor: the sum of P before it is divided.

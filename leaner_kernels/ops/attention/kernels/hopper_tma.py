@@ -124,7 +124,7 @@ class Work(NamedTuple):
         H: query heads.
         N: tokens.
         heads: query heads of all batch entries.
-        blocks: of a head.
+        blocks: number of blocks of a head.
         lengths_ptr: (B,) int32, or None.
     """
 
