@@ -65,7 +65,7 @@ demo-plan:
 	@test -e $(TEST_READY) || printf '%s\n' \
 	    '== make demo: install $(NEWEST), train a lean ViT on 1,433 images of digits, and show κ of its layers' \
 	    '   Downloads 3.4 GB (3.0 of them PyTorch with CUDA and Triton) and needs 6.6 GB of disk, but no GPU.' \
-	    '   Took three to four minutes on two busy cores with the files at hand, one of them to train.' \
+	    '   Took two to four minutes on two cores with the files at hand, one of them to train.' \
 	    '   A network of 100 Mbit/s adds five minutes.'
 
 # Installed first, so that the time of the tests is their own.
