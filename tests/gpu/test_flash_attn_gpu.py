@@ -13,8 +13,8 @@ TOKENS, HEADS, DIM = 640, 2, 64
 def gradients(varlen: bool) -> list[Tensor]:
     torch.manual_seed(0)
     shape = (1, TOKENS, HEADS, DIM)
-    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    operands = [t.requires_grad_() for t in (q, k, v)]
+    q, k, v, grad = torch.randn(4, *shape).to(torch.bfloat16).cuda()
+    operands = [t.clone().requires_grad_() for t in (q, k, v)]
     if varlen:
         starts = torch.tensor([0, TOKENS], dtype=torch.int32, device="cuda")
         flat = [t.flatten(0, 1) for t in operands]
