@@ -126,15 +126,16 @@ def peer_comparison(timed: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
         here = called.index.get_level_values("stage") == stage
         rows = table[here].droplevel("stage")
         if stage == "forward":
-            rows = _of_forward(rows, tables[0])
+            rows = _of_forward(rows, table.droplevel("stage"))
         tables.append(_noted(rows, called[~dispatched & here]))
     both, forward = (_on(rows, rows.index.get_level_values("on")) for rows in tables)
     return both, forward
 
 
-def _of_forward(rows: pd.DataFrame, both: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of forwards, in the order of the other table and named as there."""
-    names = both.iloc[:, :2].rename(columns={both.columns[0]: "attention, forward"})
+def _of_forward(rows: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of forwards, with a row for each case that was measured in any stage."""
+    names = table[~table.index.duplicated()].iloc[:, :2]
+    names = names.rename(columns={names.columns[0]: "attention, forward"})
     return names.join(rows.iloc[:, 2:7]).fillna(NOT_MEASURED)
 
 

@@ -169,20 +169,25 @@ def test_every_document_is_in_the_navigation_of_the_site():
 STUB = """#!/bin/sh
 case "$*" in
   *--group*)
-    printf '%s\\n' "  Downloading torch.whl" "filename=leaner_kernels-1-py3-none-{tag}.whl" "$*"
+    printf '%s\\n' "{said}" "filename=leaner_kernels-1-py3-none-{tag}.whl" "$*"
     sleep {seconds}; exit {status} ;;
 esac
 """
 
 
 @pytest.mark.parametrize(
-    ("tag", "seconds", "status"),
-    [pytest.param("linux_x86_64", 16, 0, marks=pytest.mark.slow), ("any", 0, 0), ("any", 0, 3)],
+    ("said", "tag", "seconds", "status"),
+    [
+        pytest.param("  Downloading torch.whl", "linux_x86_64", 16, 0, marks=pytest.mark.slow),
+        pytest.param("Looking in indexes: one", "any", 16, 0, marks=pytest.mark.slow),
+        ("  Downloading torch.whl", "any", 0, 0),
+        ("  Downloading torch.whl", "any", 0, 3),
+    ],
 )
-def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, tag, seconds, status):
+def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, said, tag, seconds, status):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin/python"
-    python.write_text(STUB.format(tag=tag, seconds=seconds, status=status), "utf-8")
+    python.write_text(STUB.format(said=said, tag=tag, seconds=seconds, status=status), "utf-8")
     python.chmod(0o755)
     command = [ROOT / ".ci/install", tmp_path, "dev", "-e", "."]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -193,7 +198,8 @@ def test_an_installation_shows_its_progress_and_how_it_ended(tmp_path, tag, seco
         assert "--group dev -e ." in done.stderr
         return
     assert (done.returncode, done.stderr) == (0, "")
-    progress = r" +\d+ s, +\d+ MB: Downloading torch\.whl"
+    shown = said.strip() if said.startswith(" ") else ""
+    progress = rf" +\d+ s, +\d+ MB: {re.escape(shown)}"
     patterns = [progress] * (seconds // 15) + [r"installed in \d+ s"]
     if tag == "any":
         patterns.append(r"without the native library, which needs nvcc: .+")

@@ -45,12 +45,12 @@ def flash_attn_func(
 
     Raises:
         ValueError: for unsupported arguments, or if ``leaner_kernels.attention`` raises one; with
-            ``deterministic`` on a GPU, also for D above 128, and for calls that only PyTorch
-            computes before compute capability 7.5, unless PyTorch's deterministic algorithms are
-            enabled.
+            ``deterministic`` on a GPU, also for a call with a gradient that only PyTorch computes
+            (D above 128, compute capability below 7.5), unless
+            ``torch.use_deterministic_algorithms(True)`` was called.
     """
-    if q.dim() != 4:
-        raise ValueError(f"q must be (B, N, H, D), got {tuple(q.shape)}")
+    _require("B, N, H, D", 4, q=q)
+    _require("B, M, Hkv, D", 4, k=k, v=v)
     _refuse(alibi_slopes, return_attn_probs and dropout_p)
     query, key, value = (t.transpose(1, 2) for t in (q, k, v))
     result = compute_dense(
@@ -87,6 +87,7 @@ def flash_attn_qkvpacked_func(
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
+    _require("B, N, 3, H, D", 5, packed=3, qkv=qkv)
     if softcap or return_attn_probs:
         others = dropout_p, softmax_scale, causal, window_size, softcap
         rest = alibi_slopes, deterministic, return_attn_probs
@@ -108,6 +109,7 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) 
 
     Other arguments, results and errors are those of ``flash_attn_func``.
     """
+    _require("B, M, 2, Hkv, D", 5, packed=2, kv=kv)
     key, value = kv.unbind(2)
     return flash_attn_func(q, key, value, *args, **options)
 
@@ -142,6 +144,8 @@ def flash_attn_varlen_func(
         ValueError: for a softcap or a block_table, or if ``flash_attn_func`` or
             ``leaner_kernels.attention_varlen`` raises one.
     """
+    _require("T, H, D", 3, q=q)
+    _require("Tk, Hkv, D", 3, k=k, v=v)
     _refuse(alibi_slopes, return_attn_probs and dropout_p)
     if softcap:
         raise ValueError(f"softcap of a varlen batch is not supported, got {softcap}")
@@ -173,6 +177,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Other arguments, results and errors are those of ``flash_attn_varlen_func``.
     """
+    _require("T, 3, H, D", 4, packed=3, qkv=qkv)
     query, key, value = qkv.unbind(1)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(query, key, value, *lengths, *args, **options)
@@ -192,6 +197,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Other arguments, results and errors are those of ``flash_attn_varlen_func``.
     """
+    _require("Tk, 2, Hkv, D", 4, packed=2, kv=kv)
     key, value = kv.unbind(1)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, key, value, *lengths, *args, **options)
@@ -203,6 +209,13 @@ def _masks(causal: bool, window_size: tuple[int, int], square: bool = True) -> d
     if causal and square and left < 0:
         return {"is_causal": True, "window_size": NO_WINDOW}
     return {"is_causal": False, "window_size": (left, 0 if causal else right)}
+
+
+def _require(axes: str, dims: int, packed: int = 0, **tensors: Tensor) -> None:
+    """Raise ValueError for a tensor without these axes, of which the third last may be packed."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != dims or (packed and tensor.shape[-3] != packed):
+            raise ValueError(f"{name} must be ({axes}), got {tuple(tensor.shape)}")
 
 
 def _refuse(alibi_slopes: Tensor | None, dropped_probs: float | bool = False) -> None:

@@ -105,6 +105,12 @@ def test_what_is_not_computed_is_refused_in_one_line() -> None:
             flash_attn.flash_attn_func(q, q, q, **rest)
     with pytest.raises(ValueError, match=r"^q must be \(B, N, H, D\), got \(5, 4, 8\)$"):
         flash_attn.flash_attn_func(q[0], q[0], q[0])
+    with pytest.raises(ValueError, match=r"^k must be \(B, M, Hkv, D\), got \(4, 8\)$"):
+        flash_attn.flash_attn_func(q, q[0, 0], q[0, 0])
+    with pytest.raises(ValueError, match=r"^kv must be \(B, M, 2, Hkv, D\), got \(1, 5, 4, 8\)$"):
+        flash_attn.flash_attn_kvpacked_func(q, q)
+    with pytest.raises(ValueError, match=r"^k must be \(Tk, Hkv, D\), got \(8,\)$"):
+        flash_attn.flash_attn_varlen_func(q[0], q[0, 0, 0], q[0], *[torch.zeros(2)] * 2, 5, 5)
     starts = torch.tensor([0, 5], dtype=torch.int32)
     pages = torch.zeros(1, 1, dtype=torch.int32)
     for message, rest in {
@@ -184,16 +190,21 @@ def test_a_deterministic_call_runs_our_kernels_where_another_is_dispatched(
 def test_a_deterministic_call_that_a_library_alone_computes_is_refused(
     capability: int, dim: int, reason: str, libraries: list[str]
 ) -> None:
-    q, qkv = bfloat16((1, 8, 2, dim), (1, 8, 3, 2, dim))
+    q, qkv = (t.requires_grad_() for t in bfloat16((1, 8, 2, dim), (1, 8, 3, 2, dim)))
     line = f"^deterministic=True needs torch.use_deterministic_algorithms.* call: {reason}$"
     with _tiles.assume(capability):
         with pytest.raises(ValueError, match=line):
             flash_attn.flash_attn_func(q, q, q, deterministic=True)
         with pytest.raises(ValueError, match=line):
             flash_attn.flash_attn_qkvpacked_func(qkv, deterministic=True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.raises(ValueError, match=line):
+            flash_attn.flash_attn_func(q, q, q, deterministic=True)
         torch.use_deterministic_algorithms(True)
         flash_attn.flash_attn_func(q, q, q, deterministic=True)
-    assert libraries == ["sdpa"]
+        torch.use_deterministic_algorithms(False)
+        flash_attn.flash_attn_func(*[q.detach()] * 3, deterministic=True)  # no gradient
+    assert libraries == ["sdpa", "sdpa"]
 
 
 @pytest.mark.parametrize("dim", [8, 160])

@@ -452,6 +452,13 @@ def test_every_ratio_of_the_committed_results_is_of_one_run():
     assert compared > 100
 
 
+def test_a_case_with_a_forward_alone_is_in_the_table_of_forwards():
+    timed = frames.timed([frames.read(path) for path in frames.RESULTS.glob("20*.json")])
+    both, forward = report.peer_comparison(timed[timed["stage"] == "forward"])
+    assert both.empty
+    assert {LABELS["vit_base"], LABELS["text"]} <= {*forward["attention, forward"]}
+
+
 def test_every_table_has_a_place_on_its_page():
     found = report.gather()
     for page, path in report.PAGES.items():

@@ -176,8 +176,8 @@ class Report:
 
     def sampled(self, rows: list[dict[str, Any]]) -> None:
         """Show kappa of a sampled step, whose rows are written already, in the line of progress."""
-        if self.is_main_process:
-            self.kappa_range = range_of_kappa(rows) or self.kappa_range
+        if self.is_main_process and rows:
+            self.kappa_range = range_of_kappa(rows)
 
     def probe_rows(self, rows: list[dict[str, Any]]) -> None:
         """Record rows of a probe of held-out items."""
@@ -222,7 +222,8 @@ class Report:
             line += f"  held-out loss {row['held_out_loss']:.4f}"
         if "held_out_top5" in row:
             line += f", top-5 {row['held_out_top5']:.1%}"
-        if self.kappa_range:
+        # On a terminal a line with both would not fit in 80 columns.
+        if self.kappa_range and not (self.console.is_terminal and "held_out_loss" in row):
             line += f"  {self.kappa_range}"
         if waiting > _SHOWN:
             line += f"  {waiting:.0%} waiting for data"
@@ -284,7 +285,7 @@ class Report:
             return
         page = self.draw()
         self.log(f"written to {self.folder}" + (f"; open {page} in a browser" if page else ""))
-        if page and any(row.get("kappa") is not None for row in rows):
+        if any(row.get("kappa") is not None for row in rows):
             self.draw_kappa(rows)
 
     def draw(self) -> Path | None:
@@ -297,12 +298,12 @@ class Report:
         return None
 
     def draw_kappa(self, rows: list[dict[str, Any]]) -> None:
-        """Write the plot of kappa over the steps; a failure fails no run."""
+        """Write the plot of kappa over the steps; an error is logged and does not fail the run."""
         path, picture = self.folder / "kappa.png", BytesIO()
-        plot(rows).savefig(picture, dpi=120)
         try:
+            plot(rows).savefig(picture, dpi=120, format="png")
             write_file(path, picture.getvalue())
-        except OSError as error:
+        except Exception as error:  # the run is over and its results are written
             self.log(f"plot not written: {error}")
             return
         self.log(f"κ of every layer over the steps: {path}")
@@ -380,17 +381,19 @@ class _WandbRun:
 def range_of_kappa(rows: list[dict[str, Any]]) -> str:
     """Return the smallest and largest kappa of the newest step and the layer of the largest.
 
-    Such as ``κ 12–85 (blocks.3)``. The text is empty if kappa of no layer was measured.
+    Such as ``κ 12–85 (blocks.3), 1 not resolved``. The text is empty if no layer has run.
     """
     rows = [row for row in rows if row["step"] == rows[-1]["step"]]
     kappas = {row["layer"]: row["kappa"] for row in rows if row.get("kappa") is not None}
-    not_resolved = sum(row.get("reason") == "not resolved" for row in rows)
+    reasons = [row.get("reason") for row in rows]
+    counts = ((reasons.count(reason), reason) for reason in ("not resolved", "not finite"))
+    missing = ", ".join(f"{count} {reason}" for count, reason in counts if count)
     if not kappas:
-        return f"κ {not_resolved} not resolved" if not_resolved else ""
+        return f"κ {missing}" if missing else ""
     least, most = min(kappas.values()), max(kappas.values())
     layer = short_names(rows)[max(kappas, key=lambda layer: kappas[layer])]
     shown = f"κ {least:.3g}–{most:.3g} ({layer})"
-    return shown + (f", {not_resolved} not resolved" if not_resolved else "")
+    return f"{shown}, {missing}" if missing else shown
 
 
 def _shown(value: Any) -> str:

@@ -434,9 +434,12 @@ def library_of(
 def check_deterministic(call: Call, library: Library) -> None:
     """Raise ValueError if a library would compute a call whose gradients must be deterministic.
 
-    On a CPU they are deterministic, and PyTorch follows its own setting.
+    On a CPU they are deterministic. On a GPU PyTorch follows its own setting, unless that only
+    warns.
     """
-    if on_gpu(call.query) and not torch.are_deterministic_algorithms_enabled():
+    follows = torch.are_deterministic_algorithms_enabled()
+    follows = follows and not torch.is_deterministic_algorithms_warn_only_enabled()
+    if on_gpu(call.query) and not follows:
         raise ArgumentError(
             "deterministic=True needs torch.use_deterministic_algorithms(True) for this call: "
             f"{library.reason}"

@@ -383,7 +383,7 @@ def compute_plain(
     """Return the output of a checked call; one with a signature is kept for ``route.repeat``.
 
     Raises:
-        ValueError: a deterministic call that only a library can compute, on a GPU.
+        ValueError: a deterministic call with a backward that only a library can compute, on a GPU.
     """
     call = operator.call(arguments)
     if signature is None:
@@ -393,14 +393,14 @@ def compute_plain(
         _, _, backward = signature
     packed = operator is Packed
     library = dispatch.library_of(call, backward, packed, deterministic=deterministic)
-    if library is not None and deterministic:
+    if library is not None and deterministic and backward:
         dispatch.check_deterministic(call, library)
     if library is None:
         out, *_ = compute(operator, signature, arguments)
         return out
     if library.name == "varlen_attn":
         return sdpa.varlen_attention(call)
-    if signature is not None:
+    if signature is not None and not deterministic:  # whose check a repeated call would skip
         key, *_ = signature
         named = arguments._asdict()
         numbers = [named[name] for name in operator.numbers]

@@ -113,6 +113,7 @@ def sample(kappa: float | None, layer: str, step: int = 0, reason: str | None = 
         ([sample(12.0, "a"), sample(85.2, "b"), sample(40, "c")], "κ 12–85.2 (b)"),
         ([sample(99.0, "a"), sample(2.0, "a", step=9)], "κ 2–2 (a)"),
         ([sample(None, "a", reason="not resolved")], "κ 1 not resolved"),
+        ([sample(None, name, reason="not finite") for name in "ab"], "κ 2 not finite"),
         (
             [sample(3.0, "a"), sample(None, "b", reason="not resolved")],
             "κ 3–3 (a), 1 not resolved",
