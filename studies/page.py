@@ -244,7 +244,8 @@ def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page and the plots."""
-    argparse.ArgumentParser(prog="python -m studies.page", description=__doc__).parse_args(argv)
+    about, *_ = __doc__.splitlines()
+    argparse.ArgumentParser(prog="python -m studies.page", description=about).parse_args(argv)
     for study in (*ON_KAPPA, *ON_HEADS):
         if found := read(study.name):
             draw(study, found, figure_of(study))

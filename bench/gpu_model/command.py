@@ -9,12 +9,14 @@ The simulator executes one batch entry and up to four heads with all checks: eig
 sequences, and every head of operators other than softmax attention. It counts bank conflicts and
 sectors of global memory and, in the machine code of ptxas, the instructions of warps and the source
 lines that run most of them.
+
 The time of the whole case is predicted from the machine code, along with the causes and places at
 which warps wait. A floor is the time that a unit of the GPU is busy with the case, a lower bound on
 its time.
-The last of these writes bench/results/predictions.json, which ``bench.report`` shows.
-calibration.json beside it is for sm_90 alone, with ``--separate``, by the release of Triton that an
-H200 ran; a test holds it to what was measured.
+
+The last command above writes bench/results/predictions.json, which ``bench.report`` shows. The file
+calibration.json next to it covers sm_90 with ``--separate``, and the release of Triton that ran on
+an H200. A test compares it with the measurements.
 """
 
 import dataclasses
