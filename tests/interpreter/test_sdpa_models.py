@@ -164,7 +164,7 @@ def test_a_backward_that_comes_too_late_is_announced(three: list[Tensor], late: 
             out = aten._scaled_dot_product_flash_attention(*three, 0.25)[0]
             if not late:
                 out.sum().backward()
-    messages = [str(w.message) for w in caught if "no backward" in str(w.message)]
+    messages = [str(w.message) for w in caught if "without a backward" in str(w.message)]
     assert len(messages) == late
 
 
