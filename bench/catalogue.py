@@ -50,7 +50,7 @@ DEFAULTS = (
     *("timm", "timm_compiled", "torch_varlen", "sdpa", "sdpa_packed", "sdpa_padded", "svdvals"),
     *("transformers", "transformers_compiled"),
 )
-# Beside what a case's size says.
+# In addition to the size of a case.
 NO_SIZE = "device", "op", "row", "variant", "same", "padded", "pairs"
 README = Path(__file__).with_name("README.md")
 MARK = "<!-- what follows is written by python -m bench.catalogue -->\n"
@@ -64,7 +64,7 @@ SUBJECTS = {
 
 
 def size(facts: dict[str, Any]) -> str:
-    """Return the size of a case: B·H·N·D of attention, otherwise whatever it is described by.
+    """Return the size of a case: B·H·N·D of attention, or the description of another case.
 
     N is 1×197 where one query meets 197 keys, and 49…256 where sequences differ in length.
     """

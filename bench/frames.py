@@ -15,8 +15,8 @@ from bench.networks.modes import mode_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-# What is compared with each other: peers of a case in a stage that are called alike, and that start
-# alike: from one projection, or from q, k and v apart.
+# These are compared with each other: peers of one case and stage that are called in the same way
+# and start from the same tensors, which are one projection or separate q, k and v.
 KEY = ["on", "kind", "case", "start", "stage", "mode"]
 RIGHT = 1e-3  # a library with a larger error of κ at 10⁶ is no peer
 SPREAD = 1.03  # between two runs of one kernel
@@ -68,7 +68,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def timed(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return the rows of every run, the newest run last, a column for whatever benchmarks record.
+    """Return the rows of every run, the newest run last, with a column for each recorded field.
 
     Times are in seconds, memory is in bytes; ``own``, which a backward keeps, is of one token or
     image. ``run`` names the file, ``earlier`` tells that its kernels are not today's.
@@ -235,7 +235,7 @@ def _fastest(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _without_ours(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the case of a comparison without what was measured."""
+    """Return the facts of a comparison's case, without measurements."""
     measured = "median", "iqr", *(set(OPTIONAL) - {"batch", "ours", "earlier"})
     return row | dict.fromkeys(measured) | {"ours": False, "peer": ""}
 

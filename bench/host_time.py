@@ -186,7 +186,7 @@ def _least(run: Callable[[], Any]) -> float:
     times = []
     for _ in range(10):
         times.append(timeit.timeit(run, number=1))
-        torch.cuda.synchronize()  # what is queued would hold the next round up
+        torch.cuda.synchronize()  # queued work would delay the next round
     return 1e6 * min(times[2:])
 
 

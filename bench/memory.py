@@ -79,7 +79,7 @@ def measure(build: Any, batch_size: int, precision: memory.Precision) -> int:
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
-    """Lay the records out in aligned columns, in GB; what was not measured has none."""
+    """Lay the records out in aligned columns, in GB; a value that was not measured is empty."""
     rows = pd.json_normalize(list(found)).rename(columns=lambda name: name.split(".")[-1])
     rows["other"] = rows[["gradients", "inputs", "temporaries"]].sum(axis=1)
     sizes = ["parameters", "optimizer", "activations", "other", "total", "measured"]

@@ -45,7 +45,7 @@ RATIOS = {
 # Of our peers in benchmarks those that always run our own kernels, by the case's operator.
 OWN_KERNELS = "leaner_kernel", "leaner_varlen", "leaner"
 DISPATCHED = "dispatched"  # a row of PyTorch's that stands for ours
-# What our peers with statistics measure beside the plain one.
+# Our peers with statistics, and the headings of their costs.
 COSTS = {
     "leaner_stats": "with statistics",
     "leaner_stats_sampled": "with a capture of 4 entries",
@@ -203,7 +203,7 @@ def _times(rows: pd.DataFrame, end: str) -> pd.Series:
 
 
 def headline(table: pd.DataFrame) -> pd.DataFrame:
-    """Return what the first page shows of the first table of ``peer_comparison``, of one GPU."""
+    """Return the part of the first table of ``peer_comparison`` for README, of one GPU."""
     notes = table.attrs
     table = _of_one_gpu(table, table.index.get_level_values("on")).drop(
         columns="on", errors="ignore"
@@ -366,7 +366,7 @@ def crossover(result: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def host(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return what the host takes to issue small calls."""
+    """Return the time that the host needs to issue small calls."""
     table = pd.DataFrame(rows)
     return pd.DataFrame(
         {
@@ -432,7 +432,7 @@ def _marked(rows: pd.DataFrame, end: str) -> pd.Series:
 
 
 def kappa(ranked: pd.DataFrame) -> pd.DataFrame:
-    """Return condition numbers beside libraries' singular values."""
+    """Return condition numbers next to the libraries' singular values."""
     rows = ranked[(ranked["kind"] == "kappa") & ranked["ours"]]
     table = pd.DataFrame(
         {
@@ -469,7 +469,7 @@ def monitor(ranked: pd.DataFrame) -> pd.DataFrame:
 
 
 def models(ranked: pd.DataFrame) -> pd.DataFrame:
-    """Return training and inference of rows of the paper beside timm's and transformers'."""
+    """Return training and inference of rows of the paper next to timm's and transformers'."""
     rows = ranked[ranked["kind"].isin(["model", "language"]) & ranked["ours"]]
     cells = pd.DataFrame(
         {
@@ -508,7 +508,7 @@ def lean(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def unmeasured(results: Sequence[dict[str, Any]]) -> pd.DataFrame:
-    """Return by status and reason which peers were not measured, what was wrong first."""
+    """Return by status and reason which peers were not measured; wrong ones come first."""
     rows = [entry for data in results for entry in data.get("unmeasured", ())]
     frame = pd.DataFrame(rows, columns=["status", "reason", "peer", "case"]).drop_duplicates()
     frame["status"] = frame["status"].replace("wrong", "WRONG")  # which also sorts first
@@ -564,7 +564,7 @@ def own_kernels(timed: pd.DataFrame) -> pd.DataFrame:
 
 
 def predicted(timed: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Return predictions of what is not measured, of the cases of the first page.
+    """Return predictions for the cases of the first page that are not measured.
 
     A case whose passes together are far off on a GPU that measured them is left out.
     """

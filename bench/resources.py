@@ -39,7 +39,7 @@ def launches(
 
 
 def rows(cases: Iterable[AnyCase], gpus: Iterable[int]) -> Iterator[dict[str, Any]]:
-    """Yield every row of the table: its name, and what the launch takes."""
+    """Yield every row of the table: its name and the resources of its launch."""
     for name, one in launches(cases, gpus):
         used = compile_launch(one, name["capability"])
         yield name | {figure: getattr(used, figure) for figure in FIGURES}

@@ -42,7 +42,7 @@ PROFILED = (
     *("leaner_kernel", "leaner_packed", "sdpa"),
     *("leaner_varlen", "torch_varlen"),  # of sequences of different lengths
 )
-# What a case's public function is called among its peers.
+# Names of a case's public function among its peers.
 PUBLIC = "leaner_attention", "leaner_varlen", "leaner"
 # Of README's table: ours, and what PyTorch and timm bring along, without torch.compile.
 PAPER_PEERS = (
@@ -57,7 +57,7 @@ PAPER_SECONDS, PAPER_BUDGET = 110.0, 0.1
 
 
 class Measurements:
-    """What was measured of cases, as the JSON of every benchmark has it.
+    """The measurements of cases, in the form of every benchmark's JSON.
 
     Attributes:
         cases: the facts of each case, by name.
@@ -77,7 +77,7 @@ class Measurements:
         """Check and time peers of a case in each direction.
 
         Args:
-            case: one of ``ATTENTION_CASES``, or alike.
+            case: one of ``ATTENTION_CASES``, or a case with the same fields.
             names: names of the peers.
             budget: about how many seconds to time a peer in a direction.
             deadline: of ``time.monotonic``, after which nothing more is measured.
@@ -144,7 +144,7 @@ def _why_not(error: Exception, peer: Peer, direction: str) -> tuple[str, str]:
 
 
 def routes(case: Any) -> tuple[str, str | None]:
-    """Return what the public function runs forward, and backward; of an operator, "our kernel"."""
+    """Return what the public function runs forward and backward: "our kernel" for an operator."""
     if not isinstance(case, AttentionCase):
         return "our kernel", "our kernel"
     shapes = [(case.batch, case.heads, n, case.head_dim) for n in (case.rows, case.tokens)]
@@ -351,7 +351,7 @@ def paper(cases: Sequence[Any], measured: Measurements, seconds: float) -> Itera
 
 
 def device_line(device: str) -> str:
-    """Return what the times were measured on: the device, torch and Triton."""
+    """Return the device and the versions of torch and Triton that the times are for."""
     name = torch.cuda.get_device_name() if device == "cuda" else machine.cpu()["model"]
     versions = machine.versions()
     packages = "torch", "triton", "leaner_kernels"

@@ -81,7 +81,7 @@ def compared(measured: str, unit: str, ours: Figures, peers: dict[str, Figures])
 
 
 def loop(folder: Path) -> Iterator[Row]:
-    """Yield the processor's time of a step of a small model, beside that of a bare loop."""
+    """Yield the CPU time of a step of a small model, and that of a bare loop."""
     from models.vit import SmallTransformer
     from train.loop import parallel
     from train.loop import train as loop_of
@@ -146,7 +146,7 @@ def write_pictures(folder: Path) -> None:
 
 
 def pictures(folder: Path) -> Iterator[Row]:
-    """Yield pictures a second of the processor, in this process, beside timm's loader."""
+    """Yield pictures per CPU second in this process, and those of timm's loader."""
     write_pictures(folder)
     for recipe, policy in RECIPES.items():
         ours, timm = (partial(_rate, make, folder, policy) for make in (_of_ours, _of_timm))
@@ -198,7 +198,7 @@ def _of_timm(folder: Path, policy: str | None) -> Iterator[Any]:
 
 
 def checkpoints(folder: Path) -> Iterator[Row]:
-    """Yield what a checkpoint of a model and AdamW's moments takes, beside DCP's."""
+    """Yield the time of a checkpoint of a model and AdamW's moments, and that of DCP's."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
 

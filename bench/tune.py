@@ -8,7 +8,7 @@ tile and with neighbouring tiles. Each candidate is compiled, compared with the 
 timed together with the other launches of its direction, by CUDA-graph replay over inputs larger
 than the L2 cache. A candidate never wins if it spills in an innermost loop, if the GPU refuses it,
 or if it computes another result; it is listed with the reason. The rules are printed in the form of
-the tables beside the kernels. The JSON file has every timing, losers included.
+the tables next to the kernels. The JSON file has every timing, losers included.
 
 With ``--candidates`` the variants in ``bench.gpu_model.candidates`` are timed instead. Each is
 compared with the shipped code by the same rules, and a line prints both times.

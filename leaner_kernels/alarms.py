@@ -174,7 +174,7 @@ class KappaAlarm:
     """
 
     DEVIATIONS = 6.0
-    # So many consecutive rows are not due to one batch, which often has an unresolved kappa.
+    # This many consecutive rows are not due to one batch, which often has an unresolved kappa.
     RISEN = 3
 
     @refuse_removed_arguments

@@ -29,7 +29,7 @@ class Weights:
     """Weights by the names of parameters and buffers.
 
     Attributes:
-        name: where they are from, as it was given.
+        name: their source, as the user gave it.
         tensors: on the host.
         sizes: of the model that they are of, by the names of the scripts' flags; empty if unknown.
         classes: their names, in the order of the classifier's rows; empty if unknown.

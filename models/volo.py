@@ -86,7 +86,7 @@ class ClassAttention(nn.Module):
         self.proj = nn.Linear(width, dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the class token, the first, gathers."""
+        """Return the output of attention from the class token, which is the first."""
         heads = self.num_heads, self.head_dim
         k, v = self.kv(x).unflatten(-1, (2, *heads)).permute(2, 0, 3, 1, 4).unbind(0)
         q = self.q(x[:, :1]).unflatten(-1, heads).transpose(1, 2)

@@ -91,7 +91,7 @@ class LocalPatchInteraction(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, groups=dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what each token gets from those around it."""
+        """Return a convolution over the neighbours of each token."""
         grid = x.unflatten(1, (self.side, self.side)).permute(0, 3, 1, 2)
         grid = self.conv2(self.bn(self.act(self.conv1(grid))))
         return grid.flatten(2).transpose(1, 2)
@@ -147,7 +147,7 @@ class ClassAttention(nn.Module):
         self.proj = nn.Linear(width, dim, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the class token gathers."""
+        """Return the output of attention from the class token."""
         sizes = self.num_heads, self.head_dim
         projected = self.q(x[:, :1]), self.k(x), self.v(x)
         q, k, v = (t.unflatten(-1, sizes).transpose(1, 2) for t in projected)
@@ -155,7 +155,7 @@ class ClassAttention(nn.Module):
 
 
 class ClassBlock(nn.Module):
-    """One layer that changes the class token alone, but for norms: (B, 1 + N, D) kept."""
+    """One layer that changes only the class token, except for norms; keeps (B, 1 + N, D)."""
 
     def __init__(self, dim: int, heads: int, hidden: int, **factory):
         super().__init__()

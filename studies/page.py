@@ -114,7 +114,7 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         for path in sorted(RESULTS.glob(f"{study.name}-{scale}from-*.json"))
     ]
     others = [json.loads(path.read_text()) for path in again]
-    # Those of another scale stand beside the claims.
+    # Repetitions at another scale are shown next to the claims.
     elsewhere = [
         claim for other in others if other["scale"] != found["scale"] for claim in _claims(other)
     ]
@@ -221,7 +221,7 @@ def draw(study: Study, found: dict[str, Any], path: Path) -> None:
 
 
 def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
-    """Draw the mean loss of each arm, and its seeds, against what the arm costs; a row a part."""
+    """Draw the mean loss of each arm, and its seeds, against its costs; one row for each part."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(COSTS), 3.2 * len(results)), layout="constrained")

@@ -22,7 +22,7 @@ QUESTION = "Which training step takes the memory that the paper prints?"
 # Rows whose every layer is softmax attention: what eager code keeps of other operators depends on
 # whose code it is.
 ROWS = ("vit_base", "vit_large", "tnt_base", "crammed_bert", "gpt2_tinystories")
-# The printed memory of ImageNet's models is that of so many GPUs.
+# The printed memory of ImageNet's models is the sum over this many GPUs.
 GPUS = {"vit_base": 8, "vit_large": 8, "tnt_base": 8}
 STEPS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16"},
@@ -30,7 +30,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "fp32, eager, 1": {"precision": "fp32", "eager": 1},
     "fp32, eager, 2": {"precision": "fp32", "eager": 2},
 }
-# A prediction this close to what is printed may be it.
+# A prediction this close to the printed value may be the printed step.
 CLOSE = 0.05
 
 

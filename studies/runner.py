@@ -109,7 +109,7 @@ def main_of(module: str, option: str, studies: Mapping[str, Study]) -> None:
 
 
 def table(claims: Sequence[Claim], kind: str = "simple", again: Sequence[Claim] = ()) -> str:
-    """Return claims, effects and verdicts as a table, beside those of a repetition if given."""
+    """Return claims, effects and verdicts as a table, next to those of a repetition."""
     rows = [(claim.claim, _effect(claim), f"{p:.2g}", v) for claim, p, v in judged(claims)]
     headers = ("claim", "effect, 95% interval", "p", "verdict")
     if again:

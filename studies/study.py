@@ -20,7 +20,7 @@ class Arm:
     Attributes:
         name: name of it, and of its folder.
         group: of the arms that are compared with each other.
-        x: what is varied in the group.
+        x: value that varies within the group.
         flags: flags of the script.
         first_seed: first seed of its runs; arms with the same one start from the same seeds.
     """
@@ -39,7 +39,7 @@ class Scale:
     Attributes:
         script: that every run starts.
         flags: flags of every run.
-        arms: what is compared.
+        arms: arms that are compared.
         seeds: runs of each arm.
         seconds: that one run took on one core of a CPU, or None where none has run.
         jobs: runs at once.
@@ -64,7 +64,7 @@ class Claim:
         high: where that ends.
         p: one-sided, before correction.
         unit: unit of the effect.
-        null: of two arms with the same configuration, where nothing is to be found.
+        null: of two arms with the same configuration, which should not differ.
     """
 
     claim: str
@@ -104,7 +104,7 @@ def judged(claims: Sequence[Claim]) -> list[tuple[Claim, float, Verdict]]:
     return [(claim, p, claim.verdict(p)) for claim, p in zip(claims, ps)]
 
 
-# What a run left: its arm, seed, and measures by name.
+# Results of a run: its arm, its seed and measures by name.
 Measured = Mapping[str, Any]
 
 
@@ -114,14 +114,14 @@ class Study:
 
     Attributes:
         name: name of its results.
-        question: what is asked.
-        claims: what is expected, and by whom.
-        metric: what is measured.
-        rule: what decides, beside ``Claim.verdict``.
-        not_shown: what it cannot tell.
+        question: question that it asks.
+        claims: expected results, and whose expectation it is.
+        metric: measured quantity.
+        rule: rule of decision, in addition to ``Claim.verdict``.
+        not_shown: questions that it cannot answer.
         scales: by name, such as "cpu" and "paper", the smallest first.
         decide: tests its claims on runs.
-        axes: names of what varies and of what is measured, for the plot.
+        axes: labels of the plot: of the varied value, and of the measure.
         measure: of a run, plotted.
         doubling: whether what varies is plotted by its logarithm.
         command: that runs it; by default its module is its name.

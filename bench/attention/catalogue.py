@@ -62,7 +62,7 @@ def facts_of(
     """Return the facts of a call in every result: the way it was timed, and its rates.
 
     Args:
-        case: one of ``ATTENTION_CASES``, or alike.
+        case: one of ``ATTENTION_CASES``, or a case with the same fields.
         layout: layout of the peer.
         direction: one of ``cases.DIRECTIONS``.
         mode: one of ``clock.MODES``.

@@ -155,7 +155,7 @@ class OperatorCase(Case):
 
     @property
     def computed(self) -> tuple[int, int]:
-        """Operations: two for each score and what a product sums over or gives."""
+        """Return the operations: two for each score and each element of a product."""
         if self.op == "nystrom":
             return self._computed_by_landmarks()
         product = 2 * self.scores * (self.tokens if self.op in CHANNELS else self.head_dim)
@@ -274,7 +274,7 @@ def _eager(case: OperatorCase, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _of_projection(function: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return a function of q, k and v, (B, H, N, D), as one of what a projection gives."""
+    """Return a function of q, k and v, (B, H, N, D), that takes them as one projection."""
     return lambda qkv: function(*qkv.permute(2, 0, 3, 1, 4)).transpose(1, 2)
 
 

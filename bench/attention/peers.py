@@ -263,7 +263,7 @@ def _leaner(
     return partial(function, **options)
 
 
-# PyTorch's attention with each backend by name, beside the one that it chooses.
+# PyTorch's attention with each backend by name, besides the one that it chooses.
 FORCED = {
     name: Peer(
         _sdpa,

@@ -27,7 +27,7 @@ WARP = 32
 SM_PARTS, REGISTERS_PER_PART, REGISTER_UNIT = 4, 16 * 1024, 256
 SHARED_UNIT, SHARED_RESERVED = 128, 1024
 
-# Bytes of a thread: a few words, outside of innermost loops, buy one more program beside.
+# Bytes of a thread: a few words outside of innermost loops allow one more program on an SM.
 MAX_STACK = 192
 # Tiles are chosen with these releases of Triton, in whose innermost loops nothing spills. Of what
 # another allocates registers for, a few words may.
@@ -79,7 +79,7 @@ class Resources:
 
     @property
     def spills(self) -> int:
-        """Instructions that read or write a thread's stack; where there is none, none can."""
+        """Instructions that read or write a thread's stack; a kernel without a stack has none."""
         return self.code.spills() if self.stack else 0
 
     @property
@@ -185,7 +185,7 @@ def specialise(launch: Launch, capability: int) -> Specialisation:
 
 
 def _flat(bound: dict[str, Any], signature: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what the compiled kernel takes, the fields of a named tuple one by one."""
+    """Yield the arguments of the compiled kernel, the fields of a named tuple one by one."""
     for name, kind in signature.items():
         if isinstance(kind, tuple):
             fields: Any = bound[name]

@@ -19,7 +19,7 @@ from bench.gpu_model.ptx import (
 )
 
 SLOT_BYTES = {1: 64, 16: 64, 32: 128, 64: 256}
-# Modifiers that change neither the result here nor the instruction.
+# Modifiers that do not change the result here, or the instruction.
 MODIFIERS = {"rn", "approx", "full", "sync", "aligned", "uni"}
 SPECIAL = ["%laneid", "%tid.x", "%ntid.x"]  # filled in by the executor
 SPECIAL += [f"%{name}.{axis}" for name in ("ctaid", "nctaid") for axis in "xyz"]
@@ -38,7 +38,7 @@ class Program:
     """A kernel decoded for the executor.
 
     Attributes:
-        kernel: what was decoded; statement i is instruction i.
+        kernel: the decoded kernel; statement i is instruction i.
         code, operands: the executor's arrays.
         register_bytes: register bytes of a warp.
         constants: slots of immediate numbers, by value; ``parameters``: of arguments, by place.
@@ -143,7 +143,7 @@ class Program:
             setattr(self._now, field, value)
 
     def _decode_lanes(self, s: Statement, parts: list[str]) -> None:
-        """Whatever the executor names as PTX does."""
+        """Every instruction that the executor names as PTX does."""
         kept = [p for p in parts if p not in MODIFIERS and p != "ftz"]
         if parts[0] == "setp":
             kept[1] = UNSIGNED_NAMES.get(kept[1], kept[1])
@@ -153,7 +153,7 @@ class Program:
         if "ftz" in parts:
             kept.append("ftz")
         bits = BITS.get(kind, 0)
-        # The sign of integers is often no matter; what a number means is one to all but moves.
+        # The sign of integers often does not matter. Only moves treat all types of a number alike.
         untyped = (kind[0] in "bsu" and kind[:2] != "bf") or parts[0] in ("mov", "selp")
         for candidate in (kind, str(bits), f"u{bits}")[: 3 if untyped else 1]:
             name = ".".join([*kept, candidate])
@@ -242,7 +242,7 @@ class Program:
         self._set("elect", self._register(lane, 32), self._register(predicate, 1), results=2)
 
     def _decode_fence(self, s: Statement, parts: list[str]) -> None:
-        if parts[1] == "mbarrier_init":  # orders what a barrier orders too, but for other programs
+        if parts[1] == "mbarrier_init":  # orders as a barrier does, but also for other programs
             return self._set("nop")
         if parts[1:3] != ["proxy", "async"]:
             raise UnsupportedError("a fence")

@@ -59,12 +59,12 @@ class Execution:
     """A launch that was executed.
 
     Attributes:
-        program: what was executed; ``counts`` holds an entry of each of its instructions.
+        program: the executed program; ``counts`` holds an entry of each of its instructions.
         grid: programs of the launch.
-        findings: what was found, the first thousand less one and the last.
-        found: how often, by what.
+        findings: messages about mistakes, the first 999 and the last.
+        found: number of findings of each kind.
         tensor_bytes: bytes of its tensors, each once: what memory gives and takes at least.
-        launch: what was requested, where Triton was.
+        launch: the request of the launch, if Triton made it.
         recorded: of a counted kernel whose warps meet at barriers of their own.
     """
 
@@ -164,8 +164,8 @@ class TensorBoxes(NamedTuple):
     """A tensor that TMA copies boxes of; the innermost axis of ``strides`` and ``box`` is the last.
 
     Attributes:
-        tensor: what holds the elements.
-        shape: shape of what is copied; elements outside are read as zero or NaN and not written.
+        tensor: tensor that holds the elements.
+        shape: shape of the copied box; elements outside are read as zero or NaN and not written.
         strides: elements.
         box: elements of a copy.
         swizzle: bytes of a row of shared memory whose pieces are exchanged, 0 for none.

@@ -19,7 +19,7 @@ AnyCase: TypeAlias = Any  # of ``bench.attention.catalogue``
 
 
 class OperatorCall(NamedTuple):
-    """A call of attention: the CUDA implementations of its operators, and what they are given.
+    """A call of attention: the CUDA implementations of its operators and their inputs.
 
     Of softmax attention ``inputs`` end with the seed, ``params`` are the numbers of its operators,
     and the backward takes the output too; ``rest`` is what it takes after the numbers.
@@ -40,9 +40,9 @@ class OperatorCall(NamedTuple):
         return [gradients] if isinstance(gradients, Tensor) else list(gradients)
 
     def launches(self, capability: int) -> dict[str, list[Launch]]:
-        """Return what is launched on a GPU, each specialisation once.
+        """Return the launches on a GPU, each specialisation once.
 
-        ``capture`` is what a sampled step launches beside ``statistics``.
+        ``capture`` are the launches of a sampled step besides ``statistics``.
         """
         sample = torch.empty(SAMPLES, dtype=torch.int32, device="meta")
         with mock.patch.object(_tiles, "capability", return_value=capability):

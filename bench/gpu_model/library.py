@@ -105,7 +105,7 @@ def load() -> Library:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         raise NoCompilerError("the executor is built by g++ or clang++, and neither is on PATH")
-    # Its release, and what the native processor has.
+    # Its release, and the features of the native processor.
     command = [compiler, *FLAGS, "-E", "-v", "-x", "c++", os.devnull]
     target = subprocess.run(command, capture_output=True, check=False).stderr
     sources = sorted(SOURCES.iterdir())

@@ -69,7 +69,7 @@ WITHOUT_LINE = {"HGMMA", "SYNCS.PHASECHK"}  # ptxas gives them the line of anoth
 class MachineInstruction(NamedTuple):
     """One of a kernel's; ``opcode`` has its modifiers: LDS.128.
 
-    ``control`` is the upper half of its code, whose upper bits are what it waits for.
+    ``control`` is the upper half of its code, whose upper bits say what it waits for.
     """
 
     opcode: str
@@ -81,7 +81,7 @@ class MachineInstruction(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The opcode without modifiers, of an mbarrier's with what is done to it."""
+        """Return the opcode without modifiers; that of an mbarrier includes its operation."""
         parts = self.opcode.split(".")
         return ".".join(parts[:2]) if parts[0] == "SYNCS" else parts[0]
 

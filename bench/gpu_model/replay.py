@@ -67,8 +67,8 @@ class Work(NamedTuple):
         programs: number of programs of the launch.
         programs_per_sm: how many are resident at once.
         accesses: of machine instructions whose accesses are known; others use their full width.
-        memory_bytes: what the launch moves to and from memory at least; the rest comes from L2.
-        partitions: where warps differ, in place of ``traces``: of each kind of program, its warps.
+        memory_bytes: bytes that must move to and from memory; the rest comes from L2.
+        partitions: warps of each kind of program, instead of ``traces``, if the warps differ.
     """
 
     code: MachineCode
@@ -82,7 +82,7 @@ class Work(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """What the model predicts of a launch.
+    """The prediction of the model for a launch.
 
     Attributes:
         seconds: seconds of the launch.
@@ -98,7 +98,7 @@ class Timing(NamedTuple):
 
     @property
     def binds(self) -> str:
-        """The busiest unit, or latency where none is busy for most of the time."""
+        """Return the busiest unit, or "latency" if no unit is busy for most of the time."""
         unit = max(self.busy, key=lambda name: self.busy[name])
         return unit if self.busy[unit] >= units.BINDS else "latency"
 

@@ -74,7 +74,7 @@ class Model(NamedTuple):
         hmma_latency: latency of a product of a warp.
         barrier: from the arrival of the last warp until the first one goes on.
         start: from the end of a program to the first instruction of the next one in its place.
-        shared_queue: how far shared memory may lie behind what is issued; ``wgmma_queue`` alike.
+        shared_queue: how far shared memory may lag behind the issue; so for ``wgmma_queue``.
         wgmma_tail: from the end of a product to the warps that wait for it.
         bulk: from a TMA copy to its first request of L2.
         launch: seconds that the start and the end of a launch add.
@@ -147,7 +147,7 @@ def unit_of(opcode: str, gpu: GPU) -> Unit:
 
 
 def flops(opcode: str) -> float:
-    """Return what one warp's product adds and multiplies, 0 for what is none."""
+    """Return the operations of one warp's product, 0 for any other instruction."""
     if found := _HGMMA.match(opcode):  # of four warps
         return 2 * 64 * int(found[1]) * int(found[2]) / 4
     if found := _HMMA.match(opcode):

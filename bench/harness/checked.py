@@ -29,7 +29,7 @@ class Current:
 
         Args:
             peers_of: all peers of a case of attention, by name.
-            problem_of: so many sets of tensors of such a case, with what checks a peer on them.
+            problem_of: returns sets of tensors of such a case, with the check of a peer on them.
         """
         self.peers_of, self.problem_of = peers_of, problem_of
         self.case: Any = None
@@ -113,7 +113,7 @@ class Row:
         return pytest.param(self, marks=[timed, *marks], id=name)
 
     def facts(self) -> dict[str, Any]:
-        """Return what every result says of its row."""
+        """Return the fields that every row of a result has."""
         facts = {"case": self.case.name, "peer": self.name, "ours": self.ours}
         return facts | {"shape": self.case.facts()}
 

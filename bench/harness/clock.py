@@ -134,7 +134,7 @@ def capturing(mode: str) -> Iterator[None]:
     if mode != "graph":
         yield
         return
-    torch.cuda.synchronize()  # what is captured may use what was made on another stream
+    torch.cuda.synchronize()  # captured kernels may use tensors of another stream
     with torch.cuda.stream(capture_stream()):
         yield
 
@@ -160,7 +160,7 @@ def timed(
 
 
 def median(benchmark: Any) -> float:
-    """Return the median of what was recorded; not a number with --benchmark-disable."""
+    """Return the median of the recorded times; not a number with --benchmark-disable."""
     return benchmark.stats.stats.median if benchmark.stats else float("nan")
 
 

@@ -50,7 +50,7 @@ def origin() -> dict[str, Any]:
 
 
 def write(path: Path, rows: Iterable[Mapping[str, Any]], name: str = "rows", **head: Any) -> None:
-    """Write a result as JSON: what it is of, then a line for each row, under ``name``."""
+    """Write a result as JSON: its origin, then a line for each row under ``name``."""
     path.write_text(json_rows({**head, name: list(rows)}), "utf-8")
 
 

@@ -27,7 +27,7 @@ def kept_for_backward(function: Callable[[], Tensor], parameters: Iterable[Tenso
     ``parameters`` do not count, because they exist anyway.
     """
     kept: dict[int, int] = {}
-    alive = []  # what is freed could lend its address to another storage
+    alive = []  # a freed tensor could pass its address on to another storage
 
     def pack(saved: Tensor) -> Tensor:
         alive.append(saved)

@@ -68,7 +68,7 @@ def compiled(
 
 
 def found(module: str, name: str) -> Any:
-    """Return what a library's module holds under a name.
+    """Return the attribute of a library's module with a name.
 
     Raises:
         AbsentError: the module cannot be imported, or holds no such name.

@@ -1,4 +1,4 @@
-"""Condition numbers of batches against every library, and what the monitor adds to a step."""
+"""Condition numbers of batches against every library, and the time of the monitor."""
 
 import statistics
 from functools import partial

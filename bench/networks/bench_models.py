@@ -31,7 +31,7 @@ def timed(row: Row, benchmark: Any, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def measure(row: Row, benchmark: Any, models: Any) -> dict[str, Any]:
-    """Time one row, and return what it cost beside time."""
+    """Time one row, and return its costs besides time."""
     flops = models.flops(row.name, row.what)  # first, because a model is reset for it
     if row.what == "training":
         training = models.training(row.name)

@@ -27,7 +27,7 @@ class PaperCase:
         batch: samples.
         sizes: arguments of the constructor instead of the row's.
         kind: kind of the rows of a result.
-        item: what is counted in a second.
+        item: unit of a rate, such as images.
         stages: that are measured.
     """
 
@@ -110,7 +110,7 @@ class StepCase(ModelCase):
 
 
 class Batch(NamedTuple):
-    """What a step is taken on: tokens and targets, (B, N) int64 each, ``IGNORED`` among these."""
+    """The input of a step: tokens and targets, (B, N) int64 each, ``IGNORED`` among these."""
 
     tokens: Tensor
     targets: Tensor

@@ -37,7 +37,7 @@ def peers_of(case: PaperCase, stage: str = "training") -> list[str]:
 
 
 class Models:
-    """What a case is measured on: models by name, each with the weights that it began with.
+    """The inputs of a case: models by name, each with the weights that it began with.
 
     A subclass has ``build`` (a library's model, or ours, by whose it is), ``training`` (what takes
     steps of a model by its name) and ``check``, which runs a model once in a stage and returns its
@@ -112,7 +112,7 @@ class Models:
 
 
 class VisionModels(Models):
-    """What a ``ModelCase`` is measured on: images, labels, both models and the truth."""
+    """The inputs of a ``ModelCase``: images, labels, both models and the truth."""
 
     def __init__(self, case: ModelCase):
         """Draw everything from a fixed seed.
@@ -168,7 +168,7 @@ class VisionModels(Models):
         return logits, budget(logits, self.infer(theirs, stage))
 
     def check(self, name: str, stage: str = "training") -> float:
-        """Compare logits, in training of a forward that keeps what a backward needs."""
+        """Compare logits, in training those of a forward that keeps tensors for a backward."""
         exact, allowed = self._truth(stage)
         model = self.model(name, stage)
         with torch.set_grad_enabled(stage == "training"), mixed(self.device):
@@ -178,7 +178,7 @@ class VisionModels(Models):
 
 
 class LanguageModels(Models):
-    """What a ``LanguageCase`` is measured on: a batch, the models, and the truth."""
+    """The inputs of a ``LanguageCase``: a batch, the models, and the truth."""
 
     def __init__(self, case: LanguageCase):
         """Draw everything from a fixed seed."""
@@ -243,7 +243,7 @@ class LanguageModels(Models):
 
 
 def models_of(case: PaperCase) -> Models:
-    """Return what a case is measured on, and free what the case before compiled."""
+    """Return the inputs of a case, and free the compiled code of the case before."""
     if case.device == "cuda":
         torch.compiler.reset()  # CUDA graphs of training keep their activations
     return (LanguageModels if isinstance(case, LanguageCase) else VisionModels)(case)

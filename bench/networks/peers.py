@@ -106,7 +106,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-# What every configuration is given: attention that calls PyTorch's, and no dropout.
+# Settings of every configuration: attention that calls PyTorch's, and no dropout.
 SDPA = {"attn_implementation": "sdpa"}
 
 
@@ -202,7 +202,7 @@ def gpt2(config: Mapping[str, Any]) -> nn.Module:
     return MeanLoss(model, causal=True)
 
 
-# By architecture; docstrings say in what each differs from ours.
+# By architecture; docstrings say how each differs from ours.
 TRANSFORMERS = {"bert": bert, "gpt": gpt2}
 
 

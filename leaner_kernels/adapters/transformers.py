@@ -396,7 +396,7 @@ def _all_support_sdpa(config: type) -> bool:
 
 @torch.compiler.assume_constant_result
 def _self_made(config: type) -> str | None:
-    """Return the name of an attention beside a configuration that does not dispatch, or None."""
+    """Return the name of an attention class of a configuration that does not dispatch, or None."""
     return _find_self_made(config)
 
 

@@ -40,7 +40,7 @@ _FILES = {"metrics": (), "kappa": ("layer",), "kappa_probe": ("layer",), "alarms
 # Okabe and Ito's colours, which colour-blind readers tell apart; legible on white and on black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 GREY = "#808080"
-_LEGEND = 24  # names of layers that fit in a column beside an axis
+_LEGEND = 24  # names of layers that fit in a column next to an axis
 _ALARM = "#d62728"  # colour of the lines at alarms
 _DASHES = ("-", "--", ":")
 # Charts of metrics: title, unit, and the label of each line by its key in a row.

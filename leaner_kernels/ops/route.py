@@ -90,7 +90,7 @@ class Operator:
         Gradients: NamedTuple of ``dNAME`` of each tensor that may have a gradient.
         optional_gradient: the tensor whose gradient is computed only if wanted, or None; the
             last of those with a gradient.
-        saved: names of the results that a backward reads beside the tensors.
+        saved: names of the results that a backward reads in addition to the tensors.
         kernels: module, or object in a module, with ``prepare_forward(call, results)``,
             ``prepare_capture(call, results)`` and ``prepare_backward(grad, call, saved,
             gradients)``, which return a ``Launch``; the last may return None, for the reference.
@@ -136,7 +136,7 @@ class Operator:
     ) -> tuple[Any, Tensor, Results]:
         """Return the call of these arguments, the output, and the results that are filled.
 
-        With ``lse_alone``, the log-sum-exp is all that a backward gets beside the output.
+        With ``lse_alone``, a backward gets only the output and the log-sum-exp.
         """
         call, out, shapes = cls.call(arguments), cls.new_out(arguments), cls.shapes(arguments)
 
@@ -171,7 +171,7 @@ class Operator:
 
     @staticmethod
     def bind_saved(saved: dict[str, Tensor]) -> Results:
-        """Return by name what a forward left for its backward."""
+        """Return by name the tensors that a forward left for its backward."""
         return Results(**{"out": None, **saved})  # pyright: ignore[reportArgumentType]
 
     @staticmethod
@@ -332,18 +332,18 @@ def run_plan(
     return results
 
 
-# Whether a capture runs beside its forward: not before a GPU has shown it faster.
+# Whether a capture runs concurrently with its forward. No GPU has shown yet that it is faster.
 CAPTURES_BESIDE = False
 
 
 def _launch_both(
     forward: Callable[[], Any], capture: Callable[[], Any], device: torch.device
 ) -> tuple[Any, Any]:
-    """Launch a forward and a capture, and return what each of the two functions returns.
+    """Launch a forward and a capture, and return the results of both functions.
 
-    Beside the forward, the capture starts first, on a stream of its own: its few programs would
-    otherwise wait for those of the forward. That stream waits for all that came before, and the
-    current one for the capture, so that no tensor outlives its use, also in a CUDA graph.
+    The capture starts first, on a stream of its own, because its few programs would otherwise wait
+    for those of the forward. That stream waits for all earlier work, and the current stream waits
+    for the capture. So no tensor is freed before its last use, also in a CUDA graph.
     """
     side = _side_stream(device)
     if side is None:
@@ -597,7 +597,7 @@ def _backward(
 
 
 def _returned(operator: type[Operator], gradients: Sequence[Tensor]) -> Any:
-    """Return gradients as the schema has them: one alone, an empty one where none is wanted."""
+    """Return gradients as in the schema: a single one alone, an unwanted one as an empty tensor."""
     first, *others = gradients
     if len(operator.Gradients._fields) == 1:
         return first
@@ -675,7 +675,7 @@ def repeat(
     """Return the results of a call whose signature an earlier one had, or else None.
 
     Args:
-        operator: what is called.
+        operator: the operator that is called.
         signature: of ``tensors`` and the sample.
         tensors: those of the operator, in its order, without the seed.
         sample: batch entries whose heads are captured.

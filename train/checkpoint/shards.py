@@ -100,7 +100,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def copy_part(part: Part, whole: Tensor) -> None:
-    """Copy from a whole tensor what a process holds of it."""
+    """Copy the part of a whole tensor that a process holds."""
     ends = map(sum, zip(part.offsets, part.local.shape))
     part.local.copy_(whole[tuple(map(slice, part.offsets, ends))])
 
@@ -152,7 +152,7 @@ def pieces_of_shard(
     """Yield the file of one rank.
 
     Args:
-        parts: what it holds of the state.
+        parts: its parts of the state.
         body: a copy of the parts' bytes in the order of ``ordered``, on the host; without one, the
             parts are read, each when it is due.
     """

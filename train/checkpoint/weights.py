@@ -58,7 +58,7 @@ class Info:
         arguments: arguments of the family's constructor.
         settings: settings of the run, as JSON types.
         task: "images", "next token", "masked token" or "long range".
-        classes: names of the classes, in the order of the logits; empty where there are none.
+        classes: names of the classes, in the order of the logits; empty if there are no classes.
         image_size: pixels a side; None of a model of text.
         channels: number of channels of a picture.
         mean, std: of each channel, of pixels in [0, 1].
@@ -66,7 +66,7 @@ class Info:
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
         step: of the newest row of ``metrics.jsonl`` that they were trained by, as on the page of
             the run; one less than the steps done, after which a checkpoint is named.
-        scores: what they reached, such as held_out_accuracy; empty where it is not known.
+        scores: their scores, such as held_out_accuracy; empty if unknown.
     """
 
     path: Path
@@ -137,7 +137,7 @@ class Weights:
         flag: that named it, for messages.
         settings: settings of the run, as JSON types.
         step: as in ``Info``.
-        about: what they are of, as ``about`` returns it.
+        about: description of their model, as ``about`` returns it.
         tokenizer: as in ``Info``.
         scores: likewise.
         shapes: shapes of every tensor by its name in the model.

@@ -279,7 +279,7 @@ def open_task(
         length: tokens that are read of a text.
 
     Raises:
-        ValueError: no such data, or it is not what the task takes.
+        ValueError: no such data, or data of another task.
     """
     sources = _sources(task, data, text_columns, label_column)
     if "train" not in sources:

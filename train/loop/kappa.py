@@ -22,7 +22,7 @@ class Kappa:
 
     Args:
         model: sharded or not.
-        task: what is trained.
+        task: the task that is trained.
         settings: how.
         world: the processes.
         report: is passed the rows.
@@ -86,7 +86,7 @@ class Kappa:
             self.monitor.every = 1 if step == self.last else self.every
             self.monitor.begin(step)
         if self.qk_clip is not None:
-            # An evaluation between two steps is no part of what is clipped.
+            # An evaluation between two steps does not count for clipping.
             for module in self.qk_clip.modules.values():
                 module.peak_logit = None
 
@@ -99,7 +99,7 @@ class Kappa:
         if self.qk_clip is not None:
             for module in self.qk_clip.modules.values():
                 if module.peak_logit is not None:
-                    # QKClip takes no notice of what is not finite.
+                    # QKClip ignores logits that are not finite.
                     module.peak_logit = module.peak_logit.masked_fill(skipped, math.inf)
             self.qk_clip.step()
 
@@ -123,7 +123,7 @@ class Kappa:
         return None if self.conditioning is None else self.conditioning.loss()
 
     def probe(self, step: int) -> None:
-        """Write kappa of the held-out items, after so many updates, if there is a probe."""
+        """Write kappa of the held-out items, after a number of updates, if there is a probe."""
         if self.prober is None:
             return
         rows = self.prober.measure(self.probed, forward=self.task.score, step=step)

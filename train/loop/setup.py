@@ -34,7 +34,7 @@ from train.loop.schedule import Schedule
 # Numbers of GPUs that share the weights, for which a dry run predicts memory. Each of several
 # machines of eight holds all weights.
 GPUS = {"one_GPU": 1, "8_GPUs": 8, "64_GPUs_(8_x_8)": 8}
-ROOM = 80 * 10**9  # memory of a GPU, if there is none to ask
+ROOM = 80 * 10**9  # memory of a GPU, if none is present
 
 
 @dataclass

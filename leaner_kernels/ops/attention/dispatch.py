@@ -58,7 +58,7 @@ def _choose(
     grad: Tensor | None = None,
     others: Sequence[Tensor] = (),
 ) -> Choice:
-    """Return the first kernel that supports a call; ``others`` are tensors beside its operands."""
+    """Return the first kernel that supports a call; ``others`` are its other tensors."""
     profile, gpu = call.profile(grad), _tiles.capability(call.query.device)
     for kernel, limits in kernels.items():
         if tile := tile_of(kernel, limits, gpu, call, profile, others):
@@ -342,7 +342,7 @@ def find_rule_of_library(
 
 
 def _is_within(programs: int, first: int, last: int) -> bool:
-    """Return whether batch x heads lies in a range; in compiled code, whatever the batch may be."""
+    """Return whether batch x heads lies in a range; in compiled code for any batch."""
     if not torch.compiler.is_compiling():
         return first <= programs <= last
     # A comparison would guard on the batch: torch.export rejects that where the batch is dynamic.

@@ -119,7 +119,7 @@ def _attend(call: Call, enable_gqa: bool) -> Tensor:
             if recorded and _sinks(mask):
                 return with_all_scores()
         elif mask.dtype != torch.bool:
-            mask = mask.to(query.dtype)  # cuDNN misreads a float32 one beside half precision
+            mask = mask.to(query.dtype)  # cuDNN misreads a float32 mask with half-precision tensors
     # A traced comparison of sizes is not a bool, but PyTorch's function accepts only a bool.
     causal = True if call.is_causal and seen is None else False  # noqa: SIM210
     shared = True if enable_gqa else False  # noqa: SIM210

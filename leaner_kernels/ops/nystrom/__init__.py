@@ -111,7 +111,7 @@ def nystrom_attention_with_stats(
             of the three softmaxes; entropy and prob_norm (B, H) of the first softmax, rows of
             padded tokens included; head_norm (B, H); heads (S, N, H * D), None without ``sample``.
 
-    Numerics: ``out`` is as from ``nystrom_attention``; all else is computed beside it in float32.
+    Numerics: ``out`` is as from ``nystrom_attention``; all else is computed separately in float32.
     """
     query, key, value = autocast(query, key, value)
     params = _check(query, key, value, key_lengths, num_landmarks, scale, iterations, init)
@@ -125,7 +125,7 @@ def nystrom_attention_with_stats(
 
 
 class _Params(NamedTuple):
-    """The checked arguments beside query, key and value."""
+    """The checked arguments other than query, key and value."""
 
     lengths: Tensor | None
     num_landmarks: int
@@ -234,7 +234,7 @@ def _check(
     iterations: int,
     init: str,
 ) -> _Params:
-    """Check all arguments; return those beside the three tensors."""
+    """Check all arguments; return those other than the three tensors."""
     for name, t in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, t)
         if t.dim() != 4:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Parts(NamedTuple):
-    """What the output K1 (Z (K3 V)) is made of, and the scores of the three matrices."""
+    """The factors of the output K1 (Z (K3 V)), and the scores of the three matrices."""
 
     out: Tensor
     k1: Tensor

@@ -763,12 +763,12 @@ def places(kernel_size: int, stride: int) -> tuple[tuple[int, ...], ...]:
 def choose(tiles: Tiles, arguments: dict[str, Any], *pixels: Tensor) -> Tile:
     """Return the tile for loads of ``pixels``; ``BLOCK`` is cells or windows of a program.
 
-    There are no more windows than threads, or Triton moves what it holds of them through shared
-    memory.
+    A program has at most as many windows as threads. With more, Triton would move their values
+    through shared memory.
     """
     present = {
         "padded_dim": arguments["D"] != arguments["BLOCK_D"],
-        # Triton tells alignment by what is a multiple of 16.
+        # Triton derives alignment from multiples of 16.
         "unaligned": any(stride % 16 for t in pixels for stride in t.stride()[:-1]),
         "wide": arguments["K"] > 3,
     }

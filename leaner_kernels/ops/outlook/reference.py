@@ -21,7 +21,7 @@ def unfold(pixels: Tensor, window: Window) -> Tensor:
     """Return each window's pixels, (B, y, x, H, K * K, D), of (B, Y, X, H, D), zeros outside."""
     kernel_size, stride, padding = window
     batch, y, x, heads, dim = pixels.shape
-    # Heads as entries of a batch, of which there may be none.
+    # Heads become entries of the batch, which may be empty.
     channels_first = pixels.permute(0, 3, 4, 1, 2).flatten(0, 1)
     patches = F.unfold(channels_first, kernel_size, stride=stride, padding=padding)
     count = num_windows(y, window), num_windows(x, window)

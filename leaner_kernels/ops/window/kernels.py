@@ -411,7 +411,7 @@ def _map_strides(grad: Tensor) -> tuple[int, int, int, int]:
 
 
 def _programs(call: WindowCall, maps: int, rows: int) -> int:
-    """Return how many programs the heads of all windows of so many maps have, of ``rows`` each."""
+    """Return the number of programs of ``rows`` for the heads of all windows of ``maps`` maps."""
     _, y, x, _three, heads, _ = call.qkv.shape
     tokens = call.window_y * call.window_x
     windows = (y // call.window_y) * (x // call.window_x)

@@ -78,7 +78,7 @@ class Sources:
         held_out: images that measure.
         classes: how many there are.
         names: names of the classes; None where they have none.
-        made: what is held out was chosen here, from the training images.
+        made: whether the held-out images were chosen here, from the training images.
         splits: which parts of the data set train and are held out, in words.
         left_out: which files beside the images are not read, in words.
     """

@@ -1,7 +1,7 @@
 """Text as sequences of tokens, for train/gpt.py and train/bert.py.
 
 ``open_text(name, tokenizer)`` finds documents by name (``sources``), a tokeniser (``tokenizers``;
-trained on the documents where there is none), and encodes once into a file that ranks and later
+trained on the documents if there is none), and encodes once into a file that ranks and later
 runs share (``cache``, ``stream``). The result is one stream of tokens, with ``tokenizer.end`` after
 each document. Its first nine tenths are for training and the rest is held out, unless there is
 other text for that. ``Windows`` and ``RandomWindows`` cut sequences from a stream and are data sets
