@@ -18,11 +18,10 @@ def allocate(
     """Return the number of heads of each layer, and their width.
 
     - ``"uniform"``: as given.
-    - ``"early"``: the same total number of heads, falling linearly from 1.7 times the average in
-      the first layer to 0.3 times in the last, rounded to whole heads; parameters and FLOPs do not
-      change.
+    - ``"early"``: falls linearly from 1.7 times the average in the first layer to 0.3 times in the
+      last, rounded to whole heads. The total number of heads, parameters and FLOPs do not change.
     - ``"late"``: the reverse.
-    - ``"saturated"``: heads half as wide, rounded up, in the later half of the layers, which
+    - ``"saturated"``: heads are half as wide, rounded up, in the later half of the layers. This
       reduces the attention width by a quarter.
 
     Args:

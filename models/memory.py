@@ -199,9 +199,9 @@ class Step:
     def batch(self, size: int) -> tuple[Tensor, Tensor]:
         """Return ``size`` inputs and targets of the loss, on the default device.
 
-        Images (size, C, S, S), float32, and labels (size,); or tokens, (size, N) of full length
-        (size, 2, N for pairs), with targets of that shape for models that name tokens, labels
-        (size,) for those that classify.
+        For images, the inputs are (size, C, S, S) float32 and the labels (size,). For text, the
+        inputs are full-length tokens (size, N), or (size, 2, N) for pairs. Models that predict
+        tokens have targets of the same shape, and classifiers have labels (size,).
         """
         model, labels = self.model, torch.zeros(size, dtype=torch.int64)
         if isinstance(model, VisionModel):

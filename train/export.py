@@ -21,8 +21,8 @@ def load(path: str | Path, *, last: bool = False) -> tuple[nn.Module, Info]:
         last: for a run, take the newest weights instead.
 
     Returns:
-        The model, float32 in eval mode on the CPU, and ``Info``: family, arguments, settings, task,
-        classes, image_size, channels, mean, std, tokenizer, step, scores, accuracy, loss.
+        The model, in float32 and eval mode on the CPU, and its ``Info``. That class, in
+        ``train.checkpoint.weights``, documents its fields.
 
     Raises:
         ValueError: if the path has no weights of a run, or they are damaged or lack their

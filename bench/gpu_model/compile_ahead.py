@@ -1,9 +1,9 @@
 """Compile kernels for GPUs that this machine lacks, and read the resources that they use.
 
-A launcher is called on tensors without memory (the meta device) while ``recorded`` takes its
-launches instead of running them; each is then compiled by Triton's own binder, so that the measured
+A launcher is called on tensors without memory (the meta device). Meanwhile ``recorded`` records its
+launches instead of running them. Triton's own binder then compiles each launch, so the
 specialisation is the one that the same call would run on a GPU. Triton is imported at the first
-use: the benchmarks themselves also run without it.
+use, because the benchmarks also run without it.
 """
 
 import re

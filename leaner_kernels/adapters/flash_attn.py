@@ -212,7 +212,7 @@ def _masks(causal: bool, window_size: tuple[int, int], square: bool = True) -> d
 
 
 def _require(axes: str, dims: int, packed: int = 0, **tensors: Tensor) -> None:
-    """Raise ValueError for a tensor without these axes, of which the third last may be packed."""
+    """Raise ValueError for a tensor without these axes; ``packed``: size of the third last."""
     for name, tensor in tensors.items():
         if tensor.dim() != dims or (packed and tensor.shape[-3] != packed):
             raise ValueError(f"{name} must be ({axes}), got {tuple(tensor.shape)}")

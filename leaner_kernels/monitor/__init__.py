@@ -3,14 +3,14 @@
 ``begin`` starts the captures. ``end`` measures them (``measurement.py``) and passes the rows to the
 writers (``writers.py``). A model is captured in four ways:
 
-- attributes of our modules (``nn.capture``), because only the module knows its output and residual,
-  and because compiled code keeps them;
-- a hook of ``leaner_kernels.attention`` (``ops._hooks``) for calls in modules of others, because
-  activation checkpointing repeats calls in threads of the backward, where no mode is active;
-- a function mode (``trace.py``) for calls of PyTorch's attention, because any module may have bound
-  that function under a name of its own;
-- a hook of the operators below that function (``operators.py``), where our kernels compute them,
-  because compiled code calls these alone.
+- Attributes of our modules (``nn.capture``). Only the module knows its output and residual, and
+  compiled code keeps the attributes.
+- A hook of ``leaner_kernels.attention`` (``ops._hooks``), for calls in modules of others.
+  Activation checkpointing repeats calls in threads of the backward, where no mode is active.
+- A function mode (``trace.py``), for calls of PyTorch's attention. Any module may have bound that
+  function under another name.
+- A hook of the operators below that function (``operators.py``), if our kernels compute them.
+  Compiled code calls only the operators.
 """
 
 import math

@@ -61,11 +61,11 @@ class Info:
         classes: names of the classes, in the order of the logits; empty if there are no classes.
         image_size: pixels a side; None of a model of text.
         channels: number of channels of a picture.
-        mean, std: of each channel, of pixels in [0, 1].
+        mean, std: normalisation of each channel, for pixels in [0, 1].
         pixels: how a picture becomes pixels: "photograph" (resized, then its centre) or "digit".
         tokenizer: JSON of the library ``tokenizers``, bytes included; None without text.
-        step: of the newest row of ``metrics.jsonl`` that they were trained by, as on the page of
-            the run; one less than the steps done, after which a checkpoint is named.
+        step: step of their newest row in ``metrics.jsonl``, as on the page of the run. This is one
+            less than the number of steps done, by which a checkpoint is named.
         scores: their scores, such as held_out_accuracy; empty if unknown.
     """
 

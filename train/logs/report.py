@@ -421,11 +421,11 @@ def _kappa_table(rows: list[dict[str, Any]], history: list[dict[str, Any]]) -> T
     first = {}
     for row in history:
         first.setdefault(row["layer"], row)
-    caption = "κ is the largest over the smallest singular value of a layer's head outputs side by "
-    caption += (
-        "side. Near 1 the outputs spread evenly over all directions. A large κ means that some "
+    caption = (
+        "κ is the largest over the smallest singular value of a layer's head outputs side by side. "
+        "Near 1 the outputs spread evenly over all directions. A large κ means that some are "
+        "nearly combinations of others."
     )
-    caption += "are nearly combinations of others."
     if any(row["reason"] == "not resolved" for row in (*rows, *first.values())):
         caption += " Where rounding hides the smallest singular value, the rank is shown instead: "
         caption += "the number of singular values above 1e-6 of the largest."

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from leaner_kernels.monitor.run_files import JsonLines
 from tests.train.launch import TINY, rows
@@ -78,7 +79,21 @@ def test_a_terminal_shows_a_bar_and_the_time_left_and_a_file_plain_lines(
     assert ("━━" in said.partition("summary")[0]) == terminal
     assert ("0:00:00" in said) == terminal
     assert ("step 2/3  loss" in said) != terminal
-    assert "(blocks." in said
+    assert terminal or "(blocks." in said
+
+
+def test_a_line_on_a_terminal_shows_kappa_or_the_held_out_score(tmp_path, monkeypatch):
+    """Both would not fit in 80 columns."""
+    lines = []
+    monkeypatch.setattr(
+        "train.logs.report.Console", functools.partial(Console, force_terminal=True)
+    )
+    monkeypatch.setattr(
+        Progress, "update", lambda *_, description, **_others: lines.append(description)
+    )
+    vit.main([*TINY, "--steps", "3", "--out", str(tmp_path)])
+    assert ["(blocks." in line for line in lines] == [True, True, False]
+    assert ["held-out" in line for line in lines] == [False, False, True]
 
 
 def test_a_line_of_progress_shows_kappa_if_it_was_sampled_since_the_line_before(tmp_path, capsys):
