@@ -19,6 +19,7 @@ from studies import (
     depth_for_heads,
     kappa_against_heads,
     kappa_and_loss,
+    kappa_at_the_end,
     planner,
     printed_memory,
     printed_tables,
@@ -50,6 +51,8 @@ def text() -> str:
     if any(read(study.name) for study in ON_DEPTH):
         parts.append("![held-out loss against its costs](images/study-depth_for_heads.png)\n")
     parts += _sections(ON_HEADS)
+    if at_the_end := kappa_at_the_end.section():
+        parts.append(at_the_end)
     parts.append(planner.section())
     gap = read(theorem_gap.NAME)
     if gap is not None:
@@ -86,6 +89,31 @@ def read(name: str) -> dict[str, Any] | None:
     """Return the recorded results of a study, if there are some."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
+
+
+def converged(task: str, found: dict[str, Any]) -> str:
+    """Return what the rates of a task gave, and whether its runs are at the end of training."""
+    tried = read(f"{depth_for_heads.name_of(task)}-rates")
+    assert tried is not None
+    setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
+    loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
+    rows = []
+    flat = 0
+    for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
+        own = [run["losses"] for run in found["runs"] if run["arm"] == arm]
+        falls = [depth_for_heads.fall_at_end(losses) for losses in own]
+        flat += sum(abs(fall) <= depth_for_heads.FLAT for fall in falls)
+        of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
+        rows.append((arm, *of_rates, best[arm], ", ".join(f"{fall:.1f}" for fall in falls)))
+    rates = [f"loss at {rate}" for rate in setting.rates]
+    headers = ("arm", *rates, "rate taken", "share of the fall in the last fifth, %, by seed")
+    shown = tabulate(rows, headers, "github", disable_numparse=True)
+    said = (
+        f"**At the end.** {flat} of {len(found['runs'])} runs are flat: at most "
+        f"{depth_for_heads.FLAT:g}% of the change of their loss came in the last fifth of the "
+        f"steps. The losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
+    )
+    return f"{said}\n\n{shown}"
 
 
 def figure_of(study: Study) -> Path:
@@ -132,10 +160,18 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         table(_claims(found), "github", elsewhere),
         *plot,
         _by_group(study, found) or _by_arm(study, found),
+        *_converged(study, found),
         *(_rerun(other, found) for other in others),
         f"**Not shown.** {study.not_shown}",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _converged(study: Study, found: dict[str, Any]) -> Iterator[str]:
+    """Yield the check of convergence of a study whose arms train to the end."""
+    for task, of in depth_for_heads.STUDIES.items():
+        if of is study and depth_for_heads.SETTINGS[task].to_the_end:
+            yield converged(task, found)
 
 
 def _claims(found: dict[str, Any]) -> list[Claim]:
@@ -252,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts = {part: read(study.name) for part, study in depth_for_heads.STUDIES.items()}
     if measured := {part: found for part, found in parts.items() if found}:
         draw_costs(measured, figure_of(ON_DEPTH[0]))
+    if kappa_at_the_end.results():
+        kappa_at_the_end.draw(PAGE.parent / "images" / f"study-{kappa_at_the_end.NAME}.png")
     PAGE.write_text(text(), encoding="utf-8")
 
 

@@ -31,6 +31,7 @@ def correlations() -> list[dict[str, Any]]:
         {"study": path.stem, **_of_runs(json.loads(path.read_text())["runs"])}
         for source in SOURCES
         for path in sorted(RESULTS.glob(f"{source}*.json"))
+        if not path.stem.endswith("-rates")
     ]
 
 

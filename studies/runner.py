@@ -172,7 +172,7 @@ class _Run:
             "kappa": _geometric_mean(last),
             "unresolved": last.count(None),
             "kappa_at_first": _geometric_mean(probes[0]),
-            "kappa_of_layers": [k if k is None else float(f"{k:.4g}") for k in last],
+            "kappa_of_layers": [k if k is None else _short(k) for k in last],
             "held_out_loss": summary["held_out_loss"],
             "held_out_accuracy": summary.get("held_out_accuracy"),
             "params": summary["params"],
@@ -180,7 +180,15 @@ class _Run:
             **{name: summary[name] for name in COSTS if name in summary},
             "versions": {"torch": summary["torch"]},
         }
+        if "losses" in summary:
+            found["losses"] = [_short(loss) for loss in summary["losses"]]
+            found["kappas"] = [_short(_geometric_mean(of)) for of in probes.values()]
         return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in found.items()}
+
+
+def _short(value: float) -> float:
+    """Return a value in four digits."""
+    return float(f"{value:.4g}")
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float:

@@ -4,12 +4,15 @@
 
 A task is read from this Python's installation or generated:
 
+- ``pictures``: which open cells of a drawn maze its start reaches. A maze has 5 × 5 noisy cells of
+  4 × 4 pixels. Every cell is a patch, and the model classifies each.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
 - ``listops``: the value of each list at its closing bracket, in nested lists of MIN, MAX and MED
   with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]; held out, that of the whole list.
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
-the initial weights and the order of the items; the items are the same for all.
+the initial weights and the order of the items; the items are the same for all. The held-out loss
+of the first 400 items and kappa are measured before training and at each twentieth of the steps.
 """
 
 import argparse
@@ -34,10 +37,13 @@ from torch.nn import functional as F
 
 from leaner_kernels import measure
 from models.gpt import GPT
+from models.vit import SmallTransformer
 from train.data import listops
 
 CACHE = Path(__file__).resolve().parent.parent / "runs" / "data"
 PROBED = 16  # held-out items of which kappa is measured
+CHECKS = 20  # parts of a run, after each of which its held-out loss is measured
+CHECKED = 400  # held-out items of that
 CONTEXT = 64  # bytes that a model of the task python sees
 LONGEST = 40  # list
 # Without sums modulo ten, which take more steps to learn than there are.
@@ -45,6 +51,11 @@ LISTS = listops.ListLimits(
     max_depth=4, max_args=4, min_length=9, max_length=LONGEST + 1, operators=3
 )
 SIZES = {"train": 100_000, "dev": 10, "test": 5000}
+CELLS, PIXELS = 5, 4  # a side, of a maze and of a cell
+# Of a pixel. Knowing how mazes are drawn, one is right in 98.0% of the open cells at best.
+NOISE = 0.9
+WALLS = 0.42  # share of the cells
+SEEN, HELD_OUT_MAZES = 1 << 40, 2000  # numbers that mazes to train on are drawn from; others
 
 
 @dataclass(frozen=True)
@@ -67,12 +78,103 @@ class Task:
     scores: Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, Tensor]]
 
 
-def python_bytes(context: int = CONTEXT) -> Task:
-    """Return the task of the standard library's bytes: 4.7 MB in some 170 files."""
+class MazeTransformer(SmallTransformer):
+    """A ViT that classifies every patch: (B, 1, S, S) images -> (B, P, 2) logits.
+
+    Its positions start as sines and cosines of the row and the column, so that a patch finds its
+    neighbours from the first step. Learned from noise, they take most of a short training.
+    """
+
+    def __init__(self, **sizes: Any):
+        side = CELLS * PIXELS
+        super().__init__(
+            image_size=side, patch_size=PIXELS, in_chans=1, num_classes=2, pool="avg", **sizes
+        )
+
+    @property
+    def sequence_length(self) -> int:
+        """The number of patches."""
+        return self.num_tokens
+
+    def flops_per_sequence(self) -> int:
+        """Return the FLOPs of one image's forward, as ``flops_per_image`` counts them."""
+        return self.flops_per_image()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Give every parameter its initial value."""
+        super().init_weights(generator)
+        waves = self.embed_dim // 4
+        rates = 2 / 10 ** torch.linspace(0, 1, waves)
+        angles = torch.arange(CELLS).unsqueeze(1) * rates
+        of_side = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], 1)
+        rows = of_side.repeat_interleave(CELLS, 0)
+        columns = of_side.repeat(CELLS, 1)
+        self.pos_embed.zero_()
+        self.pos_embed[0, :, : 4 * waves] = torch.cat([rows, columns], 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits of every patch, row by row."""
+        self.check_images(images)
+        x = self.patch_embed(images) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.fc_norm(x))
+
+
+def mazes(numbers: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
+    """Draw mazes: (count, 1, 20, 20) float32 images and (count, 25) int64 targets.
+
+    A wall is 1, an open cell 0 and the start -2, each under normal noise. The target of an open
+    cell is 1 if steps to a side lead there from the start and 0 if not, that of a wall -100.
+    """
+    shape = count, CELLS, CELLS
+    walls = numbers.random(shape) < WALLS
+    start = np.arange(count), numbers.integers(CELLS * CELLS, size=count)
+    walls.reshape(count, -1)[start] = False
+    reached = np.zeros(shape, bool)
+    reached.reshape(count, -1)[start] = True
+    for _ in range(CELLS * CELLS):
+        wider = reached.copy()
+        wider[:, 1:] |= reached[:, :-1]
+        wider[:, :-1] |= reached[:, 1:]
+        wider[:, :, 1:] |= reached[:, :, :-1]
+        wider[:, :, :-1] |= reached[:, :, 1:]
+        reached = wider & ~walls
+    cells = walls.astype(np.float32)
+    cells.reshape(count, -1)[start] = -2
+    images = cells.repeat(PIXELS, 1).repeat(PIXELS, 2)
+    images += NOISE * numbers.standard_normal(images.shape, np.float32)
+    targets = np.where(walls, -100, reached).astype(np.int64).reshape(count, -1)
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(targets)
+
+
+def pictures() -> Task:
+    """Return the task of the mazes: no maze is seen twice."""
+
+    def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        images, targets = batch
+        return model(images)[targets >= 0], targets[targets >= 0]
+
+    return Task(
+        mazes(np.random.default_rng(0), HELD_OUT_MAZES),
+        lambda chosen: mazes(np.random.default_rng(chosen + 1), len(chosen)),
+        SEEN,
+        CELLS * CELLS,
+        scores,
+    )
+
+
+def python_bytes(context: int = CONTEXT, every: int = 1) -> Task:
+    """Return the task of the standard library's bytes: 4.7 MB in some 170 files.
+
+    Training takes every ``every``-th of the files that are not held out.
+    """
     paths = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     parts = [np.frombuffer(path.read_bytes() + b"\0", np.uint8) for path in paths]
     held_out = np.concatenate(parts[9::10])
-    train = np.concatenate([part for number, part in enumerate(parts) if number % 10 != 9])
+    seen = [part for number, part in enumerate(parts) if number % 10 != 9]
+    train = np.concatenate(seen[::every])
 
     def windows(text: np.ndarray, starts: np.ndarray) -> tuple[Tensor]:
         rows = np.lib.stride_tricks.sliding_window_view(text, context + 1)[starts]
@@ -83,9 +185,9 @@ def python_bytes(context: int = CONTEXT) -> Task:
         return model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten()
 
     starts = np.arange(0, len(held_out) - context, context)
-    every = -(-len(starts) * context // 100_000)  # some 100 kB are measured
+    step = -(-len(starts) * context // 100_000)  # some 100 kB are measured
     return Task(
-        windows(held_out, starts[::every]),
+        windows(held_out, starts[::step]),
         lambda chosen: windows(train, chosen),
         len(train) - context,
         context,
@@ -148,7 +250,11 @@ def inner_values(tokens: np.ndarray) -> np.ndarray:
     return values
 
 
-TASKS: dict[str, Callable[[], Task]] = {"python": python_bytes, "listops": lists}
+TASKS: dict[str, Callable[[], Task]] = {
+    "pictures": pictures,
+    "python": python_bytes,
+    "listops": lists,
+}
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -158,6 +264,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--task", choices=list(TASKS), required=True, help="task to learn")
     text = f"sequence length of --task python, in bytes ({CONTEXT})"
     add("--context", type=int, default=CONTEXT, help=text)
+    text = "train on every N-th file of --task python (1)"
+    add("--every-file", type=int, default=1, metavar="N", help=text)
     add("--depth", type=int, default=10, help="number of layers (10)")
     add("--heads", type=_numbers, default=[6], help="heads: one value, or one per layer (6)")
     text = "width of a head: one value, or one per layer (16)"
@@ -187,6 +295,8 @@ def build(args: argparse.Namespace) -> nn.Module:
         "mlp_ratio": args.mlp_ratio,
     }
     sizes |= {"heads": heads, "head_dim": head_dim}
+    if args.task == "pictures":
+        return MazeTransformer(**sizes)
     if args.task == "python":
         return GPT(vocab_size=256, sequence_length=args.context, **sizes)
     return GPT(vocab_size=1 + len(listops.SYMBOLS), sequence_length=LONGEST, **sizes)
@@ -195,19 +305,30 @@ def build(args: argparse.Namespace) -> nn.Module:
 def main(argv: Sequence[str] | None = None) -> None:
     """Train one model from the command line."""
     args = arguments(argv)
-    task = python_bytes(args.context) if args.task == "python" else TASKS[args.task]()
+    if args.task == "python":
+        task = python_bytes(args.context, args.every_file)
+    else:
+        task = TASKS[args.task]()
     start_memory = _peak_memory(args.device)
     torch.manual_seed(args.seed)
     model = build(args).to(args.device)
-    first = _kappas(model, task, args.device, 0)
+    rows: list[dict] = []
+    losses: list[float] = []
+
+    def check(step: int) -> None:
+        losses.append(_evaluate(model, task, args.device, CHECKED)[0])
+        rows.extend(_kappas(model, task, args.device, step))
+
+    check(0)
     started = time.perf_counter()
     cpu_started = time.process_time()
-    _train(model, task, args)
+    _train(model, task, args, check)
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_started
     loss, accuracy = _evaluate(model, task, args.device)
     summary = {
         "held_out_loss": loss,
         "held_out_accuracy": accuracy,
+        "losses": losses,
         "params": sum(parameter.numel() for parameter in model.parameters()),
         # A backward takes twice the products of a forward; a shorter item its part of the longest.
         "train_flops": 3
@@ -220,7 +341,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    rows = [*first, *_kappas(model, task, args.device, args.steps)]
     lines = (json.dumps({name: row[name] for name in ("step", "layer", "kappa")}) for row in rows)
     (args.out / "kappa_probe.jsonl").write_text("".join(line + "\n" for line in lines))
     whole = args.out / ".summary.json"
@@ -229,15 +349,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(json.dumps(summary) + "\n")
 
 
-def _train(model: nn.Module, task: Task, args: argparse.Namespace) -> None:
+def _train(
+    model: nn.Module, task: Task, args: argparse.Namespace, check: Callable[[int], None]
+) -> None:
+    """Train a model, and call ``check`` with the steps that are done at each of CHECKS times."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     betas = (0.9, 0.95)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=betas, fused=True)
     order = np.random.default_rng(args.seed)
-    model.train()
+    checked = {round(args.steps * part / CHECKS) for part in range(1, CHECKS + 1)}
     for step in range(args.steps):
+        model.train()
         rise = min(1.0, (step + 1) / (0.1 * args.steps))
         rate = args.lr * rise * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
@@ -248,14 +372,18 @@ def _train(model: nn.Module, task: Task, args: argparse.Namespace) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if step + 1 in checked:
+            check(step + 1)
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, task: Task, device: str) -> tuple[float, float]:
-    """Return the mean loss of the held-out predictions, and the share that is right."""
+def _evaluate(
+    model: nn.Module, task: Task, device: str, items: int | None = None
+) -> tuple[float, float]:
+    """Return the mean loss of the predictions of held-out items, and the share that is right."""
     model.eval()
     losses, right = [], []
-    for batch in zip(*(part.split(200) for part in task.held_out)):
+    for batch in zip(*(part[:items].split(200) for part in task.held_out)):
         logits, targets = task.scores(model, _on(batch, device))
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         right.append(logits.argmax(dim=1) == targets)

@@ -20,12 +20,18 @@ def built(task: str, arm: Arm):
     return model, model.flops_per_sequence() * given.steps
 
 
-@pytest.mark.parametrize("task", depth_for_heads.TASKS)
+@pytest.mark.parametrize("task", depth_for_heads.SETTINGS)
 def test_arms_of_equal_parameters_and_of_equal_flops_are(task: str) -> None:
-    study = depth_for_heads.STUDIES[task].scales["cpu"]
-    steps = ("--steps", str(depth_for_heads.STEPS[task]))
-    arms = {arm.name: arm for arm in study.arms}
-    made = {name: built(task, Arm(name, "", 0, (*steps, *arm.flags))) for name, arm in arms.items()}
+    setting = depth_for_heads.SETTINGS[task]
+    flags = (*setting.flags[2:], "--steps", str(setting.steps))
+    made = {
+        arm.name: built(setting.flags[1], Arm(arm.name, "", 0, (*flags, *arm.flags)))
+        for arm in depth_for_heads.arms(task)
+    }
+    if setting.names is not None:
+        assert set(made) == {"original", "lean"}
+        assert made["lean"][0].num_params() < 0.55 * made["original"][0].num_params()
+        return
     lean, narrow = (made[name][0].num_params() for name in ("lean", "deep-and-narrow"))
     assert narrow == pytest.approx(lean, rel=0.01)
     assert made["lean-at-equal-flops"][1] == pytest.approx(made["original"][1], rel=0.01)
@@ -75,7 +81,9 @@ def test_a_run_is_of_its_seed_and_learns(tmp_path) -> None:
         summary = json.loads((out / "summary.json").read_text())
         losses.append(summary["held_out_loss"])
         rows = [json.loads(line) for line in (out / "kappa_probe.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == [0, steps]
+        parts = {round(steps * part / train_small.CHECKS) for part in range(train_small.CHECKS + 1)}
+        assert [row["step"] for row in rows] == sorted(parts)
+        assert len(summary["losses"]) == len(parts)
     assert losses[0] == losses[1] != losses[2]
     assert max(losses[:3]) < losses[3] - 0.5
 
@@ -123,14 +131,20 @@ def runs_of(losses: dict[str, float], **others: float) -> list[dict]:
     ]
 
 
-@pytest.mark.parametrize("task", depth_for_heads.TASKS)
+@pytest.mark.parametrize("task", depth_for_heads.SETTINGS)
 def test_verdicts_on_depth_follow_the_losses(task: str) -> None:
     loss = dict.fromkeys(("original", "original-again", "heads-only", "lean"), 0.5)
     loss |= {"shallow-only": 0.6, "lean-without-mlp-change": 0.55, "deep-and-narrow": 0.6}
-    runs = runs_of(loss | {"lean-at-equal-flops": 0.4})
+    loss |= {"lean-at-equal-flops": 0.4}
+    setting = depth_for_heads.SETTINGS[task]
+    runs = runs_of({name: loss[name] for name in setting.names or loss})
     verdicts = [verdict for *_, verdict in judged(depth_for_heads.decide(task, runs))]
+    if setting.names is not None:
+        assert verdicts == ["holds", "undecided"]
+        return
     assert verdicts[:3] == ["holds", "holds", "fails"]
-    assert verdicts[4:] == ["holds", "holds", "holds"]
+    twice = ["fails"] if setting.to_the_end else []
+    assert verdicts[4:] == ["holds", "holds", *twice, "holds"]
 
 
 def test_the_planner_is_compared_with_what_was_measured(tmp_path, monkeypatch) -> None:
