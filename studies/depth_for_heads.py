@@ -227,7 +227,7 @@ def _units(task: str) -> tuple[str, str]:
     return "points", f"{MARGIN:g} point"
 
 
-def _scales(task: str) -> dict[str, Scale]:
+def scales(task: str) -> dict[str, Scale]:
     """Return the scales of a task; before its rates were tried, nothing else can run."""
     setting = SETTINGS[task]
     flags = (*setting.flags, "--steps", str(setting.steps))
@@ -241,13 +241,13 @@ def _scales(task: str) -> dict[str, Scale]:
         )
     else:
         chosen = None
-    scales = {}
+    found = {}
     if chosen:
-        scales["cpu"] = Scale(SCRIPT, flags, chosen, seeds=5, seconds=setting.seconds)
-        scales["gpu15"] = Scale(SCRIPT, (*flags, "--device", "cuda"), chosen, seeds=5, jobs=8)
+        found["cpu"] = Scale(SCRIPT, flags, chosen, seeds=5, seconds=setting.seconds)
+        found["gpu15"] = Scale(SCRIPT, (*flags, "--device", "cuda"), chosen, seeds=5, jobs=8)
     if setting.to_the_end:
-        scales["rates"] = Scale(SCRIPT, flags, tried(task), seeds=1, seconds=setting.seconds)
-    return scales
+        found["rates"] = Scale(SCRIPT, flags, tried(task), seeds=1, seconds=setting.seconds)
+    return found
 
 
 def _study(task: str) -> Study:
@@ -294,7 +294,7 @@ def _study(task: str) -> Study:
         ),
         rule=rule,
         not_shown=not_shown,
-        scales=_scales(task),
+        scales=scales(task),
         decide=lambda runs, _scale: decide(task, runs),
         axes=("layers", "held-out loss"),
         measure="held_out_loss",

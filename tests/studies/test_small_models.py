@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaner_kernels.nn import ManyHeadAttention
-from studies import allocation, depth_for_heads, figures, planner, train_small
+from studies import allocation, depth_for_heads, figures, planner, runner, train_small
 from studies.study import Arm, judged
 from train.data import listops
 
@@ -114,6 +114,94 @@ def test_each_list_in_a_list_has_its_value_at_its_bracket() -> None:
     lists = listops.generate(3, {"train": 200, "dev": 0, "test": 0}, train_small.LISTS)["train"]
     whole = [train_small.inner_values(lists[i])[-1] for i in range(200)]
     assert whole == [1 + label for label in lists.labels.tolist()]
+
+
+def reached_by_steps(maze: np.ndarray, start: tuple[int, int]) -> set[tuple[int, int]]:
+    """Return the cells that a walker reaches who steps to open cells only."""
+    found, left = {start}, [start]
+    while left:
+        row, column = left.pop()
+        for cell in ((row + 1, column), (row - 1, column), (row, column + 1), (row, column - 1)):
+            inside = min(cell) >= 0 and max(cell) < len(maze)
+            if inside and maze[cell] < 0.5 and cell not in found:
+                found.add(cell)
+                left.append(cell)
+    return found
+
+
+def test_targets_of_a_maze_are_the_cells_that_its_start_reaches(monkeypatch) -> None:
+    monkeypatch.setattr(train_small, "NOISE", 0.0)
+    images, targets = train_small.mazes(np.random.default_rng(3), 200)
+    assert images.shape == (200, 1, 20, 20)
+    assert images.dtype == torch.float32
+    side = train_small.CELLS
+    cells = images.reshape(200, side, train_small.PIXELS, side, train_small.PIXELS)
+    assert (cells == cells[:, :, :1, :, :1]).all()
+    outcomes = set()
+    for maze, target in zip(cells[:, :, 0, :, 0].numpy(), targets.reshape(-1, side, side).numpy()):
+        (start,) = zip(*np.nonzero(maze == -2))
+        reached = reached_by_steps(maze, start)
+        for cell in np.ndindex(side, side):
+            wanted = -100 if maze[cell] == 1 else int(cell in reached)
+            assert target[cell] == wanted
+            outcomes.add(wanted)
+    assert outcomes == {-100, 0, 1}
+
+
+def test_pictures_are_new_in_every_batch_and_their_model_takes_them() -> None:
+    task = train_small.pictures()
+    chosen = np.array([5, 7, 1 << 39])
+    images, targets = task.pick(chosen)
+    assert images.equal(task.pick(chosen)[0])
+    assert not images.equal(task.pick(chosen + 1)[0])
+    assert images[0].std() > train_small.NOISE
+    flags = ["--task", "pictures", "--width", "30", "--depth", "1", "--out", "-"]
+    model = train_small.build(train_small.arguments(flags))
+    logits, open_cells = task.scores(model, (images, targets))
+    assert logits.shape == (len(open_cells), 2)
+    assert len(open_cells) == (targets >= 0).sum() < targets.numel()
+    positions = model.pos_embed[0, :, :28].reshape(5, 5, 28)
+    assert positions[2, 0, :14].equal(positions[2, 4, :14])  # of a row
+    assert positions[0, 3, 14:].equal(positions[4, 3, 14:])  # and of a column
+    assert len(model.pos_embed[0].unique(dim=0)) == 25
+
+
+def test_a_part_of_the_text_is_of_the_same_held_out_items() -> None:
+    whole, part = train_small.python_bytes(), train_small.python_bytes(every=12)
+    assert part.items < whole.items / 10
+    assert part.held_out[0].equal(whole.held_out[0])
+
+
+def test_a_fall_in_the_last_fifth_is_a_share_of_the_whole_fall() -> None:
+    falls = [5.0, *[2.0] * 15, 1.5, 1.4, 1.2, 1.1, 1.0]
+    assert depth_for_heads.fall_at_end(falls) == pytest.approx(12.5)
+    rises = [*[3.0] * 6, *[1.0] * 11, 1.2, 1.2, 1.2, 1.2]
+    assert depth_for_heads.fall_at_end(rises) == pytest.approx(-100 / 9)
+
+
+def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None:
+    task = "python-to-the-end"
+    low, middle, high = depth_for_heads.SETTINGS[task].rates
+    loss = {"original": (1.3, 1.2, 1.25), "lean": (1.5, 1.4, 1.3)}
+    runs = [
+        {"arm": f"{arm}-lr-{rate}", "held_out_loss": value}
+        for arm, values in loss.items()
+        for rate, value in zip((low, middle, high), values)
+    ]
+    path = tmp_path / "depth_for_heads_python-to-the-end-rates.json"
+    path.write_text(json.dumps({"runs": runs}))
+    monkeypatch.setattr(runner, "RESULTS", tmp_path)
+    rates = depth_for_heads.best_rates(task)
+    assert (rates["original"], rates["lean"]) == (middle, high)
+    arms = {arm.name: arm for arm in depth_for_heads.tried(task)}
+    assert arms[f"lean-lr-{high}"].flags[-2:] == ("--lr", high)
+    assert len(arms) == 6
+
+
+def test_without_its_rates_a_task_offers_only_to_try_them(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(depth_for_heads, "RESULTS", tmp_path)
+    assert [*depth_for_heads.scales("pictures")] == ["rates"]
+    assert [*depth_for_heads.scales("python")] == ["cpu", "gpu15"]
 
 
 def runs_of(losses: dict[str, float], **others: float) -> list[dict]:

@@ -1,0 +1,64 @@
+"""What kappa says at the end of training, on results that are made up."""
+
+import json
+
+import numpy as np
+import pytest
+
+from studies import kappa_at_the_end
+from studies.study import judged
+
+ARMS = "original", "lean", "shallow-only", "original-again"
+
+
+def runs_of(first: tuple[float, ...], last: tuple[float, ...]) -> list[dict]:
+    """Return five runs of each arm, with kappa before and after, of which the loss grows by arm."""
+    return [
+        {
+            "arm": arm,
+            "seed": seed,
+            "kappa_at_first": before * (1 + 0.01 * seed),
+            "kappa": after * (1 + 0.02 * seed),
+            "kappas": [before, after],
+            "held_out_loss": (1 + number) * (1 + 0.001 * seed),
+        }
+        for number, (arm, before, after) in enumerate(zip(ARMS, first, last))
+        for seed in range(5)
+    ]
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    monkeypatch.setattr(kappa_at_the_end, "RESULTS", tmp_path)
+
+    def write(task: str, runs: list[dict]) -> None:
+        (tmp_path / f"depth_for_heads_{task}.json").write_text(json.dumps({"runs": runs}))
+
+    return write
+
+
+def test_rank_correlations_are_those_of_scipy():
+    from scipy.stats import spearmanr
+
+    a, b = np.random.default_rng(0).standard_normal((2, 4, 7))
+    expected = [spearmanr(x, y).statistic for x, y in zip(a, b)]
+    assert kappa_at_the_end.rank_correlations(a, b) == pytest.approx(expected)
+
+
+def test_verdicts_follow_kappa_and_the_losses(record):
+    record("pictures", runs_of((30, 20, 10, 99), (1, 2, 3, 99)))
+    verdicts = {claim.claim: verdict for claim, _, verdict in judged(kappa_at_the_end.claims())}
+    assert [*verdicts.values()] == ["holds", "fails", "fails", "holds", "holds"]
+    assert "2 of 5 claims" not in kappa_at_the_end.section()
+    assert "3 of 5 claims hold, 2 fail and 0 are undecided" in kappa_at_the_end.section()
+
+
+def test_of_two_arms_only_the_fall_is_tested_and_the_figure_is_drawn(record, tmp_path):
+    assert kappa_at_the_end.section() == ""
+    two = [run for run in runs_of((1, 2, 3, 4), (2, 3, 4, 5)) if run["arm"] in ARMS[:2]]
+    record("python-to-the-end", two)
+    (claim,) = kappa_at_the_end.claims()
+    assert claim.effect < 0
+    record("pictures", runs_of((30, 20, 10, 99), (1, 2, 3, 99)))
+    kappa_at_the_end.draw(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
