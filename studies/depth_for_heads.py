@@ -3,22 +3,18 @@
 python -m studies.depth_for_heads --task pictures
 """
 
+import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from studies import stats
-from studies.runner import RESULTS, main_of, recorded
+from studies import stats, train_small
+from studies.runner import RESULTS, main_of
 from studies.study import Arm, Claim, Measured, Scale, Study
 
 SCRIPT = "studies/train_small.py"
-# What a model without four layers may lose: per cent of the held-out loss, or points of accuracy.
-# Set before the runs.
-MARGIN = 1.0
-# A run is at the end of its training if its held-out loss changes by no more than this over the
-# last fifth of the steps, in per cent of its change over all steps. Set before the runs.
-FLAT = 1.0
 ORIGINAL, LEAN, SHALLOW = "original", "lean", "shallow-only"
 HEADS, WIDE_MLP, LEAN_LONGER = "heads-only", "lean-without-mlp-change", "lean-at-equal-flops"
 DEEP_NARROW, AGAIN = "deep-and-narrow", "original-again"
@@ -31,31 +27,49 @@ class Setting:
 
     Attributes:
         words: what the model predicts.
-        flags: flags of ``train_small.py`` that all its arms have.
+        task: task of ``train_small.py``.
+        flags: its other flags, which all arms have.
         steps: steps of an arm; some take more.
         rates: learning rates. Of several, each arm takes the one with which its loss was lowest.
         narrow: width at which ten layers of six heads have the lean model's parameters, to a per
             cent. A test counts both.
         longer: factor of the steps with which lean takes the original's FLOPs. A test counts both.
         seconds: that a run took in a pilot.
-        names: arms, or None for all.
         score: "loss" or "accuracy", by which arms are compared.
+        margin: what a model without four layers may lose, in per cent of the held-out loss or in
+            points of accuracy. Set before the runs.
+        to_the_end: whether the score is flat at the end of training: over the last fifth of the
+            steps, it changes by no more than the margin.
+        width: embedding width of the original.
+        head_dim: width of a head.
+        names: arms, or None for all.
     """
 
     words: str
+    task: str
     flags: tuple[str, ...]
     steps: int
     rates: tuple[str, ...]
     narrow: int
     longer: float
     seconds: float
-    names: tuple[str, ...] | None = None
     score: str = "loss"
+    margin: float = 1.0
+    to_the_end: bool = False
+    width: int = 96
+    head_dim: int = 16
+    names: tuple[str, ...] | None = None
 
     @property
-    def to_the_end(self) -> bool:
-        """Whether it trains its arms until their losses are flat, at rates of their own."""
-        return len(self.rates) > 1
+    def of_all(self) -> tuple[str, ...]:
+        """The flags of ``train_small.py`` that all arms have."""
+        sizes = ("--width", str(self.width), "--head-dim", str(self.head_dim))
+        return ("--task", self.task, *sizes, *self.flags, "--steps", str(self.steps))
+
+    @property
+    def unit(self) -> str:
+        """The unit of a difference of scores."""
+        return "% of the loss" if self.score == "loss" else "points"
 
 
 _IN_WORDS = "the next byte of the standard library"
@@ -65,27 +79,35 @@ _IN_WORDS = "the next byte of the standard library"
 SETTINGS = {
     "pictures": Setting(
         "cells that the start of a drawn maze reaches",
-        ("--task", "pictures", "--width", "48", "--head-dim", "8", "--batch-size", "16"),
-        steps=4500,
-        rates=("1e-3", "2e-3", "4e-3"),
+        "pictures",
+        ("--batch-size", "16"),
+        steps=6000,
+        rates=("1.5e-3", "3e-3", "6e-3"),
         narrow=30,
-        longer=2.02,
-        seconds=90,
+        longer=2.06,
+        seconds=75,
         score="accuracy",
+        margin=0.5,
+        to_the_end=True,
+        width=48,
+        head_dim=8,
     ),
     "python-to-the-end": Setting(
-        f"{_IN_WORDS}, from a fifteenth of its text",
-        ("--task", "python", "--every-file", "12", "--batch-size", "16"),
+        f"{_IN_WORDS}, from 180 kB of it",
+        "python",
+        ("--every-file", "17", "--batch-size", "16"),
         steps=2000,
         rates=("1.5e-3", "3e-3", "6e-3"),
         narrow=61,
         longer=1.96,
         seconds=180,
+        to_the_end=True,
         names=(ORIGINAL, LEAN),
     ),
     "python": Setting(
         _IN_WORDS,
-        ("--task", "python"),
+        "python",
+        (),
         steps=1500,
         rates=("3e-3",),
         narrow=61,
@@ -94,7 +116,8 @@ SETTINGS = {
     ),
     "listops": Setting(
         "the value of a nested list",
-        ("--task", "listops", "--batch-size", "96"),
+        "listops",
+        ("--batch-size", "96"),
         steps=1000,
         rates=("1e-3",),
         narrow=60,
@@ -144,7 +167,12 @@ def best_rates(task: str) -> dict[str, str]:
     Raises:
         ValueError: the rates were not tried.
     """
-    loss = {run["arm"]: run["held_out_loss"] for run in recorded(f"{name_of(task)}-rates")}
+    path = RESULTS / f"{name_of(task)}-rates.json"
+    if not path.exists():
+        command = f"python -m studies.depth_for_heads --task {task} --scale rates --record"
+        raise ValueError(f"the arms of {task} need their learning rates: run {command} first")
+    runs = json.loads(path.read_text())["runs"]
+    loss = {run["arm"]: run["held_out_loss"] for run in runs}
     best = {
         arm.name: min(SETTINGS[task].rates, key=lambda rate: loss[f"{arm.name}-lr-{rate}"])
         for arm in arms(task)
@@ -158,16 +186,21 @@ def name_of(task: str) -> str:
     return f"depth_for_heads_{task}"
 
 
-def fall_at_end(losses: Sequence[float]) -> float:
-    """Return the share of a loss's fall that came in the last fifth of training, in per cent.
+def gain_at_end(task: str, run: Measured) -> float:
+    """Return what the last fifth of a run's steps gained, in the unit of the task's claims.
 
-    Below 0 the loss rose.
-
-    Args:
-        losses: before the first step, and after each of equal parts of the training.
+    Below 0 the score fell.
     """
-    fifth = (len(losses) - 1) // 5
-    return 100 * (losses[-1 - fifth] - losses[-1]) / (losses[0] - losses[-1])
+    fifth = train_small.CHECKS // 5
+    if SETTINGS[task].score == "loss":
+        before, after = run["losses"][-1 - fifth], run["losses"][-1]
+        return 100 * math.log(before / after)
+    return 100 * (run["accuracies"][-1] - run["accuracies"][-1 - fifth])
+
+
+def is_flat(task: str, run: Measured) -> bool:
+    """Return whether a run is at the end of its training."""
+    return abs(gain_at_end(task, run)) <= SETTINGS[task].margin
 
 
 def score(task: str, runs: Sequence[Measured], names: Sequence[str]) -> np.ndarray:
@@ -178,104 +211,96 @@ def score(task: str, runs: Sequence[Measured], names: Sequence[str]) -> np.ndarr
 
 
 def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
-    """Test the claims of a task on its runs; of runs that try rates there are none."""
-    names = {run["arm"] for run in runs}
-    if ORIGINAL not in names:
+    """Test the claims of a task on its runs. Runs that try rates have no claims."""
+    if {run["arm"] for run in runs} <= {arm.name for arm in tried(task)}:
         return []
-    unit, within = _units(task)
+    setting = SETTINGS[task]
+    unit = setting.unit if setting.score == "loss" else "point"
+    margin, within = setting.margin, f"{setting.margin:g} {unit}"
 
     def gain(one: str, other: str) -> np.ndarray:
         of = score(task, runs, (one, other))
         return of[:, 0] - of[:, 1]
 
     def claim(words: str, effects: np.ndarray) -> Claim:
-        return Claim.of_seeds(words, effects, stats.above_zero(effects), unit)
+        return Claim.of_seeds(words, effects, stats.above_zero(effects), setting.unit)
 
     no_worse = f"lean is no worse than the original (within {within})"
-    claims = [claim(no_worse, gain(LEAN, ORIGINAL) + MARGIN)]
-    if names == {ORIGINAL, LEAN}:
+    claims = [claim(no_worse, gain(LEAN, ORIGINAL) + margin)]
+    if setting.names is not None:
         return [*claims, claim("lean is better than the original", gain(LEAN, ORIGINAL))]
-    twins = np.log10(stats.table(runs, (ORIGINAL, AGAIN), "held_out_loss"))
-    return [
-        *claims,
+    claims += [
         claim("six layers gain from eight heads, all else as it was", gain(WIDE_MLP, SHALLOW)),
         claim(
             f"eight heads alone make up for four layers (within {within})",
-            gain(WIDE_MLP, ORIGINAL) + MARGIN,
+            gain(WIDE_MLP, ORIGINAL) + margin,
         ),
         claim("ten layers gain from eight heads", gain(HEADS, ORIGINAL)),
         claim("lean beats ten narrow layers of as many parameters", gain(LEAN, DEEP_NARROW)),
         claim("lean beats the original at equal training FLOPs", gain(LEAN_LONGER, ORIGINAL)),
-        *(
-            [
-                claim(
-                    f"twice the steps do not improve lean (by {within})",
-                    MARGIN - gain(LEAN_LONGER, LEAN),
-                )
-            ]
-            if SETTINGS[task].to_the_end
-            else []
-        ),
-        Claim.of_twins("loss", twins),
     ]
-
-
-def _units(task: str) -> tuple[str, str]:
-    """Return the unit of effects, and the margin in it."""
-    if SETTINGS[task].score == "loss":
-        return "% of the loss", f"{MARGIN:g} % of the loss"
-    return "points", f"{MARGIN:g} point"
+    if setting.to_the_end:
+        words = f"twice the steps improve lean by less than {within}"
+        claims.append(claim(words, margin - gain(LEAN_LONGER, LEAN)))
+    twins = np.log10(stats.table(runs, (ORIGINAL, AGAIN), "held_out_loss"))
+    return [*claims, Claim.of_twins("loss", twins)]
 
 
 def scales(task: str) -> dict[str, Scale]:
     """Return the scales of a task; before its rates were tried, nothing else can run."""
     setting = SETTINGS[task]
-    flags = (*setting.flags, "--steps", str(setting.steps))
+    flags, chosen = setting.of_all, arms(task)
     if not setting.to_the_end:
-        flags += ("--lr", *setting.rates)
-        chosen = arms(task)
-    elif (RESULTS / f"{name_of(task)}-rates.json").exists():
+        return _cpu_and_gpu((*flags, "--lr", *setting.rates), chosen, setting.seconds)
+    trying = Scale(SCRIPT, flags, tried(task), seeds=1, seconds=setting.seconds)
+    try:
         rates = best_rates(task)
-        chosen = tuple(
-            replace(arm, flags=(*arm.flags, "--lr", rates[arm.name])) for arm in arms(task)
-        )
-    else:
-        chosen = None
-    found = {}
-    if chosen:
-        found["cpu"] = Scale(SCRIPT, flags, chosen, seeds=5, seconds=setting.seconds)
-        found["gpu15"] = Scale(SCRIPT, (*flags, "--device", "cuda"), chosen, seeds=5, jobs=8)
-    if setting.to_the_end:
-        found["rates"] = Scale(SCRIPT, flags, tried(task), seeds=1, seconds=setting.seconds)
-    return found
+    except ValueError:
+        return {"rates": trying}
+    chosen = tuple(replace(arm, flags=(*arm.flags, "--lr", rates[arm.name])) for arm in chosen)
+    return {**_cpu_and_gpu(flags, chosen, setting.seconds), "rates": trying}
+
+
+def _cpu_and_gpu(flags: tuple[str, ...], arms: tuple[Arm, ...], seconds: float) -> dict[str, Scale]:
+    return {
+        "cpu": Scale(SCRIPT, flags, arms, seeds=5, seconds=seconds),
+        "gpu15": Scale(SCRIPT, (*flags, "--device", "cuda"), arms, seeds=5, jobs=8),
+    }
 
 
 def _study(task: str) -> Study:
     setting = SETTINGS[task]
     of_loss = setting.score == "loss"
-    unit = "per cent of the loss" if of_loss else "point"
-    width = "48" if task == "pictures" else "96"
-    wide = "8" if task == "pictures" else "16"
+    unit = "per cent of the loss" if of_loss else "points" if setting.margin < 1 else "point"
     rule = (
         "Student's paired test over seeds, one-sided. *No worse* means less than "
-        f"{MARGIN:g} {unit} worse. This margin was set before the runs, and the effect includes "
-        "it. p is corrected after Holm over the claims of the task."
+        f"{setting.margin:g} {unit} worse. This margin was set before the runs, and the effect "
+        "includes it. p is corrected after Holm over the claims of the task."
+    )
+    not_shown = (
+        "The models have a million parameters and were trained for minutes, at one learning rate "
+        "that was chosen for the original."
     )
     if setting.to_the_end:
         rule += (
             f" Each arm was first trained with the learning rates {', '.join(setting.rates)}, from "
-            "one other seed, and takes the one with the lowest held-out loss. A run is at the end "
-            "of its training if no more than "
-            f"{FLAT:g}% of the change of its held-out loss falls into the last fifth of the steps."
+            "one other seed, and takes the one with the lowest loss on the held-out items. A run "
+            "is at the end of its training if the last fifth of the steps changes its score by no "
+            "more than the margin."
         )
         not_shown = (
-            "The models have up to a million parameters, and the schedule lowers the learning rate "
-            "to 0, which flattens every loss. Twice the steps could still lower it."
+            "The schedule lowers the learning rate to 0, which flattens every curve. Other "
+            "schedules, or regularisation, could lower the loss further."
         )
-    else:
-        not_shown = (
-            "The models have a million parameters and were trained for minutes, at one learning "
-            "rate that was chosen for the original."
+    if task == "pictures":
+        not_shown += (
+            " The task is close to its ceiling: an ideal observer is right in 97.5% of the open "
+            "cells, so that hardly a point is left to gain. A larger maze may need more layers."
+        )
+    if task == "python-to-the-end":
+        not_shown += (
+            " The text is short enough to be read eleven times, so that the held-out loss is flat "
+            "while the training loss still falls."
         )
     return Study(
         name=name_of(task),
@@ -284,8 +309,8 @@ def _study(task: str) -> Study:
         claims=(
             "The paper says that with more heads, depth can be cut without a loss of quality. Its "
             "ViT-B goes from 12 layers of 12 heads to 7 layers of 16, and halves the width of the "
-            f"MLP. The heads stay equally wide. Here, models of width {width} go from 10 layers of "
-            f"6 heads to 6 layers of 8. All heads are {wide} wide."
+            f"MLP. The heads stay equally wide. Here, models of width {setting.width} go from 10 "
+            f"layers of 6 heads to 6 layers of 8. All heads are {setting.head_dim} wide."
         ),
         metric=(
             "Held-out loss; differences are in per cent of the loss."

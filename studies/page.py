@@ -93,25 +93,31 @@ def read(name: str) -> dict[str, Any] | None:
 
 def converged(task: str, found: dict[str, Any]) -> str:
     """Return what the rates of a task gave, and whether its runs are at the end of training."""
-    tried = read(f"{depth_for_heads.name_of(task)}-rates")
-    assert tried is not None
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
+    tried = read(f"{depth_for_heads.name_of(task)}-rates") or {"runs": []}
     loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
-    rows = []
-    flat = 0
+    rows, open_ended = [], []
     for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
-        own = [run["losses"] for run in found["runs"] if run["arm"] == arm]
-        falls = [depth_for_heads.fall_at_end(losses) for losses in own]
-        flat += sum(abs(fall) <= depth_for_heads.FLAT for fall in falls)
+        own = [run for run in found["runs"] if run["arm"] == arm]
+        gains = ", ".join(f"{depth_for_heads.gain_at_end(task, run):.2f}" for run in own)
+        falls = [100 * (1 - run["losses"][-1] / run["losses"][-5]) for run in own]
         of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
-        rows.append((arm, *of_rates, best[arm], ", ".join(f"{fall:.1f}" for fall in falls)))
+        rows.append((arm, *of_rates, best[arm], gains, ", ".join(f"{fall:.1f}" for fall in falls)))
+        if off := sum(not depth_for_heads.is_flat(task, run) for run in own):
+            open_ended.append(f"{arm} ({off} of {len(own)} seeds)")
     rates = [f"loss at {rate}" for rate in setting.rates]
-    headers = ("arm", *rates, "rate taken", "share of the fall in the last fifth, %, by seed")
+    headers = ("arm", *rates, "taken", f"gain, {setting.unit}", "fall of the loss, %")
     shown = tabulate(rows, headers, "github", disable_numparse=True)
+    if open_ended:
+        verdict = (
+            f"Not at the end: {', '.join(open_ended)}. What is claimed of these arms is not "
+            "claimed of the end of training."
+        )
+    else:
+        verdict = f"All {len(found['runs'])} runs are at the end of their training."
     said = (
-        f"**At the end.** {flat} of {len(found['runs'])} runs are flat: at most "
-        f"{depth_for_heads.FLAT:g}% of the change of their loss came in the last fifth of the "
-        f"steps. The losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"**At the end.** {verdict} The last two columns have what the last fifth of the steps "
+        f"gained, seed by seed. The losses at the rates are of seed {depth_for_heads.TRIED_SEED}."
     )
     return f"{said}\n\n{shown}"
 

@@ -181,7 +181,8 @@ class _Run:
             "versions": {"torch": summary["torch"]},
         }
         if "losses" in summary:
-            found["losses"] = [_short(loss) for loss in summary["losses"]]
+            for name in ("losses", "accuracies"):
+                found[name] = [_short(value) for value in summary[name]]
             found["kappas"] = [_short(_geometric_mean(of)) for of in probes.values()]
         return {k: float(f"{v:.7g}") if isinstance(v, float) else v for k, v in found.items()}
 

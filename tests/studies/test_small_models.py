@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaner_kernels.nn import ManyHeadAttention
-from studies import allocation, depth_for_heads, figures, planner, runner, train_small
+from studies import allocation, depth_for_heads, figures, planner, train_small
 from studies.study import Arm, judged
 from train.data import listops
 
@@ -23,9 +23,8 @@ def built(task: str, arm: Arm):
 @pytest.mark.parametrize("task", depth_for_heads.SETTINGS)
 def test_arms_of_equal_parameters_and_of_equal_flops_are(task: str) -> None:
     setting = depth_for_heads.SETTINGS[task]
-    flags = (*setting.flags[2:], "--steps", str(setting.steps))
     made = {
-        arm.name: built(setting.flags[1], Arm(arm.name, "", 0, (*flags, *arm.flags)))
+        arm.name: built(setting.task, Arm(arm.name, "", 0, (*setting.of_all[2:], *arm.flags)))
         for arm in depth_for_heads.arms(task)
     }
     if setting.names is not None:
@@ -74,16 +73,16 @@ def test_a_figure_compares_its_points_with_the_original(figure: str, points: int
 def test_a_run_is_of_its_seed_and_learns(tmp_path) -> None:
     flags = ("--depth", "1", "--heads", "2", "--head-dim", "8", "--width", "32", "--context", "16")
     losses = []
-    for number, (seed, steps) in enumerate([(3, 30), (3, 30), (4, 30), (3, 2)]):
+    for number, (seed, steps) in enumerate([(3, 40), (3, 40), (4, 40), (3, 2)]):
         out = tmp_path / str(number)
         more = ("--seed", str(seed), "--steps", str(steps), "--out", str(out))
         train_small.main(["--task", "python", *flags, *more])
         summary = json.loads((out / "summary.json").read_text())
         losses.append(summary["held_out_loss"])
         rows = [json.loads(line) for line in (out / "kappa_probe.jsonl").read_text().splitlines()]
-        parts = {round(steps * part / train_small.CHECKS) for part in range(train_small.CHECKS + 1)}
-        assert [row["step"] for row in rows] == sorted(parts)
-        assert len(summary["losses"]) == len(parts)
+        at = [row["step"] for row in rows]
+        assert at == ([*range(0, 41, 2)] if steps == 40 else [0, 1, 2])
+        assert len(summary["losses"]) == len(summary["accuracies"]) == len(at)
     assert losses[0] == losses[1] != losses[2]
     assert max(losses[:3]) < losses[3] - 0.5
 
@@ -132,7 +131,7 @@ def reached_by_steps(maze: np.ndarray, start: tuple[int, int]) -> set[tuple[int,
 def test_targets_of_a_maze_are_the_cells_that_its_start_reaches(monkeypatch) -> None:
     monkeypatch.setattr(train_small, "NOISE", 0.0)
     images, targets = train_small.mazes(np.random.default_rng(3), 200)
-    assert images.shape == (200, 1, 20, 20)
+    assert images.shape == (200, 1, 16, 16)
     assert images.dtype == torch.float32
     side = train_small.CELLS
     cells = images.reshape(200, side, train_small.PIXELS, side, train_small.PIXELS)
@@ -160,10 +159,10 @@ def test_pictures_are_new_in_every_batch_and_their_model_takes_them() -> None:
     logits, open_cells = task.scores(model, (images, targets))
     assert logits.shape == (len(open_cells), 2)
     assert len(open_cells) == (targets >= 0).sum() < targets.numel()
-    positions = model.pos_embed[0, :, :28].reshape(5, 5, 28)
-    assert positions[2, 0, :14].equal(positions[2, 4, :14])  # of a row
-    assert positions[0, 3, 14:].equal(positions[4, 3, 14:])  # and of a column
-    assert len(model.pos_embed[0].unique(dim=0)) == 25
+    positions = model.pos_embed[0, :, :28].reshape(4, 4, 28)
+    assert positions[2, 0, :14].equal(positions[2, 3, :14])  # of a row
+    assert positions[0, 3, 14:].equal(positions[2, 3, 14:])  # and of a column
+    assert len(model.pos_embed[0].unique(dim=0)) == 16
 
 
 def test_a_part_of_the_text_is_of_the_same_held_out_items() -> None:
@@ -172,11 +171,16 @@ def test_a_part_of_the_text_is_of_the_same_held_out_items() -> None:
     assert part.held_out[0].equal(whole.held_out[0])
 
 
-def test_a_fall_in_the_last_fifth_is_a_share_of_the_whole_fall() -> None:
-    falls = [5.0, *[2.0] * 15, 1.5, 1.4, 1.2, 1.1, 1.0]
-    assert depth_for_heads.fall_at_end(falls) == pytest.approx(12.5)
-    rises = [*[3.0] * 6, *[1.0] * 11, 1.2, 1.2, 1.2, 1.2]
-    assert depth_for_heads.fall_at_end(rises) == pytest.approx(-100 / 9)
+def test_a_run_is_flat_if_its_last_fifth_gains_no_more_than_the_margin() -> None:
+    steady = [5.0, *[2.0] * 15, 1.01, 0.9, 0.9, 1.2, 1.0]
+    run = {"losses": steady, "accuracies": [0.5] * 16 + [0.9, 0.8, 0.8, 0.9, 0.904]}
+    assert depth_for_heads.gain_at_end("python-to-the-end", run) == pytest.approx(0.995, abs=1e-3)
+    assert depth_for_heads.gain_at_end("pictures", run) == pytest.approx(0.4)
+    assert depth_for_heads.is_flat("python-to-the-end", run)
+    assert depth_for_heads.is_flat("pictures", run)
+    falling = run | {"losses": [*steady[:-1], 0.99], "accuracies": [*run["accuracies"][:-1], 0.894]}
+    assert not depth_for_heads.is_flat("python-to-the-end", falling)
+    assert not depth_for_heads.is_flat("pictures", falling)
 
 
 def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None:
@@ -189,8 +193,10 @@ def test_an_arm_takes_the_rate_of_its_lowest_loss(tmp_path, monkeypatch) -> None
         for rate, value in zip((low, middle, high), values)
     ]
     path = tmp_path / "depth_for_heads_python-to-the-end-rates.json"
+    monkeypatch.setattr(depth_for_heads, "RESULTS", tmp_path)
+    with pytest.raises(ValueError, match=f"--task {task} --scale rates --record first"):
+        depth_for_heads.best_rates(task)
     path.write_text(json.dumps({"runs": runs}))
-    monkeypatch.setattr(runner, "RESULTS", tmp_path)
     rates = depth_for_heads.best_rates(task)
     assert (rates["original"], rates["lean"]) == (middle, high)
     arms = {arm.name: arm for arm in depth_for_heads.tried(task)}
