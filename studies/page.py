@@ -142,12 +142,12 @@ def _section(study: Study, found: dict[str, Any]) -> str:
     runs, arms = len(found["runs"]), len({run["arm"] for run in found["runs"]})
     seconds = mean(run["seconds"] for run in found["runs"])
     machine = found["machine"]
-    again = [
-        path
-        for scale in ("", *(f"{name}-" for name in study.scales))
-        for path in sorted(RESULTS.glob(f"{study.name}-{scale}from-*.json"))
+    others = [
+        other
+        for path in sorted(RESULTS.glob(f"{study.name}-*.json"))
+        if (other := json.loads(path.read_text()))["study"] == study.name
+        and other["scale"] != "rates"
     ]
-    others = [json.loads(path.read_text()) for path in again]
     # Repetitions at another scale are shown next to the claims.
     elsewhere = [
         claim for other in others if other["scale"] != found["scale"] for claim in _claims(other)

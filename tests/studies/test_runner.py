@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from studies import page, runner, stats
+from studies import depth_for_heads, page, runner, stats
 from studies.study import Arm, Claim, Scale, Study, judged
 
 # In place of a script of train/: a run that takes a while and leaves what its seed and heads say.
@@ -30,6 +30,7 @@ kappa = 100 / int(a.heads) + int(a.seed) % 10
 rows = [{"step": step, "kappa": kappa * (1 + step)} for step in (0, 0, 6, 6)]
 (out / "kappa_probe.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 summary = {"held_out_loss": 1.0, "held_out_accuracy": 0.5, "params": 7, "seconds": 0.1}
+summary |= {"losses": [2.0, 1.000049], "accuracies": [0.25, 0.5]}
 (out / "summary.json").write_text(json.dumps(summary | {"torch": "2.x"}))
 """
 ARMS = tuple(Arm(f"heads-{h}", "heads", h, ("--heads", str(h))) for h in (1, 2, 4))
@@ -77,6 +78,8 @@ def test_every_arm_runs_with_every_seed_and_the_results_are_recorded(tmp_path, c
     one = next(run for run in found["runs"] if (run["arm"], run["seed"]) == ("heads-2", 1))
     assert one["kappa"] == pytest.approx(51 * 7)
     assert one["kappa_at_first"] == pytest.approx(51)
+    assert one["kappas"] == [51, 357]
+    assert (one["losses"], one["accuracies"]) == ([2.0, 1.0], [0.25, 0.5])
     assert len(found["runs"]) == 9
     said = capsys.readouterr().out
     assert "3 arms x 3 seeds = 9 runs of train/script.py, 2 at once: about 4 minutes" in said
@@ -155,6 +158,31 @@ def test_a_study_that_reads_another_says_so(tmp_path):
 def test_the_page_is_what_the_results_say(monkeypatch):
     monkeypatch.undo()
     assert page.PAGE.read_text(encoding="utf-8") == page.text()
+
+
+def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
+    task, arms = "python-to-the-end", ("original", "lean")
+    monkeypatch.setattr(depth_for_heads, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    rates = depth_for_heads.SETTINGS[task].rates
+    tried = [
+        {"arm": f"{arm}-lr-{rate}", "held_out_loss": float(rate)} for arm in arms for rate in rates
+    ]
+    path = tmp_path / "depth_for_heads_python-to-the-end-rates.json"
+    path.write_text(json.dumps({"runs": tried}))
+    flat, falling = [3.0] + [1.0] * 20, [3.0] * 17 + [2.9, 2.9, 2.9, 2.8]
+    runs = [{"arm": arm, "seed": seed, "losses": flat} for arm in arms for seed in (0, 1)]
+    assert "All 4 runs are at the end" in page.converged(task, {"runs": runs})
+    runs[3]["losses"] = falling
+    said = page.converged(task, {"runs": runs})
+    assert "Not at the end: lean (1 of 2 seeds)." in said
+    row = next(line for line in said.splitlines() if line.startswith("| lean"))
+    assert [cell.strip() for cell in row.split("|")[2:-1]] == [
+        *(f"{float(rate):.4f}" for rate in rates),
+        rates[0],
+        "0.00, 6.90",
+        "0.0, 6.7",
+    ]
 
 
 RECORDED = [study for study in page.STUDIES if page.read(study.name)]

@@ -165,6 +165,19 @@ def test_pictures_are_new_in_every_batch_and_their_model_takes_them() -> None:
     assert len(model.pos_embed[0].unique(dim=0)) == 16
 
 
+def test_logits_of_a_patch_are_of_its_pixels() -> None:
+    torch.manual_seed(0)
+    flags = ["--task", "pictures", "--width", "16", "--depth", "1", "--out", "-"]
+    model = train_small.build(train_small.arguments(flags))
+    for block in model.blocks:  # so that no token reads another
+        block.attn.proj.weight.data.zero_()
+    images = torch.randn(1, 1, 16, 16)
+    before = model(images)[0]
+    images[0, 0, 8:12, 4:8] += 1
+    differ = (model(images)[0] != before).any(dim=1)
+    assert differ.nonzero().flatten().tolist() == [2 * 4 + 1]
+
+
 def test_a_part_of_the_text_is_of_the_same_held_out_items() -> None:
     whole, part = train_small.python_bytes(), train_small.python_bytes(every=12)
     assert part.items < whole.items / 10
