@@ -294,8 +294,8 @@ def _study(task: str) -> Study:
         )
     if task == "pictures":
         not_shown += (
-            " The task is close to its ceiling: an ideal observer is right in 97.5% of the open "
-            "cells, so that hardly a point is left to gain. A larger maze may need more layers."
+            " The models come so close to the ceiling that hardly a point is left to gain. A "
+            "larger maze may need more layers."
         )
     if task == "python-to-the-end":
         not_shown += (

@@ -17,6 +17,7 @@ from tabulate import tabulate
 from studies import (
     allocation,
     depth_for_heads,
+    ideal_observer,
     kappa_against_heads,
     kappa_and_loss,
     kappa_at_the_end,
@@ -174,7 +175,9 @@ def _section(study: Study, found: dict[str, Any]) -> str:
 
 
 def _converged(study: Study, found: dict[str, Any]) -> Iterator[str]:
-    """Yield the check of convergence of a study whose arms train to the end."""
+    """Yield what a study whose arms train to the end says about it."""
+    if study is depth_for_heads.STUDIES["pictures"] and (ceiling := ideal_observer.section()):
+        yield ceiling
     for task, of in depth_for_heads.STUDIES.items():
         if of is study and depth_for_heads.SETTINGS[task].to_the_end:
             yield converged(task, found)

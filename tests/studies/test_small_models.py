@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from leaner_kernels.nn import ManyHeadAttention
-from studies import allocation, depth_for_heads, figures, planner, train_small
+from studies import allocation, depth_for_heads, figures, ideal_observer, planner, train_small
 from studies.study import Arm, judged
 from train.data import listops
 
@@ -145,6 +145,31 @@ def test_targets_of_a_maze_are_the_cells_that_its_start_reaches(monkeypatch) -> 
             assert target[cell] == wanted
             outcomes.add(wanted)
     assert outcomes == {-100, 0, 1}
+
+
+def test_the_ideal_observer_knows_what_a_target_is(monkeypatch) -> None:
+    monkeypatch.setattr(train_small, "NOISE", 0.1)
+    images, targets = (part.numpy() for part in train_small.mazes(np.random.default_rng(1), 40))
+    sure = ideal_observer.probabilities(images[:, 0].astype(np.float64))
+    assert sure[targets >= 0] == pytest.approx(targets[targets >= 0], abs=1e-6)
+    # Without pixels, a neighbour of the start is reached whenever it is open.
+    monkeypatch.setattr(train_small, "NOISE", 1e6)
+    blank = np.zeros((1, 16, 16))
+    blank[0, 4:8, 4:8] = -2
+    (share,) = ideal_observer.probabilities(blank)
+    share = share.reshape(4, 4)
+    assert share[[0, 1, 1, 1, 2], [1, 0, 1, 2, 1]] == pytest.approx(1)
+    free = 1 - train_small.WALLS
+    assert 1 - (1 - free) ** 2 < share[0, 0] < 1 - (1 - free) ** 2 + 0.05
+    assert share[3, 3] < share[0, 0]
+
+
+def test_the_ideal_observer_is_calibrated() -> None:
+    images, targets = (part.numpy() for part in train_small.mazes(np.random.default_rng(2), 300))
+    share = ideal_observer.probabilities(images[:, 0].astype(np.float64))[targets >= 0]
+    reached = targets[targets >= 0] == 1
+    assert share.mean() == pytest.approx(reached.mean(), abs=0.01)
+    assert 0.96 < ((share > 0.5) == reached).mean() < 1
 
 
 def test_pictures_are_new_in_every_batch_and_their_model_takes_them() -> None:
