@@ -9,7 +9,7 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import geometric_mean, mean, median_high
+from statistics import geometric_mean, mean, median, median_high
 from typing import Any
 
 from tabulate import tabulate
@@ -97,11 +97,12 @@ def converged(task: str, found: dict[str, Any]) -> str:
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
     tried = read(f"{depth_for_heads.name_of(task)}-rates") or {"runs": []}
     loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
-    rows, open_ended = [], []
+    rows, open_ended, all_falls = [], [], []
     for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
         own = [run for run in found["runs"] if run["arm"] == arm]
         gains = ", ".join(f"{depth_for_heads.gain_at_end(task, run):.2f}" for run in own)
         falls = [100 * (1 - run["losses"][-1] / run["losses"][-5]) for run in own]
+        all_falls += falls
         of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
         rows.append((arm, *of_rates, best[arm], gains, ", ".join(f"{fall:.1f}" for fall in falls)))
         if off := sum(not depth_for_heads.is_flat(task, run) for run in own):
@@ -111,14 +112,16 @@ def converged(task: str, found: dict[str, Any]) -> str:
     shown = tabulate(rows, headers, "github", disable_numparse=True)
     if open_ended:
         verdict = (
-            f"Not at the end: {', '.join(open_ended)}. What is claimed of these arms is not "
-            "claimed of the end of training."
+            f"Not at the end of its training, by the rule: {', '.join(open_ended)}. All other runs "
+            "are."
         )
     else:
         verdict = f"All {len(found['runs'])} runs are at the end of their training."
     said = (
-        f"**At the end.** {verdict} The last two columns have what the last fifth of the steps "
-        f"gained, seed by seed. The losses at the rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"**At the end.** {verdict} The last two columns show what the last fifth of the steps "
+        f"gained, seed by seed. The loss changed by {-min(all_falls):+.1f}% to "
+        f"{-max(all_falls):+.1f}% in it, and by {-median(all_falls):+.1f}% at the median. The "
+        f"losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
     )
     return f"{said}\n\n{shown}"
 

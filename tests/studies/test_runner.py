@@ -172,10 +172,10 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     path.write_text(json.dumps({"runs": tried}))
     flat, falling = [3.0] + [1.0] * 20, [3.0] * 17 + [2.9, 2.9, 2.9, 2.8]
     runs = [{"arm": arm, "seed": seed, "losses": flat} for arm in arms for seed in (0, 1)]
-    assert "All 4 runs are at the end" in page.converged(task, {"runs": runs})
+    assert "All 4 runs are at the end of their training." in page.converged(task, {"runs": runs})
     runs[3]["losses"] = falling
     said = page.converged(task, {"runs": runs})
-    assert "Not at the end: lean (1 of 2 seeds)." in said
+    assert "by the rule: lean (1 of 2 seeds). All other runs are." in said
     row = next(line for line in said.splitlines() if line.startswith("| lean"))
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
         *(f"{float(rate):.4f}" for rate in rates),
