@@ -19,6 +19,7 @@ ORIGINAL, LEAN, SHALLOW = "original", "lean", "shallow-only"
 HEADS, WIDE_MLP, LEAN_LONGER = "heads-only", "lean-without-mlp-change", "lean-at-equal-flops"
 DEEP_NARROW, AGAIN = "deep-and-narrow", "original-again"
 TRIED_SEED = 2000  # of the runs that choose the learning rates
+BEFORE_LAST_FIFTH = -1 - train_small.CHECKS // 5  # index into the measurements of a run
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,19 @@ class Setting:
         task: task of ``train_small.py``.
         flags: its other flags, which all arms have.
         steps: steps of an arm; some take more.
-        rates: learning rates. Of several, each arm takes the one with which its loss was lowest.
+        rates: learning rates. If there are several, each arm takes its best one by held-out loss.
         narrow: width at which ten layers of six heads have the lean model's parameters, to a per
             cent. A test counts both.
         longer: factor of the steps with which lean takes the original's FLOPs. A test counts both.
-        seconds: that a run took in a pilot.
+        seconds: duration of a run in a pilot.
         score: "loss" or "accuracy", by which arms are compared.
         margin: what a model without four layers may lose, in per cent of the held-out loss or in
             points of accuracy. Set before the runs.
-        to_the_end: whether the score is flat at the end of training: over the last fifth of the
-            steps, it changes by no more than the margin.
+        to_the_end: whether runs are meant, and checked, to be flat at the end of training: over
+            the last fifth of the steps, the score changes by no more than the margin.
         width: embedding width of the original.
         head_dim: width of a head.
-        names: arms, or None for all.
+        arm_names: arms, or None for all.
     """
 
     words: str
@@ -58,17 +59,17 @@ class Setting:
     to_the_end: bool = False
     width: int = 96
     head_dim: int = 16
-    names: tuple[str, ...] | None = None
+    arm_names: tuple[str, ...] | None = None
 
     @property
-    def of_all(self) -> tuple[str, ...]:
-        """The flags of ``train_small.py`` that all arms have."""
+    def common_flags(self) -> tuple[str, ...]:
+        """Return the flags of ``train_small.py`` that all arms have."""
         sizes = ("--width", str(self.width), "--head-dim", str(self.head_dim))
         return ("--task", self.task, *sizes, *self.flags, "--steps", str(self.steps))
 
     @property
     def unit(self) -> str:
-        """The unit of a difference of scores."""
+        """Return the unit of a difference of scores."""
         return "% of the loss" if self.score == "loss" else "points"
 
 
@@ -102,7 +103,7 @@ SETTINGS = {
         longer=1.96,
         seconds=180,
         to_the_end=True,
-        names=(ORIGINAL, LEAN),
+        arm_names=(ORIGINAL, LEAN),
     ),
     "python": Setting(
         _IN_WORDS,
@@ -144,9 +145,9 @@ def arms(task: str) -> tuple[Arm, ...]:
     made = [
         Arm(name, "arms", depth, ("--depth", str(depth), "--heads", str(heads), *more))
         for name, (depth, heads, *more) in sizes.items()
-        if setting.names is None or name in setting.names
+        if setting.arm_names is None or name in setting.arm_names
     ]
-    if setting.names is not None:
+    if setting.arm_names is not None:
         return tuple(made)
     return (*made, Arm(AGAIN, "null", 10, made[0].flags, first_seed=1000))
 
@@ -191,11 +192,10 @@ def gain_at_end(task: str, run: Measured) -> float:
 
     Below 0 the score fell.
     """
-    fifth = train_small.CHECKS // 5
     if SETTINGS[task].score == "loss":
-        before, after = run["losses"][-1 - fifth], run["losses"][-1]
+        before, after = run["losses"][BEFORE_LAST_FIFTH], run["losses"][-1]
         return 100 * math.log(before / after)
-    return 100 * (run["accuracies"][-1] - run["accuracies"][-1 - fifth])
+    return 100 * (run["accuracies"][-1] - run["accuracies"][BEFORE_LAST_FIFTH])
 
 
 def is_flat(task: str, run: Measured) -> bool:
@@ -227,7 +227,7 @@ def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
 
     no_worse = f"lean is no worse than the original (within {within})"
     claims = [claim(no_worse, gain(LEAN, ORIGINAL) + margin)]
-    if setting.names is not None:
+    if setting.arm_names is not None:
         return [*claims, claim("lean is better than the original", gain(LEAN, ORIGINAL))]
     claims += [
         claim("six layers gain from eight heads, all else as it was", gain(WIDE_MLP, SHALLOW)),
@@ -249,7 +249,7 @@ def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
 def scales(task: str) -> dict[str, Scale]:
     """Return the scales of a task; before its rates were tried, nothing else can run."""
     setting = SETTINGS[task]
-    flags, chosen = setting.of_all, arms(task)
+    flags, chosen = setting.common_flags, arms(task)
     if not setting.to_the_end:
         return _cpu_and_gpu((*flags, "--lr", *setting.rates), chosen, setting.seconds)
     trying = Scale(SCRIPT, flags, tried(task), seeds=1, seconds=setting.seconds)
@@ -283,10 +283,10 @@ def _study(task: str) -> Study:
     )
     if setting.to_the_end:
         rule += (
-            f" Each arm was first trained with the learning rates {', '.join(setting.rates)}, from "
-            "one other seed, and takes the one with the lowest loss on the held-out items. A run "
-            "is at the end of its training if the last fifth of the steps changes its score by no "
-            "more than the margin."
+            f" One run of each arm with each learning rate ({', '.join(setting.rates)}), from "
+            "another seed, chose the rate: that of the lowest held-out loss. A run is at the end "
+            "of its training if the last fifth of the steps changes its score by no more than the "
+            "margin."
         )
         not_shown = (
             "The schedule lowers the learning rate to 0, which flattens every curve. Other "

@@ -40,9 +40,9 @@ def reached_from(start: int, walls: np.ndarray) -> np.ndarray:
 def probabilities(images: np.ndarray) -> np.ndarray:
     """Return the probability that the start of each maze reaches each cell, if that is open.
 
-    It is exact: a sum over all sets of walls, weighted by their probability given the pixels. The
-    start is taken to be the cell of the lowest mean. At this noise, another cell is lower in one
-    maze of ten million.
+    Given the start, it is exact: a sum over all sets of walls, weighted by their probability given
+    the pixels. The start is taken to be the cell of the lowest mean. At this noise, another cell is
+    lower in one maze of ten million.
 
     Args:
         images: (mazes, side, side) pixels.
@@ -65,10 +65,9 @@ def probabilities(images: np.ndarray) -> np.ndarray:
             odds = of_walls[own] @ walls.T
             odds[:, walls[:, start] == 1] = -np.inf
             weights = np.exp(odds - odds.max(axis=1, keepdims=True))
-            is_open = weights @ (1 - walls)  # 0 where that is too unlikely to matter
-            found[own] = np.divide(
-                weights @ reached, is_open, out=np.zeros_like(is_open), where=is_open > 0
-            )
+            is_open = weights @ (1 - walls)  # 0, and the result nan, where walls are certain
+            with np.errstate(invalid="ignore"):
+                found[own] = weights @ reached / is_open
     return found
 
 
@@ -92,11 +91,11 @@ def section() -> str:
         return ""
     found = json.loads(path.read_text())
     return (
-        "**The ceiling.** Whoever knows how the mazes are drawn, and weighs all "
-        f"{1 << PLACES:,} sets of walls by their probability given the pixels, is right in "
-        f"{found['held_out_accuracy']:.2%} of the open cells of the same {found['mazes']:,} "
-        f"held-out mazes, with a loss of {found['held_out_loss']:.4f} "
-        "(`python -m studies.ideal_observer`). No model can be expected to do better."
+        f"**The ceiling.** An ideal observer weighs all {1 << PLACES:,} sets of walls by their "
+        f"probability given the pixels. On the same {found['mazes']:,} held-out mazes, it is right "
+        f"in {found['held_out_accuracy']:.2%} of the open cells, and its loss is "
+        f"{found['held_out_loss']:.4f} (`python -m studies.ideal_observer`). On average "
+        "over mazes no model does better; on these, one may by chance."
     )
 
 

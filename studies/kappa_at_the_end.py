@@ -1,4 +1,4 @@
-"""What does kappa say at the end of training that it did not say before?
+"""Does kappa say more at the end of training than before it?
 
 python -m studies.kappa_at_the_end
 """
@@ -97,9 +97,10 @@ def section() -> str:
     )
     not_shown = (
         "**Not shown.** κ was not changed on purpose here. The arms differ in depth, width, number "
-        "of heads, learning rate and steps, and a correlation over arms may have any of these as "
-        "its cause. p is about other seeds of these seven arms, not about other arms. Two of them "
-        "start as the same model, with the same κ."
+        "of heads, learning rate and steps. Any of these may cause a correlation over arms. p is "
+        "about other seeds of these arms, not about other arms. On the mazes, two arms start as "
+        "the same model, with the same κ. In the runs that chose the rates, their κ rose with the "
+        "learning rate. The two arms that took the lowest rate end with the lowest κ."
     )
     figure = f"![κ over training](images/study-{NAME}.png)"
     parts = (measured, rule, table(tested, "github"), figure, verdict, not_shown)
@@ -107,6 +108,11 @@ def section() -> str:
 
 
 def draw(path: Path) -> None:
+    """Write the figure of kappa over training to a file."""
+    drawing().savefig(path, dpi=120)
+
+
+def drawing() -> Any:
     """Draw kappa over training, and its correlation with the final loss, one row a task."""
     from matplotlib.figure import Figure
 
@@ -146,7 +152,7 @@ def draw(path: Path) -> None:
         correlation.legend(
             handles=over.lines, fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5)
         )
-    figure.savefig(path, dpi=120)
+    return figure
 
 
 def main(argv: Sequence[str] | None = None) -> None:

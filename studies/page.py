@@ -95,20 +95,23 @@ def read(name: str) -> dict[str, Any] | None:
 def converged(task: str, found: dict[str, Any]) -> str:
     """Return what the rates of a task gave, and whether its runs are at the end of training."""
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
-    tried = read(f"{depth_for_heads.name_of(task)}-rates") or {"runs": []}
+    tried = json.loads((RESULTS / f"{depth_for_heads.name_of(task)}-rates.json").read_text())
     loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
+    before = depth_for_heads.BEFORE_LAST_FIFTH
     rows, open_ended, all_falls = [], [], []
     for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
         own = [run for run in found["runs"] if run["arm"] == arm]
         gains = ", ".join(f"{depth_for_heads.gain_at_end(task, run):.2f}" for run in own)
-        falls = [100 * (1 - run["losses"][-1] / run["losses"][-5]) for run in own]
+        falls = [100 * (1 - run["losses"][-1] / run["losses"][before]) for run in own]
         all_falls += falls
         of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
-        rows.append((arm, *of_rates, best[arm], gains, ", ".join(f"{fall:.1f}" for fall in falls)))
+        shown_falls = [", ".join(f"{fall:.1f}" for fall in falls)] * (setting.score != "loss")
+        rows.append((arm, *of_rates, best[arm], gains, *shown_falls))
         if off := sum(not depth_for_heads.is_flat(task, run) for run in own):
             open_ended.append(f"{arm} ({off} of {len(own)} seeds)")
     rates = [f"loss at {rate}" for rate in setting.rates]
     headers = ("arm", *rates, "taken", f"gain, {setting.unit}", "fall of the loss, %")
+    headers = headers[: len(rows[0])]
     shown = tabulate(rows, headers, "github", disable_numparse=True)
     if open_ended:
         verdict = (
@@ -117,11 +120,20 @@ def converged(task: str, found: dict[str, Any]) -> str:
         )
     else:
         verdict = f"All {len(found['runs'])} runs are at the end of their training."
+    ends = setting.rates[0], setting.rates[-1]
+    edge = [arm for arm, *_ in rows if arm != depth_for_heads.AGAIN and best[arm] in ends]
+    unbracketed = (
+        f" For {' and '.join(edge)}, the best of the three is the lowest or the highest. A better "
+        "rate may lie beyond it."
+        if edge
+        else ""
+    )
     said = (
-        f"**At the end.** {verdict} The last two columns show what the last fifth of the steps "
-        f"gained, seed by seed. The loss changed by {-min(all_falls):+.1f}% to "
-        f"{-max(all_falls):+.1f}% in it, and by {-median(all_falls):+.1f}% at the median. The "
-        f"losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"**At the end.** {verdict} The last columns show what the last fifth of the steps gained, "
+        "seed by seed, on the first held-out items. In that fifth, the loss fell by "
+        f"{min(all_falls):.1f}% to {max(all_falls):.1f}%, and by {median(all_falls):.1f}% at the "
+        f"median. The losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"{unbracketed}"
     )
     return f"{said}\n\n{shown}"
 
@@ -181,8 +193,8 @@ def _converged(study: Study, found: dict[str, Any]) -> Iterator[str]:
     """Yield what a study whose arms train to the end says about it."""
     if study is depth_for_heads.STUDIES["pictures"] and (ceiling := ideal_observer.section()):
         yield ceiling
-    for task, of in depth_for_heads.STUDIES.items():
-        if of is study and depth_for_heads.SETTINGS[task].to_the_end:
+    for task, known in depth_for_heads.STUDIES.items():
+        if known is study and depth_for_heads.SETTINGS[task].to_the_end:
             yield converged(task, found)
 
 

@@ -11,7 +11,7 @@ A task is read from this Python's installation or generated:
   with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]; held out, that of the whole list.
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
-the initial weights and the order of the items; the items are the same for all. The loss and the
+the initial weights and the order of the items, or which mazes are drawn. The loss and the
 accuracy of the first held-out items, and kappa, are measured before training and after each
 twentieth of the steps.
 """
@@ -42,9 +42,9 @@ from models.vit import SmallTransformer
 from train.data import listops
 
 CACHE = Path(__file__).resolve().parent.parent / "runs" / "data"
-PROBED = 16  # held-out items of which kappa is measured
-CHECKS = 20  # parts of a run, after each of which it is measured
-CHECKED = 25_600  # tokens of the held-out items of a check
+PROBED = 16  # held-out items for kappa
+CHECKS = 20  # measurements of a run, after equal parts of its steps
+CHECKED = 25_600  # held-out tokens for each measurement
 CONTEXT = 64  # bytes that a model of the task python sees
 LONGEST = 40  # list
 # Without sums modulo ten, which take more steps to learn than there are.
@@ -52,11 +52,12 @@ LISTS = listops.ListLimits(
     max_depth=4, max_args=4, min_length=9, max_length=LONGEST + 1, operators=3
 )
 SIZES = {"train": 100_000, "dev": 10, "test": 5000}
-CELLS, PIXELS = 4, 4  # a side, of a maze and of a cell
-NOISE = 1.0  # standard deviation, of a pixel
+CELLS = 4  # a side of a maze
+PIXELS = 4  # a side of a cell
+NOISE = 1.0  # standard deviation of a pixel
 WALLS = 0.42  # share of the cells
-SEEN = 1 << 40  # seeds from which mazes are drawn to train on
-HELD_OUT_MAZES = 2000  # drawn from seed 0, which is none of those
+TRAINING_SEEDS = 1 << 40  # from which mazes are drawn
+HELD_OUT_MAZES = 2000
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,8 @@ class Task:
     """Items to learn, items to measure, and how a model is called with them.
 
     Attributes:
-        train: (items, ...), or of the task python all bytes in a row.
         held_out: items as a batch has them, tensors of equal length.
-        pick: takes indices of training items, gives a batch.
+        pick: takes indices of training items, gives a batch. Mazes are drawn from them.
         items: how many indices there are.
         tokens: tokens of an item, padding included, on average over training.
         scores: logits (predictions, classes) and targets (predictions,) of a batch.
@@ -94,7 +94,7 @@ class MazeTransformer(SmallTransformer):
 
     @property
     def sequence_length(self) -> int:
-        """The number of patches."""
+        """Return the number of patches."""
         return self.num_tokens
 
     def flops_per_sequence(self) -> int:
@@ -157,7 +157,7 @@ def spread(reached: np.ndarray, free: np.ndarray) -> np.ndarray:
 
 
 def pictures() -> Task:
-    """Return the task of the mazes: no maze is seen twice."""
+    """Return the task of the mazes: every batch is drawn anew; layouts recur with other noise."""
 
     def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         images, targets = batch
@@ -166,7 +166,7 @@ def pictures() -> Task:
     return Task(
         mazes(np.random.default_rng(0), HELD_OUT_MAZES),
         lambda chosen: mazes(np.random.default_rng(chosen + 1), len(chosen)),
-        SEEN,
+        TRAINING_SEEDS,
         CELLS * CELLS,
         scores,
     )

@@ -181,8 +181,9 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
         *(f"{float(rate):.4f}" for rate in rates),
         rates[0],
         "0.00, 6.90",
-        "0.0, 6.7",
     ]
+    assert "For original and lean, the best of the three is the lowest" in said
+    assert "the loss fell by 0.0% to 6.7%, and by 0.0% at the median" in said
 
 
 RECORDED = [study for study in page.STUDIES if page.read(study.name)]

@@ -24,10 +24,10 @@ def built(task: str, arm: Arm):
 def test_arms_of_equal_parameters_and_of_equal_flops_are(task: str) -> None:
     setting = depth_for_heads.SETTINGS[task]
     made = {
-        arm.name: built(setting.task, Arm(arm.name, "", 0, (*setting.of_all[2:], *arm.flags)))
+        arm.name: built(setting.task, Arm(arm.name, "", 0, (*setting.common_flags[2:], *arm.flags)))
         for arm in depth_for_heads.arms(task)
     }
-    if setting.names is not None:
+    if setting.arm_names is not None:
         assert set(made) == {"original", "lean"}
         assert made["lean"][0].num_params() < 0.55 * made["original"][0].num_params()
         return
@@ -269,9 +269,9 @@ def test_verdicts_on_depth_follow_the_losses(task: str) -> None:
     loss |= {"shallow-only": 0.6, "lean-without-mlp-change": 0.55, "deep-and-narrow": 0.6}
     loss |= {"lean-at-equal-flops": 0.4}
     setting = depth_for_heads.SETTINGS[task]
-    runs = runs_of({name: loss[name] for name in setting.names or loss})
+    runs = runs_of({name: loss[name] for name in setting.arm_names or loss})
     verdicts = [verdict for *_, verdict in judged(depth_for_heads.decide(task, runs))]
-    if setting.names is not None:
+    if setting.arm_names is not None:
         assert verdicts == ["holds", "undecided"]
         return
     assert verdicts[:3] == ["holds", "holds", "fails"]
