@@ -34,6 +34,7 @@ ON_KAPPA = kappa_against_heads.STUDY, kappa_and_loss.STUDY
 ON_DEPTH = tuple(depth_for_heads.STUDIES.values())  # which have one figure, of costs
 ON_HEADS = tuple(allocation.STUDIES.values())
 STUDIES = (*ON_KAPPA, *ON_DEPTH, *ON_HEADS)
+_TO_THE_END = [task for task, of in depth_for_heads.SETTINGS.items() if of.to_the_end]
 COSTS = {  # of a run: what it is called, and its unit
     "params": ("parameters, millions", 1e6),
     "train_flops": ("FLOPs of the training, 10¹²", 1e12),
@@ -115,8 +116,8 @@ def converged(task: str, found: dict[str, Any]) -> str:
     shown = tabulate(rows, headers, "github", disable_numparse=True)
     if open_ended:
         verdict = (
-            f"Not at the end of its training, by the rule: {', '.join(open_ended)}. All other runs "
-            "are."
+            "By the rule, these runs are not at the end of their training: "
+            f"{', '.join(open_ended)}. All others are."
         )
     else:
         verdict = f"All {len(found['runs'])} runs are at the end of their training."
@@ -164,9 +165,12 @@ def _section(study: Study, found: dict[str, Any]) -> str:
         if (other := json.loads(path.read_text()))["study"] == study.name
         and other["scale"] != "rates"
     ]
-    # Repetitions at another scale are shown next to the claims.
+    # A repetition at another scale, or of the central claim, is shown next to the claims.
     elsewhere = [
-        claim for other in others if other["scale"] != found["scale"] for claim in _claims(other)
+        claim
+        for other in others
+        if other["scale"] != found["scale"] or study in ON_DEPTH
+        for claim in _claims(other)
     ]
     ran = (
         f"{arms} arms of {found['seeds']} seeds, `{scale.script} {' '.join(scale.flags)}`: "
@@ -193,8 +197,8 @@ def _converged(study: Study, found: dict[str, Any]) -> Iterator[str]:
     """Yield what a study whose arms train to the end says about it."""
     if study is depth_for_heads.STUDIES["pictures"] and (ceiling := ideal_observer.section()):
         yield ceiling
-    for task, known in depth_for_heads.STUDIES.items():
-        if known is study and depth_for_heads.SETTINGS[task].to_the_end:
+    for task in _TO_THE_END:
+        if depth_for_heads.STUDIES[task] is study:
             yield converged(task, found)
 
 
@@ -256,6 +260,9 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
             f"{other['versions']['torch']})"
         )
     text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
+    if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
+        flat = sum(depth_for_heads.is_flat(task, run) for run in other["runs"])
+        text += f" {flat} of {len(other['runs'])} runs are at the end of their training."
     return " ".join([text, *(["The others:"] if differ else []), *differ])
 
 

@@ -175,7 +175,7 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     assert "All 4 runs are at the end of their training." in page.converged(task, {"runs": runs})
     runs[3]["losses"] = falling
     said = page.converged(task, {"runs": runs})
-    assert "by the rule: lean (1 of 2 seeds). All other runs are." in said
+    assert "not at the end of their training: lean (1 of 2 seeds). All others are." in said
     row = next(line for line in said.splitlines() if line.startswith("| lean"))
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
         *(f"{float(rate):.4f}" for rate in rates),
