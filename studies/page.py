@@ -260,10 +260,12 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
             f"{other['versions']['torch']})"
         )
     text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
+    if differ:
+        text += " The others:"
     if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
         flat = sum(depth_for_heads.is_flat(task, run) for run in other["runs"])
-        text += f" {flat} of {len(other['runs'])} runs are at the end of their training."
-    return " ".join([text, *(["The others:"] if differ else []), *differ])
+        differ.append(f"{flat} of {len(other['runs'])} runs are at the end of their training.")
+    return " ".join([text, *differ])
 
 
 def draw(study: Study, found: dict[str, Any], path: Path) -> None:
