@@ -7,8 +7,9 @@ A task is read from this Python's installation or generated:
 - ``pictures``: which open cells of a drawn maze its start reaches. A maze has 4 × 4 noisy cells of
   4 × 4 pixels. Every cell is a patch, and the model classifies each.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
-- ``listops``: the value of each list at its closing bracket, in nested lists of MIN, MAX and MED
-  with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]; held out, that of the whole list.
+- ``listops``: the value of each list at its closing bracket. Lists are nested, of MIN, MAX and MED,
+  with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]. The held-out value is that of the whole
+  list.
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
 the initial weights and the order of the items, or which mazes are drawn. The loss and the
@@ -46,7 +47,7 @@ PROBED = 16  # held-out items for kappa
 CHECKS = 20  # measurements of a run, after equal parts of its steps
 CHECKED = 25_600  # held-out tokens for each measurement
 CONTEXT = 64  # bytes that a model of the task python sees
-LONGEST = 40  # list
+LONGEST = 40  # symbols of a list
 # Without sums modulo ten, which take more steps to learn than there are.
 LISTS = listops.ListLimits(
     max_depth=4, max_args=4, min_length=9, max_length=LONGEST + 1, operators=3

@@ -55,7 +55,7 @@ def test_verdicts_follow_kappa_and_the_losses(record):
     assert "3 of 5 claims hold, 2 fail and 0 are undecided" in said
 
 
-def test_of_two_arms_only_the_fall_is_tested_and_the_figure_is_drawn(record, tmp_path):
+def test_of_two_arms_only_the_fall_is_tested_and_the_figure_is_drawn(record):
     assert kappa_at_the_end.section() == ""
     two = [run for run in runs_of((1, 2, 3, 4), (2, 3, 4, 5)) if run["arm"] in ARMS[:2]]
     record("python-to-the-end", two)
