@@ -287,7 +287,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the initial weights and the data order (0)")
     add("--resume", help="accepted and ignored: a short run always starts over")
     add("--out", type=Path, required=True, help="folder to write the results to")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.every_file < 1:
+        parser.error(f"--every-file must be at least 1, got {args.every_file}")
+    return args
 
 
 def _numbers(text: str) -> list[int]:

@@ -207,6 +207,8 @@ def test_a_part_of_the_text_is_of_the_same_held_out_items() -> None:
     whole, part = train_small.python_bytes(), train_small.python_bytes(every=12)
     assert part.items < whole.items / 10
     assert part.held_out[0].equal(whole.held_out[0])
+    with pytest.raises(SystemExit):
+        train_small.arguments(["--task", "python", "--every-file", "0", "--out", "-"])
 
 
 def test_a_run_is_flat_if_its_last_fifth_gains_no_more_than_the_margin() -> None:
