@@ -98,29 +98,25 @@ def converged(task: str, found: dict[str, Any]) -> str:
     setting, best = depth_for_heads.SETTINGS[task], depth_for_heads.best_rates(task)
     tried = json.loads((RESULTS / f"{depth_for_heads.name_of(task)}-rates.json").read_text())
     loss = {run["arm"]: f"{run['held_out_loss']:.4f}" for run in tried["runs"]}
-    before = depth_for_heads.BEFORE_LAST_FIFTH
     rows, open_ended, all_falls = [], [], []
-    for arm in dict.fromkeys(run["arm"] for run in found["runs"]):
-        own = [run for run in found["runs"] if run["arm"] == arm]
-        gains = ", ".join(f"{depth_for_heads.gain_at_end(task, run):.2f}" for run in own)
-        falls = [100 * (1 - run["losses"][-1] / run["losses"][before]) for run in own]
+    for arm, own in _by_arms(found).items():
+        falls = [depth_for_heads.fall_at_end(run) for run in own]
         all_falls += falls
         of_rates = [loss.get(f"{arm}-lr-{rate}", "") for rate in setting.rates]
-        shown_falls = [", ".join(f"{fall:.1f}" for fall in falls)] * (setting.score != "loss")
-        rows.append((arm, *of_rates, best[arm], gains, *shown_falls))
-        if off := sum(not depth_for_heads.is_flat(task, run) for run in own):
-            open_ended.append(f"{arm} ({off} of {len(own)} seeds)")
+        shown = ", ".join(f"{fall:.1f}" for fall in falls)
+        rows.append((arm, *of_rates, best[arm], shown, f"{mean(falls):.2f}"))
+        if not depth_for_heads.is_flat(own):
+            open_ended.append(arm)
     rates = [f"loss at {rate}" for rate in setting.rates]
-    headers = ("arm", *rates, "taken", f"gain, {setting.unit}", "fall of the loss, %")
-    headers = headers[: len(rows[0])]
+    headers = ("arm", *rates, "taken", "fall of the loss, %, by seed", "mean")
     shown = tabulate(rows, headers, "github", disable_numparse=True)
     if open_ended:
         verdict = (
-            "By the rule, these runs are not at the end of their training: "
-            f"{', '.join(open_ended)}. All others are."
+            f"By the rule, {' and '.join(open_ended)} had not reached the end of training. All "
+            "other arms had."
         )
     else:
-        verdict = f"All {len(found['runs'])} runs are at the end of their training."
+        verdict = f"All {len(rows)} arms are at the end of their training."
     ends = setting.rates[0], setting.rates[-1]
     edge = [arm for arm, *_ in rows if arm != depth_for_heads.AGAIN and best[arm] in ends]
     unbracketed = (
@@ -130,13 +126,21 @@ def converged(task: str, found: dict[str, Any]) -> str:
         else ""
     )
     said = (
-        f"**At the end.** {verdict} The last columns show what the last fifth of the steps gained, "
-        "seed by seed, on the first held-out items. In that fifth, the loss fell by "
-        f"{min(all_falls):.1f}% to {max(all_falls):.1f}%, and by {median(all_falls):.1f}% at the "
-        f"median. The losses at the three rates are of seed {depth_for_heads.TRIED_SEED}."
+        f"**At the end.** {verdict} The last columns show by how much the last fifth of the steps "
+        "lowered the loss of the first held-out items: by "
+        f"{min(all_falls):.1f}% to {max(all_falls):.1f}% in a run, and by {median(all_falls):.1f}% "
+        f"at the median. {sum(abs(fall) > depth_for_heads.FLAT for fall in all_falls)} of "
+        f"{len(all_falls)} runs changed by more than {depth_for_heads.FLAT:g}%. The losses at the "
+        f"three rates are of seed {depth_for_heads.TRIED_SEED}."
         f"{unbracketed}"
     )
     return f"{said}\n\n{shown}"
+
+
+def _by_arms(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the runs of each arm."""
+    arms = dict.fromkeys(run["arm"] for run in found["runs"])
+    return {arm: [run for run in found["runs"] if run["arm"] == arm] for arm in arms}
 
 
 def figure_of(study: Study) -> Path:
@@ -262,9 +266,9 @@ def _rerun(other: dict[str, Any], original: dict[str, Any]) -> str:
     text += f": {len(after) - len(differ)} of {len(after)} verdicts are the same."
     if differ:
         text += " The others:"
-    if task := next((t for t in _TO_THE_END if depth_for_heads.name_of(t) == other["study"]), None):
-        flat = sum(depth_for_heads.is_flat(task, run) for run in other["runs"])
-        differ.append(f"{flat} of {len(other['runs'])} runs are at the end of their training.")
+    if other["study"] in map(depth_for_heads.name_of, _TO_THE_END):
+        flat = [depth_for_heads.is_flat(own) for own in _by_arms(other).values()]
+        differ.append(f"{sum(flat)} of {len(flat)} arms are at the end of their training.")
     return " ".join([text, *differ])
 
 
@@ -298,8 +302,7 @@ def draw_costs(results: Mapping[str, dict[str, Any]], path: Path) -> None:
         figure.subplots(len(results), len(COSTS), squeeze=False), results.items()
     ):
         for axes, (cost, (words, unit)) in zip(row, COSTS.items()):
-            for number, arm in enumerate(dict.fromkeys(run["arm"] for run in found["runs"])):
-                own = [run for run in found["runs"] if run["arm"] == arm]
+            for number, (arm, own) in enumerate(_by_arms(found).items()):
                 x = mean(run[cost] for run in own) / unit
                 losses = [run["held_out_loss"] for run in own]
                 colour, sign = f"C{number % 10}", "os^Dv"[number // 10 % 5]

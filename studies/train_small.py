@@ -4,17 +4,17 @@
 
 A task is read from this Python's installation or generated:
 
-- ``pictures``: which open cells of a drawn maze its start reaches. A maze has 4 × 4 noisy cells of
-  4 × 4 pixels. Every cell is a patch, and the model classifies each.
+- ``pictures``: which open cells of a drawn maze its start reaches. A maze has 5 × 5 noisy cells of
+  4 × 4 pixels. Every cell is a patch, and the model classifies each. There are 1,000 mazes to learn
+  from, each with other noise whenever it is seen.
 - ``python``: the next byte of the standard library's files; every tenth file is held out.
 - ``listops``: the value of each list at its closing bracket. Lists are nested, of MIN, MAX and MED,
   with at most 40 symbols, such as [MAX 2 9 [MIN 4 7 ] ]. The held-out value is that of the whole
   list.
 
 AdamW in float32; the rate rises over a tenth of the steps and falls in half a cosine. A seed gives
-the initial weights and the order of the items, or which mazes are drawn. The loss and the
-accuracy of the first held-out items, and kappa, are measured before training and after each
-twentieth of the steps.
+the initial weights and the order of the items. The loss and the accuracy of the first held-out
+items, and kappa, are measured before training and after each twentieth of the steps.
 """
 
 import argparse
@@ -53,11 +53,12 @@ LISTS = listops.ListLimits(
     max_depth=4, max_args=4, min_length=9, max_length=LONGEST + 1, operators=3
 )
 SIZES = {"train": 100_000, "dev": 10, "test": 5000}
-CELLS = 4  # a side of a maze
+CELLS = 5  # a side of a maze
 PIXELS = 4  # a side of a cell
-NOISE = 1.0  # standard deviation of a pixel
+NOISE = 1.2  # standard deviation of a pixel
 WALLS = 0.42  # share of the cells
-TRAINING_SEEDS = 1 << 40  # from which mazes are drawn
+TRAINING_MAZES = 1000
+NOISES = 1 << 30  # which a training maze is shown with
 HELD_OUT_MAZES = 2000
 
 
@@ -67,7 +68,7 @@ class Task:
 
     Attributes:
         held_out: items as a batch has them, tensors of equal length.
-        pick: takes indices of training items, gives a batch. Mazes are drawn from them.
+        pick: takes indices of training items, gives a batch.
         items: how many indices there are.
         tokens: tokens of an item, padding included, on average over training.
         scores: logits (predictions, classes) and targets (predictions,) of a batch.
@@ -125,10 +126,10 @@ class MazeTransformer(SmallTransformer):
 
 
 def mazes(generator: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
-    """Draw mazes: (count, 1, 16, 16) float32 images and (count, 16) int64 targets.
+    """Draw mazes: (count, 1, side, side) float32 images and (count, cells) int64 targets.
 
-    A wall is 1, an open cell 0 and the start -2, each under normal noise. The target of an open
-    cell is 1 if steps to a side lead there from the start and 0 if not, that of a wall -100.
+    A wall is 1, an open cell 0 and the start -2. The target of an open cell is 1 if steps to a side
+    lead there from the start and 0 if not, that of a wall -100.
     """
     shape = count, CELLS, CELLS
     walls = generator.random(shape) < WALLS
@@ -139,35 +140,53 @@ def mazes(generator: np.random.Generator, count: int) -> tuple[Tensor, Tensor]:
     reached = spread(reached, ~walls)
     cells = walls.astype(np.float32)
     cells.reshape(count, -1)[start] = -2
-    images = cells.repeat(PIXELS, 1).repeat(PIXELS, 2)
-    images += NOISE * generator.standard_normal(images.shape, np.float32)
+    images = torch.from_numpy(cells.repeat(PIXELS, 1).repeat(PIXELS, 2)).unsqueeze(1)
     targets = np.where(walls, -100, reached).astype(np.int64).reshape(count, -1)
-    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(targets)
+    return images, torch.from_numpy(targets)
+
+
+def add_noise(generator: np.random.Generator, images: Tensor) -> Tensor:
+    """Return images with normal noise on every pixel."""
+    return images + NOISE * torch.from_numpy(generator.standard_normal(images.shape, np.float32))
 
 
 def spread(reached: np.ndarray, free: np.ndarray) -> np.ndarray:
     """Return which free cells are reached by steps to a side: all (count, CELLS, CELLS) bool."""
-    for _ in range(CELLS * CELLS):
-        wider = reached.copy()
-        wider[:, 1:] |= reached[:, :-1]
-        wider[:, :-1] |= reached[:, 1:]
-        wider[:, :, 1:] |= reached[:, :, :-1]
-        wider[:, :, :-1] |= reached[:, :, 1:]
-        reached = wider & free
-    return reached
+    while True:
+        wider = reached | (step_to_sides(reached) & free)
+        if (wider == reached).all():
+            return reached
+        reached = wider
+
+
+def step_to_sides(cells: np.ndarray) -> np.ndarray:
+    """Return which cells lie beside one of the given: both (count, CELLS, CELLS) bool."""
+    beside = np.zeros_like(cells)
+    beside[:, 1:] |= cells[:, :-1]
+    beside[:, :-1] |= cells[:, 1:]
+    beside[:, :, 1:] |= cells[:, :, :-1]
+    beside[:, :, :-1] |= cells[:, :, 1:]
+    return beside
 
 
 def pictures() -> Task:
-    """Return the task of the mazes: every batch is drawn anew; layouts recur with other noise."""
+    """Return the task of the mazes; an index gives one of those to learn from, and its noise."""
+    images, targets = mazes(np.random.default_rng(1), TRAINING_MAZES)
+    of_held_out = np.random.default_rng(0)
+    held_out_images, held_out_targets = mazes(of_held_out, HELD_OUT_MAZES)
+
+    def pick(chosen: np.ndarray) -> tuple[Tensor, ...]:
+        own = torch.from_numpy(chosen % TRAINING_MAZES)
+        return add_noise(np.random.default_rng(chosen + 1), images[own]), targets[own]
 
     def scores(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         images, targets = batch
         return model(images)[targets >= 0], targets[targets >= 0]
 
     return Task(
-        mazes(np.random.default_rng(0), HELD_OUT_MAZES),
-        lambda chosen: mazes(np.random.default_rng(chosen + 1), len(chosen)),
-        TRAINING_SEEDS,
+        (add_noise(of_held_out, held_out_images), held_out_targets),
+        pick,
+        TRAINING_MAZES * NOISES,
         CELLS * CELLS,
         scores,
     )
