@@ -224,6 +224,8 @@ def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
     claims = [claim(no_worse, gain(LEAN, ORIGINAL) + margin)]
     if setting.arm_names is not None:
         return [*claims, claim("lean is better than the original", gain(LEAN, ORIGINAL))]
+    if {run["arm"] for run in runs} == {ORIGINAL, LEAN}:
+        return claims
     claims += [
         claim("six layers gain from eight heads, all else as it was", gain(WIDE_MLP, SHALLOW)),
         claim(
@@ -242,7 +244,10 @@ def decide(task: str, runs: Sequence[Measured]) -> list[Claim]:
 
 
 def scales(task: str) -> dict[str, Scale]:
-    """Return the scales of a task; before its rates were tried, nothing else can run."""
+    """Return the scales of a task; before its rates were tried, nothing else can run.
+
+    The scale "central" has the arms of the central claim alone, to repeat it with other seeds.
+    """
     setting = SETTINGS[task]
     flags, chosen = setting.common_flags, arms(task)
     if not setting.to_the_end:
@@ -253,7 +258,11 @@ def scales(task: str) -> dict[str, Scale]:
     except ValueError:
         return {"rates": trying}
     chosen = tuple(replace(arm, flags=(*arm.flags, "--lr", rates[arm.name])) for arm in chosen)
-    return {**_cpu_and_gpu(flags, chosen, setting.seconds), "rates": trying}
+    made = {**_cpu_and_gpu(flags, chosen, setting.seconds), "rates": trying}
+    if setting.arm_names is None:
+        central = tuple(arm for arm in chosen if arm.name in (ORIGINAL, LEAN))
+        made["central"] = replace(made["cpu"], arms=central)
+    return made
 
 
 def _cpu_and_gpu(flags: tuple[str, ...], arms: tuple[Arm, ...], seconds: float) -> dict[str, Scale]:

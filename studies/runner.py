@@ -109,12 +109,15 @@ def main_of(module: str, option: str, studies: Mapping[str, Study]) -> None:
 
 
 def table(claims: Sequence[Claim], kind: str = "simple", again: Sequence[Claim] = ()) -> str:
-    """Return claims, effects and verdicts as a table, next to those of a repetition."""
+    """Return claims, effects and verdicts as a table, next to those of a repetition.
+
+    A claim that was not repeated has empty cells there.
+    """
     rows = [(claim.claim, _effect(claim), f"{p:.2g}", v) for claim, p, v in judged(claims)]
     headers = ("claim", "effect, 95% interval", "p", "verdict")
     if again:
-        repeated = [(_effect(claim), verdict) for claim, _, verdict in judged(again)]
-        rows = [(*row, *more) for row, more in zip(rows, repeated, strict=True)]
+        repeated = {claim.claim: (_effect(claim), verdict) for claim, _, verdict in judged(again)}
+        rows = [(*row, *repeated.get(row[0], ("", ""))) for row in rows]
         headers += ("again", "verdict")
     return tabulate(rows, headers, kind, disable_numparse=True)
 

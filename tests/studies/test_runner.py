@@ -172,18 +172,29 @@ def test_an_arm_that_is_not_flat_is_named(tmp_path, monkeypatch):
     path.write_text(json.dumps({"runs": tried}))
     flat, falling = [3.0] + [1.0] * 20, [3.0] * 17 + [2.9, 2.9, 2.9, 2.8]
     runs = [{"arm": arm, "seed": seed, "losses": flat} for arm in arms for seed in (0, 1)]
-    assert "All 4 runs are at the end of their training." in page.converged(task, {"runs": runs})
+    assert "All 2 arms are at the end of their training." in page.converged(task, {"runs": runs})
     runs[3]["losses"] = falling
     said = page.converged(task, {"runs": runs})
-    assert "not at the end of their training: lean (1 of 2 seeds). All others are." in said
+    assert "lean had not reached the end of training. All other arms had." in said
     row = next(line for line in said.splitlines() if line.startswith("| lean"))
     assert [cell.strip() for cell in row.split("|")[2:-1]] == [
         *(f"{float(rate):.4f}" for rate in rates),
         rates[0],
-        "0.00, 6.90",
+        "0.0, 6.7",
+        "3.33",
     ]
     assert "For original and lean, the best of the three is the lowest" in said
-    assert "the loss fell by 0.0% to 6.7%, and by 0.0% at the median" in said
+    assert "by 0.0% to 6.7% in a run, and by 0.0% at the median. 1 of 4 runs" in said
+
+
+def test_a_repetition_of_one_claim_stands_beside_that_claim():
+    first, second = (Claim(name, 1.0, 0.5, 2.0, 0.01, "points") for name in ("one", "two"))
+    again = Claim("two", 3.0, -1.0, 4.0, 0.2, "points")
+    rows = [
+        line.split("|") for line in runner.table([first, second], "github", [again]).split("\n")
+    ]
+    assert [cell.strip() for cell in rows[2][-3:-1]] == ["", ""]
+    assert [cell.strip() for cell in rows[3][-3:-1]] == ["3 [-1, 4] points", "undecided"]
 
 
 RECORDED = [study for study in page.STUDIES if page.read(study.name)]

@@ -322,6 +322,20 @@ def test_verdicts_on_depth_follow_the_losses(task: str) -> None:
     assert verdicts[4:] == ["holds", "holds", *twice, "holds"]
 
 
+def test_the_central_claim_is_repeated_with_its_two_arms(tmp_path, monkeypatch) -> None:
+    runs = [{"arm": arm.name, "held_out_loss": arm.x} for arm in depth_for_heads.tried("pictures")]
+    path = tmp_path / "depth_for_heads_pictures-rates.json"
+    path.write_text(json.dumps({"runs": runs}))
+    monkeypatch.setattr(depth_for_heads, "RESULTS", tmp_path)
+    scales = depth_for_heads.scales("pictures")
+    assert [arm.name for arm in scales["central"].arms] == ["original", "lean"]
+    assert set(scales["central"].arms) < set(scales["cpu"].arms)
+    claims = depth_for_heads.decide("pictures", runs_of({"original": 0.5, "lean": 0.51}))
+    assert [claim.claim for claim in claims] == [
+        "lean is no worse than the original (within 0.5 point)"
+    ]
+
+
 def test_the_planner_is_compared_with_what_was_measured(tmp_path, monkeypatch) -> None:
     losses = {"a": 0.5, "b": 0.6, "c": 0.7, "d-again": 0.1}
     runs = runs_of(losses, kappa=1.0)
