@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def rank_correlations(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def section() -> str:
     """Return the study's part of the page, or nothing if there are no results."""
-    tested = claims()
+    tested, recorded = claims(), results().items()
     if not tested:
         return ""
     measured = (
@@ -98,13 +99,37 @@ def section() -> str:
     not_shown = (
         "**Not shown.** κ was not changed on purpose here. The arms differ in depth, width, number "
         "of heads, learning rate and steps. Any of these may cause a correlation over arms. p is "
-        "about other seeds of these arms, not about other arms. On the mazes, two arms start as "
-        "the same model, with the same κ. In the runs that chose the rates, their κ rose with the "
-        "learning rate. The two arms that took the lowest rate end with the lowest κ."
+        "about other seeds of these arms, not about other arms."
     )
+    not_shown += "".join(_twins(task, found["runs"]) + _of_rates(task) for task, found in recorded)
     figure = f"![κ over training](images/study-{NAME}.png)"
     parts = (measured, rule, table(tested, "github"), figure, verdict, not_shown)
     return "\n\n".join([f"## {QUESTION}", *parts]) + "\n"
+
+
+def _twins(task: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return which arms of a task start with the same kappa, because they start as one model."""
+    names = arms_of(runs)
+    first = stats.table(runs, names, "kappa_at_first")
+    alike = [
+        f"{one} and {other}"
+        for (i, one), (j, other) in combinations(enumerate(names), 2)
+        if (first[:, i] == first[:, j]).all()
+    ]
+    return f" Of {task}, {'; '.join(alike)} start as the same model." if alike else ""
+
+
+def _of_rates(task: str) -> str:
+    """Return by how much kappa after training depends on the learning rate."""
+    path = RESULTS / f"{depth_for_heads.name_of(task)}-rates.json"
+    kappa = {run["arm"]: run["kappa"] for run in json.loads(path.read_text())["runs"]}
+    low, *_, high = depth_for_heads.SETTINGS[task].rates
+    names = [name.removesuffix(f"-lr-{low}") for name in kappa if name.endswith(f"-lr-{low}")]
+    ratios = [kappa[f"{name}-lr-{high}"] / kappa[f"{name}-lr-{low}"] for name in names]
+    return (
+        f" With a rate of {high} instead of {low}, κ after training is {min(ratios):.2g} to "
+        f"{max(ratios):.2g} times as large ({task}, the runs that chose the rates)."
+    )
 
 
 def draw(path: Path) -> None:

@@ -88,10 +88,13 @@ def section() -> str:
     verdict = (
         f"**Found.** The interval is above 0 in {above[0]} of {len(found)} recorded runs for κ "
         f"before training (below 0 in {below[0]}), in {above[1]} for κ after training "
-        f"({below[1]}), and in {above[2]} for the number of parameters ({below[2]}). Nothing that "
-        "is known before training tells which of two models will be better. Therefore nothing "
-        "here chooses a model by it."
+        f"({below[1]}), and in {above[2]} for the number of parameters ({below[2]}). "
     )
+    reliable = [ranking for ranking, count in zip(RANKS, above) if count == len(found)]
+    if reliable:
+        verdict += f"{' and '.join(reliable)} ordered the models rightly in all of them."
+    else:
+        verdict += "None is above 0 in all of them. Therefore nothing here chooses a model by one."
     return "\n\n".join([f"## {QUESTION}", measured, shown, verdict]) + "\n"
 
 

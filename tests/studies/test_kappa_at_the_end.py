@@ -33,6 +33,13 @@ def record(tmp_path, monkeypatch):
 
     def write(task: str, runs: list[dict]) -> None:
         (tmp_path / f"depth_for_heads_{task}.json").write_text(json.dumps({"runs": runs}))
+        rates = [
+            {"arm": f"{arm}-lr-{rate}", "kappa": kappa * (1 + number)}
+            for number, arm in enumerate(ARMS[:2])
+            for rate, kappa in (("1.5e-3", 2.0), ("3e-3", 9.0), ("6e-3", 5.0 * (1 + number)))
+        ]
+        path = tmp_path / f"depth_for_heads_{task}-rates.json"
+        path.write_text(json.dumps({"runs": rates}))
 
     return write
 
@@ -53,6 +60,11 @@ def test_verdicts_follow_kappa_and_the_losses(record):
     said = kappa_at_the_end.section()
     assert "“pictures: κ after training orders the losses better than before” holds." in said
     assert "3 of 5 claims hold, 2 fail and 0 are undecided" in said
+    assert "With a rate of 6e-3 instead of 1.5e-3, κ after training is 2.5 to 5 times" in said
+    assert "start as the same model" not in said
+    record("pictures", runs_of((30, 20, 20, 99), (1, 2, 3, 99)))
+    said = kappa_at_the_end.section()
+    assert f"Of pictures, {ARMS[1]} and {ARMS[2]} start as the same model." in said
 
 
 def test_of_two_arms_only_the_fall_is_tested_and_the_figure_is_drawn(record):
